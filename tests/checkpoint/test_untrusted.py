@@ -6,6 +6,7 @@ import builtins
 import functools
 import json
 import math
+import os
 import pickle
 import shutil
 import socket
@@ -217,6 +218,14 @@ def test_configurations_that_name_code(case: str, llama: Path, tmp_path: Path, m
         autotp.from_pretrained(folder)
     assert text in str(raised.value).splitlines()[0]
     assert not calls and not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_configuration_with_holes(name: str, llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "copy"))
+    os.truncate(folder / name, 2**36)
+    with pytest.raises(autotp.Error, match=r"the configuration cannot be read: .*it has 68,719,476,736 bytes"):
+        autotp.from_pretrained(folder)
 
 
 @pytest.mark.system

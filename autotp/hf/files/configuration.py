@@ -123,6 +123,7 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 def read_object(file: Path, kind: Any, **given: Any) -> Any:
     """Returns the object that a class of transformers reads from a file of a checkpoint."""
     try:
+        read_regular(file)  # transformers would also wait for a pipe, and read a file with holes into the memory.
         with offline_and_silent():
             where = file.parent if file.name == CONFIG or "generation" in file.name else file
             return kind.from_pretrained(where, local_files_only=True, **given)
