@@ -64,8 +64,16 @@ class Manifest:
         Raises:
             Error: the data is not valid, or a tensor cannot be read.
         """
+        read = set[str]()
+
+        def once(key: str) -> Tensor:  # Else a short list could stand for more than the memory has.
+            if key in read:
+                raise ValueError(f"{key} is there twice")
+            read.add(key)
+            return self.whole(key)
+
         try:
-            return decode(encoded, self.whole)
+            return decode(encoded, once)
         except Error:
             raise
         except INVALID_CONTENT as error:
@@ -121,6 +129,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise _other_format(folder, content.get("format"))
         files: list[int] = content["files"]
         tensors = {key: _pieces(files, *rows) for key, rows in content["tensors"].items()}
+        if sum(math.prod(it.shape) * it.dtype.itemsize for it in tensors.values()) > sum(files):
+            raise ValueError("the tensors have more bytes than the files")
         for rank, size in enumerate(files):
             _expect_size(folder / file_of(rank), size)
         _expect_about(content["about"])

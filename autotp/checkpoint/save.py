@@ -41,7 +41,7 @@ from autotp.checkpoint.write import UNFINISHED, same_on_all, state_to_write, wri
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, gather_ints
-from autotp.errors import Error, within
+from autotp.errors import Error, call_in_progress, within
 from autotp.runtime.holdings import expect_all_saved, holdings_of
 from autotp.training.trainer import Trainer
 
@@ -75,7 +75,8 @@ def save_checkpoint(
             is the same on all ranks.
 
     Raises:
-        Error: on every rank. A checkpoint of this step exists; another process saves into the folder; the folder cannot
+        Error: on every rank. It was called within a step, for example by the handler of a signal; a checkpoint of this
+            step exists; another process saves into the folder; the folder cannot
             be written; the optimizer has parameters that are not the trainer's, state that is not shaped like its
             parameter, or state that belongs to no parameter; `more` differs between ranks; or ranks that hold the same
             tensor hold different values.
@@ -93,6 +94,7 @@ def save_checkpoint(
 
     def run() -> Saving:
         _expect_trainer(trainer)
+        _expect_between_steps("save_checkpoint")
         agree(trainer.everyone, lambda: _finish(trainer))
         at = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
         state = agree(trainer.everyone, lambda: state_to_write(at, trainer, optimizer, step, more))
@@ -146,6 +148,7 @@ def load_checkpoint(
 
     def run() -> int:
         _expect_trainer(trainer)
+        _expect_between_steps("load_checkpoint")
         everyone = trainer.everyone
         agree(everyone, lambda: _finish(trainer))
         at = agree(everyone, lambda: _absolute(load_checkpoint, folder=folder, optimizer=optimizer, changed=changed))
@@ -190,6 +193,20 @@ def _expect_trainer(given: object) -> None:
             fix="trainer = autotp.distribute(model, tp=...), whose state is all that training needs",
             alternative="autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone",
         )
+
+
+def _expect_between_steps(call: str) -> None:
+    """Raises Error in a step: a signal's handler or a hook may run when only some of the parameters are changed.
+
+    It does not wait for the other ranks: the handler may run on this rank alone, between two collectives of the step.
+    """
+    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name in ("step", "evaluate"))
+    owners = [(frame.f_locals.get("self"), frame.f_code.co_name) for frame in frames]
+    steps = [f"{type(it).__name__}.{name}" for it, name in owners if isinstance(it, Optimizer | Trainer)]
+    inside = steps[0] if steps else call_in_progress()
+    if inside != call:
+        remedy = f"set a flag in the signal's handler or in the hook, and call {call} after the step, on all ranks"
+        raise Error(f"it was called in {inside}, which was not at its end", fix=remedy)
 
 
 def _absolute(function: Callable[..., Any], folder: str | Path, **given: Any) -> Path:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def _write_shard(
         def begin() -> SummedFile | None:
             if new is None:
                 return None
-            file = SummedFile(stack.enter_context((new / shard.file).open("wb")))
+            file = SummedFile(stack.enter_context(_opened(new / shard.file)))
             file.write(header_of(tensors, shard.names))
             return file
 
@@ -111,6 +111,19 @@ def _write_shard(
             count(nbytes(tensors[name]))
         agree(mesh, lambda: _or_error(new, stack.close))
     return file
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    """Opens a file to write. If an exception leaves the block, a second one, of closing it, is not raised."""
+    opened = file.open("wb")
+    try:
+        yield opened
+    except BaseException:
+        with suppress(OSError):
+            opened.close()
+        raise
+    opened.close()
 
 
 def _stream(file: SummedFile | None, source: Source) -> None:

@@ -87,6 +87,21 @@ def test_files_that_are_not_as_written(tmp_path: Path) -> None:
     assert message(lambda: read_manifest(folder)) == f"{file} is not a regular file{remedy}"
 
 
+def test_a_few_bytes_that_stand_for_many(tmp_path: Path) -> None:
+    """Whoever reads all tensors, or all data that names them, needs no more memory than the files have bytes."""
+    twice: list[Any] = [["v", "float32", [2, 4]], [[0, 0], [1, 4], 0, 0, zlib.crc32(WHOLE.numpy().tobytes())]]
+    rows = [twice, [twice[0], [[1, 0], *twice[1][1:]]]]
+    folder = written(tmp_path, manifest_content(ABOUT, [[16, rows]]))
+    (folder / file_of(0)).write_bytes(WHOLE.numpy().tobytes())
+    assert "is not valid: ValueError: the tensors have more bytes than the files" in message(
+        lambda: read_manifest(folder)
+    )
+    found = read_manifest(written(tmp_path, content()))
+    one = {"": "tensor", "of": "w"}
+    assert found.value([one])[0].equal(WHOLE)
+    assert "is not valid: ValueError: w is there twice" in message(lambda: found.value({"a": one, "b": [one]}))
+
+
 def test_items() -> None:
     item = Item("w", (2,), (4,), torch.zeros(2))
     assert item.row() == ["w", "float32", (4,)]

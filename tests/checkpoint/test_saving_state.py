@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, adam
 from torch.optim.lr_scheduler import StepLR
 from trainers import Layout, edited, started, trained
 
@@ -328,3 +328,45 @@ def test_options_of_another_kind(tmp_path: Path) -> None:
     for text, expected in zip(found, OPTIONS, strict=False):
         assert expected in text, text
     assert "is not valid" in found[-1]
+
+
+# ---- in the middle of a step
+
+
+def in_a_step(rank: int, n: int, folder: str) -> list[str]:
+    """What a handler is told that saves or loads while half of the parameters are changed, or while a step runs."""
+    trainer, optimizer = started((2, 1, 1))
+    trained(trainer, optimizer, range(1))
+    autotp.save_checkpoint(folder, trainer, optimizer, 1)
+    found, single = list[str](), adam._single_tensor_adam
+
+    def interrupt() -> None:
+        found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 2)))
+        found.append(problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer)))
+
+    def halves(params: list[torch.Tensor], *lists: Any, **options: Any) -> None:
+        half = len(params) // 2
+        single(params[:half], *(some[:half] for some in lists), **options)
+        interrupt()
+        single(params[half:], *(some[half:] for some in lists), **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam, "_single_tensor_adam", halves)
+        trained(trainer, optimizer, range(1, 2))
+    hook = next(trainer.parameters()).register_post_accumulate_grad_hook(lambda _: interrupt())
+    trained(trainer, optimizer, range(2, 3))
+    hook.remove()
+    optimizer.register_step_post_hook(lambda *_: autotp.save_checkpoint(folder, trainer, optimizer, trainer.steps))
+    trained(trainer, optimizer, range(3, 4))  # Behind the step, all is changed.
+    assert saved_steps(folder) == [1, 4]
+    return found
+
+
+def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """Such as a signal's handler: a job that is ended gets one at any time."""
+    for found in run_ranks(in_a_step, 2, str(tmp_path), timeout=100):
+        assert found == [
+            f"{call}: it was called in {step}, which was not at its end"
+            for step in ("AdamW.step", "Trainer.step")
+            for call in ("save_checkpoint", "load_checkpoint")
+        ]

@@ -6,6 +6,7 @@ import builtins
 import functools
 import json
 import math
+import os
 import pickle
 import shutil
 import socket
@@ -175,6 +176,21 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no number, as transformers writes it": (
         {"rms_norm_eps": {"__float__": "NaN"}}, "the configuration cannot be read: NaN is no number",
     ),
+    "a number that is too large": ({"rms_norm_eps": 1e308}, "the configuration cannot be read: 1e999 is no number"),
+    "a file that is not compared": (
+        {"configuration_files": ["config.4.0.0.json"]},
+        "the configuration names other files (configuration_files), which are not read",
+    ),
+    "layers without end": (
+        {"num_hidden_layers": 10**9},
+        "the configuration says num_hidden_layers=1000000000, and a model has at most 10,000",
+    ),
+    "labels without end": (
+        {"num_labels": 10**10}, "the configuration says num_labels=10000000000, and a model has at most 1,000,000",
+    ),
+    "experts without end": (
+        {"text_config": {"num_local_experts": 10**10}}, "the configuration says num_local_experts=10000000000, and",
+    ),
     "no model": ({"architectures": ["Trainer"]}, "config.json names Trainer, which is no model that transformers has"),
     "no class": ({"architectures": ["pipeline"]}, "config.json names pipeline, which is no model"),
     "a backbone": (
@@ -192,7 +208,8 @@ def test_configurations_that_name_code(case: str, llama: Path, tmp_path: Path, m
     """One error; nobody is asked, nothing is run, no other machine is called."""
     folder, (values, text) = Path(shutil.copytree(llama, tmp_path / "copy")), CONFIGS[case]
     config = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config).replace("1e+308", "1e999"))
+    (folder / "config.4.0.0.json").write_text(json.dumps(config | {"attn_implementation": KERNEL}))
     (folder / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'it-ran')!r}).touch()")
     calls: list[Any] = []
     for owner, name in ((builtins, "input"), (socket.socket, "connect"), (socket, "getaddrinfo")):
@@ -201,6 +218,14 @@ def test_configurations_that_name_code(case: str, llama: Path, tmp_path: Path, m
         autotp.from_pretrained(folder)
     assert text in str(raised.value).splitlines()[0]
     assert not calls and not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_configuration_with_holes(name: str, llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "copy"))
+    os.truncate(folder / name, 2**36)
+    with pytest.raises(autotp.Error, match=r"the configuration cannot be read: .*it has 68,719,476,736 bytes"):
+        autotp.from_pretrained(folder)
 
 
 @pytest.mark.system

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import resource
+from pathlib import Path
 
-from autotp.checkpoint.weights import parse_size
+import pytest
+import torch
+from errors import message
+from trainers import Given
+
+from autotp.checkpoint.weights import parse_size, write_checkpoint
+from autotp.distributed.mesh import Mesh
 
 
 @pytest.mark.parametrize(
@@ -13,3 +20,20 @@ from autotp.checkpoint.weights import parse_size
 )
 def test_sizes(text: int | str, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("most", [100, 9_000, 40_000])
+def test_a_disk_that_is_full_is_one_error(most: int, tmp_path: Path) -> None:
+    """A file that cannot be written cannot be closed either; the folder is what it was."""
+    tensors = {name: Given(torch.ones(5000)) for name in "ab"}
+    write_checkpoint(tmp_path / "out", tensors, Mesh(), 10**6, lambda new: None)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        text = message(lambda: write_checkpoint(tmp_path / "out", tensors, Mesh(), 10**6, lambda new: None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert text.startswith("the checkpoint cannot be written: [Errno 27] File too large")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]

@@ -13,7 +13,7 @@ import torch
 from autotp.checkpoint.conversion.content import Content, Format, Held, Saved
 from autotp.checkpoint.conversion.megatron_files import Target, is_megatron, read_megatron, write_megatron
 from autotp.checkpoint.conversion.torch_files import state_dict_in
-from autotp.checkpoint.files.checksums import INVALID_CONTENT, write_whole
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, read_regular, write_whole
 from autotp.checkpoint.files.safetensors_files import INDEX, ONE_FILE, stored_tensors, tensors_of_file
 from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
 from autotp.checkpoint.files.tensor_sources import Cast, Source, read_whole
@@ -75,7 +75,7 @@ def read_content(path: Path, vocabulary: int | None = None, library: str | None 
 def config_in(file: Path) -> Mapping[str, object]:
     """Returns the JSON object in a configuration's file."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(file))
     except (*INVALID_CONTENT, OSError) as error:
         raise Error(f"the configuration cannot be read: {error}", at=str(file)) from error
     if not isinstance(found, dict):
@@ -86,7 +86,11 @@ def config_in(file: Path) -> Mapping[str, object]:
 def _training(path: Path) -> Content:
     """Returns a training's checkpoint; of a folder with several the newest."""
     if not _has_manifest(path):
-        path = path_of(path, max(saved_steps(path)))
+        steps = saved_steps(path)
+        if not steps:
+            was = f"the name that `save_checkpoint` gave it, such as {path_of(Path(), 1000).name}"
+            raise Error(f"{path} has checkpoints under other names", fix=was)
+        path = path_of(path, steps[-1])
     manifest, prefix = read_manifest(path), f"model{SEPARATOR}"
     sources = {key: Saved(manifest, key) for key in manifest.tensors}
     tensors = {key.removeprefix(prefix): source for key, source in sources.items() if key.startswith(prefix)}

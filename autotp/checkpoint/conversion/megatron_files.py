@@ -26,6 +26,7 @@ from autotp.checkpoint.conversion.megatron_arguments import arguments_of, config
 from autotp.checkpoint.conversion.megatron_names import HEAD, LIBRARIES, SEGMENTS, WORDS, Names, Row
 from autotp.checkpoint.conversion.torch_files import read_torch_file
 from autotp.checkpoint.files.atomic_folder import replaced
+from autotp.checkpoint.files.checksums import read_regular
 from autotp.checkpoint.files.tensor_sources import Computed, Source, read_whole
 from autotp.errors import Error
 
@@ -75,7 +76,10 @@ def read_megatron(folder: Path, vocabulary: int | None = None, library: str | No
     ranks = _ranks(folder)
     kind = "BERT" if "lm_head.dense.weight" in ranks.parts else "GPT"
     names = names_for(kind, library)
-    rows = list(names.rows(number_of(ranks.args, "num_layers")))
+    layers = number_of(ranks.args, "num_layers")
+    if layers > len(ranks.parts):
+        raise Error(f"num_layers is {layers}, and there are {len(ranks.parts)} tensors", at=str(ranks.folder))
+    rows = list(names.rows(layers))
     head = names.tied[0][0] if names.tied and kind == "GPT" else ""
     if HEAD in ranks.parts and head:
         rows.append(Row(HEAD, (head,), "vocabulary"))
@@ -106,9 +110,9 @@ def _ranks(folder: Path) -> Ranks:
     files = {tuple(int(n or 0) for n in match.groups()): path for path in at.iterdir()
              if (match := RANK.fullmatch(path.name))}  # fmt: skip
     tp, pp = (1 + max(key[i] for key in files) for i in (0, 1))
-    lacking = [key for key in ((t, p) for t in range(tp) for p in range(pp)) if key not in files]
+    lacking = next((key for key in ((t, p) for t in range(tp) for p in range(pp)) if key not in files), None)
     if lacking:
-        raise Error(f"tensor-parallel rank {lacking[0][0]} of stage {lacking[0][1]} is missing", at=str(at))
+        raise Error(f"tensor-parallel rank {lacking[0]} of stage {lacking[1]} is missing", at=str(at))
     loaded = {key: _file(path / FILE) for key, path in files.items()}
     first = loaded[0, 0]
     args = first.get("args")
@@ -138,9 +142,13 @@ def _iteration(folder: Path) -> Path:
     """Returns the folder of the newest iteration."""
     if any(RANK.fullmatch(path.name) for path in folder.iterdir()):
         return folder
-    text = (folder / LATEST).read_text().strip()
-    at = folder / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
-    if (text != "release" and not text.isdecimal()) or not at.is_dir():
+    try:
+        text = read_regular(folder / LATEST).decode(errors="replace").strip()
+    except OSError as error:
+        raise Error(f"{folder / LATEST} cannot be read: {error.strerror}") from error
+    number = re.fullmatch(r"[0-9]{1,19}", text)
+    at = folder / (f"iter_{int(text):07d}" if number else "release")
+    if (text != "release" and not number) or not at.is_dir():
         raise Error(f"{LATEST} says {text[:40]!r}, and there is no such checkpoint", at=str(folder))
     if not any(RANK.fullmatch(path.name) for path in at.iterdir()):
         raise Error("no rank's folder is there (mp_rank_00, ...)", at=str(at))
@@ -163,7 +171,7 @@ def _named(stages: Sequence[Mapping[str, Any]], at: Path) -> Iterator[tuple[str,
             if not isinstance(stage.get(chunk), Mapping):
                 raise Error(f"a rank's file has no `{chunk}`", at=str(at))
             layers = set[int]()
-            for name, tensor in _flat(stage[chunk]):
+            for name, tensor in _flat(stage[chunk], set()):
                 name, number = _renamed(name, before)
                 layers |= {number} - {-1}
                 if name == AGAIN:
@@ -174,10 +182,21 @@ def _named(stages: Sequence[Mapping[str, Any]], at: Path) -> Iterator[tuple[str,
             before += len(layers)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _flat(tree: Mapping[str, Any], seen: set[int], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors in nested dicts, with their names.
+
+    Args:
+        seen: ids of dicts; a dict that is in itself, or in many others, would have names without end.
+
+    Raises:
+        Error: a dict is there twice.
+    """
+    if id(tree) in seen:
+        raise Error(f"the dict `{prefix[:60]}` of a rank's file is there twice")
+    seen.add(id(tree))
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, seen, f"{prefix}{key}.")
         elif isinstance(value, Tensor):
             yield f"{prefix}{key}", value
 

@@ -10,6 +10,7 @@ file, and no function is called.
 from __future__ import annotations
 
 import argparse
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp.checkpoint.files.checksums import open_regular
 from autotp.errors import Error
 
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
@@ -39,10 +41,13 @@ def read_torch_file(file: Path) -> Any:
         Error: the file is missing, damaged, of a format before torch 1.6, or names a function that is blocked.
     """
     try:
+        _expect_stored(file)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         known: Any = [(argparse.Namespace if name in NAMESPACES else Unread, name) for name in names]
         with torch.serialization.safe_globals(known):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Error:
+        raise
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror or error}") from error
     except Exception as error:
@@ -51,6 +56,26 @@ def read_torch_file(file: Path) -> Any:
             f"{file} is no file that can be read without running code: {' '.join(told.split())[:200]}",
             fix="a file that torch.save wrote with torch 1.6 or newer, of tensors and plain data",
         ) from error
+
+
+def _expect_stored(file: Path) -> None:
+    """Raises Error if parts of a file are compressed: few bytes can stand for many. torch compresses nothing."""
+    with open_regular(file) as source, zipfile.ZipFile(source) as parts:
+        packed = [part.filename for part in parts.infolist() if part.file_size > part.compress_size]
+    if packed:
+        raise Error(f"{file} is compressed: {packed[0]}", fix="a file as torch.save writes it")
+
+
+def _elements_of(name: str, tensor: Tensor, file: Path) -> Tensor:
+    """Returns a tensor, if the file has an element for each of its elements.
+
+    Raises:
+        Error: it is a view that repeats elements, or is not dense.
+    """
+    stored = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta and not tensor.is_nested
+    if not stored or tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise Error(f"{file}: `{name}` has elements that are not in the file", fix="tensor.contiguous(), saved anew")
+    return tensor
 
 
 def state_dict_in(file: Path) -> dict[str, Tensor]:
@@ -68,4 +93,4 @@ def state_dict_in(file: Path) -> dict[str, Tensor]:
     other = [name for name, value in found.items() if not isinstance(value, Tensor)]
     if other:
         raise Error(f"{file}: `{other[0]}` is a {type(found[other[0]]).__name__}, and no tensor")
-    return dict(found)
+    return {name: _elements_of(name, tensor, file) for name, tensor in found.items()}

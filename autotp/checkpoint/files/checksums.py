@@ -54,6 +54,24 @@ def open_regular(file: Path) -> BinaryIO:
     return os.fdopen(number, "rb")
 
 
+MOST_SEALED = 2**32
+"""The most bytes of a file that `sealed` made."""
+MOST_JSON = 10**8
+"""The most bytes of another file that is read as a whole: a configuration, an index, the header of tensors."""
+
+
+def read_regular(file: Path, most: int = MOST_JSON) -> bytes:
+    """Returns the content of a regular file. A file with holes has many more bytes than it has on the disk.
+
+    Raises:
+        OSError: the file has more than `most` bytes, it is not a regular file, or the file system fails.
+    """
+    with open_regular(file) as source:
+        if (size := os.fstat(source.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} are read")
+        return source.read()
+
+
 def unsealed(file: Path) -> dict[str, Any]:
     """Returns the JSON object of a file that `sealed` made.
 
@@ -61,8 +79,7 @@ def unsealed(file: Path) -> dict[str, Any]:
         Error: the file is missing, truncated, changed, or not a JSON object; names the file.
     """
     try:
-        with open_regular(file) as source:
-            match = SEAL.fullmatch(source.read())
+        match = SEAL.fullmatch(read_regular(file, MOST_SEALED))
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror}") from error
     if match is None or int(match[2], 16) != zlib.crc32(match[1]):
@@ -138,8 +155,7 @@ def settings_of(file: Path) -> Any:
     """
     if not file.is_file():
         return None
-    with open_regular(file) as source:
-        return json.loads(source.read())
+    return json.loads(read_regular(file))
 
 
 def changed_settings(folder: Path, names: Sequence[str]) -> list[str]:

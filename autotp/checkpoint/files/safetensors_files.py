@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import INVALID_CONTENT, SummedFile, bytes_of
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, MOST_JSON, SummedFile, bytes_of, read_regular
 from autotp.checkpoint.files.tensor_sources import BLOCK, Box, Shape
 from autotp.errors import Error
 
@@ -140,10 +140,10 @@ def _no_checkpoint(folder: Path) -> Error:
 def _index(file: Path) -> dict[str, str]:
     """Returns tensor name -> the name of its file."""
     try:
-        places = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        places = json.loads(read_regular(file))["weight_map"]
         if all(isinstance(where, str) and Path(where).name == where and _fits(where) for where in places.values()):
             return dict(places)
-    except INVALID_CONTENT:
+    except (*INVALID_CONTENT, OSError):
         pass
     raise Error("the index is corrupt", expected='JSON with a "weight_map": tensor name -> file name', at=str(file))
 
@@ -193,6 +193,8 @@ def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
         size = file.stat().st_size - 8 - length
         if size < 0:
             raise ValueError(f"a header of {length} bytes is longer than the file")
+        if length > MOST_JSON:  # As in the library of safetensors.
+            raise ValueError(f"a header of {length} bytes is longer than {MOST_JSON}")
         header = json.loads(opened.read(length))
     return {name: entry for name, entry in header.items() if name != "__metadata__"}, size
 

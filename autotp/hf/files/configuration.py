@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +14,14 @@ from typing import Any
 
 import torch
 
-from autotp.checkpoint.files.checksums import INVALID_CONTENT, open_regular
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, read_regular
 from autotp.errors import Error
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
+OTHER_FILES = "configuration_files"
+"""A key of old configurations: names of files that transformers reads in place of this one."""
+MOST_LABELS, MOST_PARTS = 10**6, 10**4
 LOCAL = {"trust_remote_code": False}  # Without it, transformers asks on the terminal whether to run code.
 
 
@@ -55,15 +60,20 @@ def read_config(folder: Path, wanted: ModelArguments, name: str = CONFIG) -> Any
 def expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
     """Raises Error if a configuration names code to run: classes in its folder, or kernels on a hub."""
     try:
-        with open_regular(file) as source:
-            config = json.loads(source.read(), parse_constant=_raise_not_a_number)
+        config = json.loads(read_regular(file), parse_constant=_raise_not_a_number, parse_float=_number)
         config |= {key: given[key] for key in given if key == "auto_map"}
         entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
         if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
             _raise_not_a_number("NaN")
     except (*INVALID_CONTENT, OSError) as error:
         raise Error(f"the configuration cannot be read: {first_line(error)}", at=str(file)) from error
+    if OTHER_FILES in config:
+        remedy = f"write the settings of the file that is meant into {file.name}, without {OTHER_FILES}"
+        raise Error(
+            f"the configuration names other files ({OTHER_FILES}), which are not read", at=str(file), fix=remedy
+        )
     for key, value, texts in entries:
+        _expect_count(file, key, value, given)
         if key == "auto_map" and value:
             own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
             raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), fix=own)
@@ -75,6 +85,25 @@ def expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
 
 def _raise_not_a_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
+
+
+def _number(text: str) -> float:
+    """Returns a number of JSON; 1e999 would be infinite."""
+    if math.isinf(found := float(text)):
+        _raise_not_a_number(text)
+    return found
+
+
+def _expect_count(file: Path, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    """Raises Error if a model would have too many parts: building one takes memory and time for each."""
+    counted = re.search(r"(?:^|_)(labels|layers?|blocks|stages|experts|heads)$", key)
+    most = MOST_LABELS if counted and counted[1] == "labels" else MOST_PARTS
+    if counted and isinstance(value, int) and value > most and key not in given:
+        raise Error(
+            f"the configuration says {key}={value}, and a model has at most {most:,}",
+            at=str(file),
+            fix=f'config={{"{key}": {value}}}, if it is true',
+        )
 
 
 def _texts(value: Any) -> list[str]:
@@ -94,6 +123,7 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 def read_object(file: Path, kind: Any, **given: Any) -> Any:
     """Returns the object that a class of transformers reads from a file of a checkpoint."""
     try:
+        read_regular(file)  # transformers would also wait for a pipe, and read a file with holes into the memory.
         with offline_and_silent():
             where = file.parent if file.name == CONFIG or "generation" in file.name else file
             return kind.from_pretrained(where, local_files_only=True, **given)

@@ -343,6 +343,42 @@ def test_ranks_that_do_not_belong_together(tmp_path: Path) -> None:
         read_megatron(tmp_path)
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["mp_rank_99999999999", "mp_rank_00_99999999999"])
+def test_numbers_of_ranks_that_are_not_there(tmp_path: Path, name: str) -> None:
+    at = save(tmp_path, weights(bert=False), 2) / "iter_0000007"
+    (at / name).mkdir()
+    with pytest.raises(autotp.Error, match=r"tensor-parallel rank \d of stage \d is missing"):
+        read_megatron(tmp_path)
+
+
+@pytest.mark.timeout(30)
+def test_layers_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(autotp.Error, match="num_layers is 1000000000000, and there are 52 tensors"):
+        read_megatron(save(tmp_path, weights(bert=False), args={"num_layers": 10**12}))
+
+
+@pytest.mark.parametrize("text", [b"../../x", b"9" * 5000, b"\xff\xfe", "\u0667".encode(), b"", b"8"])
+def test_an_iteration_that_is_not_there(tmp_path: Path, text: bytes) -> None:
+    (save(tmp_path, weights(bert=False)) / "latest_checkpointed_iteration.txt").write_bytes(text)
+    with pytest.raises(autotp.Error, match=r"latest_checkpointed_iteration.txt says '.*', and there is no such"):
+        read_megatron(tmp_path)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("depth", [1, 60])
+def test_dicts_that_are_there_twice(tmp_path: Path, depth: int) -> None:
+    """Sixty levels with two names for each have more names than anybody can count."""
+    file = save(tmp_path, weights(bert=False)) / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    inner: dict[str, Any] = {"x": torch.zeros(1)}
+    for _ in range(depth):
+        inner = {"a": inner, "b": inner}
+    torch.save(content | {"model": {**content["model"], "more": inner}}, file)
+    with pytest.raises(autotp.Error, match="of a rank's file is there twice"):
+        read_megatron(tmp_path)
+
+
 def test_ranks_that_hold_different_norms(tmp_path: Path) -> None:
     save(tmp_path, weights(bert=False), 2)
     file = tmp_path / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"

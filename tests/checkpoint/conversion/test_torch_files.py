@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -59,4 +60,39 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> Non
     if content is not None:
         (tmp_path / "m.pt").write_bytes(content)
     with pytest.raises(autotp.Error, match=r"m\.pt"):
+        read_torch_file(tmp_path / "m.pt")
+
+
+def test_compressed_files_are_not_opened(tmp_path: Path) -> None:
+    """A file of a few bytes would be unpacked to more than the memory has; torch compresses nothing."""
+    torch.save({"a": torch.zeros(10**6)}, tmp_path / "stored.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "stored.pt") as source,
+        zipfile.ZipFile(tmp_path / "m.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in source.namelist():
+            packed.writestr(name, source.read(name) + b"]" * 10**6 * name.endswith("data.pkl"))
+    assert (tmp_path / "m.pt").stat().st_size < 20_000
+    with pytest.raises(autotp.Error, match=r"m\.pt is compressed: .*data"):
+        read_torch_file(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1).expand(2**20, 2**20), torch.zeros(3).as_strided((2, 3), (0, 1)), torch.empty(9, device="meta"),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["expanded", "strided", "meta", "sparse"],
+)  # fmt: skip
+def test_elements_that_are_not_in_the_file(tmp_path: Path, tensor: torch.Tensor) -> None:
+    torch.save({"a": tensor}, tmp_path / "m.pt")
+    with pytest.raises(autotp.Error, match=r"`a` has elements that are not in the file|no file that can be read"):
+        state_dict_in(tmp_path / "m.pt")
+
+
+@pytest.mark.timeout(20)
+def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.pt")
+    with pytest.raises(autotp.Error, match=r"m\.pt cannot be read: it is not a regular file"):
         read_torch_file(tmp_path / "m.pt")

@@ -65,6 +65,21 @@ def test_a_second_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("how", ["link", "dangling", "hard", "pipe"])
+def test_what_is_no_lock_is_not_written(how: str, tmp_path: Path) -> None:
+    """A folder from somebody else may lead to a file of this user."""
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    if how != "dangling":
+        file.write_text("precious")
+    make = {"hard": lambda lock: os.link(file, lock), "pipe": os.mkfifo}
+    make.get(how, lambda lock: lock.symlink_to(file))(folder / LOCK)
+    text = f"{folder / LOCK} is no lock of autotp: it would be overwritten\n  try      remove it"
+    assert message(lambda: claim(folder)) == text
+    assert not file.exists() if how == "dangling" else file.read_text() == "precious"
+
+
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", fails(errno.ENOLCK))
     with pytest.warns(UserWarning, match=f"^{tmp_path} cannot be locked .*: see to it that one job saves there$"):

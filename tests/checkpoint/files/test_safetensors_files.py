@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import autotp
+from autotp.checkpoint.files import checksums, safetensors_files
 from autotp.checkpoint.files.safetensors_files import (
     STORED_DTYPES,
     Stored,
@@ -194,3 +195,17 @@ def test_an_index_without_sense(tmp_path: Path) -> None:
     ):
         index.write_text(text)
         assert message(lambda: stored_tensors(tmp_path)).startswith("the index is corrupt")
+
+
+def test_files_of_many_bytes_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header or an index with holes is not read into the memory."""
+    monkeypatch.setattr(safetensors_files, "MOST_JSON", 1000)
+    monkeypatch.setattr(checksums.read_regular, "__defaults__", (1000,))
+    file, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    file.write_bytes((2000).to_bytes(8, "little") + b"{}" + b" " * 1998)
+    assert message(lambda: stored_tensors(tmp_path)).startswith(
+        "the file is corrupt (ValueError: a header of 2000 bytes is longer than 1000)"
+    )
+    file.rename(tmp_path / "x")
+    index.write_text('{"weight_map": {}}' + " " * 2000)
+    assert message(lambda: stored_tensors(tmp_path)).startswith("the index is corrupt")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import autotp
+from autotp.checkpoint.files import checksums
 from autotp.checkpoint.files.checksums import SIDE_FILE, bytes_of, expect_unchanged, sealed, unsealed
 from autotp.checkpoint.files.tensor_pieces import Piece, StoredPieces, read_piece, tiled, write_pieces
 from autotp.checkpoint.manifest import read_manifest
@@ -115,6 +116,16 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     (tmp_path / SIDE_FILE).write_bytes(sealed({"block": 1, "files": {"manifest.json": [0, []]}}))
     with pytest.raises(autotp.Error, match=r"manifest\.json cannot be read: it is not a regular file"):
         expect_unchanged(tmp_path, 0, 1)
+
+
+def test_files_with_holes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the disk they take nothing, and in memory all that they seem to have."""
+    monkeypatch.setattr(checksums, "MOST_SEALED", 2**20)
+    file = tmp_path / "manifest.json"
+    text = bytes(2**20) + b',\n"crc32": '
+    file.write_bytes(text + f'"{zlib.crc32(text):08x}"}}\n'.encode())
+    with pytest.raises(autotp.Error, match=r"manifest\.json cannot be read: it has 1,048,\d\d\d bytes, and at most"):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("block", [10**18, 10**30, -5, 0, float("inf"), float("nan"), "a"])
