@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from autotp.compiler import Program, communication, emitted, expect_one_order, rank_graph
 from autotp.distributed.consistency import agree, agree_on_graph, tried
@@ -39,12 +38,12 @@ from autotp.passes.emit.attach_parameters import Owner, attach_parameters, modul
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
-from autotp.runtime.fsdp import pace, shard
+from autotp.runtime.fsdp import pace, replicate, shard
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
 from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
-from autotp.sharding.boxes import local_of
+from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training import process_groups as groups
@@ -355,18 +354,21 @@ class Trainer(InGraphs, HasHoldings):
     def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
         """Shards parameters over the replicas: a block is one unit, and a stage's other parameters are one.
 
-        A parameter that several stages of one rank read is not sharded on any rank: it would be in two units.
+        A parameter that several stages of one rank read is not sharded on any rank: it would be in two units. Nor is
+        one without dimensions, or without elements on this rank: `fully_shard` cannot divide it.
         """
         (pipeline,), every = self._pipelines, set(self.parameters())
+        empty = {parameter for parameter in every if not parameter.numel()}
         whole = dict(self.named_parameters())
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
         several = groups.read_by_several_stages(stages, names, self.mesh["pp"].size(), self._stages_of)
         for i, work in self._works.items():
             mine = {value_at(place_of(self, name)) for name in parameters_of_stage(stages[i], names) - several}
-            mine = {parameter for parameter in mine if parameter.dim()}
+            mine = {parameter for parameter in mine - empty if parameter.dim()}
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
-            blocks = [block for block in blocks if mine.issuperset(block.parameters())]
+            blocks = [block for block in blocks if empty.union(mine).issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
+        replicate(self, self.mesh["dp"])
         now = dict(self.named_parameters())
         for name, parameter in whole.items():
             move_hooks(parameter, now[name])
@@ -641,7 +643,8 @@ class Trainer(InGraphs, HasHoldings):
                 dist.all_reduce(local_of(parameter.grad), group=group)
         if self.mesh["dp"].size() == 1:  # Nothing to add, and copies of all gradients saved.
             return
-        whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        whole = [local_of(grad) for grad in grads if not is_sharded(grad)]
         for dtype in dict.fromkeys(grad.dtype for grad in whole):
             some = [grad for grad in whole if grad.dtype == dtype]
             flat = torch.cat([grad.flatten() for grad in some])
