@@ -75,10 +75,12 @@ from autotp.passes.plan.sequence.context_parallel import context_parallel
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
-from autotp.rules.call import operand_nodes, returned
+from autotp.rules.call import operand_nodes, operator_name, returned
 from autotp.rules.registry import USER_RULES
+from autotp.rules.traits import sparse_argument
 from autotp.sharding.axis import Axis
 from autotp.sharding.layout import Layout
+from autotp.source_location import line_of
 
 
 class _Unknown:
@@ -297,6 +299,13 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
     if p.updated:
         names = ", ".join(captured.buffers[place] for place in p.updated)
         raise Error(f"the model changes its buffers ({names}), which parts of a batch cannot share")
+    if (sparse := next(filter(sparse_argument, p.graph.nodes), None)) is not None:
+        raise Error(
+            f"`{operator_name(sparse)}` has a sparse gradient, which replicas and stages cannot sum",
+            fix=f"{sparse_argument(sparse)}=False: the gradient has the same numbers",
+            alternative="autotp.parallelize(model, tp)",
+            at=line_of(sparse),
+        )
     if loss is None:
         raise Error("the model returns no loss (a tensor without dimensions)", fix="labels among the inputs")
     if not captured.example or not captured.example[0]:

@@ -328,6 +328,13 @@ def test_what_cannot_be(given: dict[str, Any], expected: str) -> None:
     assert str(raised.value).splitlines()[0] == expected
 
 
+def test_a_sparse_gradient_is_refused() -> None:
+    model = built("gpt")[0]
+    model.wte.sparse = True  # type: ignore[union-attr, assignment]
+    with pytest.raises(autotp.Error, match="`aten::embedding` has a sparse gradient, which replicas and stages cannot"):
+        distribute(model)
+
+
 def refused(rank: int, n: int) -> list[str]:
     """On every rank, and nothing is left hanging: what comes behind is right."""
     model, batch = built("gpt")
