@@ -349,7 +349,7 @@ def _context_parallel(p: Program) -> Program:
     """
     cut = context_parallel(dce(p.graph), lambda graph: _sources_of(p, graph), _has_form)
     if cut is None and p.call.layouts is not None:
-        return p  # A call with one token, in generation: every rank computes it.
+        return p  # For example one token, in generation: every rank computes it. `warn_of_whole_sequences` says so.
     if cut is None:
         raise Error(
             "the model has no sequence that can be cut over cp: no attention has it in its queries and in its keys",
@@ -643,6 +643,22 @@ def _warn_of_untested_torch() -> None:
             "gradients first, by autotp.verify; docs/versions.md says what was tried",
             stacklevel=2,
         )
+
+
+def warn_of_whole_sequences(program: Program, call: str) -> bool:
+    """Warns if every cp rank computes the whole of a call with gradients; returns whether it did.
+
+    Args:
+        call: the name of the call.
+    """
+    whole = program.options.cp > 1 and program.whole is None and torch.is_grad_enabled()
+    if whole:
+        warnings.warn(
+            f"{call}: no sequence of this call can be cut over cp, so every cp rank computes and keeps the whole call: "
+            "no attention has it in its queries and in its keys. The numbers are right. Train such batches with cp=1",
+            stacklevel=2,
+        )
+    return whole
 
 
 def captured_program(

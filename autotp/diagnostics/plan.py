@@ -240,7 +240,9 @@ def _totals(plan: Plan) -> Iterator[str]:
         alike = Counter(str(layout).replace("-1", "?") for layout in plan.outputs)
         held = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in alike.items())
         yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
-    if plan.cp > 1:
+    if plan.cp > 1 and not plan.in_sequence:
+        yield "over cp     no sequence can be cut: every cp rank computes the whole call"
+    if plan.in_sequence:
         yield f"over cp     {plan.in_sequence} operators are cut along the sequence, and parameters are whole"
         if plan.balanced:
             yield f"balance     the ranks have equal work in {plan.balanced} causal attentions"
