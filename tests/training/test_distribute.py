@@ -332,7 +332,7 @@ def test_a_sparse_gradient_is_refused() -> None:
     model = built("gpt")[0]
     model.wte.sparse = True  # type: ignore[union-attr, assignment]
     with pytest.raises(autotp.Error, match="`aten::embedding` has a sparse gradient, which replicas and stages cannot"):
-        distribute(model)
+        autotp.verify(model, 1, dp=2)
 
 
 def refused(rank: int, n: int) -> list[str]:
