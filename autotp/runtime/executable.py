@@ -40,7 +40,7 @@ from autotp.passes.capture.pytree import computes_by_itself, flatten, signature_
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
-from autotp.passes.emit.recompute import Recomputed
+from autotp.passes.emit.compiled import compile_blocks
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
 from autotp.runtime.func_gradients import expect_parts, expect_tied, warn_of_func_gradients
@@ -547,7 +547,7 @@ class Executable:
             if isinstance(part, BlockCall) and (state := state_of(part.owner[0])) is not None:
                 state.is_block = True
         if self.tree.compiles is not None:
-            _compile_blocks(entry.module, self.tree.compiles)
+            compile_blocks(entry.module, self.tree.compiles)
         self.entries.append((key, entry))
         del self.entries[1 : max(1, len(self.entries) - MOST)]
         return entry
@@ -594,16 +594,11 @@ class Executable:
             raise Error("compile_blocks: without=('outline',) left no blocks", fix="torch.compile(model)")
         self.tree.compiles = options
         for _, entry in self.entries:
-            _compile_blocks(entry.module, options)
+            compile_blocks(entry.module, options)
 
     def layout_of(self, name: str) -> Layout | None:
         """Returns the layout of a parameter, by any of its names; None for a buffer."""
         return self.layouts.get(self.first_names.get(name, name))
-
-
-def _compile_blocks(module: fx.GraphModule, options: Mapping[str, Any]) -> None:
-    for part in works(module).values():  # Of a recomputed block only the inner graph is compiled.
-        (part.inner if isinstance(part, Recomputed) else part).compile(**options)
 
 
 def _empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
