@@ -79,11 +79,12 @@ from autotp.passes.plan.sequence.cut_along import computed_whole, cut_along
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
-from autotp.rules.call import operand_nodes, returned
+from autotp.rules.call import operand_nodes, operator_name, returned
 from autotp.rules.registry import USER_RULES
-from autotp.rules.traits import draws
+from autotp.rules.traits import draws, sparse_argument
 from autotp.sharding.axis import Axis
 from autotp.sharding.layout import Layout
+from autotp.source_location import line_of
 
 
 class _Unknown:
@@ -132,7 +133,7 @@ class Program:
         tp: number of ranks.
         options: the user's options.
         cp_rank: the rank on the axis `cp`, whose graph is made, if sequences are cut over this axis.
-        whole: then, or if the batch is computed in halves, the graph before they are cut.
+        whole: then, the graph before they are cut.
         in_sequence: then, the number of operators that are cut.
         needs_sequence: then, the operators that need whole sequences, and compute on every rank.
         balanced: then, the number of causal attentions in which all ranks have equal work.
@@ -306,6 +307,13 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
     if p.updated:
         names = ", ".join(captured.buffers[place] for place in p.updated)
         raise Error(f"the model changes its buffers ({names}), which parts of a batch cannot share")
+    if (sparse := next(filter(sparse_argument, p.graph.nodes), None)) is not None:
+        raise Error(
+            f"`{operator_name(sparse)}` has a sparse gradient, which replicas and stages cannot sum",
+            fix=f"{sparse_argument(sparse)}=False: the gradient has the same numbers",
+            alternative="autotp.parallelize(model, tp)",
+            at=line_of(sparse),
+        )
     if loss is None:
         raise Error("the model returns no loss (a tensor without dimensions)", fix="labels among the inputs")
     if not captured.example or not captured.example[0]:
@@ -349,7 +357,7 @@ def _context_parallel(p: Program) -> Program:
     """
     cut = context_parallel(dce(p.graph), lambda graph: _sources_of(p, graph), _has_form)
     if cut is None and p.call.layouts is not None:
-        return p  # A call with one token, in generation: every rank computes it.
+        return p  # For example one token, in generation: every rank computes it. `warn_of_whole_sequences` says so.
     if cut is None:
         raise Error(
             "the model has no sequence that can be cut over cp: no attention has it in its queries and in its keys",
@@ -426,8 +434,7 @@ def _two_halves(p: Program) -> Program:
         to = Target(HALVES, 2, half, p.options.randomness)
         graphs.append(dce(lower(graph, axes, decision, differentiable, to)))
         check(graphs[-1], graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
-    whole = p.whole or p.graph
-    return _decouple(replace(p, graph=dce(merged(graphs)), whole=whole, in_halves=divided, needs_batch=needs_batch))
+    return _decouple(replace(p, graph=dce(merged(graphs)), in_halves=divided, needs_batch=needs_batch))
 
 
 def _experts(p: Program) -> Program:
@@ -670,6 +677,22 @@ def _warn_of_untested_torch() -> None:
             "gradients first, by autotp.verify; docs/versions.md says what was tried",
             stacklevel=2,
         )
+
+
+def warn_of_whole_sequences(program: Program, call: str) -> bool:
+    """Warns if every cp rank computes the whole of a call with gradients; returns whether it did.
+
+    Args:
+        call: the name of the call.
+    """
+    whole = program.options.cp > 1 and program.whole is None and torch.is_grad_enabled()
+    if whole:
+        warnings.warn(
+            f"{call}: no sequence of this call can be cut over cp, so every cp rank computes and keeps the whole call: "
+            "no attention has it in its queries and in its keys. The numbers are right. Train such batches with cp=1",
+            stacklevel=2,
+        )
+    return whole
 
 
 def captured_program(

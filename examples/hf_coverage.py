@@ -4,6 +4,7 @@
     python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
     python examples/hf_coverage.py --all --jobs 2                    # every class, in hours: docs/coverage_all.md
     python examples/hf_coverage.py --sequences --jobs 2              # sequences cut over ranks: docs/coverage.md
+    python examples/hf_coverage.py --sequences --families t5 --write # some rows of it
     python examples/hf_coverage.py --libraries                       # timm, diffusers and others, on real ranks
 
 --all and --libraries can be stopped, and go on where they were. --libraries skips a library that is not installed, with
@@ -79,6 +80,8 @@ OF_SEQUENCES = """
 
 {count} of {every} equal to one device in all these layouts.
 """
+UNEQUAL = "| | | |"
+"""The middle of a row of a family that is not equal to one device."""
 HEADER = """| family | heads | attention | cut in blocks | a layer | gradient | seconds | whole in blocks, and why |
 |---|---|---|---|---|---|---|---|"""
 
@@ -147,7 +150,7 @@ def measure_sequences(name: str) -> tuple[str, str, bool]:
     found = [verified(model.train(), tp, inputs, cp) for tp, cp in LAYOUTS]
     problems = [one.problem for one in found if one.problem]
     if problems:
-        return name, f"| {name} | | | | {problems[0]} |", False
+        return name, f"| {name} {UNEQUAL} {problems[0]} |", False
     plan = found[0].report.plan  # type: ignore[union-attr]
     kinds = Counter(row.name.rpartition(" ")[2] for row in plan.whole if row.reason.startswith("it needs whole"))
     stays = ", ".join(f"{n} x `{kind}`" if n > 1 else f"`{kind}`" for kind, n in kinds.items())
@@ -238,7 +241,7 @@ def main() -> None:
     if args.all is not None:
         return every_class(sampled(args.all or classes()), args)
     if args.sequences:
-        return sequences(args.families, args.jobs)
+        return sequences(args.families, args.jobs, args.write)
     if args.write and args.tp != list(SIZES):
         parser.error("the table has rows for all sizes: leave out --tp")
     print(HEADER)
@@ -254,20 +257,29 @@ def main() -> None:
         write({row.name: str(row) for row in rows}, args.tp)
 
 
-def sequences(families: Sequence[str], jobs: int) -> None:
-    """Writes the table of cut sequences, if it is of all families; the status is 1 if one is not equal."""
-    rows, bad = list[str](), list[str]()
+def sequences(families: Sequence[str], jobs: int, write_some: bool) -> None:
+    """Prints the table of cut sequences; writes it as `main` does. The status is 1 if one is not equal."""
+    rows, bad = dict[str, str](), list[str]()
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for name, row, ok in pool.map(measure_sequences, families):
-            rows.append(row)
+            rows[name] = row
             bad += [] if ok else [name]
             print(row, flush=True)
-    if list(families) == list(FAMILIES):
-        text = OF_SEQUENCES.format(
-            layouts=", ".join(map(str, LAYOUTS)), rows="\n".join(rows), count=len(rows) - len(bad), every=len(rows)
-        )
-        TABLE.write_text(TABLE.read_text().partition(SEQUENCES)[0] + SEQUENCES + text)
+    if write_some or list(families) == list(FAMILIES):
+        write_sequences(rows)
     assert not bad, bad
+
+
+def write_sequences(rows: dict[str, str]) -> None:
+    """Writes the table of cut sequences with these rows, by family; it keeps the rows of other families."""
+    before, heading, written = TABLE.read_text().partition(SEQUENCES)
+    lines = [line for line in written.splitlines() if line.startswith("| ")][1:]
+    known = {line.split("|")[1].strip(): line for line in lines} | rows
+    every = [known[name] for name in FAMILIES if name in known]
+    count = sum(UNEQUAL not in row for row in every)
+    layouts = ", ".join(map(str, LAYOUTS))
+    text = OF_SEQUENCES.format(layouts=layouts, rows="\n".join(every), count=count, every=len(every))
+    TABLE.write_text(before + heading + text)
 
 
 def every_class(names: Sequence[str], args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ ever. Rows are independent and the loss is a sum over them (passes/pipeline), so
 whole batch. All replicas run the same graphs, so one stands for all.
 
 With ZeRO, each parameter of a rank is either in one unit of `fully_shard` or whole on every replica; the whole ones are
-those that several stages of the rank read, or that have no dimension.
+those that several stages of the rank read, that have no dimension, or no element on the rank.
 
 Trusted are what the check trusts, torch's pipelining and fully_shard, and the collectives. `NOT_PROVED` says what
 fully_shard is trusted with.

@@ -246,7 +246,9 @@ def _totals(plan: Plan) -> Iterator[str]:
     if plan.in_halves is not None:
         taken = f"{plan.in_halves} operators compute the batch in halves, which take turns"
         yield f"overlap     {taken if plan.in_halves else 'nothing: a batch of one row is not divided'}"
-    if plan.cp > 1:
+    if plan.cp > 1 and not plan.in_sequence:
+        yield "over cp     no sequence can be cut: every cp rank computes the whole call"
+    if plan.in_sequence:
         yield f"over cp     {plan.in_sequence} operators are cut along the sequence, and parameters are whole"
         if plan.balanced:
             yield f"balance     the ranks have equal work in {plan.balanced} causal attentions"

@@ -6,6 +6,8 @@ have a parallel form along this dimension, marked `!`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autotp.rules.call import Call
@@ -15,10 +17,14 @@ from autotp.sharding.axis import Size
 
 
 def embedding(call: Call) -> Rule | None:
-    """Rows `v` of a table. A part of the table cannot compute gradients that are sparse or scaled by frequency."""
+    """Rows `v` of a table. A part of the table cannot compute gradients that are scaled by frequency, nor sparse ones,
+    which ranks cannot sum: then each rank looks up all rows."""
     if call["scale_grad_by_freq"]:
         return None
-    return Rule.of(f"v{'^' if call['sparse'] else '!'} h, * -> * h", ((0,),))
+    if call["sparse"]:
+        rows = [f"{name}^" for name in letters(call.operands[1].dim())]
+        return replace(Rule.of(spell([["v^", "x"], rows], [[*rows, "x"]])), exact=True)
+    return Rule.of("v! h, * -> * h", ((0,),))
 
 
 def one_hot(call: Call) -> Rule:

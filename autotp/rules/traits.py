@@ -39,6 +39,12 @@ def draws(node: fx.Node) -> bool:
     return not (any(idle) or nothing or arguments.get("dropout_p") == 0)
 
 
+def sparse_argument(node: fx.Node) -> str:
+    """Returns the name of the argument that makes the gradient of the first operand sparse; "" if it is dense."""
+    arguments = arguments_of(node) if isinstance(node.target, OpOverload) else {}
+    return next((name for name in ("sparse", "sparse_grad") if arguments.get(name) is True), "")
+
+
 def size_argument(op: Any) -> str:
     """Returns the name of the argument with the sizes of an operator's result; "" if there is none."""
     return ROWS.get(op, UNKNOWN).sizes

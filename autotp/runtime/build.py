@@ -9,13 +9,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autotp.compiler import CallState, analyse, expect_one_order
+from autotp.compiler import CallState, analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
-from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_size, gather_ints
+from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_size
 from autotp.errors import Error
 from autotp.model_library import quantized_weight, recomputes, watch_calls
 from autotp.options import Options, expect_choices
@@ -23,7 +23,7 @@ from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import expect_copyable, skeleton_of
-from autotp.runtime.graph_digest import digest
+from autotp.runtime.graph_digest import agree_on_order, digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
 from autotp.runtime.shard_parameters import shard_parameters, was_taken
@@ -63,8 +63,7 @@ def build(
 
     def agreed_on() -> tuple[GraphEntry, Mapping[nn.Module, type[Part]]]:
         made = agree_on_graph(place, make, text)
-        if place.cp > 1:
-            expect_one_order(gather_ints([made[0].order], place))
+        agree_on_order(place, made[0].order)
         return made
 
     def text(made: tuple[GraphEntry, Any]) -> str:

@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import CallState, analyse, expect_one_order
+from autotp.compiler import CallState, analyse, warn_of_whole_sequences
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.gather import mark, marked
-from autotp.distributed.mesh import Mesh, gather_ints
+from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
@@ -40,11 +40,11 @@ from autotp.passes.capture.pytree import computes_by_itself, flatten, signature_
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
-from autotp.passes.emit.recompute import Recomputed
+from autotp.passes.emit.compiled import compile_blocks
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
 from autotp.runtime.func_gradients import expect_parts, expect_tied, warn_of_func_gradients
-from autotp.runtime.graph_digest import digest
+from autotp.runtime.graph_digest import agree_on_order, digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
 from autotp.sharding.layout import Layout
@@ -385,9 +385,10 @@ class Executable:
         if self.read_places:
             at = next((i for i, (_, known) in enumerate(self.entries) if known is entry), -1)
             within(f"{self.name}.forward", lambda: agree_on_values(self.mesh, at))
-        if entry is not None and (check == "never" or (check == "first" and entry.calls >= CHECKED_CALLS)):
-            return entry
-        return within(f"{self.name}.forward", lambda: self._checked(entry, called, key[3:], check, outcomes))
+        if entry is None or (check != "never" and (check != "first" or entry.calls < CHECKED_CALLS)):
+            entry = within(f"{self.name}.forward", lambda: self._checked(entry, called, key[3:], check, outcomes))
+        entry.warned = entry.warned or warn_of_whole_sequences(entry.analysis, f"{self.name}.forward")
+        return entry
 
     def _checked(
         self,
@@ -443,8 +444,7 @@ class Executable:
 
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
-            if mesh.cp > 1:
-                expect_one_order(gather_ints([entry.order], mesh))
+            agree_on_order(mesh, entry.order)
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
 
     def _wanted(self, tensors: Sequence[Tensor]) -> GradientsWanted:
@@ -547,7 +547,7 @@ class Executable:
             if isinstance(part, BlockCall) and (state := state_of(part.owner[0])) is not None:
                 state.is_block = True
         if self.tree.compiles is not None:
-            _compile_blocks(entry.module, self.tree.compiles)
+            compile_blocks(entry.module, self.tree.compiles)
         self.entries.append((key, entry))
         del self.entries[1 : max(1, len(self.entries) - MOST)]
         return entry
@@ -594,16 +594,11 @@ class Executable:
             raise Error("compile_blocks: without=('outline',) left no blocks", fix="torch.compile(model)")
         self.tree.compiles = options
         for _, entry in self.entries:
-            _compile_blocks(entry.module, options)
+            compile_blocks(entry.module, options)
 
     def layout_of(self, name: str) -> Layout | None:
         """Returns the layout of a parameter, by any of its names; None for a buffer."""
         return self.layouts.get(self.first_names.get(name, name))
-
-
-def _compile_blocks(module: fx.GraphModule, options: Mapping[str, Any]) -> None:
-    for part in works(module).values():  # Of a recomputed block only the inner graph is compiled.
-        (part.inner if isinstance(part, Recomputed) else part).compile(**options)
 
 
 def _empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autotp.errors import Error
 
@@ -66,6 +66,21 @@ def shard(
         )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def replicate(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes each parameter that is not sharded a DTensor, too, whole on each rank of the mesh.
+
+    torch's optimizers step lists of parameters, and no list has both kinds.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                if parameter not in made:
+                    tensor = DTensor.from_local(parameter.data, mesh, [Replicate()], run_check=False)
+                    made[parameter] = nn.Parameter(tensor, parameter.requires_grad)
+                module._parameters[name] = made[parameter]
 
 
 def pace(root: nn.Module, zero: int, last: bool) -> None:

@@ -14,7 +14,7 @@ from autotp.arguments import expect_arguments
 from autotp.errors import Error, calling
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
-from autotp.sharding.boxes import local_of
+from autotp.sharding.boxes import is_sharded, local_of
 
 
 def clip_grad_norm_(
@@ -78,11 +78,11 @@ def total_norm(parts: Holdings, tensors: Mapping[str, Tensor], norm_type: float 
     infinite = order == float("inf")
     place, kind = parts.place, "max" if infinite else "sum"
     dtype = torch.float64 if place.device.type != "mps" else torch.float32
-    meshes: list[DeviceMesh | None] = [None]  # All meshes of sharded parameters, so that all ranks reduce alike.
-    meshes += dict.fromkeys(p.device_mesh for p in parts.held.values() if isinstance(p, DTensor))
+    # All meshes of sharded parameters, so that all ranks reduce alike.
+    meshes = dict.fromkeys([None, *map(_mesh_of, parts.held.values())])
     norms: dict[DeviceMesh | None, list[Tensor]] = {mesh: [] for mesh in meshes}
     for name, tensor in tensors.items():
-        found = norms[tensor.device_mesh if isinstance(tensor, DTensor) else None]
+        found = norms[_mesh_of(tensor)]
         mine = parts.counts(name, tensor)
         found += [torch.linalg.vector_norm(part, order, dtype=_wide(part)).to(dtype) for _, part in mine]
     total = torch.zeros((), dtype=dtype, device=place.device)
@@ -94,6 +94,11 @@ def total_norm(parts: Holdings, tensors: Mapping[str, Tensor], norm_type: float 
     for group in (place.group, parts.pipeline):
         total = reduce(total, group, kind) if group is not None else total
     return total if infinite else total ** (1 / order)
+
+
+def _mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """Returns the mesh whose processes hold parts of a tensor."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) and is_sharded(tensor) else None
 
 
 def _scale(parameters: list[nn.Parameter], by: Tensor) -> None:

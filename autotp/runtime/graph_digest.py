@@ -1,15 +1,17 @@
-"""digest: a planned graph as text, which ranks compare."""
+"""digest: a planned graph as text, and a rank's collectives in order, which ranks compare."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
+from zlib import crc32
 
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.compiler import Program
+from autotp.compiler import Program, communication, expect_one_order
 from autotp.distributed.consistency import SOURCE, checksum
+from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.guards.values import shown, value_key
 from autotp.rules.call import outputs_of
@@ -27,6 +29,21 @@ def digest(analysis: Program) -> str:
     text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
     reads = (f"{value_key(read.outcome.value)}{SOURCE}{shown(read.outcome.place)}" for read in analysis.captured.asked)
     return "\n".join([text, *reads, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
+
+
+def agree_on_order(mesh: Mesh, order: int) -> None:
+    """Raises Error on every rank if the cp ranks of a model would communicate in another order.
+
+    Args:
+        order: `order_of` this rank's graph.
+    """
+    if mesh.cp > 1:
+        expect_one_order(gather_ints([order], mesh))
+
+
+def order_of(lowered: fx.Graph) -> int:
+    """Returns a checksum of a rank's collectives in order: ranks that meet must have the same."""
+    return crc32(communication(lowered).encode())
 
 
 def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Program, communication, emitted, rank_graph
+from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.gather import OutputLayout
 from autotp.distributed.mesh import Mesh
 from autotp.ops.random_state import random_state_of, set_random_state
@@ -23,6 +22,7 @@ from autotp.passes.emit.attach_parameters import ParameterPlace, attach_paramete
 from autotp.passes.emit.bind import bind
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
+from autotp.runtime.graph_digest import order_of
 
 
 @dataclass
@@ -44,6 +44,7 @@ class GraphEntry:
         input_values: makes the tensors that Python reads before a call, if it reads any.
         last: the number of the module's call that this graph was right for last.
         assumed_reads: makes what Python reads of activations, each by itself.
+        warned: whether a warning said that every cp rank computes the whole of it.
     """
 
     analysis: Program
@@ -60,6 +61,7 @@ class GraphEntry:
     input_values: InputValuesGraph | None = None
     last: int = 0
     assumed_reads: AssumedReads | None = None
+    warned: bool = False
 
     @property
     def assumes(self) -> bool:
@@ -193,7 +195,5 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     held = [OutputLayout(analysis.local_outputs.get(i), mesh) for i in range(count)]
     random = any(draws(node) for node in lowered.nodes)
     values = _input_values(captured, mesh.device)
-    entry = GraphEntry(
-        analysis, module, sources, updated, held, random, crc32(communication(lowered).encode()), input_values=values
-    )
+    entry = GraphEntry(analysis, module, sources, updated, held, random, order_of(lowered), input_values=values)
     return replace(entry, assumed_reads=AssumedReads(lowered, captured, mesh)) if entry.assumes else entry

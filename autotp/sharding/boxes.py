@@ -40,6 +40,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a DTensor of which each process holds a part; replicas may hold one whole."""
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
 def boxes(tensor: Tensor, layout: Layout, rank: int, first: bool = True) -> list[Box]:
     """Returns the boxes that a rank of the tensor-parallel axis holds of a tensor, without empty ones.
 
@@ -76,7 +81,7 @@ def inner(around: Sequence[Box], whole: tuple[int, ...], sizes: tuple[int, ...])
 
 def _rows(tensor: Tensor) -> Range:
     """Returns the rows of its part that a process holds; `fully_shard` partitions as torch.chunk does."""
-    if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, DTensor) or not is_sharded(tensor):
         return 0, tensor.shape[0] if tensor.dim() else 1
     assert list(tensor.placements) == [Shard(0)], tensor.placements
     return chunk_bounds(tensor.shape[0], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autotp.compiler import Program
 from autotp.errors import Error
@@ -17,6 +16,7 @@ from autotp.passes.emit.attach_parameters import ParameterPlace, value_at
 from autotp.passes.plan.candidate import contracts
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
+from autotp.sharding.boxes import is_sharded, local_of
 from autotp.source_location import line_of
 
 
@@ -64,19 +64,21 @@ class ParameterReader:
 
     def __call__(self, place: ParameterPlace) -> Tensor:
         """Returns the tensor at a place; a parameter in `dtype`. Its gradient arrives in the parameter's own dtype."""
-        value = value_at(place)
-        if self.dtype is None or not isinstance(value, nn.Parameter) or not value.is_floating_point():
+        parameter = value_at(place)
+        value = parameter if is_sharded(parameter) else local_of(parameter)
+        if self.dtype is None or not isinstance(parameter, nn.Parameter) or not value.is_floating_point():
             return value
-        if self._copies is None or value.dtype == self.dtype or isinstance(value, DTensor):
-            return value.to(self.dtype)  # `fully_shard` casts what it gathers; a DTensor is refused by the caller.
-        shared: Tensor = SharedCopy.apply(value, self._copy(value, self._copies))
+        if self._copies is None or value.dtype == self.dtype or is_sharded(value):
+            return value.to(self.dtype)  # `fully_shard` casts what it gathers; a part is refused by the caller.
+        shared: Tensor = SharedCopy.apply(value, self._copy(parameter, self._copies))
         return shared
 
     def _copy(self, parameter: nn.Parameter, copies: dict[nn.Parameter, tuple[tuple[int, int], Tensor]]) -> Tensor:
-        state = parameter._version, parameter.data_ptr()
+        value = local_of(parameter.detach())
+        state = value._version, value.data_ptr()
         known, copy = copies.get(parameter, (None, None))
         if copy is None or known != state:
-            copy = parameter.detach().to(self.dtype)
+            copy = value.to(self.dtype)
             copies[parameter] = state, copy
         return copy
 

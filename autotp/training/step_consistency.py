@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.compiler import expect_one_order
 from autotp.distributed.consistency import agreed, checksum, compared, random_state
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.passes.capture.pytree import flatten
@@ -125,6 +126,20 @@ def agree_on_step(
         remedy = "torch.manual_seed(seed) with one seed on all of them"
         compared(rows, StepState._fields.index("random"), mesh, ranks, "would draw other random numbers", remedy)
     return rows
+
+
+def agree_on_new_graph(mesh: Mesh, grid: DeviceMesh, graph: int, order: int) -> None:
+    """Raises Error on every rank if the ranks of a replica would run other graphs, or communicate in another order.
+
+    Args:
+        mesh, grid: as for `agree_on_step`.
+        graph: a checksum of the graph before sequences are cut.
+        order: a checksum of this rank's collectives in order.
+    """
+    rows = gather_ints([graph, order], mesh)
+    for replica in grid.mesh.transpose(0, 1).flatten(1).tolist():
+        compared(rows, 0, mesh, replica, "would run another graph", "the same model and settings on all ranks")
+        expect_one_order([rows[rank][1] for rank in replica])
 
 
 def equal_replicas(rows: Sequence[StepState], grid: DeviceMesh) -> bool:

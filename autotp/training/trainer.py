@@ -15,20 +15,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from autotp.compiler import Program, communication, emitted, expect_one_order, rank_graph
-from autotp.distributed.consistency import agree, agree_on_graph, tried
+from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequences
+from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
 from autotp.distributed.cut_parameter import Cut, Warned, as_cut
 from autotp.distributed.heartbeat import take_note_back
-from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints, make_mesh, new_group
+from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.errors import Error, calling, within
 from autotp.ops.collectives import peer_error, reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
@@ -39,12 +37,12 @@ from autotp.passes.emit.attach_parameters import Owner, attach_parameters, modul
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
-from autotp.runtime.fsdp import pace, shard
-from autotp.runtime.graph_digest import digest
+from autotp.runtime.fsdp import pace, replicate, shard
+from autotp.runtime.graph_digest import digest, order_of
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
 from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
-from autotp.sharding.boxes import local_of
+from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training import process_groups as groups
@@ -75,6 +73,7 @@ from autotp.training.pipeline.schedules import (
     stages_of,
 )
 from autotp.training.step_consistency import (
+    agree_on_new_graph,
     agree_on_step,
     equal_replicas,
     frozen_checksums,
@@ -95,6 +94,11 @@ OTHER_LENGTHS = (
 )
 
 
+def checksums_of(analysis: Program, lowered: fx.Graph) -> tuple[int, int]:
+    """Returns checksums of a graph before sequences are cut, and of a rank's collectives in order."""
+    return text_checksum(digest(analysis).split("\n")), order_of(lowered)
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """The graphs of one mode, for microbatches of one kind.
@@ -107,6 +111,7 @@ class Pipeline:
         engine: torch's schedule that runs the stages; None if this rank has the whole pipeline.
         guard: sees whether the original model is as it was captured.
         learning: the names of the parameters that have a gradient; None means all that the graphs read.
+        checksums: those of the graph before sequences are cut, and of this rank's collectives in order.
     """
 
     key: Any
@@ -116,6 +121,7 @@ class Pipeline:
     engine: Any
     guard: Guard
     learning: frozenset[str] | None
+    checksums: tuple[int, int]
 
     @property
     def training(self) -> bool:
@@ -197,9 +203,9 @@ class Trainer(InGraphs, HasHoldings):
             self.everyone, lambda: self._first_analysis(args, kwargs, rows), lambda it: f"{digest(it)} {training}"
         )
         self.layouts = dict(analysis.layouts)
-        lowered = rank_graph(analysis, self.place.rank, training.randomness)
-        if training.cp > 1:
-            expect_one_order(gather_ints([crc32(communication(lowered).encode())], self.everyone))
+        lowered = agree(self._ranks, lambda: rank_graph(analysis, self.place.rank, training.randomness))
+        checksums = checksums_of(analysis, lowered)
+        agree_on_new_graph(self._ranks, mesh, *checksums)
         self.plan = self._divide(analysis, lowered)
         stages = self._cut(analysis, lowered)
         self._engine(
@@ -216,7 +222,7 @@ class Trainer(InGraphs, HasHoldings):
             i: StageModule([m for m, some in readers.items() if i in some], self._read) for i in self._my_stages
         }
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
-        self._pipelines = [self._pipeline(key, shapes, analysis, stages)]
+        self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums)]
         if training.zero and mesh["dp"].size() > 1:
             self._shard(stages, analysis.captured.parameters)
         warned = Warned()
@@ -355,29 +361,34 @@ class Trainer(InGraphs, HasHoldings):
     def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
         """Shards parameters over the replicas: a block is one unit, and a stage's other parameters are one.
 
-        A parameter that several stages of one rank read is not sharded on any rank: it would be in two units.
+        A parameter that several stages of one rank read is not sharded on any rank: it would be in two units. Nor is
+        one without dimensions, or without elements on this rank: `fully_shard` cannot divide it.
         """
         (pipeline,), every = self._pipelines, set(self.parameters())
+        empty = {parameter for parameter in every if not parameter.numel()}
         whole = dict(self.named_parameters())
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
         several = groups.read_by_several_stages(stages, names, self.mesh["pp"].size(), self._stages_of)
         for i, work in self._works.items():
             mine = {value_at(place_of(self, name)) for name in parameters_of_stage(stages[i], names) - several}
-            mine = {parameter for parameter in mine if parameter.dim()}
+            mine = {parameter for parameter in mine - empty if parameter.dim()}
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
-            blocks = [block for block in blocks if mine.issuperset(block.parameters())]
+            blocks = [block for block in blocks if empty.union(mine).issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
+        replicate(self, self.mesh["dp"])
         now = dict(self.named_parameters())
         for name, parameter in whole.items():
             move_hooks(parameter, now[name])
         leave_behind(parameter for name, parameter in whole.items() if now[name] is not parameter)
 
-    def _pipeline(self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage]) -> Pipeline:
+    def _pipeline(
+        self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage], checksums: tuple[int, int]
+    ) -> Pipeline:
         """Returns the graphs of this rank's stages in one mode."""
         graphs = {i: self._graph(stages[i], analysis) for i in self._my_stages}
         guard = self._original.guard(analysis.captured)
         learning = learning_of(analysis) if self.mesh["pp"].size() > 1 else None
-        return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works), guard, learning)
+        return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works), guard, learning, checksums)
 
     def _engine(self, analysis: Program, works: Mapping[int, nn.Module]) -> Any:
         """Returns the schedule that runs this rank's stages; None if the pipeline has one rank."""
@@ -539,6 +550,8 @@ class Trainer(InGraphs, HasHoldings):
         (batch,) = taken
         if any(row.captures for row in rows):
             found = agree(self._ranks, lambda: found or self._capture(training, batch))
+            agree_on_new_graph(self._ranks, self.mesh, *found.checksums)
+            self._keep(found)
         assert found is not None  # Captured above otherwise.
         if found.analysis.by_rows and unequal_replicas(rows, self.mesh):
             warnings.warn(OTHER_LENGTHS.format(found.analysis.by_rows[0]), stacklevel=5)
@@ -582,9 +595,17 @@ class Trainer(InGraphs, HasHoldings):
             args, kwargs = batch.micro
             analysis = self._analyse(training, args, kwargs, batch.rows)
             lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
-            new = self._pipeline(batch.key, batch.shapes, analysis, self._cut(analysis, lowered))
-        self._pipelines.append(new)
+            stages = self._cut(analysis, lowered)
+            new = self._pipeline(batch.key, batch.shapes, analysis, stages, checksums_of(analysis, lowered))
         return new
+
+    def _keep(self, pipeline: Pipeline) -> None:
+        """Keeps new graphs for later calls. Warns of those in which no sequence is cut over cp."""
+        if any(pipeline is it for it in self._pipelines):
+            return
+        if all(pipeline.analysis is not it.analysis for it in self._pipelines):
+            warn_of_whole_sequences(pipeline.analysis, f"Trainer.{'step' if pipeline.training else 'evaluate'}")
+        self._pipelines.append(pipeline)
 
     def _run(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Runs forward, and in training backward; returns the microbatches' losses on ranks with the last stage."""
@@ -641,7 +662,8 @@ class Trainer(InGraphs, HasHoldings):
                 dist.all_reduce(local_of(parameter.grad), group=group)
         if self.mesh["dp"].size() == 1:  # Nothing to add, and copies of all gradients saved.
             return
-        whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        whole = [local_of(grad) for grad in grads if not is_sharded(grad)]
         for dtype in dict.fromkeys(grad.dtype for grad in whole):
             some = [grad for grad in whole if grad.dtype == dtype]
             flat = torch.cat([grad.flatten() for grad in some])

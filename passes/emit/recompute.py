@@ -35,7 +35,8 @@ class Recomputed(nn.Module):
 
     def __init__(self, inner: fx.GraphModule) -> None:
         super().__init__()
-        self.inner, self.draws = inner, any(draws(node) for node in inner.graph.nodes)
+        self.inner: nn.Module = inner
+        self.draws = any(draws(node) for node in inner.graph.nodes)
 
     def forward(self, *args: Any) -> Any:
         """Runs the graph. Under transforms of torch.func, which do not support recomputation, everything is kept."""

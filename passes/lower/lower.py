@@ -26,6 +26,8 @@ from autotp.passes.lower.localize import localize
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, Bound, is_getitem
 from autotp.passes.plan.propagate import needs, stored_placement
+from autotp.rules.call import operator_name
+from autotp.rules.traits import sparse_argument
 from autotp.sharding.axis import Axis, find, touches
 from autotp.sharding.grid import holders_axis, same_cut
 from autotp.sharding.layout import Layout, layout_of
@@ -151,6 +153,7 @@ class _Lowering:
         wants = needs(node, self.axes, leaf, self.have, self.hoisted)
         for operand, placement in zip(bound.operands, wants.operands, strict=True):
             self.builder.env[operand] = self.read(operand, placement)
+        self._expect_dense_gradient(node, bound)
         factor = bound.cuttable(leaf) if leaf is not None else None
         if leaf is None or factor is None:
             new = self.builder.copy(node)
@@ -160,6 +163,19 @@ class _Lowering:
         self.local.learn(new, node.meta["val"], cut)
         self.have[node] = wants.outputs
         self.forms[node] = dict.fromkeys(wants.outputs, new)
+
+    def _expect_dense_gradient(self, node: fx.Node, bound: Bound) -> None:
+        """Raises Error if a conjugate would get a sparse gradient, which ranks cannot exchange."""
+        argument = sparse_argument(node)
+        table = bound.operands[0] if argument else None
+        if table is None or table not in self.differentiable:
+            return
+        if self.builder.env[table] is not self.forms[table][self.have[table][0]]:
+            raise Error(
+                f"`{operator_name(node)}` has a sparse gradient, and ranks cannot exchange it",
+                fix=f"{argument}=False: the gradient has the same numbers",
+                at=line_of(node),
+            )
 
     def _give(self, node: fx.Node, new: fx.Node, placement: Placement) -> None:
         self.have[node], self.forms[node], self.builder.env[node] = (placement,), {placement: new}, new

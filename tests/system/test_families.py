@@ -113,6 +113,20 @@ def test_one_row_of_the_table_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ]  # fmt: skip
 
 
+def test_one_row_of_cut_sequences_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copy = tmp_path / "coverage.md"
+    copy.write_text(TABLE.read_text())
+    monkeypatch.setattr(hf_coverage, "TABLE", copy)
+    before, _, rows = copy.read_text().partition(hf_coverage.SEQUENCES)
+    hf_coverage.write_sequences({"llama": f"| llama {hf_coverage.UNEQUAL} why |"})
+    after, _, written = copy.read_text().partition(hf_coverage.SEQUENCES)
+    assert before == after
+    other = [j for i, j in zip(rows.splitlines(), written.splitlines(), strict=True) if i != j]
+    assert other[0] == "| llama | | | | why |" and len(other) == 2
+    every, bad = len(FAMILIES), written.count(hf_coverage.UNEQUAL)
+    assert other[1] == f"{every - bad} of {every} equal to one device in all these layouts."
+
+
 # ---- real ranks
 
 SINGLE = ("mixtral", "deepseek_v3", "gpt_oss")

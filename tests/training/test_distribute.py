@@ -13,6 +13,7 @@ from ranks import run_ranks
 from small_models import gpt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from trainers import mine
 
 import autotp
@@ -159,6 +160,62 @@ def test_zero_of_a_tied_weight() -> None:
     run_ranks(sharded, 2, ("gpt",), (1, 1, 2), 1, "1F1B", timeout=100)
 
 
+class Scaled(nn.Module):
+    """A GPT whose logits have a factor: a parameter without dimensions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.factor = model, nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """tokens, labels: [batch seq]"""
+        return F.cross_entropy((self.model(tokens) * self.factor).flatten(0, 1), labels.flatten())
+
+
+def undivided(rank: int, n: int, layout: tuple[int, int, int], zero: int) -> None:
+    """Four heads on three ranks: the third holds no head. Steps, a norm and a state dict beside one device's."""
+    (tp, pp, dp), (model, batch) = layout, built("gpt")
+    whole = Scaled(model)
+    example = {name: x[: BATCH // (dp * pp)] for name, x in batch.items()}
+    trainer = distribute(
+        copy.deepcopy(whole), tp=tp, pp=pp, dp=dp, microbatches=pp, zero=zero,  # type: ignore[arg-type]
+        example_inputs=example,
+    )  # fmt: skip
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True) for m in (whole, trainer)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = whole(**batch)
+        expected.backward()
+        found = trainer.step(**mine(batch, trainer.mesh["dp"].get_local_rank(), dp))
+        torch.testing.assert_close(found, expected.detach())
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        torch.testing.assert_close(autotp.clip_grad_norm_(trainer, 0.1), norm)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert {type(p) for p in trainer.parameters()} == {DTensor}
+    assert (trainer.place.rank == 2) == any(not p.numel() for p in trainer.parameters())
+    state = autotp.full_state_dict(trainer)
+    for name, value in whole.state_dict().items() if rank == 0 else ():
+        torch.testing.assert_close(state[name], value, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [
+        ((3, 1, 2), 3),
+        pytest.param((3, 1, 2), 1, marks=pytest.mark.rare),
+        pytest.param((3, 1, 2), 2, marks=pytest.mark.rare),
+        pytest.param((3, 2, 2), 3, marks=pytest.mark.rare),
+    ],
+)
+def test_zero_of_what_cannot_be_divided(layout: tuple[int, int, int], zero: int) -> None:
+    """A part without elements, and a parameter without dimensions: one optimizer steps them beside the others."""
+    tp, pp, dp = layout
+    run_ranks(undivided, tp * pp * dp, layout, zero, timeout=280)
+
+
 def accumulated(rank: int, n: int) -> None:
     """Two steps without a `zero_grad` between them: the gradients of both, each summed over the replicas once."""
     model, batch = built("gpt")
@@ -269,6 +326,13 @@ def test_what_cannot_be(given: dict[str, Any], expected: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         distribute(built("gpt")[0], **given)
     assert str(raised.value).splitlines()[0] == expected
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model = built("gpt")[0]
+    model.wte.sparse = True  # type: ignore[union-attr, assignment]
+    with pytest.raises(autotp.Error, match="`aten::embedding` has a sparse gradient, which replicas and stages cannot"):
+        autotp.verify(model, 1, dp=2)
 
 
 def refused(rank: int, n: int) -> list[str]:

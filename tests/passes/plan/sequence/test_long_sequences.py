@@ -49,6 +49,7 @@ def trains(rank: int, n: int, layout: tuple[int, int], how: dict[str, Any], dtyp
     near = EXACT if double else {"rtol": 2e-4, "atol": 2e-5}
     kind: Any = AdamW if double else SGD  # AdamW divides round-off in a gradient that is zero by itself.
     optimizers = [kind(model.parameters(), lr=1e-2) for model in (whole, parallel)]
+    warnings.filterwarnings("ignore", ".*no sequence of this call can be cut over cp")  # One position.
     for step, (tokens, labels) in enumerate(batches(LENGTHS)):
         if step in (3, 6):  # Without labels: logits come back whole.
             losses = [model(tokens).logsumexp(-1).mean() for model in (whole, parallel)]
@@ -96,6 +97,7 @@ def distributed(rank: int, n: int, layout: dict[str, Any], folder: str) -> None:
     trainer = autotp.distribute(gpt(seed=0, **SIZES).double(), **layout, example_inputs=(first, first))
     optimizers = [AdamW(model.parameters(), lr=1e-2) for model in (whole, trainer)]
     replicas = trainer.mesh["dp"]
+    warnings.filterwarnings("ignore", ".*no sequence of this call can be cut over cp")  # One position.
 
     def mine(x: Tensor) -> Tensor:
         return x.chunk(replicas.size())[replicas.get_local_rank()]
@@ -136,6 +138,53 @@ def distributed(rank: int, n: int, layout: dict[str, Any], folder: str) -> None:
 def test_ten_steps_of_a_trainer(layout: dict[str, Any], tmp_path: Path) -> None:
     sizes = (layout.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
     run_ranks(distributed, prod(sizes), layout, str(tmp_path / "saved"), timeout=110)
+
+
+def whole_calls(rank: int, n: int) -> None:
+    """A step with one position: right, computed by both ranks, with one warning for its graph; evaluation has none."""
+    one, parallel = (gpt(seed=0, **SIZES).double() for _ in range(2))
+    parallel = autotp.parallelize(parallel, tp=1, cp=2)
+    (tokens, labels), *_ = batches((8,))
+    assert "no sequence can be cut" not in str(parallel.plan)
+    short = tokens[:, :1], labels[:, :1] % 61
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(*short), one(*short), **EXACT)
+    with pytest.warns(UserWarning, match=r"GPT.forward: no sequence of this call can be cut over cp"):
+        parallel(*short).backward()
+    assert "over cp     no sequence can be cut: every cp rank computes the whole call\n" in str(parallel.plan)
+    parallel(*short).backward()
+    one(*short).backward()
+    torch.testing.assert_close(parallel.wte.weight.grad, 2 * one.wte.weight.grad, **EXACT)
+
+    trainer = autotp.distribute(gpt(seed=0, **SIZES).double(), cp=2, example_inputs=(tokens, labels))
+    torch.testing.assert_close(trainer.evaluate(*short), one(*short).detach(), **EXACT)
+    with pytest.warns(UserWarning, match=r"Trainer.step: no sequence of this call can be cut over cp"):
+        trainer.step(*short)
+    trainer.step(*short)
+    torch.testing.assert_close(trainer.get_parameter("wte.weight").grad, 2 * one.wte.weight.grad, **EXACT)
+
+
+def test_a_call_without_a_sequence() -> None:
+    run_ranks(whole_calls, 2, timeout=100)
+
+
+def other_orders(rank: int, n: int) -> None:
+    """In a later capture one rank has another order of collectives: an error on all ranks, and then it is right."""
+    (tokens, labels), *_ = batches((8,), rows=4)
+    whole = gpt(seed=0, **SIZES).double()
+    trainer = autotp.distribute(gpt(seed=0, **SIZES).double(), cp=2, dp=2, example_inputs=(tokens[:2], labels[:2]))
+    mine = [x.chunk(2)[rank // 2] for x in (tokens, labels)]
+    trainer.step(*mine)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 3:
+            patch.setattr("autotp.runtime.graph_digest.communication", lambda graph: "reduce cp")
+        with pytest.raises(autotp.Error, match=r"Trainer.evaluate: (.|\n)*cp ranks would communicate in another order"):
+            trainer.evaluate(*mine)
+    torch.testing.assert_close(trainer.evaluate(*mine), whole(tokens, labels).detach(), **EXACT)
+
+
+def test_another_order_in_a_later_call_of_a_trainer() -> None:
+    run_ranks(other_orders, 4, timeout=100)
 
 
 def drops(rank: int, n: int, randomness: str) -> Any:

@@ -1,0 +1,68 @@
+"""compiled: compiles the blocks of a graph, each once for all blocks that compute alike.
+
+    Before: b = h_0(x); c = h_1(b)      After: the same, and the graph of both is compiled by torch.compile
+
+NOTE [Torch functions in a compilation]
+A parallel model runs with torch functions off, so that its parts give no warnings. While torch compiles, it computes
+symbolic sizes by torch functions of its own: `torch.sym_min` of a size fails without them, where a length is cut into
+parts. So a compiled block runs with torch functions on, on plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.passes.emit.attach_parameters import BlockCall
+from autotp.passes.emit.recompute import Recomputed
+
+
+class Compiled(nn.Module):
+    """A graph that torch compiles when it is first called."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Any:
+        """Runs the graph, on tensors that may be of a class of autotp."""
+        if torch.compiler.is_compiling():
+            return self.inner(*args)
+        plain = [x.as_subclass(Tensor) if isinstance(x, Tensor) and _has_class(x) else x for x in args]
+        with torch._C._EnableTorchFunction():
+            return self.inner(*plain)
+
+
+def _has_class(x: Tensor) -> bool:
+    return type(x) not in (Tensor, nn.Parameter)
+
+
+def compile_blocks(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compiles the blocks of a graph. Of a recomputed block only the inner graph is compiled.
+
+    Args:
+        module: the graph, with its blocks as submodules.
+        options: as for `torch.compile`.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+    for name, part in list(module._modules.items()):  # Also a graph that is there under two names.
+        assert part is not None
+        work = part.work if isinstance(part, BlockCall) else part
+        if work not in made:
+            made[work] = _compiled(work, options)
+        if isinstance(part, BlockCall):
+            part.work = made[work]
+        else:
+            setattr(module, name, made[work])
+
+
+def _compiled(work: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    if isinstance(work, Recomputed):
+        work.inner = _compiled(work.inner, options)
+        return work
+    found = work if isinstance(work, Compiled) else Compiled(work)
+    found.inner.compile(**options)
+    return found

@@ -1,0 +1,66 @@
+"""compiled: compiled blocks take sequences of any length that are cut over ranks; gradients are those of one device."""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_models import gpt
+from torch import nn
+
+import autotp
+from autotp.passes.emit.compiled import Compiled, compile_blocks
+from autotp.passes.emit.recompute import Recomputed
+
+LENGTHS = (8, 7, 13, 5, 2, 16)
+"""The third needs sizes that are symbols."""
+
+
+def compiled(rank: int, n: int, layout: tuple[int, int], backend: str, how: dict[str, Any]) -> None:
+    whole = gpt(seed=0, block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=16).double()
+    cut = autotp.parallelize(copy.deepcopy(whole), tp=layout[0], cp=layout[1], **how)
+    cut.compile_blocks(backend=backend)
+    for length in LENGTHS:
+        tokens = torch.randint(61, (2, length), generator=torch.Generator().manual_seed(length))
+        for model in (whole, cut):
+            model.zero_grad()
+            loss = model(tokens, tokens)
+            loss.backward()
+        torch.testing.assert_close(loss, whole(tokens, tokens))
+        for (name, p), one in zip(cut.named_parameters(), whole.parameters(), strict=True):
+            part = cut.layouts[name].take(one.grad, cut.mesh.rank)
+            torch.testing.assert_close(torch.as_tensor(p.grad), part, msg=lambda m, at=(name, length): f"{at}: {m}")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("layout", "backend", "how"),
+    [
+        ((1, 2), "aot_eager", {}),
+        pytest.param((2, 2), "aot_eager", {"recompute": "full"}, marks=pytest.mark.rare),
+        pytest.param((1, 3), "aot_eager", {"sequence_parallel": True}, marks=pytest.mark.rare),
+        pytest.param((2, 2), "aot_eager", {"recompute": "selective", "without": ("balance",)}, marks=pytest.mark.rare),
+        pytest.param((1, 2), "inductor", {}, marks=pytest.mark.rare),
+    ],
+    ids=str,
+)
+def test_blocks_with_cut_sequences(layout: tuple[int, int], backend: str, how: dict[str, Any]) -> None:
+    run_ranks(compiled, prod(layout), layout, backend, how, timeout=280)
+
+
+def test_each_graph_is_wrapped_once() -> None:
+    """Also where the blocks are compiled again, with other options."""
+    work = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    module = nn.Sequential(work, work, Recomputed(torch.fx.symbolic_trace(nn.ReLU())))
+    for _ in range(2):
+        compile_blocks(module, {"backend": "eager"})
+    first, second, third = module
+    assert first is second and isinstance(first, Compiled) and first.inner is work
+    assert isinstance(third, Recomputed) and isinstance(third.inner, Compiled)
+    with torch.no_grad():
+        x = torch.ones(3, 2)
+        torch.testing.assert_close(module(x), work(work(x)).relu())
