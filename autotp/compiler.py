@@ -413,11 +413,14 @@ def _row_independence(p: Program) -> Program:
 
 
 def _two_halves(p: Program) -> Program:
-    """Returns the program with a graph that computes the batch in two halves: NOTE [Halves are two ranks]."""
+    """Returns the program with a graph that computes the batch in two halves: NOTE [Halves are two ranks of one process].
+
+    A batch of one row is not divided. Nor is any in evaluation: in generation, caches would be copied for each token.
+    """
     graph, axes = p.graph, p.axes
-    along = batch_axes(graph, axes, p.rows)
+    along = batch_axes(graph, axes, p.rows) if p.training else []
     if not along:
-        return p  # A batch of one row.
+        return p
 
     def has_halves(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
         return _has_form(node, factor, leaf) and (p.options.randomness == "fast" or not draws(node))

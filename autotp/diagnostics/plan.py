@@ -244,8 +244,9 @@ def _totals(plan: Plan) -> Iterator[str]:
         held = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in alike.items())
         yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
     if plan.in_halves is not None:
+        none = "nothing: a batch is divided in training, if it has two rows or more"
         taken = f"{plan.in_halves} operators compute the batch in halves, which take turns"
-        yield f"overlap     {taken if plan.in_halves else 'nothing: a batch of one row is not divided'}"
+        yield f"overlap     {taken if plan.in_halves else none}"
     if plan.cp > 1 and not plan.in_sequence:
         yield "over cp     no sequence can be cut: every cp rank computes the whole call"
     if plan.in_sequence:

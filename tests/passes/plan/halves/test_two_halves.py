@@ -54,9 +54,10 @@ def test_the_same_bytes_in_twice_as_many_collectives() -> None:
         assert getattr(divided.traffic, f"{way}_bytes") == getattr(plain.traffic, f"{way}_bytes")
 
 
-def test_a_batch_of_one_row_is_not_divided() -> None:
-    plan = autotp.explain(small(), 2, example_inputs=call(1), overlap="batch")
-    assert plan.in_halves == 0 and "a batch of one row is not divided" in str(plan)
+@pytest.mark.parametrize(("rows", "training"), [(1, True), (4, False)])
+def test_one_row_and_evaluation_are_not_divided(rows: int, training: bool) -> None:
+    plan = autotp.explain(small().train(training), 2, example_inputs=call(rows), overlap="batch")
+    assert plan.in_halves == 0 and "if it has two rows or more" in str(plan)
 
 
 class Mixing(nn.Module):
