@@ -413,9 +413,10 @@ def _row_independence(p: Program) -> Program:
 
 
 def _two_halves(p: Program) -> Program:
-    """Returns the program with a graph that computes the batch in two halves: NOTE [Halves are two ranks of one process].
+    """Returns the program with a graph that computes the batch in two halves.
 
-    A batch of one row is not divided. Nor is any in evaluation: in generation, caches would be copied for each token.
+    NOTE [Halves are two ranks of one process] in `two_halves.py` says how. A batch of one row is not divided. Nor is
+    any in evaluation: in generation, caches would be copied for each token.
     """
     graph, axes = p.graph, p.axes
     along = batch_axes(graph, axes, p.rows) if p.training else []

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
+from autotp.ops.batch_halves.halves import joined
 from autotp.options import Outputs
 from autotp.passes.capture.captured import Captured
 from autotp.passes.plan.candidate import maker
@@ -44,13 +45,19 @@ def positions_that_stay(
     elif training:
         losses = [n for n in found[: captured.results] if isinstance(n, fx.Node) and is_loss(n)]
         before = _ancestors(losses)
-        kept |= {i for i, n in enumerate(found[: captured.results]) if isinstance(n, fx.Node) and maker(n) in before}
+        results = enumerate(found[: captured.results])
+        kept |= {i for i, n in results if isinstance(n, fx.Node) and all(maker(x) in before for x in _halves(n))}
     given = set(captured.inputs)
     for i, node in list(enumerate(found))[captured.results :]:
         if isinstance(node, fx.Node) and not any(n.name in given for n in (node, *_ancestors([node]))):
             kept.add(i)
     kept -= {*(at for _, at in captured.into), *captured.read_at}
     return [i for i in sorted(kept) if isinstance(found[i], fx.Node)]
+
+
+def _halves(node: fx.Node) -> Sequence[fx.Node]:
+    """Returns the halves that a value joins; the value itself if it joins none."""
+    return node.all_input_nodes if node.target is joined else [node]
 
 
 def makers(graph: fx.Graph, positions: Iterable[int]) -> set[fx.Node]:

@@ -60,6 +60,24 @@ def test_one_row_and_evaluation_are_not_divided(rows: int, training: bool) -> No
     assert plan.in_halves == 0 and "if it has two rows or more" in str(plan)
 
 
+class Scored(nn.Module):
+    """Returns the logits beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(tokens)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_logits_beside_a_loss_stay_cut() -> None:
+    plain, divided = (autotp.explain(Scored(), 2, example_inputs=call(4), overlap=how) for how in ("none", "batch"))
+    assert divided.outputs == plain.outputs != []
+    assert "all-gather" not in divided.traffic.forward
+
+
 class Mixing(nn.Module):
     """A batch norm between two layers: its statistics are of the whole batch."""
 
