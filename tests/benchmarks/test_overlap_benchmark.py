@@ -73,9 +73,27 @@ def test_all_ways_are_measured_on_one_link(tmp_path: Path) -> None:
     ours = both[0][1]
     assert ours.carried == pytest.approx(0.5 * ours.free)  # The first rank's time says how fast the link is.
     for rows in both:
-        assert [row.way for row in rows] == [overlap.HAND, overlap.OURS, "without overlap"]
+        assert [row.way for row in rows] == [overlap.HAND, overlap.OURS, "overlap=batch", "without overlap"]
         assert [row.carried for row in rows] == [row.carried for row in both[0]]
         assert all(row.seconds > 0 and row.free > 0 for row in rows)
+
+
+def sent_beside(rank: int, n: int, folder: Path) -> None:
+    connected(rank, n, folder)
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    ops = torch.ops._c10d_functional
+
+    def step() -> None:
+        ops.wait_tensor(ops.all_reduce(torch.ones(4), "sum", group))
+        ops.wait_tensor(ops.all_gather_into_tensor(torch.ones(4), n, group))
+
+    with pytest.raises(RuntimeError, match="a step has 2 collectives, and the link carried 1"):
+        overlap._sent(step)
+
+
+def test_a_step_that_the_link_does_not_carry_is_refused(tmp_path: Path) -> None:
+    """torch sends an `all_gather_into_tensor` past a process group in Python."""
+    run_ranks(sent_beside, 2, tmp_path, alone=True)
 
 
 def test_hidden() -> None:
