@@ -32,8 +32,12 @@ from autotp.source_location import block_of
 
 
 def interleave(graph: fx.Graph) -> fx.Graph:
-    """Returns the same function, in which the halves take turns. Its nodes are those of a bound graph."""
-    if any(node.target in (enter_autocast, exit_autocast) for node in graph.nodes):
+    """Returns the same function, in which the halves take turns. Its nodes are those of a bound graph.
+
+    A graph without sums of halves stays as it is, and one with autocast regions, whose operators cannot be moved.
+    """
+    regions = any(node.target in (enter_autocast, exit_autocast) for node in graph.nodes)
+    if regions or not any(map(_is_sum, graph.nodes)):
         return graph
     turns = list(_Turns(graph).all())
     _name_blocks(turns)

@@ -89,6 +89,12 @@ def test_operators_of_a_block_follow_one_another() -> None:
     assert len(changes) == len(set(changes)) <= 4, changes
 
 
+def test_without_sums_over_ranks_nothing_moves() -> None:
+    before = bound(gpt(), tp=1)
+    assert any(HALF in node.meta for node in before.nodes)
+    assert interleave(before) is before
+
+
 def test_random_draws_keep_their_order() -> None:
     before = bound(gpt(dropout=0.1))
     for half in (0, 1, None):
