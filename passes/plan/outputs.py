@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
+from autotp.ops.attention.zigzag import in_order
 from autotp.ops.batch_halves.halves import joined
+from autotp.ops.collectives import all_gather, gather
 from autotp.options import Outputs
 from autotp.passes.capture.captured import Captured
 from autotp.passes.plan.candidate import maker
@@ -46,7 +48,7 @@ def positions_that_stay(
         losses = [n for n in found[: captured.results] if isinstance(n, fx.Node) and is_loss(n)]
         before = _ancestors(losses)
         results = enumerate(found[: captured.results])
-        kept |= {i for i, n in results if isinstance(n, fx.Node) and all(maker(x) in before for x in _halves(n))}
+        kept |= {i for i, n in results if isinstance(n, fx.Node) and all(maker(x) in before for x in _parts(n))}
     given = set(captured.inputs)
     for i, node in list(enumerate(found))[captured.results :]:
         if isinstance(node, fx.Node) and not any(n.name in given for n in (node, *_ancestors([node]))):
@@ -55,9 +57,11 @@ def positions_that_stay(
     return [i for i in sorted(kept) if isinstance(found[i], fx.Node)]
 
 
-def _halves(node: fx.Node) -> Sequence[fx.Node]:
-    """Returns the halves that a value joins; the value itself if it joins none."""
-    return node.all_input_nodes if node.target is joined else [node]
+def _parts(node: fx.Node) -> Sequence[fx.Node]:
+    """Returns the parts, of halves or of a sequence, that a value is put together of; the value itself if of none."""
+    if node.target is joined:
+        return [part for half in node.all_input_nodes for part in _parts(half)]
+    return _parts(node.all_input_nodes[0]) if node.target in (gather, all_gather, in_order) else [node]
 
 
 def makers(graph: fx.Graph, positions: Iterable[int]) -> set[fx.Node]:

@@ -11,6 +11,7 @@ from torch import fx
 
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.ops import collectives
+from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
 from autotp.ops.custom_vjp import Places, Vjp
 from autotp.ops.dropout import empty_attention
 from autotp.passes.capture.capture import DEVICE
@@ -49,8 +50,8 @@ def test_every_collective(target: Any) -> None:
 
 
 def test_which_operators_communicate() -> None:
-    """Those that the simulation of all ranks knows: a new one must be bound, too."""
-    assert set(COLLECTIVES) == COMMUNICATING
+    """Those that the simulation of all ranks knows: a new one must be bound, too, unless `interleave` writes it."""
+    assert set(COLLECTIVES) - {start_reduce, start_copy, finish, wait_in_backward} == COMMUNICATING
 
 
 def test_one_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from math import prod
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from small_models import gpt
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 import autotp
@@ -265,3 +267,31 @@ def asks_too_much(rank: int, n: int) -> None:
 
 def test_bad_layouts() -> None:
     run_ranks(asks_too_much, 2, timeout=100)
+
+
+class Scored(nn.Module):
+    """Returns the logits beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = gpt(0, n_head=4, n_embd=32, vocab_size=64)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(tokens)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def scores(rank: int, n: int) -> tuple[list[int], float]:
+    """The shape of this rank's part of the logits, and how far the gathered ones are from those of one device."""
+    torch.manual_seed(0)
+    whole = Scored().double()
+    model = autotp.parallelize(copy.deepcopy(whole), 2, cp=2)
+    tokens = torch.arange(21).view(3, 7)
+    found = model(tokens, labels=tokens)
+    expected = whole(tokens, labels=tokens)["logits"]
+    return list(found["logits"].part.shape), (autotp.gather(found["logits"]) - expected).abs().max().item()
+
+
+def test_logits_beside_a_loss_are_cut_over_tp_and_gathered_along_the_sequence() -> None:
+    for shape, difference in run_ranks(scores, 4):
+        assert shape == [3, 7, 32] and difference < 1e-12
