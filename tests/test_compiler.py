@@ -96,7 +96,7 @@ def test_each_pass_has_a_row(stage: str) -> None:
 
 def test_what_may_be_left_out() -> None:
     """Each of `OPTIONAL` is one row, which no other choice leaves out."""
-    everything = Options(sequence_parallel=True, experts="expert", summed=True, cp=2)
+    everything = Options(sequence_parallel=True, experts="expert", summed=True, cp=2, overlap="batch")
     assert all(row.wanted(everything) for row in TABLE)
     for name in OPTIONAL:
         left = [row.name for row in TABLE if not row.wanted(replace(everything, without=(name,)))]
@@ -111,8 +111,9 @@ def test_what_may_be_left_out() -> None:
         (Options(experts="expert"), ["experts"]),
         (Options(sequence_parallel=True), ["sequence_parallel"]),
         (Options(cp=2), ["equal_inputs", "causal_masks", "context_parallel"]),
+        (Options(overlap="batch"), ["equal_inputs", "two_halves"]),
     ],
-    ids=["summed", "experts", "sequence", "context"],
+    ids=["summed", "experts", "sequence", "context", "halves"],
 )
 def test_what_options_add(options: Options, more: list[str]) -> None:
     assert [row.name for row in TABLE if row.wanted(options) and not row.wanted(DEFAULTS)] == more
