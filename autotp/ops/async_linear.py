@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autotp.ops.batch_halves.turns import is_awaited, start, waits_now
+from autotp.ops.batch_halves.turns import is_awaited, start_in_backward, waits_now
 from autotp.ops.collectives import _seat, all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
 from autotp.ops.eager_mode import apply_plain, is_plain
 
@@ -101,7 +101,7 @@ def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[
         again = start_gather(x, ctx.group, *ctx.gathered)
     total = _input_gradient(weights, grads, ctx.turned) if ctx.needs_input_grad[4] else None
     if total is not None and ctx.late and not waits_now():
-        running = start(total.view(_whole_shape(ctx, x)), ctx.group, fresh=True)
+        running = start_in_backward(total.view(_whole_shape(ctx, x)), ctx.group, fresh=True)
         return [running, *_other_gradients(ctx, x, grads)]  # `wait_in_backward` waits.
     if total is not None:
         sent = start_sum(total.view(_whole_shape(ctx, x)), ctx.group, ctx.gathered)

@@ -47,8 +47,9 @@ aten = torch.ops.aten
 
 
 def batched(inputs: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
-    """Returns the inputs that are a batch: those whose first dimension is as long as that of the first input."""
-    return [name for name, shape in zip(inputs, shapes, strict=True) if shape and shape[0] == shapes[0][0]]
+    """Returns the inputs that are a batch: those as long as the first input that has dimensions."""
+    length = next((shape[0] for shape in shapes if shape), None)
+    return [name for name, shape in zip(inputs, shapes, strict=True) if shape and shape[0] == length]
 
 
 def one_batch(graph: fx.Graph, inputs: Collection[str]) -> None:

@@ -91,6 +91,37 @@ def start(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) ->
     return started
 
 
+def start_in_backward(x: Tensor, group: str | None, fresh: bool = False) -> Tensor:
+    """Starts the sum of a gradient for `wait_in_backward`. If that does not run, the end of backward waits.
+
+    It does not run in a backward for some parameters only: `torch.autograd.grad(loss, last_layer.weight)`.
+    """
+    task = torch._C._current_graph_task_id()
+    if task not in _running:
+        wait_for_the_rest()  # of a backward that ended in an error
+        _running[task] = {}
+        torch.autograd.Variable._execution_engine.queue_callback(wait_for_the_rest)
+    started = start(x, group, fresh=fresh)
+    _running[task][_memory(started)] = started, group
+    return started
+
+
+def wait_for_the_rest() -> None:
+    """Waits for the sums of gradients that nothing has waited for."""
+    while _running:
+        _, sums = _running.popitem()
+        for started, group in sums.values():
+            wait(started, group)
+
+
+_running: dict[int, dict[int, tuple[Tensor, str | None]]] = {}
+"""Run of a backward -> memory of a running sum -> the sum, which `wait_in_backward` will wait for."""
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
 _recomputed: list[list[tuple[Tensor, str | None]]] = []
 """For each recomputation that runs, the sums that it has started."""
 
@@ -169,7 +200,7 @@ class StartedCopy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (reduce(grad, ctx.group) if waits_now() else start(grad, ctx.group, fresh=ctx.fresh)), None, None
+        return (reduce(grad, ctx.group) if waits_now() else start_in_backward(grad, ctx.group, ctx.fresh)), None, None
 
 
 class WaitInBackward(torch.autograd.Function):
@@ -186,7 +217,11 @@ class WaitInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (grad if waits_now() else wait(grad, ctx.group)), None, None
+        if waits_now():
+            return grad, None, None
+        for sums in _running.values():
+            sums.pop(_memory(grad), None)
+        return wait(grad, ctx.group), None, None
 
 
 def waits_now() -> bool:

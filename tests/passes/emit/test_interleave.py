@@ -345,6 +345,29 @@ def test_every_sum_is_waited_for() -> None:
     assert run_ranks(unwaited, 2) == [0, 0]
 
 
+def for_some(rank: int, n: int) -> list[int]:
+    """How many sums nobody waited for after a backward for one weight, and after backwards that raised errors."""
+    model = autotp.parallelize(Rows().double(), overlap="batch", example_inputs=X)
+    weight = model.blocks[1].up.weight  # type: ignore[index, union-attr]
+    torch.autograd.grad(model(X).sum(), weight)
+    found = [int(torch._C._distributed_c10d._get_work_registry_size())]
+
+    def fails(grad: Tensor) -> None:
+        raise ValueError
+
+    for _ in range(2):
+        hook = weight.register_hook(fails)
+        with pytest.raises(ValueError):
+            model(X).sum().backward()
+        hook.remove()
+    model(X).sum().backward()
+    return [*found, int(torch._C._distributed_c10d._get_work_registry_size())]
+
+
+def test_a_backward_that_ends_early_waits_for_its_sums() -> None:
+    assert run_ranks(for_some, 2) == [[0, 0], [0, 0]]
+
+
 def compiled(rank: int, n: int) -> list[float]:
     whole, model = (gpt(layers=2).double() for _ in range(2))
     model = autotp.parallelize(model, overlap="batch")

@@ -125,6 +125,23 @@ def test_rows_that_read_each_other(rows: int) -> None:
     assert report.ok, report
 
 
+class Tempered(nn.Module):
+    """Its first input is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, temperature: Tensor, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)) / temperature).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def test_a_number_before_the_batch() -> None:
+    given = {"temperature": torch.tensor(0.5), "x": torch.randn(3, 6, generator=torch.Generator().manual_seed(2))}
+    report = autotp.verify(Tempered(), 2, example_inputs=given, overlap="batch")
+    assert report.ok and report.plan.in_halves, report
+
+
 def test_random_numbers() -> None:
     """Masks of one device are drawn for the whole batch; masks of one rank for each half."""
     exact, fast = (program(small(dropout=0.1), call(4), randomness=how).graph for how in ("exact", "fast"))
