@@ -30,7 +30,7 @@ def cse(graph: fx.Graph) -> fx.Graph:
         pure = node.op == "call_function" and not draws(node) and (outputs_of(node) or "val" in node.meta)
         pure = pure and not has(node.target, Trait.FILL)  # A shared constant would unify the axes of two layers.
         pure = pure and node.target is not output  # Each call of a Function has its own gradient.
-        key = (node.target, _typed(builder.map(node.args)), _typed(builder.map(node.kwargs))) if pure else None
+        key = (node.target, argument_key(builder.map((node.args, node.kwargs)))) if pure else None
         if key is not None and key in done:
             builder.env[node] = done[key]
         else:
@@ -40,12 +40,12 @@ def cse(graph: fx.Graph) -> fx.Graph:
     return builder.graph
 
 
-def _typed(value: Any) -> Any:
+def argument_key(value: Any) -> Any:
     """Returns arguments as a key, in which 1, 1.0 and True differ."""
     if isinstance(value, tuple | list):
-        return tuple(_typed(item) for item in value)
+        return tuple(argument_key(item) for item in value)
     if isinstance(value, dict):
-        return tuple((name, _typed(item)) for name, item in sorted(value.items()))
+        return tuple((name, argument_key(item)) for name, item in sorted(value.items()))
     if isinstance(value, slice):
-        return ("slice", _typed(value.start), _typed(value.stop), _typed(value.step))
+        return ("slice", argument_key(value.start), argument_key(value.stop), argument_key(value.step))
     return type(value), value

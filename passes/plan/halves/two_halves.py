@@ -29,6 +29,7 @@ from autotp.ops.batch_halves.halves import halves, joined
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
 from autotp.ops.placement_moves import first
 from autotp.passes.builder import HALF, Builder, fake_mode_of
+from autotp.passes.canonicalize.cse import argument_key
 from autotp.passes.plan.infer_axes import Axes
 from autotp.sharding.axis import Axis, leaves
 from autotp.source_location import line_of
@@ -85,7 +86,7 @@ class _Merging:
             self._give(pair, *MOVES[pair[0].target](self, pair))
             return
         given = [self._mapped(half, (node.args, node.kwargs)) for half, node in enumerate(pair)]
-        if _typed(given[0]) == _typed(given[1]) or _is_one_size(pair):
+        if argument_key(given[0]) == argument_key(given[1]) or _is_one_size(pair):
             new = self._written(pair[0], given[0], None)
             self._give(pair, new, new)
         else:
@@ -129,15 +130,6 @@ def _is_one_size(pair: Pair) -> bool:
 
 def _is_named(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output")
-
-
-def _typed(value: Any) -> Any:
-    """Returns arguments as a key, in which 1, 1.0 and True differ."""
-    if isinstance(value, tuple | list):
-        return tuple(_typed(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((name, _typed(item)) for name, item in value.items())
-    return type(value), str(value) if isinstance(value, slice) else value
 
 
 def _where(pair: Pair) -> tuple[int, int]:

@@ -153,7 +153,7 @@ def traced(rank: int, n: int, layers: int, given: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("layers", [2, 4])
 def test_sums_run_beside_the_other_half_in_forward_and_backward(layers: int) -> None:
-    """Alone is the last sum of forward, of the second half's last block, and the last of backward."""
+    """Two sums of the blocks have nothing beside them: the last one of forward, and the last one of backward."""
     seen, plain = (run_ranks(traced, 2, layers, {"overlap": how})[0] for how in ("batch", "none"))
     assert seen.count("start") == 2 * plain.count("start") == 2 * 4 * layers
     assert exposed(plain) == 4 * layers
