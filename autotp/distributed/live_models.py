@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import TypeVar
 
@@ -39,7 +39,7 @@ def sorted_by_model(tensors: Iterable[Tensor]) -> tuple[dict[nn.Module, dict[str
     """Splits tensors into parameters and gradients of parallel models, by model and name, and other tensors."""
     owner: dict[int, tuple[nn.Module, str]] = {}
     for model in reversed(models()):  # A tensor of two models counts for the older model.
-        for name, parameter in model.named_parameters():
+        for name, parameter in _named_parameters(model, "", set()):
             owner[id(parameter)] = model, name
             if parameter.grad is not None:
                 owner[id(parameter.grad)] = model, name
@@ -50,6 +50,21 @@ def sorted_by_model(tensors: Iterable[Tensor]) -> tuple[dict[nn.Module, dict[str
         held.setdefault(model, {})[name] = tensor
     ordered = {model: held[model] for model in models() if model in held}
     return ordered, [tensor for tensor in given if id(tensor) not in owner]
+
+
+def _named_parameters(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Returns a model's parameters as torch does, also where a module cannot be hashed.
+
+    Optimizers of other models are checked with all live models: a model that torch cannot list must not stop them.
+    """
+    seen.add(id(module))
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield prefix + name, parameter
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in seen:
+            yield from _named_parameters(child, f"{prefix}{name}.", seen)
 
 
 def _left() -> None:

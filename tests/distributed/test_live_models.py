@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -61,3 +62,26 @@ def test_a_shared_tensor_is_the_older_models() -> None:
     watch(two)
     found, _ = sorted_by_model([one.weight, two.bias])
     assert {model: list(names) for model, names in found.items()} == {one: ["weight"], two: ["bias"]}
+
+
+@dataclass
+class Numbered(nn.Module):
+    """A dataclass without a hash: torch cannot list the parameters of a model that holds it."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+def test_a_model_that_torch_cannot_list_stops_no_other() -> None:
+    odd, other = watch(nn.Sequential(nn.Linear(2, 2))), watch(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    odd.add_module("new", Numbered(1))
+    with pytest.raises(TypeError):
+        list(odd.named_parameters())
+    found, left = sorted_by_model([*other.parameters(), odd[0].bias])
+    assert {model: list(names) for model, names in found.items()} == {
+        odd: ["0.bias"],
+        other: [name for name, _ in other.named_parameters()],
+    }
+    assert not left
