@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
+from autotp.sharding.boxes import has_dtensors
 
 
 def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -> None:
@@ -28,7 +28,7 @@ def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -
     around = DistributedDataParallel._get_active_ddp_module()  # It may have wrapped the model before `parallelize`.
     if around is not None and any(module is model for module in around.modules()):
         expect_apart("DistributedDataParallel", dist.get_process_group_ranks(around.process_group), mesh)
-    if not isinstance(model, FSDPModule) and not any(isinstance(tensor, DTensor) for tensor in held.values()):
+    if not isinstance(model, FSDPModule) and not has_dtensors(held.values()):
         return
     for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule)):
         for group in unit._get_fsdp_state()._fsdp_param_groups:

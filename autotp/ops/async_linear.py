@@ -9,7 +9,6 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,10 +86,9 @@ class AsyncLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            found = _differentiable(ctx, x, weights, grads)
-        else:
-            found = _overlapped(ctx, x, weights, grads)
+        gradients = _differentiable if torch.is_grad_enabled() else _overlapped
+        with torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
+            found = gradients(ctx, x, weights, grads)
         return None, None, None, None, *found
 
 
@@ -119,10 +117,11 @@ def _differentiable(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Seque
     return [total, *_other_gradients(ctx, whole, grads)]
 
 
-def _whole_shape(ctx: Any, x: Tensor) -> list[int]:
+def _whole_shape(ctx: Any, x: Tensor) -> Sequence[int]:
+    if ctx.gathered is None:
+        return x.shape
     shape = list(x.shape)
-    if ctx.gathered is not None:
-        shape[ctx.gathered[0]] = int(ctx.gathered[1])
+    shape[ctx.gathered[0]] = int(ctx.gathered[1])
     return shape
 
 
@@ -133,7 +132,7 @@ def _input_gradient(weights: Sequence[Tensor], grads: Sequence[Tensor | None], t
         if grad is not None:
             flat, matrix = _rows(grad), w.t() if turn else w
             if total is None:
-                total = flat @ matrix
+                total = flat.mm(matrix)
             else:
                 total = total.addmm(flat, matrix) if torch.is_grad_enabled() else total.addmm_(flat, matrix)
     return total
@@ -147,7 +146,7 @@ def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) ->
         if grad is not None:
             flat = _rows(grad)
             if needed[i]:
-                found[i] = rows.t() @ flat if ctx.turned[i] else flat.t() @ rows
+                found[i] = rows.t().mm(flat) if ctx.turned[i] else flat.t().mm(rows)
             if needed[n + i]:
                 found[n + i] = flat.sum(0)
     return found
@@ -155,4 +154,6 @@ def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) ->
 
 def _rows(x: Tensor) -> Tensor:
     """Flattens all dimensions but the last, without -1, which is ambiguous for an empty shard."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)

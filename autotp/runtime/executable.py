@@ -36,7 +36,7 @@ from autotp.passes.capture.guards.guard import Guard, spelled_places
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
-from autotp.passes.capture.pytree import computes_by_itself, flatten, signature_of, states
+from autotp.passes.capture.pytree import computes_by_itself, flatten_call, signature_of, states
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
@@ -158,7 +158,7 @@ class Executable:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module on these arguments, which must be the same on all ranks of the axis."""
         args, kwargs = self.signature.by_name(args, kwargs)
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = flatten_call(args, kwargs)
         leaves = [marked(leaf) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device))
@@ -333,7 +333,8 @@ class Executable:
         """Returns all facts of a call that select a graph, except sizes and values of tensors."""
         kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else argument_key(leaf) for leaf in leaves)
         settings = self.tree.settings
-        used = dtypes(self.module, held)
+        with torch._C.DisableTorchFunctionSubclass():  # A cut parameter would look for the user's code.
+            used = dtypes(self.module, held)
         asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
         return spec, kinds, self.structure, self.modes, used, *asked
 
@@ -341,17 +342,29 @@ class Executable:
         """Returns the graph for a call; of those that assume outcomes of activations the one that was right last."""
         found: GraphEntry | None = None
         for known, entry in self.entries:
-            if known == key and entry.guard is not None and entry.guard.holds(self.tree.version):
-                captured = entry.analysis.captured
-                asked = captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors))
-                given, shapes = self._given(captured, tensors)
-                if asked or not captured.fits(shapes) or not _begins_with(captured, outcomes):
-                    continue
-                if not captured.asked:
+            if known == key and (given := self._given_if_right(entry, tensors, outcomes)) is not None:
+                if not entry.analysis.captured.asked:
                     return entry
                 if entry.reads_as(given) and (found is None or entry.last > found.last):
                     found = entry
         return found
+
+    def _given_if_right(
+        self, entry: GraphEntry, tensors: Sequence[Tensor], outcomes: tuple[Outcome, ...]
+    ) -> list[Tensor] | None:
+        """Returns the inputs of a graph whose key is the call's; None if it is not right for the call.
+
+        The guard takes longest, so it comes last; but first where it says whether attributes that are inputs are there.
+        """
+        captured, guard, version = entry.analysis.captured, entry.guard, self.tree.version
+        if guard is None or (captured.opened and not guard.holds(version)):
+            return None
+        given, shapes = self._given(captured, tensors)
+        if not captured.fits(shapes) or not _begins_with(captured, outcomes):
+            return None
+        if captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors)):
+            return None
+        return given if captured.opened or guard.holds(version) else None
 
     def _agreed(
         self,
@@ -450,7 +463,8 @@ class Executable:
     def _wanted(self, tensors: Sequence[Tensor]) -> GradientsWanted:
         """Returns the gradient modes of a call."""
         held = self.tensors()
-        return wanted_now(tensors, [held[name] for name in self.layouts])
+        with torch._C.DisableTorchFunctionSubclass():  # A cut parameter would look for the user's code.
+            return wanted_now(tensors, [held[name] for name in self.layouts])
 
     def _open_what_changes(self, called: FlatCall) -> None:
         """Notes the attributes with tensors that changed since a capture: they become inputs of later graphs."""
@@ -522,7 +536,8 @@ class Executable:
     def first(self, entry: GraphEntry) -> None:
         """Keeps the graph that was captured when the model became parallel."""
         captured = entry.analysis.captured
-        self.keep(self._key(captured.leaves, captured.spec, captured.autocast, self.tensors()), entry)
+        leaves, spec = flatten_call(*pytree.tree_unflatten(captured.leaves, captured.spec))
+        self.keep(self._key(leaves, spec, captured.autocast, self.tensors()), entry)
 
     def keep(self, key: Key, made: GraphEntry) -> GraphEntry:
         """Keeps a graph for later calls; its blocks read their parameters from this model."""

@@ -12,12 +12,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from autotp.errors import Error
+from autotp.sharding.boxes import has_dtensors
 
 
 def dtypes(root: nn.Module, held: Mapping[str, Tensor]) -> tuple[torch.dtype, ...]:
     """Returns the compute dtype of each parameter and buffer; for a sharded one the policy of its FSDP unit decides."""
-    if not any(isinstance(tensor, DTensor) for tensor in held.values()):
-        return tuple(tensor.dtype for tensor in held.values())
+    if not has_dtensors(held.values()):
+        return tuple([tensor.dtype for tensor in held.values()])
     units = {name: unit for name, unit in root.named_modules() if isinstance(unit, FSDPModule)}
     found = []
     for name, tensor in held.items():

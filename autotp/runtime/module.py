@@ -258,6 +258,15 @@ class ParallelModule(Part):
         else:
             super().__setattr__(name, value)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Removes the gradients of all parameters, as torch does it, without asking each part for its gradient.
+
+        Args:
+            set_to_none: False writes zeros.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns this rank's parts by name; user code gets a warning that they are not the whole model.
 

@@ -5,7 +5,7 @@ A rank holds a part by its layout (`layout.py`); `fully_shard` may keep only som
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,6 +38,11 @@ class Box:
 def local_of(tensor: Tensor) -> Tensor:
     """Returns this process's part of a DTensor, or the tensor itself; without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def has_dtensors(tensors: Iterable[Tensor]) -> bool:
+    """True if there is a DTensor among many tensors."""
+    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
+from types import NoneType
 from typing import Any
 
 import torch
@@ -60,6 +61,28 @@ def signature_of(model: nn.Module) -> Signature:
     bare = inspect.Parameter.POSITIONAL_ONLY in kinds or inspect.Parameter.VAR_POSITIONAL in kinds
     named = {p.name: p.default for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return Signature(None if bare else positional, named)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Returns `flatten((args, kwargs))`; fast if each argument is a tensor or a plain value."""
+    leaves = [*args, *kwargs.values()]
+    if _are_leaves(leaves) and not torch.compiler.is_compiling():
+        return leaves, _flat_spec(len(args), tuple(kwargs))
+    return flatten((args, kwargs))
+
+
+def _are_leaves(values: Sequence[Any]) -> bool:
+    return all(kind in PLAIN for kind in map(type, values))
+
+
+PLAIN = frozenset({Tensor, NoneType, bool, int, float, str})
+"""Classes of arguments that are leaves."""
+
+
+@cache
+def _flat_spec(count: int, names: tuple[str, ...]) -> Any:
+    """Returns the structure of a call with `count` arguments by position and these names, all of them leaves."""
+    return pytree.tree_flatten(((0,) * count, dict.fromkeys(names, 0)))[1]
 
 
 def flatten(tree: Any, known: Sequence[Any] = ()) -> tuple[list[Any], Any]:
@@ -129,8 +152,14 @@ def within_states(tree: Any, known: Sequence[Any] = ()) -> list[bool]:
     return [inside for x in found for inside in [isinstance(x, _Open)] * len(pytree.tree_leaves(x))]
 
 
-def states(tree: Any) -> list[Any]:
-    """Returns the states among arguments, each once. NOTE [Objects that a call changes]"""
+def states(tree: tuple[Sequence[Any], Mapping[str, Any]]) -> list[Any]:
+    """Returns the states among arguments, each once. NOTE [Objects that a call changes]
+
+    Args:
+        tree: positional and named arguments.
+    """
+    if _are_leaves([*tree[0], *tree[1].values()]):
+        return []
     found = {id(x): x for x in pytree.tree_leaves(tree, is_state) if is_state(x)}
     return list(found.values())
 

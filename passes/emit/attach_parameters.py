@@ -51,7 +51,9 @@ class BlockCall(nn.Module):
 
     def run(self, given: tuple[Any, ...]) -> Any:
         """Runs the block on the present parameters of its module."""
-        return self.work(*self.operands_of(given))
+        work = self.work
+        run = work.forward if isinstance(work, fx.GraphModule) else work  # Nothing is registered on a shared graph.
+        return run(*self.operands_of(given))
 
     def operands_of(self, given: Sequence[Any]) -> list[Any]:
         """Returns the arguments for `work`."""

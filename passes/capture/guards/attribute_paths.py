@@ -131,7 +131,7 @@ def is_opaque(value: Any) -> bool:
         torch.device,
         torch.Generator,
     )
-    return not (is_container(value) or isinstance(value, (*plain, *VIEWS)))
+    return type(value) is not object and not (is_container(value) or isinstance(value, (*plain, *VIEWS)))
 
 
 def state_of_opaque(value: Any) -> Any:
