@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +22,14 @@ COUNTS = ("cumulative_length", "cumulative_length_int")
 
 def is_state(x: Any) -> bool:
     """Whether an object is a key-value cache or a layer of one: it holds tensors, and a call changes it."""
-    caches = sys.modules.get("transformers.cache_utils")
+    return "transformers.cache_utils" in sys.modules and _is_of_states(type(x))
+
+
+@cache
+def _is_of_states(kind: type) -> bool:
+    caches = sys.modules["transformers.cache_utils"]
     names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
-    return any(isinstance(x, getattr(caches, name)) for name in names if hasattr(caches, name))
+    return any(issubclass(kind, getattr(caches, name)) for name in names if hasattr(caches, name))
 
 
 def shown_attribute(name: str, value: Any) -> Any:

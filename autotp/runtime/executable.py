@@ -245,7 +245,9 @@ class Executable:
         """Returns a graph's input tensors (those of arguments, then those of attributes), and all shapes."""
         opened = [found_at(self.modules, path) for path in captured.opened]
         every = [*tensors, *opened]
-        return [x for x in every if isinstance(x, Tensor)], [x.shape if isinstance(x, Tensor) else (x,) for x in every]
+        with torch._C.DisableTorchFunctionSubclass():  # A part would look for the user's code.
+            shapes = [x.shape if isinstance(x, Tensor) else (x,) for x in every]
+        return [x for x in every if isinstance(x, Tensor)], shapes
 
     def _written_into(self, captured: Captured, tensors: list[Tensor]) -> dict[int, Tensor]:
         """Returns the caller's tensors that the model writes into, by the position of the output with their new values.
@@ -331,9 +333,9 @@ class Executable:
 
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
         """Returns all facts of a call that select a graph, except sizes and values of tensors."""
-        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else argument_key(leaf) for leaf in leaves)
         settings = self.tree.settings
-        with torch._C.DisableTorchFunctionSubclass():  # A cut parameter would look for the user's code.
+        with torch._C.DisableTorchFunctionSubclass():  # A part would look for the user's code.
+            kinds = tuple([_kind(leaf) if isinstance(leaf, Tensor) else argument_key(leaf) for leaf in leaves])
             used = dtypes(self.module, held)
         asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
         return spec, kinds, self.structure, self.modes, used, *asked

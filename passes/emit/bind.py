@@ -3,7 +3,7 @@
 Attention of a rank that has no heads becomes `empty_attention`.
 
 Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
-Before: torch.ops.aten.add.Tensor(x, y)                After: torch.add(x, y): `python_calls.py`
+Before: sym_size(x, 0)                                 After: x.size(0), which works under vmap, too
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from autotp.ops.custom_vjp import Vjp
 from autotp.ops.dropout import empty_attention
 from autotp.passes.capture.capture import DEVICE
 from autotp.passes.emit.in_place import fresh, written
-from autotp.passes.emit.python_calls import PYTHON_CALLS
 from autotp.rules.call import arguments_of
 from autotp.rules.traits import in_place_of
 
@@ -58,12 +57,12 @@ def bind(
             new.target = node.target.on(bind(node.target.graph, device, groups, reuse=False))
         if node.target in COMMUNICATING and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
+        if node.target is torch.ops.aten.sym_size.int:
+            new.target = torch.Tensor.size  # vmap has no rule for the operator.
         if _is_empty_attention(node):
             new.target = empty_attention
-        elif node in into_input:
+        if node in into_input:
             new.target = in_place_of(node.target)  # type: ignore[assignment]
-        elif node.target in PYTHON_CALLS:
-            new.target = PYTHON_CALLS[node.target]
         if node in in_place:
             new.kwargs = {"fresh": True}
     return bound

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C import _nn
 
 aten = torch.ops.aten
@@ -59,7 +59,18 @@ PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
     aten.type_as.default: Tensor.type_as,
     aten.unsqueeze.default: torch.unsqueeze,
     aten.view.default: Tensor.view,
-    # vmap has no rule for the operator.
-    aten.sym_size.int: Tensor.size,
 }
 """Operator -> the Python function that takes its arguments in the same order, and runs the same operator."""
+
+
+def call_python(module: fx.GraphModule) -> fx.GraphModule:
+    """Replaces operators in a graph and its blocks, in place, and returns the graph.
+
+    It comes last: other passes ask what an operator is.
+    """
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                node.target = PYTHON_CALLS.get(node.target, node.target)
+            part.recompile()
+    return module

@@ -1,0 +1,108 @@
+"""python_calls: each Python function runs the operator that it stands for, with the arguments of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotp.passes.emit.python_calls import PYTHON_CALLS, call_python
+
+aten = torch.ops.aten
+X, Y, W = torch.randn(2, 4, 8), torch.randn(2, 8, 4), torch.randn(8)
+HEADS = torch.randn(2, 2, 4, 8)
+
+ARGUMENTS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    aten.add.Tensor: ((X, X), {"alpha": 2}),
+    aten.bmm.default: ((X, Y), {}),
+    aten.cat.default: (([X, X], -1), {}),
+    aten.cos.default: ((X,), {}),
+    aten.div.Tensor: ((X, 3.0), {}),
+    aten.dropout.default: ((X, 0.5, True), {}),
+    aten.embedding.default: ((torch.randn(5, 3), torch.tensor([[1, 2]]), 1, False, False), {}),
+    aten.eq.Scalar: ((torch.tensor([1, 2]), 1), {}),
+    aten.exp.default: ((X,), {}),
+    aten.expand.default: ((X[:1], [2, -1, 8]), {}),
+    aten.flatten.using_ints: ((X, 0, 1), {}),
+    aten.gelu.default: ((X,), {"approximate": "tanh"}),
+    aten.layer_norm.default: ((X, [8], W, W, 1e-5, False), {}),
+    aten.linear.default: ((X, torch.randn(3, 8), torch.randn(3)), {}),
+    aten.log.default: ((X.abs(),), {}),
+    aten.logical_not.default: ((X > 0,), {}),
+    aten.masked_fill.Scalar: ((X, X > 0, 0), {}),
+    aten.matmul.default: ((X, Y), {}),
+    aten.mean.dim: ((X, [-1], True), {}),
+    aten.mul.Tensor: ((X, 2.0), {}),
+    aten.ne.Scalar: ((torch.tensor([1, 2]), 1), {}),
+    aten.neg.default: ((X,), {}),
+    aten.permute.default: ((X, [2, 0, 1]), {}),
+    aten.pow.Tensor_Scalar: ((X, 2), {}),
+    aten.relu.default: ((X,), {}),
+    aten.reshape.default: ((X.transpose(1, 2), [2, -1]), {}),
+    aten.rms_norm.default: ((X, [8], W, 1e-5), {}),
+    aten.rsqrt.default: ((X.abs(),), {}),
+    aten.scaled_dot_product_attention.default: ((HEADS, HEADS, HEADS, None, 0.0, True), {"scale": 0.5}),
+    aten.select.int: ((X, 1, -1), {}),
+    aten.sigmoid.default: ((X,), {}),
+    aten.silu.default: ((X,), {}),
+    aten.sin.default: ((X,), {}),
+    aten.softmax.int: ((X.to(torch.bfloat16), -1, torch.float32), {}),
+    aten.split_with_sizes.default: ((X, [3, 5], 2), {}),
+    aten.sub.Tensor: ((X, X), {"alpha": 3}),
+    aten.sum.default: ((X,), {"dtype": torch.float64}),
+    aten.tanh.default: ((X,), {}),
+    aten.to.dtype: ((X, torch.float64), {}),
+    aten.transpose.int: ((X, 1, 2), {}),
+    aten.type_as.default: ((X, X.double()), {}),
+    aten.unsqueeze.default: ((X, -1), {}),
+    aten.view.default: ((X, [2, 32]), {}),
+}
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes the operators that reach the dispatcher, with their arguments that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append((op, [a for a in args if not isinstance(a, Tensor | list)], kwargs))
+        return op(*args, **(kwargs or {}))
+
+
+def dispatched(run: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    torch.manual_seed(0)
+    with Dispatched() as mode:
+        found = run(*args, **kwargs)
+    return mode.found, found
+
+
+def test_each_function_has_arguments_here() -> None:
+    assert ARGUMENTS.keys() == PYTHON_CALLS.keys()
+
+
+@pytest.mark.parametrize("operator", PYTHON_CALLS, ids=str)
+def test_a_python_function_runs_its_operator(operator: Any) -> None:
+    args, kwargs = ARGUMENTS[operator]
+    theirs, expected = dispatched(operator, args, kwargs)
+    ours, found = dispatched(PYTHON_CALLS[operator], args, kwargs)
+    assert ours == theirs and theirs
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_graphs_in_blocks_are_changed_too() -> None:
+    inner, outer = fx.Graph(), fx.Graph()
+    x = inner.placeholder("x")
+    inner.output(inner.call_function(aten.add.Tensor, (x, 1.0)))
+    root = nn.Module()
+    root.block = fx.GraphModule(nn.Module(), inner)
+    x = outer.placeholder("x")
+    outer.output(outer.call_function(aten.slice.Tensor, (outer.call_module("block", (x,)), 0, 1, 3)))
+    module = call_python(fx.GraphModule(root, outer))
+    assert "torch.add(x, 1.0)" in module.get_submodule("block").code  # type: ignore[operator]
+    assert "torch.ops.aten.slice.Tensor" in module.code
+    assert module(torch.arange(4.0)).tolist() == [2, 3]
