@@ -22,7 +22,7 @@ COUNTS = ("cumulative_length", "cumulative_length_int")
 
 def is_state(x: Any) -> bool:
     """Whether an object is a key-value cache or a layer of one: it holds tensors, and a call changes it."""
-    return "transformers.cache_utils" in sys.modules and _is_of_states(type(x))
+    return "transformers.cache_utils" in sys.modules and _is_of_states(type(x))  # type: ignore[arg-type]
 
 
 @cache

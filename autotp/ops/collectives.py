@@ -306,7 +306,7 @@ def _received(found: Tensor, work: dist.Work | None) -> Tensor:
 # A functional collective and its wait pass torch's dispatcher for Python twice. Where nobody follows operators there,
 # the process group's own methods do the same work, and take a third of the time.
 
-_SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_SUMS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def _all_reduced_(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.Work]:

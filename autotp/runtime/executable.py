@@ -246,7 +246,7 @@ class Executable:
         opened = [found_at(self.modules, path) for path in captured.opened]
         every = [*tensors, *opened]
         with torch._C.DisableTorchFunctionSubclass():  # A part would look for the user's code.
-            shapes = [x.shape if isinstance(x, Tensor) else (x,) for x in every]
+            shapes: list[Sequence[int]] = [x.shape if isinstance(x, Tensor) else (x,) for x in every]
         return [x for x in every if isinstance(x, Tensor)], shapes
 
     def _written_into(self, captured: Captured, tensors: list[Tensor]) -> dict[int, Tensor]:
