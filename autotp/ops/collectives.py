@@ -409,8 +409,13 @@ def _seat(group: str) -> tuple[int, int]:
     return process_group.rank(), process_group.size()
 
 
+def backend_of(group: str, device_type: str) -> str:
+    """Returns the name of a process group's backend for devices of this type, such as "nccl"."""
+    return _process_group(group)._get_backend(torch.device(device_type)).name()
+
+
 def _is_gloo(group: str, device_type: str) -> bool:
-    return _process_group(group)._get_backend(torch.device(device_type)).name() == "gloo"
+    return backend_of(group, device_type) == "gloo"
 
 
 # Dynamo calls these two while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
