@@ -27,7 +27,6 @@ from autotp.ops.async_linear import async_linear
 from autotp.ops.collectives import all_gather, reduce_scatter
 
 aten = torch.ops.aten
-CALL = "compile_blocks(async_tp=True)"
 SWITCH, BEFORE, BEHIND = "_micro_pipeline_tp", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
 """Options of Inductor: torch's pass, and the passes that run before and behind it."""
 
@@ -84,24 +83,27 @@ def expect_async_tp(tp: int, sequence_parallel: bool, device: torch.device, back
         compiler: the argument `backend` of `torch.compile`.
     """
     if tp == 1:
-        raise Error(f"{CALL} would fuse nothing: with tp=1 nothing is sent", fix="compile_blocks()")
+        raise Error(
+            "compile_blocks(async_tp=True) would fuse nothing: with tp=1 nothing is sent", fix="compile_blocks()"
+        )
     if not sequence_parallel:
         raise Error(
-            f"{CALL} would fuse nothing: products are followed by all-reduces, and torch fuses all-gathers and "
-            "reduce-scatters",
+            "compile_blocks(async_tp=True) would fuse nothing: products are followed by all-reduces, and "
+            "torch fuses all-gathers and reduce-scatters",
             fix="sequence_parallel=True of autotp.parallelize",
             alternative="compile_blocks()",
         )
     if compiler != "inductor":
         raise Error(
-            f"{CALL} would fuse nothing: the fusing is a pass of Inductor, and the backend is {compiler!r}",
+            "compile_blocks(async_tp=True) would fuse nothing: the fusing is a pass of Inductor, and the backend is "
+            f"{compiler!r}",
             fix="compile_blocks(async_tp=True), without backend=",
             alternative=f"compile_blocks(backend={compiler!r})",
         )
     if device.type != "cuda" or backend != "nccl" or not dist.is_nccl_available():
         raise Error(
-            f"{CALL} would fuse nothing: torch needs the symmetric memory of NVIDIA GPUs under NCCL, and the ranks "
-            f"are on {device.type} under {backend or 'no backend'}",
+            "compile_blocks(async_tp=True) would fuse nothing: torch needs the symmetric memory of NVIDIA GPUs under "
+            f"NCCL, and the ranks are on {device.type} under {backend or 'no backend'}",
             fix="compile_blocks()",
         )
 
@@ -161,7 +163,7 @@ class BlockFusion:
         compiled, self.told = len(self.own.graphs) > self.told, len(self.own.graphs)
         if compiled and not self.own.fused:
             raise Error(
-                f"{CALL}: torch fused 0 of the collectives of a block with products",
+                "compile_blocks(async_tp=True): torch fused 0 of the collectives of a block with products",
                 fix="sequences whose length tp divides",
                 alternative="compile_blocks()",
                 got=str(self.own),

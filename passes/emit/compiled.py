@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.errors import Error
-from autotp.passes.emit.async_tensor_parallel import CALL, BlockFusion, FusedPairs, has_collectives
+from autotp.passes.emit.async_tensor_parallel import BlockFusion, FusedPairs, has_collectives
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.recompute import Recomputed
 
@@ -81,7 +81,8 @@ def _expect_collectives(module: nn.Module) -> None:
     blocks = [part for part in module.modules() if isinstance(part, fx.GraphModule) and part is not module]
     if not any(has_collectives(block.graph) for block in blocks):
         raise Error(
-            f"{CALL} would fuse nothing: no block of a graph has an all-gather or a reduce-scatter",
+            "compile_blocks(async_tp=True) would fuse nothing: no block of a graph has an all-gather or "
+            "a reduce-scatter",
             fix="a model with attention, whose sequences are not new in each call",
             alternative="compile_blocks()",
         )

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 import autotp
 from autotp.models.bert import BERT, BERTConfig
 from autotp.ops import collectives
-from autotp.passes.emit.async_tensor_parallel import FusedPairs
+from autotp.passes.emit.async_tensor_parallel import BlockFusion, FusedPairs
 from autotp.runtime import executable
 
 SIZES: dict[str, Any] = {"block_size": 16, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 16}
@@ -240,3 +240,16 @@ REFUSED = {
 def test_what_is_refused(name: str) -> None:
     n, *how, message = REFUSED[name]
     assert run_ranks(refused, n, *how) == [WITHOUT + message] * n
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in Inductor
+def test_options_of_the_user_are_kept() -> None:
+    def mine(graph: fx.Graph) -> None: ...
+
+    how = BlockFusion(FusedPairs()).options(
+        {"mode": "max-autotune", "dynamic": False, "options": {"post_grad_custom_post_pass": mine}}
+    )
+    assert set(how) == {"dynamic", "options"}, "torch takes a mode or options"
+    assert how["options"]["max_autotune"] and how["options"]["_micro_pipeline_tp"]
+    assert how["options"]["post_grad_custom_post_pass"][0] is mine and len(how["options"]) >= 4
+    torch.compile(lambda x: x, **how)
