@@ -13,6 +13,7 @@ second derivative would not pass through it, and it has no batching rule, so `vm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
@@ -165,9 +166,8 @@ def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
 
 def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
-    sent = part.view(torch.uint8) if x.dtype in _AS_BYTES else part
-    parts = communicate("all_gather_into_tensor", sent, tp, group).view(x.dtype).view(tp, *part.shape)
-    whole = _put_together(parts, dim, size, block, order_of(x))
+    joined = communicate("all_gather_into_tensor", _sent(part, dim), tp, group)
+    whole = _put_together(joined, part, tp, dim, size, block, order_of(x))
     return torch.ops.aten._unsafe_view(whole, whole.shape)  # Writing into a view that a Function returns is an error.
 
 
@@ -178,15 +178,43 @@ def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     return _pad(x, dim, chunk_length(size // block, _seat(group)[1]) * block).contiguous()
 
 
-def _put_together(parts: Tensor, dim: int, size: int, block: int, order: Sequence[int]) -> Tensor:
-    """Joins padded parts: [tp ... part ...] -> [... size ...], whose dimensions lie in memory in this order."""
-    tp, length, at = parts.shape[0], parts.shape[dim + 1], order.index(dim)
-    laid = parts.permute(0, *(d + 1 for d in order))
-    if at == 0 or length * tp == size:
+def _sent(part: Tensor, dim: int) -> Tensor:
+    """Returns a part as it is sent: ranks' parts are joined along the first dimension of this tensor."""
+    rows = part.view(part.shape[dim:]) if dim and _is_outermost(part, dim) else part
+    return rows.view(torch.uint8) if part.dtype in _AS_BYTES else rows
+
+
+def _is_outermost(x: Tensor, dim: int) -> bool:
+    """True if joining tensors like `x` along `dim` puts their elements one after another, without a copy."""
+    return math.prod(x.shape[:dim]) == 1
+
+
+def _put_together(
+    joined: Tensor, part: Tensor, tp: int, dim: int, size: int, block: int, order: Sequence[int]
+) -> Tensor:
+    """Joins padded parts along `dim`, from what a gather of `_sent(part)` gave: -> [... size ...]
+
+    NOTE [What torch finds]
+    torch.compile can fuse a gather with the products that read it, and a product with its reduce-scatter. It finds
+    them by their form: chunks of one dimension, joined along another, and nothing in between. So both have this form.
+
+    Args:
+        order: the dimensions lie in memory in this order.
+    """
+    joined = joined.view(part.dtype) if part.dtype in _AS_BYTES else joined
+    shape, length, at = part.shape, part.shape[dim], order.index(dim)
+    in_order, even = list(order) == list(range(part.dim())), length * tp == size
+    if in_order and _is_outermost(part, dim):
+        whole = joined.view(*shape[:dim], tp * length, *shape[dim + 1 :])
+        return whole if even else whole.narrow(dim, 0, size)
+    if in_order and even:
+        return torch.cat(joined.chunk(tp), dim)
+    laid = joined.view(tp, *shape).permute(0, *(d + 1 for d in order))
+    if at == 0 or even:
         whole = laid.movedim(0, at).flatten(at, at + 1).narrow(at, 0, size)
     else:
         sizes = chunk_sizes(size // block, tp)
-        whole = torch.cat([part.narrow(at, 0, n * block) for part, n in zip(laid.unbind(), sizes, strict=True)], at)
+        whole = torch.cat([piece.narrow(at, 0, n * block) for piece, n in zip(laid.unbind(), sizes, strict=True)], at)
     return whole.contiguous().permute(inverse(order))
 
 
@@ -197,16 +225,24 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
         # gloo's reduce-scatter is an all-reduce inside. Sliced here, it needs no padding; the clone frees the rest.
         whole = communicate("all_reduce", x, "sum", group)
         return laid_out(whole.narrow(dim, start, stop - start).clone(), order_of(x))
-    parts = _in_rows(x, group, dim, size, block)
-    found = communicate("reduce_scatter_tensor", parts, "sum", _seat(group)[1], group)
-    return laid_out(found.narrow(dim, 0, stop - start), order_of(x))
-
-
-def _in_rows(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
-    """Returns the ranks' padded parts of `dim`, joined along the first dimension."""
     tp = _seat(group)[1]
-    part = chunk_length(size // block, tp) * block
-    return torch.unflatten(_pad(x, dim, part * tp), dim, (tp, part)).movedim(dim, 0).flatten(0, 1).contiguous()
+    found = communicate("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
+    return laid_out(_of_rows(found, x, dim, stop - start), order_of(x))
+
+
+def _in_rows(x: Tensor, tp: int, dim: int, size: int, block: int) -> Tensor:
+    """Returns the ranks' padded parts of `dim`, joined along the first dimension. NOTE [What torch finds]"""
+    whole = _pad(x, dim, chunk_length(size // block, tp) * block * tp)
+    if _is_outermost(x, dim):
+        return whole.contiguous().view(whole.shape[dim:]) if dim else whole.contiguous()
+    return torch.cat(whole.chunk(tp, dim))
+
+
+def _of_rows(found: Tensor, x: Tensor, dim: int, length: int) -> Tensor:
+    """Returns this rank's part of `dim` without padding, from what a reduce-scatter of `_in_rows(x)` gave."""
+    if dim and _is_outermost(x, dim):
+        found = found.view(*x.shape[:dim], *found.shape)
+    return found if found.shape[dim] == length else found.narrow(dim, 0, length)
 
 
 FORWARD_FIX = "torch.func.jacfwd, or strategy='reverse-mode'"
@@ -245,7 +281,7 @@ def communicate(name: str, *args: Any) -> Tensor:
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(getattr(ops, name)(*args))
     with naming_lost(name, args[-1]):
-        return _received(*_sent(name, args))
+        return _ended(*_begun(name, args))
 
 
 Started = Callable[[], Tensor]
@@ -255,9 +291,8 @@ Started = Callable[[], Tensor]
 def start_gather(x: Tensor, group: str, dim: int, size: int, block: int = 1) -> Started:
     """Starts an `all_gather`, without autograd."""
     part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
-    waits = _start("all_gather_into_tensor", part.view(torch.uint8) if x.dtype in _AS_BYTES else part, tp, group)
-    order = list(range(x.dim()))
-    return lambda: _put_together(waits().view(x.dtype).view(tp, *part.shape), dim, size, block, order)
+    waits, order = _start("all_gather_into_tensor", _sent(part, dim), tp, group), list(range(x.dim()))
+    return lambda: _put_together(waits(), part, tp, dim, size, block, order)
 
 
 def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> Started:
@@ -269,23 +304,24 @@ def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> S
     if _is_gloo(group, x.device.type):
         waits = _start("all_reduce_", x.contiguous(), "sum", group)
         return lambda: waits().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
-    waits = _start("reduce_scatter_tensor", _in_rows(x, group, dim, size, block), "sum", _seat(group)[1], group)
-    return lambda: waits().narrow(dim, 0, stop - start).contiguous()
+    tp = _seat(group)[1]
+    waits = _start("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
+    return lambda: _of_rows(waits(), x, dim, stop - start).contiguous()
 
 
 def _start(name: str, *args: Any) -> Started:
     """Starts c10d's functional collective `name`. Starting and waiting raise Error as `communicate` does."""
     with naming_lost(name, args[-1]):
-        found, work = _sent(name, args)
+        found, work = _begun(name, args)
 
     def received() -> Tensor:
         with naming_lost(name, args[-1]):
-            return _received(found, work)
+            return _ended(found, work)
 
     return received
 
 
-def _sent(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
+def _begun(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
     own = _OF_PROCESS_GROUPS.get(name)
     if own is None or is_followed(args[0]) or args[0].is_complex():
@@ -293,7 +329,7 @@ def _sent(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
     return own(_process_group(args[-1]), *args[:-1])
 
 
-def _received(found: Tensor, work: dist.Work | None) -> Tensor:
+def _ended(found: Tensor, work: dist.Work | None) -> Tensor:
     """Waits for a collective, and returns its result."""
     if work is not None:
         work.wait()
@@ -440,8 +476,13 @@ def _seat(group: str) -> tuple[int, int]:
     return process_group.rank(), process_group.size()
 
 
+def backend_of(group: str, device_type: str) -> str:
+    """Returns the name of a process group's backend for devices of this type, such as "nccl"."""
+    return _process_group(group)._get_backend(torch.device(device_type)).name()
+
+
 def _is_gloo(group: str, device_type: str) -> bool:
-    return _process_group(group)._get_backend(torch.device(device_type)).name() == "gloo"
+    return backend_of(group, device_type) == "gloo"
 
 
 # Dynamo calls these two while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).

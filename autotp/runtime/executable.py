@@ -23,9 +23,10 @@ from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
 from autotp.model_library import watch_calls
+from autotp.ops.collectives import backend_of
 from autotp.ops.eager_mode import alone, is_plain
 from autotp.ops.random_state import random_state_of, set_random_state
-from autotp.options import CheckInputs
+from autotp.options import CheckInputs, Options
 from autotp.passes.capture.autocast_regions import Autocast, ambient
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted
 from autotp.passes.capture.guards.argument_keys import argument_key
@@ -39,6 +40,7 @@ from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, Val
 from autotp.passes.capture.pytree import computes_by_itself, flatten_call, signature_of, states
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
+from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetric_memory, expect_async_tp
 from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
 from autotp.passes.emit.compiled import compile_blocks
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
@@ -564,7 +566,7 @@ class Executable:
             if isinstance(part, BlockCall) and (state := state_of(part.owner[0])) is not None:
                 state.is_block = True
         if self.tree.compiles is not None:
-            compile_blocks(entry.module, self.tree.compiles)
+            compile_blocks(entry.module, self.tree.compiles, self.tree.fused)
         self.entries.append((key, entry))
         del self.entries[1 : max(1, len(self.entries) - MOST)]
         return entry
@@ -599,19 +601,33 @@ class Executable:
         graphs = [("", module), *((name, part) for name, part in parts if isinstance(part, fx.GraphModule))]
         return "\n".join(f"# {name}\n{part.code}" for name, part in graphs)
 
-    def compile_blocks(self, **options: Any) -> None:
+    def compile_blocks(self, *, async_tp: bool = False, **options: Any) -> FusedPairs | None:
         """Compiles the blocks of all present and later graphs, once for all blocks that compute alike.
 
         The time of `torch.compile(model)` grows with the depth of the model; the time of this does not.
 
         Args:
+            async_tp: has torch fuse products with the all-gathers before and the reduce-scatters behind them. The
+                model needs `sequence_parallel=True`, and NVIDIA GPUs under NCCL.
             options: as for `torch.compile`.
+
+        Returns:
+            What is fused, with `async_tp`; it counts on as torch compiles. Else None.
+
+        Raises:
+            Error: with `async_tp`, torch could fuse nothing. Where torch has fused nothing in a block, the first call
+                raises it.
         """
         if not self.tree.settings.optional("outline"):
             raise Error("compile_blocks: without=('outline',) left no blocks", fix="torch.compile(model)")
-        self.tree.compiles = options
+        fused = None
+        if async_tp:
+            _expect_async_tp(self.mesh, self.tree.settings, options)
+            fused = FusedPairs()
         for _, entry in self.entries:
-            compile_blocks(entry.module, options)
+            compile_blocks(entry.module, options, fused)
+        self.tree.compiles, self.tree.fused = options, fused
+        return fused
 
     def layout_of(self, name: str) -> Layout | None:
         """Returns the layout of a parameter, by any of its names; None for a buffer."""
@@ -683,6 +699,14 @@ def expect_untraced(name: str) -> None:
             f"{name}.forward: torch traces this call (torch.func.linearize, make_fx)",
             fix="torch.func.jvp or vjp in place of linearize, or torch.compile",
         )
+
+
+def _expect_async_tp(mesh: Mesh, settings: Options, options: Mapping[str, Any]) -> None:
+    """Raises Error where torch could fuse no collective; else its groups get symmetric memory. All ranks call this."""
+    backend = "" if mesh.group is None else backend_of(mesh.group, mesh.device.type)
+    expect_async_tp(mesh.size, settings.sequence_parallel, mesh.device, backend, options.get("backend", "inductor"))
+    if mesh.group is not None:
+        enable_symmetric_memory(mesh.group)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -32,6 +32,7 @@ from autotp.model_library import classes_before, saves_first_rank_only
 from autotp.options import Recompute
 from autotp.passes.capture.guards.attribute_paths import is_internal
 from autotp.passes.capture.skeleton import expect_copyable
+from autotp.passes.emit.async_tensor_parallel import FusedPairs
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable
 from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
@@ -230,7 +231,8 @@ class ParallelModule(Part):
         recompute: the values that backward computes again. If it is set, the next call captures a new graph.
         code: the Python code of this rank's graph that was captured last, with each block once.
         compile_blocks: compiles the blocks, once for all blocks that compute alike; takes the keyword arguments of
-            `torch.compile`.
+            `torch.compile`. With `async_tp=True` torch fuses products with their all-gathers and reduce-scatters, and
+            it returns what is fused.
         layout_of: any name of a parameter -> layout; None for a buffer.
         outputs_stay_cut: `with model.outputs_stay_cut():` leaves outputs cut, as `outputs="local"` does.
 
@@ -248,7 +250,7 @@ class ParallelModule(Part):
     mesh: Mesh
     recompute: Recompute
     code: str
-    compile_blocks: Callable[..., None]
+    compile_blocks: Callable[..., FusedPairs | None]
     layout_of: Callable[[str], Layout | None]
     outputs_stay_cut: Callable[[], AbstractContextManager[None]]
 

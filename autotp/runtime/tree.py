@@ -25,6 +25,7 @@ from autotp.options import Options, Recompute, expect_choices
 from autotp.passes.capture.guards.attribute_paths import STATE
 from autotp.passes.capture.guards.guard import looked_up
 from autotp.passes.capture.skeleton import close_over, stand_ins
+from autotp.passes.emit.async_tensor_parallel import FusedPairs
 from autotp.sharding.layout import Layout
 
 
@@ -39,6 +40,7 @@ class Tree:
         read: the names of all attributes that graphs read.
         modes: counts the calls of `train()` and `eval()` on modules.
         compiles: options of torch.compile for blocks; None if blocks are not compiled.
+        fused: counts what torch fuses for async tensor parallelism; None if it is not asked to.
         warned: the warnings about cut parameters so far.
         loaded: counts how often parts were read from a state dict.
     """
@@ -49,6 +51,7 @@ class Tree:
     read: set[str] = field(default_factory=set)
     modes: int = 0
     compiles: Mapping[str, Any] | None = None
+    fused: FusedPairs | None = None
     warned: Warned = field(default_factory=Warned)
     loaded: int = 0
 

@@ -14,18 +14,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from autotp.errors import Error
+from autotp.passes.emit.async_tensor_parallel import BlockFusion, FusedPairs, has_collectives
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.recompute import Recomputed
 
 
 class Compiled(nn.Module):
-    """A graph that torch compiles when it is first called."""
+    """A graph that torch compiles when it is first called.
+
+    Attributes:
+        inner: the graph.
+        fusion: counts what torch fuses for async tensor parallelism; None: it is not asked to.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
+        self.fusion: BlockFusion | None = None
 
     def forward(self, *args: Any) -> Any:
         """Runs the graph, on tensors that may be of a class of autotp."""
@@ -33,36 +41,59 @@ class Compiled(nn.Module):
             return self.inner(*args)
         plain = [x.as_subclass(Tensor) if isinstance(x, Tensor) and _has_class(x) else x for x in args]
         with torch._C._EnableTorchFunction():
-            return self.inner(*plain)
+            found = self.inner(*plain)
+        if self.fusion is not None:
+            self.fusion.expect_some()
+        return found
 
 
 def _has_class(x: Tensor) -> bool:
     return type(x) not in (Tensor, nn.Parameter)
 
 
-def compile_blocks(module: nn.Module, options: Mapping[str, Any]) -> None:
+def compile_blocks(module: nn.Module, options: Mapping[str, Any], fused: FusedPairs | None = None) -> None:
     """Compiles the blocks of a graph. Of a recomputed block only the inner graph is compiled.
 
     Args:
         module: the graph, with its blocks as submodules.
         options: as for `torch.compile`.
+        fused: counts what torch fuses for async tensor parallelism; None: it is not asked to.
+
+    Raises:
+        Error: torch shall fuse collectives with products, and no block has any that it fuses.
     """
+    if fused is not None:
+        _expect_collectives(module)
     made: dict[nn.Module, nn.Module] = {}
     for name, part in list(module._modules.items()):  # Also a graph that is there under two names.
         assert part is not None
         work = part.work if isinstance(part, BlockCall) else part
         if work not in made:
-            made[work] = _compiled(work, options)
+            made[work] = _compiled(work, options, fused)
         if isinstance(part, BlockCall):
             part.work = made[work]
         else:
             setattr(module, name, made[work])
 
 
-def _compiled(work: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+def _expect_collectives(module: nn.Module) -> None:
+    """Raises Error if torch shall fuse collectives with products, and no block of a graph has any that it fuses."""
+    blocks = [part for part in module.modules() if isinstance(part, fx.GraphModule) and part is not module]
+    if not any(has_collectives(block.graph) for block in blocks):
+        raise Error(
+            "compile_blocks(async_tp=True) would fuse nothing: no block of a graph has an all-gather or "
+            "a reduce-scatter",
+            fix="a model with attention, whose sequences are not new in each call",
+            alternative="compile_blocks()",
+        )
+
+
+def _compiled(work: nn.Module, options: Mapping[str, Any], fused: FusedPairs | None) -> nn.Module:
     if isinstance(work, Recomputed):
-        work.inner = _compiled(work.inner, options)
+        work.inner = _compiled(work.inner, options, fused)
         return work
     found = work if isinstance(work, Compiled) else Compiled(work)
-    found.inner.compile(**options)
+    fusible = fused is not None and isinstance(found.inner, fx.GraphModule) and has_collectives(found.inner.graph)
+    found.fusion = BlockFusion(fused) if fusible else None  # type: ignore[arg-type]
+    found.inner.compile(**options if found.fusion is None else found.fusion.options(options))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from graphs import PAIRS, PASSES, only
 from ranks import Checks, run_ranks
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import autotp
 
@@ -233,3 +235,57 @@ def _expect_equal_copies(model: autotp.ParallelModule) -> None:
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
+
+
+# --- Muon of whole matrices
+
+
+def family(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[name]()
+    return model.train(), inputs
+
+
+def optimizers(parameters: Iterable[nn.Parameter], muon: type[Optimizer]) -> list[Optimizer]:
+    """Muon for matrices, SGD for all else."""
+    every = list(parameters)
+    matrices, rest = [p for p in every if p.dim() == 2], [p for p in every if p.dim() != 2]
+    return [muon(matrices, lr=0.02), *([torch.optim.SGD(rest, lr=0.1)] if rest else [])]
+
+
+def muon_steps(rank: int, n: int, name: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """The whole gradients of two steps, and the state after them."""
+    model, inputs = family(name)
+    cut = autotp.parallelize(model, n, example_inputs=inputs)
+    some, seen = optimizers(cut.parameters(), autotp.whole_matrices(torch.optim.Muon)), []
+    for _ in range(2):
+        cut(**inputs).loss.backward()
+        learning = [(key, p.grad) for key, p in cut.named_parameters() if p.grad is not None]
+        seen.append({key: autotp.gather(grad).as_subclass(Tensor).clone() for key, grad in learning})
+        for optimizer in some:
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen, autotp.full_state_dict(cut)
+
+
+def muon_alone(rank: int, n: int, name: str, every: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The state on one device after steps of torch's own optimizers on these gradients."""
+    model, _ = family(name)
+    some = optimizers(model.parameters(), torch.optim.Muon)
+    for gradients in every:
+        for key, p in model.named_parameters():
+            p.grad = gradients.get(key)
+        for optimizer in some:
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_muon_steps_of_every_family(name: str) -> None:
+    """On the same gradients, to the same bits."""
+    seen, found = run_ranks(muon_steps, 2, name, timeout=200)[0]
+    (expected,) = run_ranks(muon_alone, 1, name, seen)
+    for key, x in expected.items():
+        assert torch.equal(found[key], x), key

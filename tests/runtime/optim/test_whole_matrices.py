@@ -32,26 +32,44 @@ def built(name: str) -> nn.Module:
         return BERT(BERTConfig(**SIZES, dropout=0.0)).double()
     if name == "mixture":
         return Experts().double()
-    return Llama(tied=name == "llama-tied").double()
+    if name == "mixtral":
+        return Language("MixtralConfig", num_local_experts=4).double()
+    return Language("LlamaConfig", tie_word_embeddings=name == "llama-tied").double()
 
 
-class Llama(nn.Module):
-    """transformers' Llama with torch's norms and loss: its own compute in float32."""
+class Language(nn.Module):
+    """A model of transformers with torch's norms, routers in float64 and torch's loss: its own compute in float32."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, config: str, **given: Any) -> None:
         super().__init__()
         transformers: Any = pytest.importorskip("transformers")
         sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 26, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
-        config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
-        self.model = transformers.LlamaForCausalLM(config).train()
+        made = getattr(transformers, config)(**sizes, **heads, **given)
+        how = {"experts_implementation": "batched_mm"} if "num_local_experts" in given else {}  # torch's grouped_mm
+        self.model = transformers.AutoModelForCausalLM.from_config(made, **how).train()  # takes no float64 on the CPU.
         for module in [module for module in self.model.modules() if hasattr(module, "input_layernorm")]:
             module.input_layernorm, module.post_attention_layernorm = nn.RMSNorm(16, 1e-6), nn.RMSNorm(16, 1e-6)
+            if hasattr(module.mlp, "gate"):
+                module.mlp.gate = Router()
         self.model.model.norm = nn.RMSNorm(16, 1e-6)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.model(input_ids=input_ids).logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Router(nn.Module):
+    """Mixtral's choice of two of four experts, in the dtype of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16) / 4)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden.reshape(-1, 16), self.weight)  # [tokens 4]
+        weights, chosen = logits.softmax(-1).topk(2)  # [tokens 2] each
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
 class Experts(nn.Module):
@@ -198,7 +216,8 @@ DISTRIBUTED_TOO = [
     ("gpt", (2, 1, 1, 1), 0), ("gpt", (1, 1, 1, 2), 0), ("gpt", (1, 1, 2, 1), 0), ("gpt", (1, 1, 1, 2), 1),
     ("gpt", (1, 1, 1, 2), 2), ("llama", (2, 1, 2, 2), 3), ("gpt", (1, 1, 2, 2), 1), ("bert", (2, 1, 2, 1), 0),
     ("gpt", (2, 2, 1, 2), 1), ("gpt-three-heads", (2, 1, 1, 2), 3), ("gpt", (2, 2, 2, 1), 0),
-    ("mixture", (2, 1, 1, 2), 2),
+    ("mixture", (2, 1, 1, 2), 2), ("mixture", (2, 1, 1, 2), 3), ("mixtral", (2, 1, 1, 2), 2),
+    ("mixtral", (2, 1, 1, 2), 3), ("mixtral", (2, 1, 2, 1), 0), ("gpt", (1, 2, 1, 1), 0), ("gpt", (1, 2, 1, 2), 3),
 ]  # fmt: skip
 
 
