@@ -22,7 +22,7 @@ def sizes(found: Any) -> Any:
 
 
 X = meta(2, 3, 4)
-CASES = {
+CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "mul": (aten.mul.Tensor, (X, X.transpose(0, 1).transpose(0, 1)), {}),
     "promotion": (aten.add.Tensor, (X, meta(4, dtype=torch.float64)), {"alpha": 2}),
     "strided": (aten.mul.Tensor, (X.transpose(0, 2), 2.0), {}),
