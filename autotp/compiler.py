@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -202,12 +203,14 @@ class Pass:
         name: the name of its file.
         run: the function that runs it.
         wanted: returns whether it runs under the user's options.
+        by_tp: whether it depends on the number of tensor-parallel ranks, or on the options that `_for_any_tp` resets.
     """
 
     stage: str
     name: str
     run: Callable[..., Any]
     wanted: Callable[[Options], bool] = lambda choices: True
+    by_tp: bool = False
 
 
 T = TypeVar("T")
@@ -522,17 +525,17 @@ PLAN = (
     Pass("plan", "context_parallel", _context_parallel, _cuts_sequences),
     Pass("plan", "decouple", _decouple),
     Pass("pipeline", "row_independence", _row_independence, lambda options: options.summed),
-    Pass("plan", "experts", _experts, lambda options: options.experts == "expert"),
+    Pass("plan", "experts", _experts, lambda options: options.experts == "expert", by_tp=True),
     Pass("plan", "two_halves", _two_halves, lambda options: options.overlap == "batch"),
-    Pass("lower", "prove_rules", _prove_rules),
-    Pass("plan", "match", _match),
-    Pass("plan", "choose", _choose),
-    Pass("lower", "decompose", _decompose),
-    Pass("lower", "defer_reductions", _defer_reductions, _unless_left_out("defer_reductions")),
-    Pass("plan", "propagate", _propagate),
-    Pass("plan", "hoist", _hoist, _unless_left_out("hoist")),
-    Pass("plan", "sequence_parallel", _sequence_parallel, lambda options: options.sequence_parallel),
-    Pass("plan", "outputs", _outputs),
+    Pass("lower", "prove_rules", _prove_rules, by_tp=True),
+    Pass("plan", "match", _match, by_tp=True),
+    Pass("plan", "choose", _choose, by_tp=True),
+    Pass("lower", "decompose", _decompose, by_tp=True),
+    Pass("lower", "defer_reductions", _defer_reductions, _unless_left_out("defer_reductions"), by_tp=True),
+    Pass("plan", "propagate", _propagate, by_tp=True),
+    Pass("plan", "hoist", _hoist, _unless_left_out("hoist"), by_tp=True),
+    Pass("plan", "sequence_parallel", _sequence_parallel, lambda options: options.sequence_parallel, by_tp=True),
+    Pass("plan", "outputs", _outputs, by_tp=True),
 )
 
 
@@ -588,12 +591,42 @@ class Captures:
 
     def __init__(self) -> None:
         self._known: dict[Any, Captured] = {}
+        self._planned: dict[Any, tuple[Captured, Program]] = {}
 
     def of(self, key: Any, capture: Callable[[], Captured]) -> Captured:
         """Returns what was captured for a key; captures it if nothing was."""
         if key not in self._known:
             self._known[key] = capture()
         return self._known[key]
+
+    def planned(self, program: Program) -> Program:
+        """Returns a captured program after the passes that do not depend on tensor-parallel ranks.
+
+        They run once for all numbers of ranks. Axes are inferred for each: later passes refine them.
+        """
+        any_tp = _for_any_tp(program)
+        key = id(program.captured), program.cp_rank, any_tp.options
+        if key not in self._planned:
+            for each in _before_tp(program.options):
+                any_tp = each.run(any_tp)
+            self._planned[key] = program.captured, any_tp  # The first is kept, so that its `id` stays its own.
+        _, found = self._planned[key]
+        axes = UNKNOWN if found.axes is UNKNOWN else infer_axes(found.graph)
+        return replace(found, tp=program.tp, options=program.options, axes=axes)
+
+
+def _for_any_tp(program: Program) -> Program:
+    """Returns the program without what only passes of `Pass.by_tp` may read."""
+    return replace(program, tp=UNKNOWN, options=replace(program.options, sequence_parallel=False, recompute="none"))
+
+
+def _wanted(options: Options) -> list[Pass]:
+    return [each for each in (*CANONICALIZE, *PLAN) if each.wanted(options)]
+
+
+def _before_tp(options: Options) -> list[Pass]:
+    """Returns the passes before the first that depends on tensor-parallel ranks."""
+    return list(itertools.takewhile(lambda each: not each.by_tp, _wanted(options)))
 
 
 TESTED_TORCH = "2.13."
@@ -634,8 +667,10 @@ def analyse(
             call = replace(call, values=values)
             program = captured_program(skeleton, args, kwargs, tp, options, call, symbols, captures)
             by_capture = len(size_assumptions(program.graph))
-        program = replace(program, cp_rank=cp_rank)
-        for each, later in programs_after_passes(program, amend):
+        program, done = replace(program, cp_rank=cp_rank), 0
+        if captures is not None and amend is None:
+            program, done = captures.planned(program), len(_before_tp(options))
+        for each, later in programs_after_passes(program, amend, done):
             line.begin(each.stage)
             program = later
     return _for_assumed_sizes(program, by_capture)
@@ -740,13 +775,18 @@ def captured_program(
     return Program(captured=found, graph=found.graph, tp=tp, options=options, training=skeleton.training, call=call)
 
 
-def programs_after_passes(program: Program, amend: Amend | None = None) -> Iterator[tuple[Pass, Program]]:
-    """Yields each pass of the stages canonicalize and plan, with the program after it, which `amend` may change."""
-    for each in (*CANONICALIZE, *PLAN):
-        if each.wanted(program.options):
-            program = each.run(program)
-            program = program if amend is None else amend(each.name, program)
-            yield each, program
+def programs_after_passes(
+    program: Program, amend: Amend | None = None, done: int = 0
+) -> Iterator[tuple[Pass, Program]]:
+    """Yields each pass of the stages canonicalize and plan, with the program after it, which `amend` may change.
+
+    Args:
+        done: the number of passes that have run.
+    """
+    for each in _wanted(program.options)[done:]:
+        program = each.run(program)
+        program = program if amend is None else amend(each.name, program)
+        yield each, program
 
 
 def communication(graph: fx.Graph) -> str:

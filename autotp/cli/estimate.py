@@ -38,6 +38,8 @@ from autotp.training.pipeline.schedules import ENGINES
 
 RecomputeName = Enum("RecomputeName", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
 NONE = RecomputeName("none")
+OverlapName = Enum("OverlapName", {name: name for name in ("none", "batch")})  # type: ignore[misc]
+APART = OverlapName("none")
 Gpu = Annotated[str, typer.Option("--gpu", metavar="KIND|LINE", help=f"{', '.join(KINDS)}, or a line such as '{LINE}'")]
 Batch = Annotated[int, typer.Option("--batch", help="The rows of a step, over all replicas")]
 Dtype = Annotated[str, typer.Option("--dtype", help="The dtype of computation")]
@@ -59,6 +61,7 @@ def estimate_command(
     interleave: Annotated[int | None, typer.Option("--interleave", help="Stages of a rank, if interleaved")] = None,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Cut along the sequence, too")] = False,
     recompute: Annotated[RecomputeName, typer.Option("--recompute", help="What backward recomputes")] = NONE,
+    overlap: Annotated[OverlapName, typer.Option("--overlap", help="batch: halves of a batch take turns")] = APART,
     zero: Annotated[int, typer.Option("--zero", help="The stage of ZeRO")] = 0,
     dtype: Dtype = "bfloat16",
     compiled: Compiled = False,
@@ -94,13 +97,14 @@ def estimate_command(
         found = estimate(
             made, gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch,
             schedule=cast(Any, schedule.value), interleave=interleave, sequence_parallel=sequence_parallel,
-            recompute=cast(Recompute, recompute.value), zero=zero, dtype=dtype_named(dtype), compiled=compiled,
-            sequence=sequence, example_inputs=argument.example_inputs(),
+            recompute=cast(Recompute, recompute.value), overlap=cast(Any, overlap.value), zero=zero,
+            dtype=dtype_named(dtype), compiled=compiled, sequence=sequence, example_inputs=argument.example_inputs(),
         )  # fmt: skip
     proof = None if not prove else verify(
         made.to("meta"), tp, pp=pp, dp=dp, cp=cp, microbatches=found.layout.microbatches, zero=cast(Any, zero),
         schedule=cast(Any, schedule.value), example_inputs=argument.example_inputs(),
         sequence_parallel=sequence_parallel, recompute=cast(Recompute, recompute.value),
+        overlap=cast(Any, overlap.value),
     )  # fmt: skip
     if html is not None:
         save_page(found, html, proof=proof)

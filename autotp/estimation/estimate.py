@@ -17,10 +17,10 @@ from autotp.estimation.price import Prices, price
 from autotp.estimation.result import Estimate
 from autotp.estimation.seconds.hardware import Hardware, hardware_of
 from autotp.estimation.seconds.schedule import engine_of
-from autotp.options import Recompute, expect_choices
+from autotp.options import Overlap, Recompute, expect_choices
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.runtime.build import expect_ordinary
-from autotp.training.pipeline.schedules import Schedule, Training
+from autotp.training.pipeline.schedules import Schedule, Training, expect_whole_backward
 
 LENGTHS = ("block_size", "n_positions", "max_position_embeddings", "seq_length", "n_ctx", "max_seq_len")
 """The names under which configurations have the longest sequence."""
@@ -40,6 +40,7 @@ def estimate(
     interleave: int | None = None,
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    overlap: Overlap = "none",
     zero: int = 0,
     dtype: torch.dtype | None = None,
     compiled: bool = False,
@@ -60,7 +61,7 @@ def estimate(
         gpu: the name of a kind of device ("a100-80gb"; a wrong name lists them), or a line that describes one:
             "989TF 3.35TB/s 80GB node=8x450GB/s net=50GB/s".
         batch: the rows of a step, over all replicas.
-        tp, pp, dp, cp, sequence_parallel, recompute, zero: as for `distribute`.
+        tp, pp, dp, cp, sequence_parallel, recompute, overlap, zero: as for `distribute`.
         micro_batch: the rows of a microbatch; a replica has batch / dp / micro_batch microbatches.
         schedule: as for `distribute`.
         interleave: the number of stages of a rank under "interleaved"; 2 by default, as in `distribute`.
@@ -90,7 +91,8 @@ def estimate(
         device = hardware_of(gpu)
         layout = Layout(
             batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, schedule=schedule, interleave=interleave,
-            sequence_parallel=sequence_parallel, recompute=recompute, zero=zero, dtype=dtype,
+            sequence_parallel=sequence_parallel, recompute=recompute, overlap=overlap, zero=zero,
+            dtype=dtype,
         )  # fmt: skip
         engine_of(schedule, interleave)
         found = captured(model, layout, sequence, example_inputs)
@@ -127,11 +129,13 @@ def call_of(model: nn.Module, sequence: int | None, given: Any = None) -> Captur
 def lowered_for(call: Capturing, layout: Layout, without: tuple[str, ...] = ()) -> Lowered:
     """Returns the model of a call, for a layout's tensor-parallel ranks. Arguments and errors as of `captured`."""
     schedule: Any = layout.schedule
+    overlap: Overlap = layout.overlap if layout.micro_batch > 1 else "none"  # One row has no halves.
     training = Training(
         outputs="local", sequence_parallel=layout.sequence_parallel, recompute=layout.recompute, summed=True,
-        schedule=schedule, compute_dtype=layout.dtype, without=without, cp=layout.cp,
+        schedule=schedule, compute_dtype=layout.dtype, without=without, cp=layout.cp, overlap=overlap,
     )  # fmt: skip
-    expect_choices(training)
+    expect_choices(replace(training, overlap=layout.overlap))
+    expect_whole_backward(replace(training, overlap=layout.overlap))
     try:
         return lowered(call, layout.tp, training)
     except Error:

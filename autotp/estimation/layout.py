@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from autotp.errors import Error
-from autotp.options import Recompute
+from autotp.options import Overlap, Recompute
 
 DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,6 +31,7 @@ class Layout:
     interleave: int | None = None
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    overlap: Overlap = "none"
     zero: int = 0
     dtype: torch.dtype | None = None
 
@@ -71,6 +72,7 @@ class Layout:
         parts += [f"micro_batch={self.micro_batch}"]
         parts += [f"{self.schedule}{rounds}"] * (self.pp > 1)
         parts += ["sequence_parallel"] * self.sequence_parallel
+        parts += [f"overlap {self.overlap}"] * (self.overlap != "none")
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none") + [f"zero {self.zero}"] * bool(self.zero)
         return ", ".join(parts)
 

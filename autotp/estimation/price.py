@@ -67,7 +67,9 @@ class Prices:
         """Returns the times of each kind of piece."""
         if rows not in self._times:
             tp, cp = self.model.program.tp, self.model.training.cp
-            self._times[rows] = [piece_times(each, self.device, tp, cp) for each in self.pieces(rows).records]
+            training = self.model.training
+            turns = training.overlap == "batch" and training.recompute == "none"
+            self._times[rows] = [piece_times(x, self.device, tp, cp, turns) for x in self.pieces(rows).records]
         return self._times[rows]
 
     def flops(self, rows: int) -> float:

@@ -31,6 +31,7 @@ def python_line(subject: Subject) -> str:
     given += [f'schedule="{layout.schedule}"'] * (layout.pp > 1 and layout.schedule != "1F1B")
     given += ["sequence_parallel=True"] * layout.sequence_parallel
     given += [f'recompute="{layout.recompute}"'] * (layout.recompute != "none")
+    given += [f'overlap="{layout.overlap}"'] * (layout.overlap != "none")
     given += [f"zero={layout.zero}"] * bool(layout.zero)
     given += [f"compute_dtype={layout.dtype}"] * (layout.dtype is not None)
     return f"trainer = autotp.distribute(model, {', '.join(given)})"

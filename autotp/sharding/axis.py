@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import Any, Literal
 
@@ -29,15 +30,7 @@ class Size:
             return length
         if isinstance(length, int):
             return Size(length)
-        expr = size_form(length.node.expr)
-        number, rest = expr.as_coeff_Mul()
-        symbols: list[str] = []
-        for base, power in rest.as_powers_dict().items():
-            whole = power.is_Integer and power > 0
-            symbols += [str(base)] * int(power) if whole else [str(base**power)]
-        if not number.is_Integer or rest == 1:
-            return Size(int(number)) if rest == 1 and number.is_Integer else Size(1, (str(expr),))
-        return Size(int(number), tuple(sorted(symbols)))
+        return _of_expression(length.node.expr)
 
     def __mul__(self, other: Size) -> Size:
         return Size(self.number * other.number, tuple(sorted(self.symbols + other.symbols)))
@@ -64,6 +57,19 @@ class Size:
 
     def __str__(self) -> str:
         return "*".join([str(self.number)] * (self.number != 1 or not self.symbols) + list(self.symbols))
+
+
+@lru_cache(maxsize=1024)
+def _of_expression(length: Any) -> Size:
+    expr = size_form(length)
+    number, rest = expr.as_coeff_Mul()
+    symbols: list[str] = []
+    for base, power in rest.as_powers_dict().items():
+        whole = power.is_Integer and power > 0
+        symbols += [str(base)] * int(power) if whole else [str(base**power)]
+    if not number.is_Integer or rest == 1:
+        return Size(int(number)) if rest == 1 and number.is_Integer else Size(1, (str(expr),))
+    return Size(int(number), tuple(sorted(symbols)))
 
 
 ONE = Size(1)

@@ -17,7 +17,7 @@ from autotp.errors import Error, within
 from autotp.options import Overlap, Recompute, expect_choices
 from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
-from autotp.training.pipeline.schedules import ENGINES, Schedule, Training
+from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, expect_whole_backward
 from autotp.training.process_groups import mesh_of
 from autotp.training.trainer import Trainer
 
@@ -114,11 +114,7 @@ def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
     for name, size in {"pp": pp, "dp": dp, "tp": tp, "cp": training.cp, "microbatches": training.microbatches}.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
-    if training.overlap == "batch" and ENGINES[training.schedule].halves:
-        raise Error(
-            f'overlap="batch" with schedule="{training.schedule}", which computes the gradients of weights later',
-            fix='overlap="none", or schedule="1F1B"',
-        )
+    expect_whole_backward(training)
 
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:

@@ -216,3 +216,49 @@ def test_a_model_without_a_known_length_is_refused() -> None:
 def test_a_parallel_model_is_refused() -> None:
     model = autotp.parallelize(nn.Sequential(nn.Linear(4, 4)), 1, example_inputs=torch.ones(2, 4))
     assert "estimate the original model" in message(lambda: estimated(model))
+
+
+# ---- halves of a batch that take turns
+
+
+def sums(est: autotp.Estimate, rows: int) -> list[int]:
+    """The bytes of each sum over tp of a block in the middle."""
+    found = est.source.pieces(rows)
+    return [op.size for op in found.records[found.pieces[3].kind].ops if op.kind == "collective"]
+
+
+def test_halves_of_a_batch_send_twice_as_many_sums_of_half_the_bytes() -> None:
+    options: dict[str, Any] = {"tp": 8, "batch": 8, "micro_batch": 8}
+    plain, halves = estimated(**options), estimated(**options, overlap="batch")
+    assert sums(halves, 8) == [size // 2 for size in sums(plain, 8) for _ in (0, 1)]
+    assert "overlap batch" in str(halves.layout) and halves.flops == plain.flops
+    assert halves.spent["all-reduce tp"] < 0.5 * plain.spent["all-reduce tp"]
+    assert sum(halves.spent.values()) == pytest.approx(halves.seconds)
+
+
+def test_sums_are_hidden_up_to_the_work_beside_them() -> None:
+    """On a slow link a step waits for nearly all; on a fast one not for a sum of each block."""
+    options: dict[str, Any] = {"tp": 8, "batch": 8, "micro_batch": 8, "overlap": "batch"}
+    fast, deep = (estimated(gpt(layers=n, heads=32, hidden=4096), **options).spent["all-reduce tp"] for n in (8, 16))
+    assert deep < 1.2 * fast
+    slow = "312TF 2TB/s 80GB node=8x1GB/s net=1GB/s like=a100-80gb"
+    plain = estimated(**{**options, "overlap": "none", "gpu": slow})
+    assert estimated(**{**options, "gpu": slow}).spent["all-reduce tp"] > 0.8 * plain.spent["all-reduce tp"]
+
+
+def test_one_row_has_no_halves() -> None:
+    plain, halves = estimated(tp=2), estimated(tp=2, overlap="batch")
+    assert halves.seconds == plain.seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"overlap": "rows"}, "overlap='rows'"),
+        ({"tp": 2, "sequence_parallel": True}, 'overlap="batch" with sequence_parallel=True'),
+        ({"pp": 2, "schedule": "zero-bubble"}, 'overlap="batch" with schedule="zero-bubble"'),
+    ],
+    ids=["name", "sequence_parallel", "schedule"],
+)
+def test_halves_are_refused_as_in_distribute(given: dict[str, Any], expected: str) -> None:
+    assert expected in message(lambda: estimated(**{"overlap": "batch", **given}))

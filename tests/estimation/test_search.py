@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +139,29 @@ def test_the_model_is_captured_once_for_all_numbers_of_ranks(monkeypatch: pytest
     assert len(lowerings) <= 2 * 4  # Schedules in two halves are lowered without `overlap`.
     kinds = 4  # The first block, one in the middle, the one before the last, and the last.
     assert len(emissions) <= kinds * (2 * len(lowerings) + 1)  # With and without recomputation; and for the FLOPs.
+
+
+def test_passes_that_do_not_depend_on_tp_run_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each kind of backward; the others once for each number of ranks, too."""
+    runs = Counter[str]()
+
+    def counted(one: compiler.Pass) -> compiler.Pass:
+        return replace(one, run=lambda program: runs.update([one.name]) or one.run(program))  # type: ignore[func-returns-value]
+
+    for table in ("CANONICALIZE", "PLAN"):
+        monkeypatch.setattr(compiler, table, tuple(map(counted, getattr(compiler, table))))
+    searched()
+    alone = {one.name for one in (*compiler.CANONICALIZE, *compiler.PLAN) if not one.by_tp}
+    assert {runs[name] for name in alone if runs[name]} == {2}
+    assert runs["decouple"] == 2 and runs["match"] == 7  # Of 4 numbers of ranks; schedules in two halves have 3.
+
+
+def test_shared_passes_and_sizes_change_no_number(found: autotp.Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranked layouts, seconds and bytes are those of a search that shares neither."""
+    planned = compiler.Captures.planned
+    monkeypatch.setattr(compiler.Captures, "planned", lambda self, program: planned(compiler.Captures(), program))
+    monkeypatch.setattr("autotp.estimation.counts.record.call", lambda func, args, kwargs: func(*args, **kwargs))
+    assert searched().to_dict() == found.to_dict()
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v"])

@@ -43,7 +43,7 @@ def stage_memory(pieces: Sequence[Piece], found: Recorded) -> StageMemory:
         named |= {names[m]: n for m, n in record.kept.items() if m in names}
         kept += sum(n for m, n in record.kept.items() if m not in names)
         logits += sum(record.kept[m] for m in record.head if m not in names)
-        peaks = transients(record)
+        peaks = found.transients.get(piece.kind) or found.transients.setdefault(piece.kind, transients(record))
         forward, backward = max(forward, peaks["forward"]), max(backward, peaks["backward"])
     last = found.records[pieces[-1].kind]
     sent = sum(value.bytes for value in last.sent[: pieces[-1].boundary])

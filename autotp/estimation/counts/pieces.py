@@ -107,10 +107,15 @@ class Lowered:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The pieces of a model for one microbatch, in order, and the record of each kind."""
+    """The pieces of a model for one microbatch, in order, and the record of each kind.
+
+    Attributes:
+        transients: of each kind, what `transients` of `activations.py` returns, once it was needed.
+    """
 
     pieces: tuple[Piece, ...]
     records: tuple[Record, ...]
+    transients: dict[int, Mapping[str, int]] = field(default_factory=dict, compare=False)
 
 
 class Capturing:

@@ -25,10 +25,10 @@ from torch._C._distributed_c10d import (
     _register_process_group,
     _unregister_process_group,
 )
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from autotp.estimation.counts.on_meta import call
 from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, arithmetic_of, kind_of, share_of, work_of
 from autotp.ops.attention.causal_rows import alone, causal_rows
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
@@ -322,7 +322,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
-        found = func(*args, **kwargs)
+        found = call(func, args, kwargs)
         before = _tensors((args, kwargs))
         if func.namespace == "_c10d_functional":
             self._communicate(func, before, found, args)
@@ -396,7 +396,11 @@ COLLECTIVES = {
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+    """Returns the tensors in nested lists, tuples and dicts, as arguments and results of operators are, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [x for part in parts for x in _tensors(part)]
 
 
 class _same(list):
