@@ -57,6 +57,7 @@ SHAPES: dict[str, Shape] = {
     "gpt-30M": GPTConfig(block_size=256, vocab_size=8192, n_layer=8, n_head=8, n_embd=512, dropout=0.0),
     "gpt-vocab": GPTConfig(block_size=256, vocab_size=50258, n_layer=2, n_head=8, n_embd=256, dropout=0.0),
     "bert-small": BERTConfig(block_size=256, vocab_size=8192, n_layer=6, n_head=8, n_embd=256, dropout=0.0),
+    "llama-tiny": LlamaShape(block_size=128, vocab_size=1024, n_layer=4, n_head=4, n_embd=128, n_inner=344),
     "llama-small": LlamaShape(block_size=256, vocab_size=8192, n_layer=6, n_head=8, n_embd=256, n_inner=688),
     "llama-30M": LlamaShape(block_size=256, vocab_size=8192, n_layer=8, n_head=8, n_embd=512, n_inner=1376),
 }

@@ -146,6 +146,26 @@ def what_is_wrong_on_parts(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def a_step_asks_no_part(rank: int, n: int) -> None:
+    """Each question goes through Python, and takes as long as a small product."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=x.double())
+    asked: list[str] = []
+    answer = CutTensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+    def noted(cls: Any, func: Any, *rest: Any) -> Any:
+        asked.append(str(func))
+        return answer(cls, func, *rest)
+
+    with patch.object(CutTensor, "__torch_function__", classmethod(noted)):
+        for _ in range(3):
+            parallel.zero_grad()
+            parallel(x.double()).square().sum().backward()
+        assert asked == []
+        parallel.get_parameter("mlp.0.weight").norm()
+        assert len(asked) == 1
+
+
+@checks.on(2)
 def a_hook_that_was_there_before(rank: int, n: int) -> None:
     """A hook on a gradient gets the part as a part."""
     whole = Net()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.ops import collectives
@@ -152,6 +153,40 @@ def results(n: int) -> list[Any]:
 
 @pytest.mark.parametrize("n", [2, 3, 4], ids="tp{}".format)
 @pytest.mark.parametrize(("name", "label"), RAN, ids=[f"{name}-{label}" for name, label in RAN])
+class Followed(TorchDispatchMode):
+    """A mode that notes the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(f"{op.namespace}.{op._opname}")
+        return op(*args, **(kwargs or {}))
+
+
+def run_followed(rank: int, n: int) -> list[str]:
+    """The process group's own methods run; functional collectives where others see operators, and for complex sums."""
+    group = dist.group.WORLD.group_name
+
+    def uses_process_group(x: Tensor) -> bool:
+        found, work = collectives._begun("all_reduce", (x, "sum", group))
+        assert torch.equal(collectives._ended(found, work), n * x)
+        return work is not None
+
+    x = torch.arange(3.0)
+    assert uses_process_group(x) and uses_process_group(x.view(3, 1).expand(3, 2))
+    assert not uses_process_group(x.to(torch.complex64))
+    with Followed() as mode:
+        assert not uses_process_group(x)
+    return mode.names
+
+
+def test_those_who_follow_operators_see_functional_collectives() -> None:
+    for names in run_ranks(run_followed, 2):
+        assert "_c10d_functional.all_reduce" in names and "_c10d_functional.wait_tensor" in names
+
+
 def test_meaning(name: str, label: str, n: int) -> None:
     case = CASES[label]
     expected = meaning(name, inputs(name, case, n), case)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.model_library import libraries
 from autotp.passes.capture.capture import capture
-from autotp.passes.capture.pytree import flatten, outcome, signature_of, unflatten_outcome
+from autotp.passes.capture.pytree import flatten, flatten_call, outcome, signature_of, states, unflatten_outcome
 
 X, Y = torch.ones(2), torch.zeros(3)
 
@@ -61,6 +61,18 @@ class Output:
 
 
 Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((), {}), ((X, 2), {"mask": None}), ((), {"b": Y, "a": 1.5}), (((X, Y),), {"names": ["a"]}), ((X.shape,), {})],
+)
+def test_a_plain_call_is_flattened_like_any_other(args: Any, kwargs: Any) -> None:
+    leaves, spec = flatten((args, kwargs))
+    fast, same = flatten_call(args, kwargs)
+    assert same == spec and hash(same) == hash(spec)
+    assert len(fast) == len(leaves) and all(a is b for a, b in zip(fast, leaves, strict=True))
+    assert states((args, kwargs)) == []
 
 
 def test_leaves() -> None:
