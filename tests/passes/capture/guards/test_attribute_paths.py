@@ -104,7 +104,7 @@ def test_tables_and_attributes_of_containers() -> None:
 def test_kinds_of_values() -> None:
     containers = [[], {}, set(), deque(), Config(), Named()]
     opaque = [np.ones(2), iter([1]), np.float64(1)]
-    plain = [1, "x", None, (1,), torch.float32, MappingProxyType({}), len, Config, torch.ones(1)]
+    plain = [1, "x", None, (1,), object(), torch.float32, MappingProxyType({}), len, Config, torch.ones(1)]
     assert all(map(is_container, containers)) and not any(map(is_container, [*opaque, *plain]))
     assert all(map(is_opaque, opaque[:2])) and not any(map(is_opaque, [*containers, *plain]))
 
