@@ -5,8 +5,8 @@
 First it compares all losses, and every gradient of the floor and of autotp, with those of one device, and counts the
 collectives. Then it times the steps of all ways in turn; each round starts with another way. A ratio is the time of a
 step divided by the floor's time in the same round: the median over all rounds, with the quartiles beside it. "cpu" is
-the same ratio of this process's processor time, which other processes on a busy machine disturb less. The plans of
-other libraries (`peers/plans.py`) are for Llamas only.
+the same ratio of this process's processor time, which other processes on a busy machine disturb less; "calls" counts
+the functions written in Python that a step calls. The plans of other libraries (`peers/plans.py`) are for Llamas only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import gc
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,22 @@ def collectives(step: Step) -> Collectives:
     with Counted() as count:
         step()
     return Collectives(count.number, count.bytes)
+
+
+def python_calls(step: Step) -> int:
+    """Returns how many functions written in Python one step calls."""
+    count = 0
+
+    def noted(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(noted)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def build(config: Shape, batch: int, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -236,7 +253,7 @@ def in_turn(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, li
 
 @dataclass(frozen=True)
 class Row:
-    """One shape and one way: the median in seconds, the ratio to the floor with quartiles, and the collectives."""
+    """One shape and one way: the median in seconds, the ratio to the floor with quartiles, and what a step calls."""
 
     shape: str
     parameters: int
@@ -245,16 +262,17 @@ class Row:
     quartiles: Sequence[float]
     cpu: float
     sent: Collectives
+    calls: int
 
     def __str__(self) -> str:
         low, ratio, high = self.quartiles
         return (
             f"{self.shape:<12}{self.parameters / 1e6:>6.1f}M  {self.way:<19}{self.seconds * 1e3:>8.1f}"
-            f"{ratio:>8.3f}  {low:.2f}-{high:.2f}{self.cpu:>8.3f}{self.sent!s:>15}"
+            f"{ratio:>8.3f}  {low:.2f}-{high:.2f}{self.cpu:>8.3f}{self.sent!s:>15}{self.calls:>8}"
         )
 
 
-HEADER = f"{'shape':<12}{'params':>7}  {'way':<19}{'ms':>8}{'ratio':>8}  {'quarters':<9}{'cpu':>8}{'sends':>15}"
+HEADER = f"{'shape':<12}{'params':>7}  {'way':<19}{'ms':>8}{'ratio':>8}  {'quarters':<9}{'cpu':>8}{'sends':>15}{'calls':>8}"
 
 
 def measure(name: str, config: Shape, batch: int, rounds: int, device: str) -> list[Row]:
@@ -267,6 +285,7 @@ def measure(name: str, config: Shape, batch: int, rounds: int, device: str) -> l
         for step in steps.values():
             step()
     sent = {way: collectives(step) for way, step in steps.items()}
+    calls = {way: python_calls(step) for way, step in steps.items()}
     size = sum(p.numel() for p in plain.parameters())
     times = in_turn(steps, rounds, device)
     rows = []
@@ -274,7 +293,7 @@ def measure(name: str, config: Shape, batch: int, rounds: int, device: str) -> l
         both = list(zip(found, times[HAND], strict=True))
         cpu = statistics.median(a.cpu / b.cpu for a, b in both)
         quarters = _quartiles([a.wall / b.wall for a, b in both])
-        rows.append(Row(name, size, way, statistics.median(a.wall for a in found), quarters, cpu, sent[way]))
+        rows.append(Row(name, size, way, statistics.median(a.wall for a in found), quarters, cpu, sent[way], calls[way]))
     return rows
 
 
