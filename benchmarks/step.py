@@ -272,7 +272,9 @@ class Row:
         )
 
 
-HEADER = f"{'shape':<12}{'params':>7}  {'way':<19}{'ms':>8}{'ratio':>8}  {'quarters':<9}{'cpu':>8}{'sends':>15}{'calls':>8}"
+HEADER = (
+    f"{'shape':<12}{'params':>7}  {'way':<19}{'ms':>8}{'ratio':>8}  {'quarters':<9}{'cpu':>8}{'sends':>15}{'calls':>8}"
+)
 
 
 def measure(name: str, config: Shape, batch: int, rounds: int, device: str) -> list[Row]:
@@ -293,7 +295,9 @@ def measure(name: str, config: Shape, batch: int, rounds: int, device: str) -> l
         both = list(zip(found, times[HAND], strict=True))
         cpu = statistics.median(a.cpu / b.cpu for a, b in both)
         quarters = _quartiles([a.wall / b.wall for a, b in both])
-        rows.append(Row(name, size, way, statistics.median(a.wall for a in found), quarters, cpu, sent[way], calls[way]))
+        rows.append(
+            Row(name, size, way, statistics.median(a.wall for a in found), quarters, cpu, sent[way], calls[way])
+        )
     return rows
 
 
