@@ -78,8 +78,8 @@ def parallelize(
         recompute: "full" keeps only the inputs of each numbered block for backward, and computes the block again there;
             "selective" computes the scores of attention again, where attention is not fused; "none" keeps everything.
         overlap: "batch" computes a batch in two halves that take turns: while the partial sums of one half are added
-            over the ranks, the other half computes, in forward and in backward. It divides batches of two rows or more,
-            in training.
+            over the ranks, the other half computes, in forward and in backward. It divides a batch, or the sequence
+            of its one row, in training.
         cp: context parallelism: the number of ranks that sequences are cut over. `tp * cp` ranks hold the model
             together and get the same batch; each computes a part of every sequence, and attention gathers keys and
             values. None means the size of the mesh's dimension "cp", or 1.

@@ -76,8 +76,7 @@ from autotp.passes.plan.outputs import (
 from autotp.passes.plan.propagate import Have, needs_grad, propagate
 from autotp.passes.plan.sequence.balance import Balanced, balance
 from autotp.passes.plan.sequence.causal_masks import causal_masks
-from autotp.passes.plan.sequence.context_parallel import context_parallel
-from autotp.passes.plan.sequence.cut_along import computed_whole, cut_along
+from autotp.passes.plan.sequence.context_parallel import CutSequences, context_parallel, cut_sequences
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
@@ -140,8 +139,8 @@ class Program:
         needs_sequence: then, the operators that need whole sequences, and compute on every rank.
         balanced: then, the number of causal attentions in which all ranks have equal work.
         unbalanced: then, why other causal attentions are not so: a sentence for each reason.
-        in_halves: the number of operators that compute the batch in halves.
-        needs_batch: then, the operators that need the whole batch.
+        in_halves: the number of operators that compute the batch, or the sequence of its one row, in halves.
+        needs_batch: then, the operators that need both halves.
         training: whether the model was in training.
         call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
@@ -417,32 +416,39 @@ def _row_independence(p: Program) -> Program:
 
 
 def _two_halves(p: Program) -> Program:
-    """Returns the program with a graph that computes the batch in two halves.
+    """Returns the program with a graph that computes the batch, or the sequence of its one row, in two halves.
 
-    NOTE [Halves are two ranks of one process] in `two_halves.py` says how. A batch of one row is not divided. Nor is
-    any in evaluation: in generation, caches would be copied for each token.
+    NOTE [Halves are two ranks of one process] in `two_halves.py` says how. A row is divided as `context_parallel` cuts
+    it; where that has cut it already, it is not divided again. Nothing is divided in evaluation: in generation, caches
+    would be copied for each token.
     """
-    graph, axes = p.graph, p.axes
-    along = batch_axes(graph, axes, p.rows) if p.training else []
-    if not along:
-        return p
 
     def has_halves(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
         return _has_form(node, factor, leaf) and (p.options.randomness == "fast" or not draws(node))
 
-    learnt = needs_grad(graph, _sources_of(p, graph))
-    decision = cut_along(graph, axes, along, learnt, has_halves)
-    divided, needs_batch = len(decision.cuts), tuple(computed_whole(axes, decision, along, learnt))
-    graph, axes, decision = decompose(graph, axes, decision)
+    def sources(graph: fx.Graph) -> frozenset[fx.Node]:
+        return _sources_of(p, graph)
+
+    if not p.training:
+        return p
+    cut: CutSequences | None
+    if along := batch_axes(p.graph, p.axes, p.rows):
+        cut = cut_sequences(p.graph, p.axes, along, sources, has_halves)
+    else:
+        cut = context_parallel(dce(causal_masks(p.graph)), sources, has_halves) if p.options.cp == 1 else None
+    if cut is None:
+        return p
+    graph, axes, decision = decompose(cut.graph, cut.axes, cut.decision)
     if p.options.optional("defer_reductions"):
         graph, axes, decision = defer_reductions(graph, axes, decision)
-    differentiable = needs_grad(graph, _sources_of(p, graph))
+    differentiable, separate = needs_grad(graph, sources(graph)), {n for n in graph.nodes if n.target is apart}
     graphs = []
     for half in (0, 1):
         to = Target(HALVES, 2, half, p.options.randomness)
-        graphs.append(dce(lower(graph, axes, decision, differentiable, to)))
+        graphs.append(dce(lower(graph, axes, decision, differentiable, to, separate)))
         check(graphs[-1], graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
-    return _decouple(replace(p, graph=dce(merged(graphs)), in_halves=divided, needs_batch=needs_batch))
+    both = dce(joined_again(merged(graphs)))
+    return _decouple(replace(p, graph=both, in_halves=len(cut.decision.cuts), needs_batch=cut.whole))
 
 
 def _experts(p: Program) -> Program:

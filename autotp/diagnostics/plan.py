@@ -116,7 +116,8 @@ class Plan(Shown):
         in_sequence: the number of operators that are cut along a sequence over these.
         balanced: the number of causal attentions in which all of them have equal work (`balance`).
         unbalanced: why other causal attentions have not.
-        in_halves: the number of operators that compute the batch in halves; None without `overlap="batch"`.
+        in_halves: the number of operators that compute the batch, or one row's sequence, in halves; None without
+            `overlap="batch"`.
         types: the types of the values that these operators return, such as `[b, s@cp, 3072@tp]` -> how many have it.
         source: the captured model, which `save_page` draws; only in what `explain` returns, and not a part of what is
             compared, copied by pickle or printed.
@@ -244,8 +245,8 @@ def _totals(plan: Plan) -> Iterator[str]:
         held = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in alike.items())
         yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
     if plan.in_halves is not None:
-        none = "nothing: a batch is divided in training, if it has two rows or more"
-        taken = f"{plan.in_halves} operators compute the batch in halves, which take turns"
+        none = "nothing: a batch is divided in training, and one row where an attention has a sequence that can be cut"
+        taken = f"{plan.in_halves} operators compute in halves, which take turns"
         yield f"overlap     {taken if plan.in_halves else none}"
     if plan.cp > 1 and not plan.in_sequence:
         yield "over cp     no sequence can be cut: every cp rank computes the whole call"

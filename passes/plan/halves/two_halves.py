@@ -1,4 +1,4 @@
-"""two_halves: computes a batch in two halves, in one graph.
+"""two_halves: computes a batch in two halves, in one graph; or the sequence of a batch of one row.
 
     Before: y = linear(x, w); z = gelu(y); loss = mean(z)
     After:  x0, x1 = halves(x, 0); y0 = linear(x0, w); y1 = linear(x1, w); z0 = gelu(y0); z1 = gelu(y1)

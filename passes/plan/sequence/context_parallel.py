@@ -9,7 +9,7 @@ sequence otherwise (a recurrence, a convolution) is computed whole by every rank
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -19,6 +19,7 @@ from autotp.passes.plan.infer_axes import Axes
 from autotp.passes.plan.propagate import needs_grad
 from autotp.passes.plan.sequence.cut_along import HasForm, computed_whole, cut_along
 from autotp.passes.plan.sequence.separate_keys import separate_keys
+from autotp.sharding.axis import Axis
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,17 @@ def context_parallel(
     separated = separate_keys(graph)
     if not separated.sequences:
         return None
-    differentiable = needs_grad(separated.graph, sources(separated.graph))
-    axes, sequences = separated.axes, separated.sequences
-    decision = cut_along(separated.graph, axes, sequences, differentiable, has_form)
-    whole = tuple(computed_whole(axes, decision, sequences, differentiable))
-    return CutSequences(separated.graph, axes, decision, whole)
+    return cut_sequences(separated.graph, separated.axes, separated.sequences, sources, has_form)
+
+
+def cut_sequences(
+    graph: fx.Graph,
+    axes: Axes,
+    along: Sequence[Axis],
+    sources: Callable[[fx.Graph], frozenset[fx.Node]],
+    has_form: HasForm,
+) -> CutSequences:
+    """Returns the decision which operators of a graph are cut along which of the leaves `along`."""
+    differentiable = needs_grad(graph, sources(graph))
+    decision = cut_along(graph, axes, along, differentiable, has_form)
+    return CutSequences(graph, axes, decision, tuple(computed_whole(axes, decision, along, differentiable)))

@@ -45,19 +45,61 @@ def test_a_gpt(rows: int, tp: int) -> None:
     assert report.ok, report
 
 
-def test_the_same_bytes_in_twice_as_many_collectives() -> None:
+@pytest.mark.parametrize(("rows", "length"), [(4, 5), (1, 8)])
+def test_the_same_bytes_in_twice_as_many_collectives(rows: int, length: int) -> None:
     """The embedding, the loss and each block; and the same parameters are cut."""
-    plain, divided = (autotp.explain(small(), 2, example_inputs=call(4), overlap=how) for how in ("none", "batch"))
+    given = call(rows, length)
+    plain, divided = (autotp.explain(small(), 2, example_inputs=given, overlap=how) for how in ("none", "batch"))
     assert [cut.name for cut in divided.cuts] == [cut.name for cut in plain.cuts]
     for way in ("forward", "backward"):
         assert getattr(divided.traffic, way)["all-reduce"] == 2 * getattr(plain.traffic, way)["all-reduce"]
         assert getattr(divided.traffic, f"{way}_bytes") == getattr(plain.traffic, f"{way}_bytes")
 
 
-@pytest.mark.parametrize(("rows", "training"), [(1, True), (4, False)])
-def test_one_row_and_evaluation_are_not_divided(rows: int, training: bool) -> None:
-    plan = autotp.explain(small().train(training), 2, example_inputs=call(rows), overlap="batch")
-    assert plan.in_halves == 0 and "if it has two rows or more" in str(plan)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_evaluation_is_not_divided(rows: int) -> None:
+    plan = autotp.explain(small().eval(), 2, example_inputs=call(rows), overlap="batch")
+    assert plan.in_halves == 0 and "a batch is divided in training" in str(plan)
+
+
+@pytest.mark.parametrize(("tp", "length"), [(2, 5), (2, 2), (3, 8)])
+def test_one_row_is_divided_along_its_sequence(tp: int, length: int) -> None:
+    """In halves of unequal length, too; queries of a half read the keys of both."""
+    report = autotp.verify(small(), tp, example_inputs=call(1, length), overlap="batch")
+    assert report.ok and report.plan.in_halves, report
+
+
+def test_one_row_stays_whole_where_no_attention_reads_it_or_cp_has_cut_it() -> None:
+    mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+    assert autotp.explain(mlp, 2, example_inputs=torch.randn(1, 5, 6), overlap="batch").in_halves == 0
+    plan = autotp.explain(small(), 2, cp=2, example_inputs=call(1), overlap="batch")
+    assert plan.in_halves == 0 and plan.in_sequence
+
+
+class Padded(nn.Module):
+    """Attention with a mask of padding and a bias by distance, without fused kernels; dropout behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.bias, self.drop = nn.Embedding(9, 2), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        at = torch.arange(x.shape[1])
+        distance = (at - at[:, None]).clamp(-4, 4) + 4
+        scores = q @ k.mT / 2 + self.bias(distance).permute(2, 0, 1)
+        weights = scores.masked_fill(mask[:, None, None] == 0, -1e9).softmax(-1)
+        y = self.drop(self.out((weights @ v).transpose(1, 2).flatten(2)))
+        return (x + y).pow(2).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("length", [4, 7])
+def test_masks_and_positions_of_one_row(length: int) -> None:
+    x = torch.randn(1, length, 8, generator=torch.Generator().manual_seed(3))
+    mask = (torch.arange(length) > 0).long()[None]
+    report = autotp.verify(Padded().train(), 2, example_inputs={"x": x, "mask": mask}, overlap="batch")
+    assert report.ok and report.plan.in_halves, report
 
 
 class Scored(nn.Module):
@@ -94,7 +136,7 @@ def test_what_mixes_rows_reads_the_whole_batch_and_is_listed() -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     report = autotp.verify(Mixing().train(), 2, example_inputs=x, overlap="batch")
     assert report.ok, report
-    assert any("it needs the whole batch" in row.reason for row in report.plan.whole)
+    assert any("it needs both halves of the batch" in row.reason for row in report.plan.whole)
 
 
 class Sorted(nn.Module):
