@@ -144,10 +144,10 @@ def exposed(seen: list[str]) -> int:
     return found
 
 
-def traced(rank: int, n: int, layers: int, given: dict[str, Any]) -> list[str]:
+def traced(rank: int, n: int, layers: int, given: dict[str, Any], rows: int = 4) -> list[str]:
     model = autotp.parallelize(gpt(layers), **given)
     with Marked() as marked:
-        model(**CALL).backward()
+        model(**{name: value[:rows] for name, value in CALL.items()}).backward()
     return marked.seen
 
 
@@ -158,6 +158,12 @@ def test_sums_run_beside_the_other_half_in_forward_and_backward(layers: int) -> 
     assert seen.count("start") == 2 * plain.count("start") == 2 * 4 * layers
     assert exposed(plain) == 4 * layers
     assert exposed(seen) == 2
+
+
+def test_of_one_row_the_halves_wait_for_each_others_keys() -> None:
+    """Three of the eight sums of a block have nothing beside them but products."""
+    seen = run_ranks(traced, 2, 4, {"overlap": "batch"}, 1)[0]
+    assert seen.count("start") == 2 * 4 * 4 and exposed(seen) == 3 * 4
 
 
 def test_a_recomputation_sends_no_sum_that_is_for_the_next_block() -> None:
