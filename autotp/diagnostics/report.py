@@ -230,10 +230,7 @@ def _is_reduced(value: fx.Node, analysis: Program) -> bool:
 def _needs_whole(analysis: Program) -> Iterator[WholeRow]:
     """Yields the operators that are not cut along the sequence or the batch, although a gradient flows through them."""
     sequences = [(node, "it needs whole sequences: on every cp rank") for node in analysis.needs_sequence]
-    batches = [
-        (node, "it needs both halves of the batch, or of its one row: they wait for each other")
-        for node in analysis.needs_batch
-    ]
+    batches = [(node, "it needs both halves: they wait for each other") for node in analysis.needs_batch]
     for node, why in (*sequences, *batches):
         value = node.meta["val"]
         shape = tuple(n if isinstance(n, int) else n.node.hint for n in getattr(value, "shape", ()))

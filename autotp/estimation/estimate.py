@@ -129,9 +129,7 @@ def call_of(model: nn.Module, sequence: int | None, given: Any = None) -> Captur
 def lowered_for(call: Capturing, layout: Layout, without: tuple[str, ...] = ()) -> Lowered:
     """Returns the model of a call, for a layout's tensor-parallel ranks. Arguments and errors as of `captured`."""
     schedule: Any = layout.schedule
-    overlap: Overlap = (
-        layout.overlap if layout.micro_batch > 1 else "none"
-    )  # Of one row the sequence is divided, which is not counted.
+    overlap: Overlap = layout.overlap if layout.micro_batch > 1 else "none"  # A divided row is not counted.
     training = Training(
         outputs="local", sequence_parallel=layout.sequence_parallel, recompute=layout.recompute, summed=True,
         schedule=schedule, compute_dtype=layout.dtype, without=without, cp=layout.cp, overlap=overlap,
