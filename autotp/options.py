@@ -33,7 +33,7 @@ class Options:
         randomness: whether dropout draws the numbers of one device.
         check_inputs: when ranks compare their inputs.
         recompute: the values that backward computes again.
-        overlap: "batch": the two halves of a batch (or of one row) take turns: one computes while the other communicates.
+        overlap: "batch": the halves of a batch (or of one row) take turns: one computes while the other communicates.
         cp: the number of context-parallel ranks, over which sequences are cut.
         summed: whether the graph returns only the loss, as a sum over the batch (`passes/pipeline/loss_totals.py`).
     """
