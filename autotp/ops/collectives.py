@@ -279,7 +279,7 @@ def communicate(name: str, *args: Any) -> Tensor:
     """
     if torch.compiler.is_compiling():
         ops = torch.ops._c10d_functional
-        return ops.wait_tensor(getattr(ops, name)(*args))
+        return ops.wait_tensor(getattr(ops, name)(_in_memory(args[0]), *args[1:]))
     with naming_lost(name, args[-1]):
         return _ended(*_begun(name, args))
 
@@ -323,10 +323,15 @@ def _start(name: str, *args: Any) -> Started:
 
 def _begun(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
-    own = _OF_PROCESS_GROUPS.get(name)
-    if own is None or is_followed(args[0]) or args[0].is_complex():
-        return getattr(torch.ops._c10d_functional, name)(*args), None
-    return own(_process_group(args[-1]), *args[:-1])
+    own, x, rest = _OF_PROCESS_GROUPS.get(name), _in_memory(args[0]), args[1:]
+    if own is None or is_followed(x) or x.is_complex():
+        return getattr(torch.ops._c10d_functional, name)(x, *rest), None
+    return own(_process_group(rest[-1]), x, *rest[:-1])
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """Returns `x` with its values in memory: torch keeps that a tensor is conjugate or negative as a bit beside it."""
+    return x.resolve_conj().resolve_neg()
 
 
 def _ended(found: Tensor, work: dist.Work | None) -> Tensor:
@@ -397,7 +402,7 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """Returns the sums of several tensors over the group, in one collective. Raises Error as `communicate` does."""
     ops = torch.ops._c10d_functional
     with naming_lost("all_reduce_coalesced", group):
-        return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced(list(xs), "sum", group)]
+        return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced([_in_memory(x) for x in xs], "sum", group)]
 
 
 class naming_lost:
