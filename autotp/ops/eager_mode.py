@@ -24,9 +24,7 @@ def is_plain(x: Tensor) -> bool:
 def is_followed(x: Tensor) -> bool:
     """True if other code than torch's own sees each operator on `x`: a dispatch mode, a transform, or a subclass."""
     own = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
-    if not own or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return torch._C._functorch.is_legacy_batchedtensor(x)  # Of `torch.autograd.grad(..., is_grads_batched=True)`.
+    return not own or torch._C._len_torch_dispatch_stack() > 0
 
 
 def apply_plain(function: type[torch.autograd.Function], *args: Any) -> Any:
