@@ -172,8 +172,8 @@ class Guard:
         slots: the attributes that were read.
         opened: attributes whose tensors are inputs.
         numbers: paths of the whole numbers that are inputs.
-        written: attributes that calls write. Their values are compared in each call, and those of opened ones: user code
-            may change a container in place.
+        written: attributes that calls write. Their values are compared in each call, and those of opened attributes:
+            user code may change a container in place.
         modules: the modules by path.
         look: returns the value of an attribute.
         table: returns the dict in which a module keeps an attribute of this name.
