@@ -451,16 +451,16 @@ def test_containers_of_inputs_may_be_changed_in_place() -> None:
     parallel = autotp.parallelize(copy.deepcopy(whole), tp=1, example_inputs=given)
 
     def remember(model: Any, step: int) -> None:
-        if step < 3:
+        if step < 2:
             model.memories.append(torch.full((4,), float(step)))
-        elif step < 6:
+        elif step < 4:
             model.named[step] = torch.full((4,), float(step))
-        elif step == 6:
+        elif step == 4:
             del model.memories[1:]
         else:
             model.named.popitem()
 
-    for step in range(8):
+    for step in range(6):
         remember(whole, step)
         remember(parallel, step)
         assert torch.equal(parallel(given), whole(given)), step
