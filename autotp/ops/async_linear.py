@@ -9,6 +9,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,7 +87,8 @@ class AsyncLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        gradients = _differentiable if torch.is_grad_enabled() else _overlapped
+        plain = not torch.is_grad_enabled() and all(grad is None or is_plain(grad) for grad in grads)
+        gradients = _overlapped if plain else _differentiable
         with torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
             found = gradients(ctx, x, weights, grads)
         return None, None, None, None, *found
@@ -156,4 +158,4 @@ def _rows(x: Tensor) -> Tensor:
     """Flattens all dimensions but the last, without -1, which is ambiguous for an empty shard."""
     if x.dim() == 2:
         return x
-    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # Not `flatten`: gradients that torch batches have no rule.

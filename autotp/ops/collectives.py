@@ -91,9 +91,26 @@ def _apply(name: str, x: Tensor, group: str, dim: int, size: Any, block: int, fr
             return CONJUGATE_TABLE[name][0](x, group, dim, size, block)
         out: Tensor = apply_plain(LinearConjugate, name, x, group, dim, size, block)
         return out
-    kind = Conjugate if torch.compiler.is_compiling() else LinearConjugate
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._functorch.is_legacy_batchedtensor(x):
+        return _apply_to_batch(name, x, group, dim, size, block)
+    kind = Conjugate if compiling else LinearConjugate
     out = kind.apply(name, x, group, dim, size, block)
     return out
+
+
+def _apply_to_batch(name: str, x: Tensor, group: str, dim: int, size: Any, block: int) -> Tensor:
+    """Applies a conjugate to all gradients of a batch at once.
+
+    NOTE [Gradients that torch batches the old way]
+    `torch.autograd.grad(..., is_grads_batched=True)` and `jacobian(vectorize=True)` run backward on tensors of an older
+    kind. torch runs an operator without a rule for them once for each gradient, and copies what a functional collective
+    returns before it has arrived. So no such tensor may reach a collective.
+    """
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    rows = torch._remove_batch_dim(x, level, 1, 0)
+    return torch._add_batch_dim(_apply(name.rstrip("_"), rows, group, dim + 1, size, block), 0, level)
 
 
 class Conjugate(torch.autograd.Function):
@@ -246,6 +263,7 @@ def _of_rows(found: Tensor, x: Tensor, dim: int, length: int) -> Tensor:
 
 
 FORWARD_FIX = "torch.func.jacfwd, or strategy='reverse-mode'"
+BATCH_FIX = "torch.func.vjp and torch.func.vmap, or one call of torch.autograd.grad for each gradient"
 RESIZING = ("scatter", "gather", "all_gather", "reduce_scatter")
 """The conjugates that change the length of a dimension. Their results keep the memory order of their operands.
 
@@ -279,7 +297,7 @@ def communicate(name: str, *args: Any) -> Tensor:
     """
     if torch.compiler.is_compiling():
         ops = torch.ops._c10d_functional
-        return ops.wait_tensor(getattr(ops, name)(*args))
+        return ops.wait_tensor(getattr(ops, name)(args[0].resolve_conj().resolve_neg(), *args[1:]))
     with naming_lost(name, args[-1]):
         return _ended(*_begun(name, args))
 
@@ -323,10 +341,21 @@ def _start(name: str, *args: Any) -> Started:
 
 def _begun(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
-    own = _OF_PROCESS_GROUPS.get(name)
-    if own is None or is_followed(args[0]) or args[0].is_complex():
-        return getattr(torch.ops._c10d_functional, name)(*args), None
-    return own(_process_group(args[-1]), *args[:-1])
+    own, x, rest = _OF_PROCESS_GROUPS.get(name), _in_memory(args[0]), args[1:]
+    if own is None or is_followed(x) or x.is_complex():
+        return getattr(torch.ops._c10d_functional, name)(x, *rest), None
+    return own(_process_group(rest[-1]), x, *rest[:-1])
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """Returns `x` with its values in memory: torch keeps that a tensor is conjugate or negative as a bit beside it.
+
+    Raises:
+        Error: NOTE [Gradients that torch batches the old way]
+    """
+    if torch._C._functorch.is_legacy_batchedtensor(x):
+        raise Error("is_grads_batched=True through an operator that communicates in its own backward", fix=BATCH_FIX)
+    return x.resolve_conj().resolve_neg()
 
 
 def _ended(found: Tensor, work: dist.Work | None) -> Tensor:
@@ -397,7 +426,7 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """Returns the sums of several tensors over the group, in one collective. Raises Error as `communicate` does."""
     ops = torch.ops._c10d_functional
     with naming_lost("all_reduce_coalesced", group):
-        return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced(list(xs), "sum", group)]
+        return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced([_in_memory(x) for x in xs], "sum", group)]
 
 
 class naming_lost:

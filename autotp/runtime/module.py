@@ -260,14 +260,16 @@ class ParallelModule(Part):
         else:
             super().__setattr__(name, value)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """Removes the gradients of all parameters, as torch does it, without asking each part for its gradient.
 
         Args:
-            set_to_none: False writes zeros.
+            args, kwargs: as for `torch.nn.Module.zero_grad`, or for the model's own method, which runs as it is.
         """
+        if original_class(type(self)).zero_grad is not nn.Module.zero_grad:
+            return super().zero_grad(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            super().zero_grad(set_to_none)
+            return super().zero_grad(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns this rank's parts by name; user code gets a warning that they are not the whole model.

@@ -153,6 +153,20 @@ def results(n: int) -> list[Any]:
 
 @pytest.mark.parametrize("n", [2, 3, 4], ids="tp{}".format)
 @pytest.mark.parametrize(("name", "label"), RAN, ids=[f"{name}-{label}" for name, label in RAN])
+def test_meaning(name: str, label: str, n: int) -> None:
+    case = CASES[label]
+    expected = meaning(name, inputs(name, case, n), case)
+    expected_grads = backward_meaning(name, grads(name, case, n), case)
+    for rank in range(n):
+        out, grad = results(n)[rank][name, label]
+        torch.testing.assert_close(out, expected[rank], rtol=0, atol=0)
+        if grad is not None:
+            torch.testing.assert_close(grad, expected_grads[rank], rtol=0, atol=0)
+
+
+# --- who runs a collective
+
+
 class Followed(TorchDispatchMode):
     """A mode that notes the operators."""
 
@@ -187,15 +201,47 @@ def test_those_who_follow_operators_see_functional_collectives() -> None:
         assert "_c10d_functional.all_reduce" in names and "_c10d_functional.wait_tensor" in names
 
 
-def test_meaning(name: str, label: str, n: int) -> None:
-    case = CASES[label]
-    expected = meaning(name, inputs(name, case, n), case)
-    expected_grads = backward_meaning(name, grads(name, case, n), case)
-    for rank in range(n):
-        out, grad = results(n)[rank][name, label]
-        torch.testing.assert_close(out, expected[rank], rtol=0, atol=0)
-        if grad is not None:
-            torch.testing.assert_close(grad, expected_grads[rank], rtol=0, atol=0)
+def batched_gradients(x: Tensor, group: str | None) -> Tensor:
+    """The Jacobian of a reduced product, by torch's older batching of backward passes. x: [n] -> [n n]"""
+    x = x.clone().requires_grad_()
+    y = reduce(copy(x, group) ** 2, group)
+    return torch.autograd.grad(y, x, torch.eye(len(x)), is_grads_batched=True)[0]
+
+
+def run_batched(rank: int, n: int) -> Tensor:
+    return batched_gradients(torch.arange(1.0, 4.0), dist.group.WORLD.group_name)
+
+
+def test_gradients_that_torch_batches_the_old_way() -> None:
+    for found in run_ranks(run_batched, 2):
+        assert torch.equal(found, 2 * batched_gradients(torch.arange(1.0, 4.0), None))
+
+
+def lazy() -> dict[str, Tensor]:
+    """Tensors whose memory has other values than they: torch keeps a bit beside it."""
+    z = torch.complex(torch.arange(1.0, 4.0), torch.arange(4.0, 7.0))
+    return {"conjugate": z.conj(), "negative": torch._neg_view(torch.arange(1.0, 4.0)), "both": z.conj().imag}
+
+
+def run_lazy(rank: int, n: int) -> dict[str, list[Tensor]]:
+    group = dist.group.WORLD.group_name
+    return {
+        name: [
+            *(reduce(lazy()[name], group, fresh=fresh) for fresh in (False, True)),
+            gather(lazy()[name], group, 0, n * 3),
+            collectives.start_sum(lazy()[name], group, None)(),
+            collectives.communicate_all([lazy()[name]], group)[0],
+        ]
+        for name in lazy()
+    }
+
+
+def test_values_are_sent_and_not_the_memory_behind_them() -> None:
+    for of_rank in run_ranks(run_lazy, 2):
+        for name, found in of_rank.items():
+            value = lazy()[name].resolve_conj().resolve_neg()
+            wanted = [2 * value, 2 * value, torch.cat([value, value]), 2 * value, 2 * value]
+            assert [x.tolist() for x in found] == [x.tolist() for x in wanted], name
 
 
 # --- operands whose dimensions lie in memory in another order on each rank

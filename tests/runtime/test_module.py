@@ -398,6 +398,30 @@ def what_was_made_before(rank: int, n: int) -> None:
     torch.testing.assert_close(parallel(*tokens()), whole(*tokens()), rtol=1e-12, atol=0)
 
 
+class Counted(Headed):
+    """A model with a `zero_grad` of its own, which takes other arguments and returns something."""
+
+    zeroed = 0
+
+    def zero_grad(self, *, times: int = 1) -> int:  # type: ignore[override]
+        super().zero_grad()
+        self.zeroed += times
+        return self.zeroed
+
+
+@checks.on(2)
+def gradients_are_removed(rank: int, n: int) -> None:
+    x = torch.randn(3, 8)
+    plain, own = (autotp.parallelize(kind(), n, example_inputs=x) for kind in (Headed, Counted))
+    plain(x).backward()
+    plain.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in plain.parameters())
+    plain.zero_grad()
+    own(x).backward()
+    assert own.zero_grad() == 1 and own.zero_grad(times=2) == 3, "the model's own method"
+    assert all(p.grad is None for model in (plain, own) for p in model.parameters())
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:

@@ -172,7 +172,8 @@ class Guard:
         slots: the attributes that were read.
         opened: attributes whose tensors are inputs.
         numbers: paths of the whole numbers that are inputs.
-        written: attributes that calls write; their values are compared in each call.
+        written: attributes that calls write. Their values are compared in each call, and those of opened attributes:
+            user code may change a container in place.
         modules: the modules by path.
         look: returns the value of an attribute.
         table: returns the dict in which a module keeps an attribute of this name.
@@ -193,7 +194,7 @@ class Guard:
         version: int,
     ) -> None:
         self.opened, self.modules, self.look = opened, modules, look
-        self.written = written & slots | {slot for slot in slots if slot[1] == KEYS}
+        self.written = (written | opened) & slots | {slot for slot in slots if slot[1] == KEYS}
         self.named, self.version = named, version
         self.numbers: dict[Slot, set[Path]] = {}
         for path in numbers:

@@ -433,6 +433,39 @@ class Leaking(Mlp2):
         return GLOBAL[-1]
 
 
+class Remembering(nn.Module):
+    """A sum with the tensors of containers, which the training loop changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.memories, self.named = nn.Linear(4, 4), list[Tensor](), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for memory in (*self.memories, *self.named.values()):
+            x = x + memory
+        return self.up(x)
+
+
+def test_containers_of_inputs_may_be_changed_in_place() -> None:
+    whole, given = Remembering(), torch.ones(2, 4)
+    parallel = autotp.parallelize(copy.deepcopy(whole), tp=1, example_inputs=given)
+
+    def remember(model: Any, step: int) -> None:
+        if step < 2:
+            model.memories.append(torch.full((4,), float(step)))
+        elif step < 4:
+            model.named[step] = torch.full((4,), float(step))
+        elif step == 4:
+            del model.memories[1:]
+        else:
+            model.named.popitem()
+
+    for step in range(6):
+        remember(whole, step)
+        remember(parallel, step)
+        assert torch.equal(parallel(given), whole(given)), step
+
+
 def test_a_tensor_in_a_global_is_refused() -> None:
     with pytest.raises(autotp.Error, match=r"forward changes a list that the module of `Leaking.forward` holds"):
         autotp.parallelize(Leaking(), 1, example_inputs=(x(),))
