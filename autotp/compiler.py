@@ -43,7 +43,6 @@ from autotp.passes.check.sequence_order import expect_sequence_order
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.passes.emit.interleave import interleave
-from autotp.passes.emit.python_calls import call_python
 from autotp.passes.emit.recompute import recompute
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
@@ -896,5 +895,5 @@ def emitted(
     if settings.overlap == "batch":
         bound = interleave(bound)
     if not settings.optional("outline"):
-        return call_python(fx.GraphModule(nn.Module(), bound))
-    return call_python(recompute(bound, settings.recompute, program.updated))
+        return fx.GraphModule(nn.Module(), bound)
+    return recompute(bound, settings.recompute, program.updated)

@@ -66,7 +66,7 @@ PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
 def call_python(module: fx.GraphModule) -> fx.GraphModule:
     """Replaces operators in a graph and its blocks, in place, and returns the graph.
 
-    It comes last: other passes ask what an operator is.
+    It comes last, and only where the graph runs: passes and the estimate ask what an operator is.
     """
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
