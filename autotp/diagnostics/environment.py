@@ -27,7 +27,7 @@ OLDEST_TORCH = (2, 13)
 LIBRARIES = {
     "transformers": "models, Trainer, generate, gradient checkpointing; autotp.from_pretrained, save_pretrained",
     "peft": "LoRA: autotp.parallelize(get_peft_model(model, config)); save_pretrained saves the adapters",
-    "accelerate": "Accelerator sees the ranks of one model as one process; replicas beside them are refused",
+    "accelerate": "Accelerator sees the ranks of one model as one process, and replicas as several",
     "lightning": "Trainer: every strategy but those that divide a model; checkpoints are one device's",
     "trl": "SFTTrainer, DPOTrainer",
     "torchao": "quantized weights are refused, before parallelize and after it",

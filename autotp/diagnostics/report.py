@@ -202,7 +202,7 @@ def _whole(name: str, node: fx.Node, analysis: Program) -> WholeRow:
 def _reason(node: fx.Node, reader: fx.Node, analysis: Program) -> str:
     bound = analysis.axes.bound.get(reader)
     if analysis.tp == 1:
-        return "there is one rank"
+        return "tp=1: weights are whole"
     if bound is not None and not bound.known:
         return f"{reader.target} has no rule"
     if has(reader.target, Trait.NORM):

@@ -79,7 +79,7 @@ class Search(Shown):
         rows = tuple(
             (
                 str(est.layout),
-                f"{est.seconds:.3g} ±{est.seconds * est.error:.1g} s",
+                f"{est.seconds:.3g} ±{float(f'{est.seconds * est.error:.1g}'):g} s",
                 f"{est.tflops:.0f}",
                 f"{est.mfu:.1%}",
                 f"{max(rank.total for rank in est.memory) / GIB:.1f}",
@@ -346,4 +346,8 @@ def _why(est: Estimate, won: Estimate, device: Hardware, limit: float) -> str:
     row = max(more, key=more.__getitem__)
     crossing = f", tp={est.layout.tp} crosses nodes" if est.layout.tp > device.node and row.endswith("tp") else ""
     slower = est.seconds - won.seconds
-    return f"{slower * 1e3:+.0f} ms ({slower / won.seconds:+.0%}): {row} {more[row] * 1e3:+.0f} ms{crossing}"
+    return f"{_more(slower)} ({slower / won.seconds:+.0%}): {row} {_more(more[row])}{crossing}"
+
+
+def _more(seconds: float) -> str:
+    return f"{seconds * 1e3:+.0f} ms" if abs(seconds) < 10 else f"{seconds:+.0f} s"

@@ -10,7 +10,7 @@ from autotp.page.subject import Subject
 from autotp.source_location import block_in
 
 CHANGES = {
-    "there is one rank": "tp=2 or more",
+    "tp=1: weights are whole": "tp=2 or more",
     "has no rule": 'a rule: autotp.rule(torch.ops.library.name, "* h, h -> * h")',
     "no rule: replicated": 'a rule: autotp.rule(torch.ops.library.name, "* h, h -> * h")',
     "its size depends on values": "sizes that do not depend on values, such as a mask in place of an index",

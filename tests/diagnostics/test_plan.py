@@ -113,7 +113,7 @@ def test_cut_sequences() -> None:
 
 def test_one_rank_and_the_sequence() -> None:
     one = autotp.explain(gpt(), 1)
-    assert not one.cuts and {row.reason for row in one.whole} == {"there is one rank"}
+    assert not one.cuts and {row.reason for row in one.whole} == {"tp=1: weights are whole"}
     assert one.bytes_rank == one.bytes_total and not one.traffic.sends
     along = autotp.explain(gpt(), 2, sequence_parallel=True)
     assert along.along_sequence and f"sequence    {along.along_sequence} operators are cut along it" in str(along)
