@@ -53,11 +53,12 @@ TESTS = (
 """Import, rules, capture, the graphs, verify, real ranks, pipelines and replicas, files, transformers and peft."""
 LIMIT = 1800  # seconds that the tests of a row may take
 OPENING = """Use Python 3.11, torch 2.13 and transformers 5.17: `constraints.txt` has them, and all tests run with
-them. This page says what else was tried. `make versions` makes a virtual environment for each row and runs the same tests in it: imports, the rules
-of all operators, capture, the graphs of a rank, `verify`, pipelines and replicas on real ranks, checkpoints, and the
-models of transformers and peft. The rows are a covering set, not the full product: each version of Python, of torch and
-of transformers is in at least one row; the oldest of torch and transformers are together in one row, and so are the
-newest. A row that could not run this time keeps what it said before, with its day."""
+them. This page says what else was tried. `make versions` makes a virtual environment for each row and runs the same
+tests in it: imports, the rules of all operators, capture, the graphs of a rank, `verify`, pipelines and replicas on
+real ranks, checkpoints, and the models of transformers and peft. The rows are a covering set, not the full product:
+each version of Python, of torch and of transformers is in at least one row; the oldest of torch and transformers are
+together in one row, and so are the newest. A row that could not run this time keeps what it said before, with its
+day."""
 
 CAUSES = """What is known of the failures of 2026-11-24. transformers 5.24 gives gradient checkpointing another name and
 warns of the old one, which peft 0.21 reads (in the tests a warning is an error); for adapters of its own it asks for
