@@ -22,14 +22,19 @@ COUNTS = ("cumulative_length", "cumulative_length_int")
 
 def is_state(x: Any) -> bool:
     """Whether an object is a key-value cache or a layer of one: it holds tensors, and a call changes it."""
-    return "transformers.cache_utils" in sys.modules and _is_of_states(type(x))  # type: ignore[arg-type]
+    if "transformers.cache_utils" not in sys.modules:
+        return False
+    kind: Any = type(x)
+    return _is_of_states(kind) if torch.compiler.is_compiling() else _known(kind)  # Dynamo knows no classes as keys.
 
 
-@cache
 def _is_of_states(kind: type) -> bool:
     caches = sys.modules["transformers.cache_utils"]
     names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
     return any(issubclass(kind, getattr(caches, name)) for name in names if hasattr(caches, name))
+
+
+_known = cache(_is_of_states)
 
 
 def shown_attribute(name: str, value: Any) -> Any:
