@@ -5,8 +5,8 @@ huggingface/transformers#39674 (open): Trainer scaled the loss by the number of 
 tensor-parallel model too. In huggingface/transformers#34194 (merged) users report that clipping fails on mixed tensors,
 and that saving fails.
 
-Nothing else is to be written. While all processes hold one parallel model, accelerate is shown one process. Several
-replicas are refused: `autotp.distribute` trains those.
+Nothing else is to be written. While all processes hold one parallel model, accelerate is shown one process. With `tp=2`
+on 4 processes it is shown two, which are replicas of one another (docs/works_with.md).
 """
 
 import copy
