@@ -28,7 +28,6 @@ THROUGH_A_PUBLIC_CALL = {
     "estimation/result": "estimation/test_estimate",
     "estimation/counts/operators": "estimation/counts/test_record",
     "estimation/counts/pieces": "estimation/counts/test_activations",
-    "estimation/seconds/times": "estimation/test_estimate",
     "hf/loops/accelerate_calls": "hf/loops/test_accelerator_methods",
     "hf/loops/accelerate_state": "hf/loops/test_replicas",
     "hf/loops/replica_collectives": "hf/loops/test_replicas",

@@ -26,6 +26,7 @@ TABLES = {
     ("passes/canonicalize/canonicalize.py", "REWRITES"),
     ("passes/canonicalize/causal_attention.py", "MEANINGS"),
     ("passes/canonicalize/functionalize.py", "SCATTERS"),
+    ("passes/emit/python_calls.py", "PYTHON_CALLS"),
     ("passes/lower/decompose.py", "EXPANSIONS"),
     ("passes/lower/localize.py", "FORMS"),
 }
