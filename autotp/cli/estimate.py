@@ -39,7 +39,7 @@ from autotp.training.pipeline.schedules import ENGINES
 RecomputeName = Enum("RecomputeName", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
 NONE = RecomputeName("none")
 OverlapName = Enum("OverlapName", {name: name for name in ("none", "batch")})  # type: ignore[misc]
-APART = OverlapName("none")
+NO_OVERLAP = OverlapName("none")
 Gpu = Annotated[str, typer.Option("--gpu", metavar="KIND|LINE", help=f"{', '.join(KINDS)}, or a line such as '{LINE}'")]
 Batch = Annotated[int, typer.Option("--batch", help="The rows of a step, over all replicas")]
 Dtype = Annotated[str, typer.Option("--dtype", help="The dtype of computation")]
@@ -61,7 +61,7 @@ def estimate_command(
     interleave: Annotated[int | None, typer.Option("--interleave", help="Stages of a rank, if interleaved")] = None,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Cut along the sequence, too")] = False,
     recompute: Annotated[RecomputeName, typer.Option("--recompute", help="What backward recomputes")] = NONE,
-    overlap: Annotated[OverlapName, typer.Option("--overlap", help="batch: halves of a batch take turns")] = APART,
+    overlap: Annotated[OverlapName, typer.Option("--overlap", help="batch: halves of a batch take turns")] = NO_OVERLAP,
     zero: Annotated[int, typer.Option("--zero", help="The stage of ZeRO")] = 0,
     dtype: Dtype = "bfloat16",
     compiled: Compiled = False,

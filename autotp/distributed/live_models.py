@@ -53,7 +53,7 @@ def sorted_by_model(tensors: Iterable[Tensor]) -> tuple[dict[nn.Module, dict[str
 
 
 def _named_parameters(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Returns a model's parameters as torch does, also where a module cannot be hashed.
+    """Yields a model's parameters as torch does, also where a module cannot be hashed.
 
     Optimizers of other models are checked with all live models: a model that torch cannot list must not stop them.
     """

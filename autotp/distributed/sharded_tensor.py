@@ -76,15 +76,15 @@ class Sharded(Tensor):
         raise _of_a_part(func)
 
 
-PROPERTIES = """
+_NAMES = """
     size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex
     is_signed is_inference is_conj is_neg get_device is_same_size is_pinned is_shared type detach has_names
     shape dtype device layout ndim nbytes itemsize names requires_grad is_leaf grad grad_fn output_nr _version _base
     is_sparse is_sparse_csr is_cuda is_cpu is_meta is_mps is_xpu is_xla is_hpu is_ipu is_maia is_mtia is_vulkan
     is_mkldnn is_quantized is_nested retains_grad __len__ __hash__ __repr__ __str__ __format__ __dir__ __deepcopy__
 """
+PROPERTIES = frozenset(_NAMES.split())
 """Attributes and methods that do not read values. Others could read memory that the wrapper does not have."""
-_PROPERTIES = frozenset(PROPERTIES.split())
 
 
 def _expect_about(func: Any) -> None:
@@ -92,7 +92,7 @@ def _expect_about(func: Any) -> None:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name not in _PROPERTIES:
+    if name not in PROPERTIES:
         raise _of_a_part(name)
 
 

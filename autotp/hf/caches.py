@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ def is_state(x: Any) -> bool:
     if "transformers.cache_utils" not in sys.modules:
         return False
     kind: Any = type(x)
-    return _is_of_states(kind) if torch.compiler.is_compiling() else _known(kind)  # Dynamo knows no classes as keys.
+    compiling = torch.compiler.is_compiling()  # Dynamo does not trace a function whose results are remembered.
+    return _is_of_states(kind) if compiling else _remembered(kind)
 
 
 def _is_of_states(kind: type) -> bool:
@@ -34,7 +35,7 @@ def _is_of_states(kind: type) -> bool:
     return any(issubclass(kind, getattr(caches, name)) for name in names if hasattr(caches, name))
 
 
-_known = cache(_is_of_states)
+_remembered = lru_cache(_is_of_states)
 
 
 def shown_attribute(name: str, value: Any) -> Any:

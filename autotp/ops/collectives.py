@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.errors import Error
-from autotp.ops.eager_mode import apply_plain, is_followed, is_plain
+from autotp.ops.eager_mode import apply_plain, is_observed, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
 
@@ -183,7 +183,7 @@ def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
 
 def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
-    joined = communicate("all_gather_into_tensor", _sent(part, dim), tp, group)
+    joined = communicate("all_gather_into_tensor", _to_send(part, dim), tp, group)
     whole = _put_together(joined, part, tp, dim, size, block, order_of(x))
     return torch.ops.aten._unsafe_view(whole, whole.shape)  # Writing into a view that a Function returns is an error.
 
@@ -195,7 +195,7 @@ def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     return _pad(x, dim, chunk_length(size // block, _seat(group)[1]) * block).contiguous()
 
 
-def _sent(part: Tensor, dim: int) -> Tensor:
+def _to_send(part: Tensor, dim: int) -> Tensor:
     """Returns a part as it is sent: ranks' parts are joined along the first dimension of this tensor."""
     rows = part.view(part.shape[dim:]) if dim and _is_outermost(part, dim) else part
     return rows.view(torch.uint8) if part.dtype in _AS_BYTES else rows
@@ -209,7 +209,7 @@ def _is_outermost(x: Tensor, dim: int) -> bool:
 def _put_together(
     joined: Tensor, part: Tensor, tp: int, dim: int, size: int, block: int, order: Sequence[int]
 ) -> Tensor:
-    """Joins padded parts along `dim`, from what a gather of `_sent(part)` gave: -> [... size ...]
+    """Joins padded parts along `dim`, from what a gather of `_to_send(part)` gave: -> [... size ...]
 
     NOTE [What torch finds]
     torch.compile can fuse a gather with the products that read it, and a product with its reduce-scatter. It finds
@@ -299,7 +299,7 @@ def communicate(name: str, *args: Any) -> Tensor:
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(getattr(ops, name)(args[0].resolve_conj().resolve_neg(), *args[1:]))
     with naming_lost(name, args[-1]):
-        return _ended(*_begun(name, args))
+        return _wait(*_launch(name, args))
 
 
 Started = Callable[[], Tensor]
@@ -309,7 +309,7 @@ Started = Callable[[], Tensor]
 def start_gather(x: Tensor, group: str, dim: int, size: int, block: int = 1) -> Started:
     """Starts an `all_gather`, without autograd."""
     part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
-    waits, order = _start("all_gather_into_tensor", _sent(part, dim), tp, group), list(range(x.dim()))
+    waits, order = _start("all_gather_into_tensor", _to_send(part, dim), tp, group), list(range(x.dim()))
     return lambda: _put_together(waits(), part, tp, dim, size, block, order)
 
 
@@ -330,19 +330,19 @@ def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> S
 def _start(name: str, *args: Any) -> Started:
     """Starts c10d's functional collective `name`. Starting and waiting raise Error as `communicate` does."""
     with naming_lost(name, args[-1]):
-        found, work = _begun(name, args)
+        found, work = _launch(name, args)
 
     def received() -> Tensor:
         with naming_lost(name, args[-1]):
-            return _ended(found, work)
+            return _wait(found, work)
 
     return received
 
 
-def _begun(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
+def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
-    own, x, rest = _OF_PROCESS_GROUPS.get(name), _in_memory(args[0]), args[1:]
-    if own is None or is_followed(x) or x.is_complex():
+    own, x, rest = _GROUP_METHODS.get(name), _in_memory(args[0]), args[1:]
+    if own is None or is_observed(x) or x.is_complex():
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
     return own(_process_group(rest[-1]), x, *rest[:-1])
 
@@ -358,7 +358,7 @@ def _in_memory(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg()
 
 
-def _ended(found: Tensor, work: dist.Work | None) -> Tensor:
+def _wait(found: Tensor, work: dist.Work | None) -> Tensor:
     """Waits for a collective, and returns its result."""
     if work is not None:
         work.wait()
@@ -369,7 +369,7 @@ def _ended(found: Tensor, work: dist.Work | None) -> Tensor:
 
 # ---- the methods of process groups
 # A functional collective and its wait pass torch's dispatcher for Python twice. Where nobody follows operators there,
-# the process group's own methods do the same work, and take a third of the time.
+# the process group's own methods do the same work, and take less than half of the time.
 
 _SUMS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -393,7 +393,7 @@ def _reduce_scattered(group: ProcessGroup, x: Tensor, op: str, size: int) -> tup
     return found, group._reduce_scatter_base(found, x.contiguous(), options)
 
 
-_OF_PROCESS_GROUPS: dict[str, Callable[..., tuple[Tensor, dist.Work]]] = {
+_GROUP_METHODS: dict[str, Callable[..., tuple[Tensor, dist.Work]]] = {
     "all_reduce_": _all_reduced_,
     "all_reduce": _all_reduced,
     "all_gather_into_tensor": _all_gathered,
@@ -432,7 +432,7 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
 class naming_lost:
     """A region of collectives over a group, in which their RuntimeErrors become Errors as `communicate` says.
 
-    A class, as its regions are entered 80 times in a step of a small model.
+    A class, because a step enters many such regions, and entering a generator takes longer.
     """
 
     __slots__ = ("before", "group", "thread", "what")

@@ -21,7 +21,7 @@ def is_plain(x: Tensor) -> bool:
     return not (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
-def is_followed(x: Tensor) -> bool:
+def is_observed(x: Tensor) -> bool:
     """True if other code than torch's own sees each operator on `x`: a dispatch mode, a transform, or a subclass."""
     own = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
     return not own or torch._C._len_torch_dispatch_stack() > 0

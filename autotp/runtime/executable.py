@@ -622,7 +622,7 @@ class Executable:
             raise Error("compile_blocks: without=('outline',) left no blocks", fix="torch.compile(model)")
         fused = None
         if async_tp:
-            _expect_async_tp(self.mesh, self.tree.settings, options)
+            _prepare_async_tp(self.mesh, self.tree.settings, options)
             fused = FusedPairs()
         for _, entry in self.entries:
             compile_blocks(entry.module, options, fused)
@@ -701,12 +701,11 @@ def expect_untraced(name: str) -> None:
         )
 
 
-def _expect_async_tp(mesh: Mesh, settings: Options, options: Mapping[str, Any]) -> None:
-    """Raises Error where torch could fuse no collective; else its groups get symmetric memory. All ranks call this."""
+def _prepare_async_tp(mesh: Mesh, settings: Options, options: Mapping[str, Any]) -> None:
+    """Gives the ranks symmetric memory; raises Error where torch could fuse no collective. All ranks call this."""
     backend = "" if mesh.group is None else backend_of(mesh.group, mesh.device.type)
     expect_async_tp(mesh.size, settings.sequence_parallel, mesh.device, backend, options.get("backend", "inductor"))
-    if mesh.group is not None:
-        enable_symmetric_memory(mesh.group)
+    enable_symmetric_memory(str(mesh.group))
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -218,18 +218,6 @@ def _written(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node
     return new
 
 
-def found_pairs(graph: fx.Graph) -> Pairs:
-    """Returns the collectives that torch finds beside a product which it can fuse."""
-    from torch._inductor.fx_passes import micro_pipeline_tp as pass_of_torch
-
-    gathers = [match.res_node for match in pass_of_torch.find_all_gather_patterns(graph)]
-    scattered = [match.input_node for match in pass_of_torch.find_reduce_scatter_patterns(graph)]
-    return Pairs(
-        sum(bool(pass_of_torch._find_consumer_matmuls(node)) for node in gathers),
-        sum(pass_of_torch._find_producer_matmul(node) is not None for node in scattered),
-    )
-
-
 def fused_pairs(graph: fx.Graph) -> Pairs:
     """Returns the collectives that torch has fused with products."""
     return _count(graph, "symm_mem", ("fused_all_gather_",), ("fused_matmul_reduce_scatter", "fused_scaled_matmul_red"))

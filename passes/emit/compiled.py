@@ -83,7 +83,7 @@ def _expect_collectives(module: nn.Module) -> None:
         raise Error(
             "compile_blocks(async_tp=True) would fuse nothing: no block of a graph has an all-gather or "
             "a reduce-scatter",
-            fix="a model with attention, whose sequences are not new in each call",
+            fix="a model whose plan has a line `sequence` with cut operators: print(model.plan)",
             alternative="compile_blocks()",
         )
 

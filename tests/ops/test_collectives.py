@@ -167,7 +167,7 @@ def test_meaning(name: str, label: str, n: int) -> None:
 # --- who runs a collective
 
 
-class Followed(TorchDispatchMode):
+class Observed(TorchDispatchMode):
     """A mode that notes the operators."""
 
     def __init__(self) -> None:
@@ -179,25 +179,25 @@ class Followed(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def run_followed(rank: int, n: int) -> list[str]:
+def run_observed(rank: int, n: int) -> list[str]:
     """The process group's own methods run; functional collectives where others see operators, and for complex sums."""
     group = dist.group.WORLD.group_name
 
     def uses_process_group(x: Tensor) -> bool:
-        found, work = collectives._begun("all_reduce", (x, "sum", group))
-        assert torch.equal(collectives._ended(found, work), n * x)
+        found, work = collectives._launch("all_reduce", (x, "sum", group))
+        assert torch.equal(collectives._wait(found, work), n * x)
         return work is not None
 
     x = torch.arange(3.0)
     assert uses_process_group(x) and uses_process_group(x.view(3, 1).expand(3, 2))
     assert not uses_process_group(x.to(torch.complex64))
-    with Followed() as mode:
+    with Observed() as mode:
         assert not uses_process_group(x)
     return mode.names
 
 
-def test_those_who_follow_operators_see_functional_collectives() -> None:
-    for names in run_ranks(run_followed, 2):
+def test_observers_of_operators_see_functional_collectives() -> None:
+    for names in run_ranks(run_observed, 2):
         assert "_c10d_functional.all_reduce" in names and "_c10d_functional.wait_tensor" in names
 
 

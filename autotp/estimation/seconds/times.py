@@ -65,7 +65,7 @@ class Times:
     turns: tuple[Turns, Turns] = (Turns(), Turns())
 
     def __add__(self, other: Times) -> Times:
-        """Returns the times of both, one after the other: `other` is behind in forward, and before in backward."""
+        """Returns the times of both, one after the other: `other` comes after in forward, and before in backward."""
         (ahead, back), (next_ahead, next_back) = self.turns, other.turns
         forward, backward = min(ahead.last, next_ahead.first), min(next_back.last, back.first)
         spent = added(self.spent, other.spent)
@@ -147,7 +147,7 @@ class _Ends:
         elif op.kind == "wait" and record.ops[op.waits].axis == "tp":
             self.last = seconds
         elif op.kind in WORK:
-            self.last = 0.0  # Its products come behind the sum.
+            self.last = 0.0  # Products follow the sum.
         self.first += seconds * (not self.sums)
 
     @property

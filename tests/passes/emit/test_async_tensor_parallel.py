@@ -88,7 +88,7 @@ def as_on_gpus(generates_code: bool = False) -> Iterator[None]:
         warnings.filterwarnings("ignore", "Raw SymInt value")  # Of torch's own pass.
         stack.enter_context(memory._test_mode())
         stack.enter_context(patch("torch.distributed.is_nccl_available", lambda: True))
-        stack.enter_context(patch.object(executable, "_expect_async_tp", lambda *_: None))
+        stack.enter_context(patch.object(executable, "_prepare_async_tp", lambda *_: None))
         stack.enter_context(patch.object(collectives, "_is_gloo", lambda *_: False))
         if not generates_code:
             short = partial(compile_fx.compile_fx, inner_compile=without_code)
@@ -231,7 +231,8 @@ REFUSED = {
     "no-attention": (
         2, True, False, {},
         "no block of a graph has an all-gather or a reduce-scatter\n"
-        "  try      a model with attention, whose sequences are not new in each call\n  or       compile_blocks()",
+        "  try      a model whose plan has a line `sequence` with cut operators: print(model.plan)\n"
+        "  or       compile_blocks()",
     ),
 }  # fmt: skip
 
