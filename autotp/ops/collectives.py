@@ -341,13 +341,13 @@ def _start(name: str, *args: Any) -> Started:
 
 def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
-    own, x, rest = _GROUP_METHODS.get(name), _in_memory(args[0]), args[1:]
+    own, x, rest = _GROUP_METHODS.get(name), in_memory(args[0]), args[1:]
     if own is None or is_observed(x) or x.is_complex():
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
     return own(_process_group(rest[-1]), x, *rest[:-1])
 
 
-def _in_memory(x: Tensor) -> Tensor:
+def in_memory(x: Tensor) -> Tensor:
     """Returns `x` with its values in memory: torch keeps that a tensor is conjugate or negative as a bit beside it.
 
     Raises:
@@ -426,7 +426,7 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """Returns the sums of several tensors over the group, in one collective. Raises Error as `communicate` does."""
     ops = torch.ops._c10d_functional
     with naming_lost("all_reduce_coalesced", group):
-        return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced([_in_memory(x) for x in xs], "sum", group)]
+        return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced([in_memory(x) for x in xs], "sum", group)]
 
 
 class naming_lost:

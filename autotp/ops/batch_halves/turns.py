@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.ops.collectives import _seat, copy, naming_lost, reduce
+from autotp.ops.collectives import _seat, copy, in_memory, naming_lost, reduce
 from autotp.ops.eager_mode import apply_plain, is_plain
 
 
@@ -83,6 +83,7 @@ def is_awaited(x: Tensor) -> bool:
 
 def start(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -> Tensor:
     """Starts an all-reduce; returns the tensor of its result, which is not there yet."""
+    x = in_memory(x)
     name = "all_reduce_" if fresh and x.is_contiguous() else "all_reduce"
     with naming_lost(name, str(group)):
         started = _sent(name, x, op, group)
@@ -200,7 +201,9 @@ class StartedCopy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (reduce(grad, ctx.group) if waits_now() else start_in_backward(grad, ctx.group, ctx.fresh)), None, None
+        if waits_now() or not is_plain(grad):
+            return reduce(grad, ctx.group), None, None
+        return start_in_backward(grad, ctx.group, ctx.fresh), None, None
 
 
 class WaitInBackward(torch.autograd.Function):
@@ -217,7 +220,7 @@ class WaitInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if waits_now():
+        if waits_now() or not is_plain(grad):
             return grad, None, None
         for sums in _running.values():
             sums.pop(_memory(grad), None)

@@ -36,6 +36,16 @@ def hessian_vector(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.autograd.functional.hvp(f, x, torch.ones_like(x))[1]
 
 
+def batched(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Gradients that torch batches the old way."""
+
+    def gradients(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(f(x), x, torch.arange(1.0, 4.0, dtype=x.dtype), is_grads_batched=True)[0]
+
+    return gradients
+
+
 WAYS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
     "value": lambda f: f,
     "grad": grad,
@@ -43,6 +53,7 @@ WAYS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]]
     "vmap-grad": lambda f: vmap(grad(f)),
     "jvp": lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),))[1],
     "hvp": hessian_vector,
+    "batched": batched,
     "compiled": lambda f: torch.compile(f, backend="aot_eager", fullgraph=True),
 }
 
@@ -55,6 +66,20 @@ def results(rank: int, n: int) -> dict[str, bool]:
 def test_two_steps_are_one() -> None:
     for found in run_ranks(results, 2):
         assert found == dict.fromkeys(WAYS, True)
+
+
+def of_lazy_values(rank: int, n: int) -> list[list[float]]:
+    """Sums of tensors whose memory has other values than they."""
+    z = torch.complex(torch.arange(1.0, 4.0), torch.arange(4.0, 7.0))
+    return [
+        finish(start_reduce(x, group(), fresh=fresh), group()).tolist()
+        for x in (torch._neg_view(torch.arange(1.0, 4.0)), z.conj().imag)
+        for fresh in (False, True)
+    ]
+
+
+def test_values_are_summed_and_not_the_memory_behind_them() -> None:
+    assert run_ranks(of_lazy_values, 2) == [[[-2.0, -4.0, -6.0]] * 2 + [[-8.0, -10.0, -12.0]] * 2] * 2
 
 
 def maximum(rank: int, n: int) -> list[float]:
