@@ -89,16 +89,23 @@ def called(node: ast.Call) -> str:
 
 
 @cache
-def calls(name: str) -> list[tuple[Path, ast.FunctionDef, ast.Call]]:
-    """The calls of a function, each in the innermost function that makes it."""
+def every_call() -> dict[str, list[tuple[Path, ast.FunctionDef, ast.Call]]]:
+    """Name -> the calls of this name, each in the innermost function that makes it."""
     found: dict[int, tuple[Path, ast.FunctionDef, ast.Call]] = {}
     for file, function in (entry for entries in functions().values() for entry in entries):
         for node in ast.walk(function):
-            if isinstance(node, ast.Call) and called(node) == name:
+            if isinstance(node, ast.Call):
                 before = found.get(id(node))
                 if before is None or before[1].lineno < function.lineno:
                     found[id(node)] = file, function, node
-    return list(found.values())
+    by_name: dict[str, list[tuple[Path, ast.FunctionDef, ast.Call]]] = {}
+    for call in found.values():
+        by_name.setdefault(called(call[2]), []).append(call)
+    return by_name
+
+
+def calls(name: str) -> list[tuple[Path, ast.FunctionDef, ast.Call]]:
+    return every_call().get(name, [])
 
 
 def assigned(function: ast.FunctionDef, name: str, before: int) -> list[ast.expr]:
