@@ -1,45 +1,67 @@
-"""Small configurations and inputs for any class of transformers, from the defaults of its configuration.
+"""Small models of any class of transformers, from the defaults of its configuration.
 
 `smallest(name)` returns a model of a class and the arguments of a call, or says why there are none. Nothing is
 downloaded. The rules go by the names of fields, not by model: `num_hidden_layers` and its kin become 2, widths are
-divided by one factor, vocabularies become small. Where the small model does not run, the widths stay.
+divided by one factor, vocabularies become small. Where the small model does not run, other ways are tried: heads are
+divided as well, fields that are None are filled, a field keeps its default, the model runs in eval mode only.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import re
-import warnings
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from support.hf_calls import VOCAB, Fields, call_of
+from torch import nn
+from transformers import BertConfig, PreTrainedConfig, ViTConfig, Wav2Vec2Config
 
-Fields = dict[str, Any]
 Model = tuple[nn.Module, Fields]
-BATCH, SEQ, VOCAB = 2, 8, 160
-FACTORS = (16, 8, 1)
-"""Widths are divided by the first of these with which the model runs."""
 
 LARGEST = 40_000_000
 """The most parameters of a model that is run."""
 
+SEARCH = 60
+"""The seconds after which no other way is tried."""
+
+ROUNDS = 3
+"""The most fields that keep their defaults."""
+
+TOO_MANY = "LookupError: N million parameters"
+
 LAYERS = re.compile(r"(num_\w*layers|n_layers?|\w*_layers|layers|num_blocks|depth|n_blocks|\w*_depth)$")
 NO_LAYERS = re.compile(r"(skip|freeze|mask|unused|shared|nextn|predict|cross|drop|decoder_layers_to|resid|feat|select)")
-DERIVED = ("transformers_version", "architectures", "dtype", "out_features", "out_indices", "stage_names")
-"""Fields that are computed of others, or say nothing of the model."""
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""The fields that say how many layers a model has."""
 
+DERIVED = ("transformers_version", "architectures", "dtype")
+"""Fields that say nothing of the model."""
+
+STAGES = ("out_features", "out_indices", "stage_names")
+"""Fields that name layers: they are computed of others, unless `depths` has a number for each stage."""
+
+EVERYWHERE = PreTrainedConfig().to_dict()
+"""The fields that each configuration has. Some constructors do not take them."""
+
+OFTEN = ("pad_token_id", "decoder_start_token_id", "num_key_value_heads")
+"""Fields that models read, and that their configurations may lack."""
+
+HEADS = re.compile(r"(\w*num_(\w+_)?heads|n_heads?|\w*_attention_heads|\w*_n_heads)$")
+HEAD_SIZES = re.compile(r"(\w*head_dim|qk_\w*_dim|d_kv|\w*d_head|rotary_dim)$")
+EXPERTS = re.compile(r"(\w*n(um)?_\w*experts|\w*expert_num)$")
 VOCABULARY = re.compile(r"(\w*_)?vocab_size(_\w+)?$")
 TOKEN = re.compile(r"\w*(token_id|_token_index|_idx|token_ids?)$")
 NO_WIDTHS = re.compile(r"(num_channels|in_channels|in_chans|num_mel_bins|input_channels|out_channels|rotary_dim)$")
 WIDTHS = re.compile(
     r"(\w*hidden_size\w*|d_model|n_embd|\w*embed_dim|\w*_dim|dim|\w*intermediate_size|\w*ffn_dim|d_ff|d_kv|d_inner|"
     r"n_inner|\w*_rank|\w*hidden_sizes|\w*channels|\w*embed_dims|width|\w*embedding_size|head_dim|ffn_hidden_size|"
-    r"\w*projection_size|\w*_hidden_dims?|neck_hidden_sizes|fusion_hidden_size|conv_dim|tdnn_dim)$"
+    r"\w*projection_size|\w*_hidden_dims?|neck_hidden_sizes|fusion_hidden_size|conv_dim|tdnn_dim|pooler_output_size)$"
 )
 
 
@@ -57,189 +79,231 @@ def classes() -> dict[str, str]:
 
 
 def smallest(name: str) -> Model:
-    """Returns a small model of a class in float64, and arguments with which it runs in training mode.
+    """Returns a small model of a class in float64, and arguments with which it runs in its present mode.
+
+    The mode is eval where the model does not run in training mode.
 
     Raises:
         LookupError: transformers has no such class, or no small configuration of it runs; the text says why.
     """
-    kind = getattr(transformers, name, None)
-    if kind is None or getattr(kind, "config_class", None) is None:
-        raise LookupError("transformers does not export it, or it has no configuration")
-    reasons = []
-    for factor in FACTORS:
-        try:
-            config = shrunk(kind.config_class, factor)
-            with torch.device("meta"):
-                count = sum(p.numel() for p in kind(copy.deepcopy(config)).parameters())
-            if count > LARGEST:
-                raise LookupError(f"{count / 1e6:.0f} million parameters")
-            torch.manual_seed(0)
-            model = kind(config).double()
-            return model, call_of(model)
-        except Exception as error:
-            reasons.append(
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            )
-    raise LookupError(reasons[0])
+    try:
+        kind = getattr(transformers, name)
+        default = _default(kind)
+    except Exception as error:
+        raise LookupError(f"transformers does not export it, or it has no configuration: {_first(error)}") from error
+    ends, problem = time.monotonic() + SEARCH, ""
+    for train, way in product((True, False), WAYS):
+        found = _built(kind, default, way, train)
+        if not isinstance(found, str):
+            return found
+        problem = problem or found
+        if time.monotonic() > ends:
+            break
+    for train, heads in product((True, False), (False, True)):
+        found = _relaxed(kind, default, Way(8, heads), train, ends)
+        if not isinstance(found, str):
+            return found
+    raise LookupError(problem)
+
+
+# ---- ways
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to make a configuration small.
+
+    Attributes:
+        factor: what widths are divided by.
+        heads: the numbers of heads are divided too, and heads keep their size; there are few experts, and fields that
+            are None are filled.
+        kept: the fields that keep their defaults.
+    """
+
+    factor: int
+    heads: bool = False
+    kept: frozenset[str] = frozenset()
+
+
+WAYS = (Way(16), Way(8), Way(16, heads=True), Way(8, heads=True), Way(4, heads=True), Way(4), Way(1))
+"""The first with which the model runs is taken."""
+
+
+def _relaxed(kind: Any, default: Fields, way: Way, train: bool, ends: float) -> Model | str:
+    """Returns a model in which some fields keep their defaults: a field more, as long as the error becomes another."""
+    problem = _built(kind, default, way, train) if time.monotonic() < ends else "LookupError: no time is left"
+    for _ in range(ROUNDS):
+        if not isinstance(problem, str):
+            return problem
+        better: tuple[Way, str] | None = None
+        for field in sorted(_changed(default, _small(default, way)) - way.kept):
+            if time.monotonic() > ends:
+                return problem
+            wider = replace(way, kept=way.kept | {field})
+            found = _built(kind, default, wider, train)
+            if not isinstance(found, str):
+                return found
+            if better is None and _kind_of(found) not in (_kind_of(problem), TOO_MANY):
+                better = wider, found
+        if better is None:
+            return problem
+        way, problem = better
+    return problem
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the fields that differ, also in inner configurations."""
+    found = set[str]()
+    for key, value in after.items():
+        if isinstance(value, Mapping) and isinstance(before.get(key), Mapping):
+            found |= _changed(before[key], value)
+        elif value != before.get(key):
+            found.add(key)
+    return found
+
+
+def _kind_of(error: str) -> str:
+    """Returns the text of an error without numbers."""
+    return re.sub(r"\d+", "N", error)
+
+
+def _built(kind: Any, default: Fields, way: Way, train: bool) -> Model | str:
+    """Returns a model and its arguments; the text of the error where it is not built or does not run."""
+    try:
+        config = shrunk(kind.config_class, default, way)
+        with torch.device("meta"):
+            count = sum(p.numel() for p in kind(copy.deepcopy(config)).parameters())
+        if count > LARGEST:
+            raise LookupError(f"{count / 1e6:.0f} million parameters")
+        torch.manual_seed(0)
+        model = kind(config).double().train(train)
+        return model, call_of(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {_first(error)}"
+
+
+def _first(error: Exception) -> str:
+    """Returns the first paragraph of an error in one line."""
+    return " ".join(str(error).strip().split("\n\n")[0].split())
 
 
 # ---- configurations
 
 
-def shrunk(kind: Any, factor: int) -> Any:
-    """Returns a small configuration of a class of configurations; widths are divided by `factor`."""
-    fields = kind().to_dict()
-    config = kind.from_dict(_small(fields, factor))
+def _default(kind: Any) -> Fields:
+    """Returns the fields of the default configuration of a class of models; inner configurations that have no default
+    are those of `PARTS`."""
+    config = kind.config_class
+    try:
+        return dict(config().to_dict())
+    except Exception:
+        missing = {key: _part(key, kind.main_input_name) for key, one in config.sub_configs.items()}
+        return dict(config(**missing, pad_token_id=1, decoder_start_token_id=2).to_dict())
+
+
+def _part(key: str, main: str) -> Fields:
+    """Returns the fields of an inner configuration that may be of any kind."""
+    if key == "decoder":
+        return dict(BertConfig(is_decoder=True, add_cross_attention=True).to_dict())
+    kinds = {"pixel_values": ViTConfig, "inputs": Wav2Vec2Config, "input_values": Wav2Vec2Config}
+    one = ViTConfig if key.startswith("vision") else kinds.get(main, BertConfig) if key == "encoder" else BertConfig
+    return dict(one().to_dict())
+
+
+def shrunk(kind: Any, default: Fields, way: Way) -> Any:
+    """Returns a small configuration of a class of configurations, from the fields of its default."""
+    config = kind.from_dict(_small(default, way))
     config.use_cache = False
     for one in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         one._experts_implementation = "batched_mm"  # It has float64, and no loop over the experts that are hit.
     return config
 
 
-def _small(fields: Mapping[str, Any], factor: int) -> Fields:
-    depth = next(
-        (fields[key] for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if fields.get(key)), 0
-    )
+def _small(fields: Mapping[str, Any], way: Way) -> Fields:
+    depth = next((fields[key] for key in DEPTHS if fields.get(key)), 0)
+    if "depths" in fields:
+        depth = 0  # `depths` says it: lists have a value for each stage.
     found = {}
     for key, value in fields.items():
-        if key in DERIVED:
+        if key in DERIVED or (key in STAGES and "depths" not in fields):
             continue
-        if isinstance(value, dict):
-            found[key] = _small({k: v for k, v in value.items() if not str(k).isdigit() or int(k) < 2}, factor)
+        if way.heads and key in EVERYWHERE and value == EVERYWHERE[key]:
+            continue
+        if key in way.kept:
+            found[key] = value
+        elif isinstance(value, dict):
+            found[key] = _small({k: v for k, v in value.items() if not str(k).isdigit() or int(k) < 2}, way)
         else:
-            found[key] = _small_value(key, value, factor, depth if isinstance(depth, int) else 0)
-    return found
+            found[key] = _small_value(key, value, way, depth if isinstance(depth, int) else 0)
+    if "depths" not in fields and isinstance(fields.get("out_indices"), (list, tuple)):
+        found |= _stages(fields, found)
+    return found | _filled(fields, found) if way.heads and "model_type" in fields else found
 
 
-def _small_value(key: str, value: Any, factor: int, depth: int) -> Any:
+def _stages(fields: Mapping[str, Any], small: Fields) -> Fields:
+    """Returns the number of layers of a backbone, and which of them it returns: as many as before, the last."""
+    key = next((key for key in DEPTHS if key in fields), None)
+    if key is None:
+        return {}
+    wanted = len(fields["out_indices"])
+    layers = max(small[key], wanted)
+    return {key: layers, "out_indices": list(range(layers - wanted + 1, layers + 1))}
+
+
+def _filled(fields: Mapping[str, Any], small: Fields) -> Fields:
+    """Returns fields that are None in a default, and that models need: heads, padding, kinds of layers."""
+    heads, width = small.get("num_attention_heads"), small.get("hidden_size")
+    found: Fields = {
+        "pad_token_id": 1,
+        "decoder_start_token_id": 2,
+        "prediction_length": 4,
+        "layer_types": ["full_attention"] * small.get("num_hidden_layers", 0),
+        "default_language": next(iter(fields.get("languages") or []), None),
+    }
+    if isinstance(heads, int) and heads:
+        found["num_key_value_heads"] = heads
+        found |= {"head_dim": width // heads} if isinstance(width, int) else {}
+    return {key: value for key, value in found.items() if fields.get(key) is None and (key in fields or key in OFTEN)}
+
+
+def _small_value(key: str, value: Any, way: Way, depth: int) -> Any:
     number = isinstance(value, int) and not isinstance(value, bool)
+    key = str(key)
     if number and LAYERS.match(key) and not NO_LAYERS.search(key):
         return min(value, 2)
     if number and VOCABULARY.match(key):
         return min(value, VOCAB)
     if number and TOKEN.match(key):
         return value if 0 <= value < 8 or value < 0 else VOCAB - 2 - value % 16
+    if way.heads and HEAD_SIZES.match(key):
+        return value
+    if way.heads and HEADS.match(key) and (number or isinstance(value, (list, tuple))):
+        return _each(value, lambda one: _divisor(one, way.factor))
+    if way.heads and number and EXPERTS.match(key):
+        return min(value, 16)
     if number and WIDTHS.match(key) and not NO_WIDTHS.search(key):
-        return _width(value, factor)
+        return _width(value, way.factor)
     if number and key.startswith("max_") and "position" in key:
         return min(value, 1024)
     if not isinstance(value, (list, tuple)) or not value:
         return value
-    if key.endswith("depths"):
+    if key.endswith(("depths", "block_repeats")):
         return [min(one, 2) for one in value]
     if depth > 2 and len(value) == depth:
-        return [value[0], value[-1]]
-    if all(isinstance(one, int) for one in value) and WIDTHS.match(key):
-        return [_width(one, factor) for one in value]
+        return [value[0], next((one for one in value if one != value[0]), value[0])]
+    if all(isinstance(one, int) for one in value) and WIDTHS.match(key) and not (way.heads and NO_WIDTHS.match(key)):
+        return [_width(one, way.factor) for one in value]
     return value
+
+
+def _each(value: Any, change: Callable[[int], int]) -> Any:
+    return change(value) if isinstance(value, int) else [change(one) for one in value]
+
+
+def _divisor(heads: int, factor: int) -> int:
+    """Returns the largest number of heads that divides `heads`, and is at most `heads / factor`, or 1."""
+    return next((n for n in range(max(heads // factor, 1), 0, -1) if heads % n == 0), heads)
 
 
 def _width(value: int, factor: int) -> int:
     return value // factor if value % factor == 0 and value // factor >= 2 else value
-
-
-# ---- calls
-
-
-def call_of(model: nn.Module) -> Fields:
-    """Returns arguments with which a model runs: with labels if it takes them.
-
-    Raises:
-        Exception: that of the first of the calls which were tried.
-    """
-    first: Exception | None = None
-    for call in _calls(model):
-        try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                model.train()(**call)
-            return call
-        except Exception as error:
-            first = first or error
-    raise first or LookupError("no arguments are known")
-
-
-def _calls(model: Any) -> Iterator[Fields]:
-    names = set(inspect.signature(model.forward).parameters)
-    for base in _bases(model, names):
-        for labels in _labels(model, names, base):
-            yield base | labels
-        yield base
-
-
-def _bases(model: Any, names: set[str]) -> Iterator[Fields]:
-    tokens = torch.arange(BATCH * SEQ).view(BATCH, SEQ) * 17 % (VOCAB - 40) + 9
-    main, config = model.main_input_name, model.config
-    end = _field(config, "eos_token_id", None)
-    tokens[:, -1] = end if isinstance(end, int) and 0 <= end < VOCAB else VOCAB - 40
-    if type(model).__name__.endswith("MultipleChoice"):
-        tokens = tokens.unsqueeze(1).expand(-1, 2, -1).contiguous()
-    found: Fields = {}
-    if "input_ids" in names:
-        found["input_ids"] = tokens
-        if "attention_mask" in names:
-            found["attention_mask"] = torch.ones_like(tokens)
-    if "decoder_input_ids" in names and "labels" not in names:
-        found["decoder_input_ids"] = tokens
-    if "bbox" in names:
-        found["bbox"] = torch.arange(4).expand(BATCH, SEQ, 4) * 9
-    pixels = _pixels(config)
-    inputs: dict[str, list[Tensor]] = {
-        "pixel_values": pixels,
-        "pixel_values_videos": [x.unsqueeze(1).expand(-1, _field(config, "num_frames", 2), -1, -1, -1) for x in pixels],
-        "input_values": [_wave(4000), _wave(1, 4000), _wave(1024, 128)],
-        "input_features": [_wave(_field(config, "num_mel_bins", 80), 2 * _field(config, "max_source_positions", 50)),
-                           _wave(64, _field(config, "num_mel_bins", 80))],
-    }  # fmt: skip
-    if main in inputs and "input_ids" not in names:
-        others = {k: v for k, v in found.items() if k.startswith("decoder")}
-        yield from ({main: x, **others} for x in inputs[main])
-        yield from ({main: x.unsqueeze(1).expand(-1, 2, -1, -1, -1), **others} for x in pixels)
-    else:
-        if "pixel_values" in names:
-            yield from ({**found, "pixel_values": x} for x in pixels)
-        for key in ("input_features", "input_values"):
-            if key in names:
-                yield from ({**found, key: x} for x in inputs[key])
-        if found:
-            yield found
-
-
-def _wave(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(BATCH, *shape, dtype=torch.float64, generator=generator)
-
-
-def _pixels(config: Any) -> list[Tensor]:
-    size, channels = _field(config, "image_size", 224), _field(config, "num_channels", 3)
-    sizes = [size] if isinstance(size, int) else list(size) if isinstance(size, (list, tuple)) else [224]
-    height, width = (sizes * 2)[:2]
-    found = [_wave(channels, height, width)]
-    return found if height == 64 else [*found, _wave(channels, 64, 64)]
-
-
-def _field(config: Any, name: str, otherwise: Any) -> Any:
-    """Returns a field of a configuration, or of the first inner configuration that has it."""
-    inner = [
-        getattr(config, key, None)
-        for key in ("text_config", "vision_config", "audio_config", "encoder", "backbone_config")
-    ]
-    values = (getattr(one, name, None) for one in (config, *inner) if one is not None)
-    return next((value for value in values if value is not None), otherwise)
-
-
-def _labels(model: Any, names: set[str], base: Fields) -> Iterator[Fields]:
-    rows = torch.arange(BATCH)
-    if {"start_positions", "end_positions"} <= names:
-        yield {"start_positions": rows, "end_positions": rows + 2}
-    if "labels" not in names:
-        return
-    if "input_ids" in base:
-        tokens = base["input_ids"]
-        sequence, each = ("ForSequenceClassification", "ForImageClassification"), type(model).__name__
-        by_row = each.endswith((*sequence, "ForMultipleChoice"))
-        yield from ({"labels": x} for x in ((rows % 2, tokens) if by_row else (tokens, rows % 2)))
-        yield {"labels": tokens % 2}
-    else:
-        yield {"labels": rows % 2}
-        yield {"labels": torch.arange(BATCH * 4).view(BATCH, 4) % 20 + 5}

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from support.hf_shrink import smallest
 
@@ -34,6 +35,7 @@ SLOW, LARGE, UNBUILT = "too slow", "too large", "not built"
 OUTCOMES = (RIGHT, REFUSED, WRONG, CRASHED, SLOW, LARGE, UNBUILT)
 MEMORY = 8 * 2**30
 """The most bytes of a process that verifies a class: a machine of 16 GB has room for two."""
+EVAL_ONLY = "in eval mode only: it does not run in training mode on one device"
 TOO_LARGE = f"more than {MEMORY >> 30} GiB"
 NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "MemoryError")
 
@@ -45,7 +47,7 @@ class Walked:
     Attributes:
         name: the class.
         outcome: one of `OUTCOMES`; "too large" ended at `MEMORY`.
-        message: the first line of the error, or the largest difference; "" if the outcome is right.
+        message: the first line of the error, or the largest difference; "" if the outcome is right in both modes.
         place: the line of the model that an error names, or the line of autotp that crashed.
         arguments: the names of the arguments of the call.
         share: the share of the parameters in numbered blocks that is cut, the smallest over all tp.
@@ -134,6 +136,7 @@ def _child(result: Connection, name: str, sizes: Sequence[int]) -> None:
         os.dup2(nowhere.fileno(), 2)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
     result.send(asdict(verified(name, sizes)))
 
 
@@ -144,10 +147,10 @@ def verified(name: str, sizes: Sequence[int]) -> Walked:
     except LookupError as error:
         large = _is_out_of_memory(error)
         return Walked(name, LARGE, TOO_LARGE) if large else Walked(name, UNBUILT, str(error)[:200])
-    arguments, shares = tuple(call), []
+    arguments, shares, modes = tuple(call), [], (True, False) if model.training else (False,)
     try:
         for tp in sizes:
-            for train in (True, False):
+            for train in modes:
                 report = autotp.verify(model.train(train), tp, example_inputs=call)
                 if not report.ok:
                     return Walked(name, WRONG, f"tp={tp}: {report.worst}", arguments=arguments)
@@ -159,7 +162,7 @@ def verified(name: str, sizes: Sequence[int]) -> Walked:
             return refused(name, str(error), arguments)
         first = (str(error).strip().splitlines() or [""])[0]
         return Walked(name, CRASHED, f"{type(error).__name__}: {first}"[:300], _ours(error), arguments)
-    return Walked(name, RIGHT, arguments=arguments, share=round(min(shares), 3))
+    return Walked(name, RIGHT, "" if True in modes else EVAL_ONLY, arguments=arguments, share=round(min(shares), 3))
 
 
 def refused(name: str, error: str, arguments: tuple[str, ...] = ()) -> Walked:

@@ -1,11 +1,12 @@
 """The walk over all classes of transformers: small models by rules, a file that goes on, a page."""
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from support import hf_walk
-from support.hf_shrink import classes, smallest
+from support import hf_shrink, hf_walk
+from support.hf_shrink import Way, classes, smallest
 from support.hf_walk import LARGE, MEMORY, RIGHT, UNBUILT, Walked, page, read, sampled, verified, walk
 from torch import Tensor, nn
 
@@ -14,12 +15,63 @@ from torch import Tensor, nn
     ("BertForMaskedLM", {"input_ids", "attention_mask", "labels"}),
     ("ViTForImageClassification", {"pixel_values", "labels"}),
     ("WhisperForConditionalGeneration", {"input_features", "labels"}),
+    ("Starcoder2ForSequenceClassification", {"input_ids", "attention_mask", "labels"}),  # It needs a token for padding.
+    ("VisionEncoderDecoderModel", {"pixel_values", "labels"}),  # Its configuration has no defaults.
 ])  # fmt: skip
 def test_small_models_run(name: str, arguments: set[str]) -> None:
     model, call = smallest(name)
     assert set(call) == arguments and name in classes()
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
     assert model(**call).loss.isfinite()
+
+
+@pytest.mark.parametrize(("name", "arguments"), [
+    ("DepthAnythingForDepthEstimation", {"pixel_values"}),  # Its neck needs four layers of the backbone.
+    ("Qwen3VLVisionModel", {"hidden_states", "grid_thw"}),
+    ("Swinv2Model", {"pixel_values"}),  # It has as many numbers of heads as stages.
+    ("GraniteSpeech5ForCTC", {"input_features"}),  # As wide as its first layer.
+    ("PatchTSTForRegression", {"past_values"}),
+])  # fmt: skip
+def test_small_models_of_images_sounds_and_series_run(name: str, arguments: set[str]) -> None:
+    model, call = smallest(name)
+    assert arguments <= set(call) and model.training
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+
+
+def test_a_model_that_does_not_train_is_in_eval_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = smallest("ReformerForMaskedLM")  # In training its sequence has one length.
+    assert not model.training
+    monkeypatch.setattr(hf_walk, "smallest", lambda name: (nn.Linear(4, 4).eval(), {"input": torch.ones(2, 4)}))
+    found = verified("Linear", (2,))
+    assert (found.outcome, found.message) == (RIGHT, hf_walk.EVAL_ONLY)
+
+
+def test_fields_keep_their_defaults_where_a_model_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second field is tried with the first one whose default changes the error."""
+    model = nn.Linear(1, 1), dict[str, object]()
+    tried = []
+
+    def built(kind: object, default: object, way: Way, train: bool) -> object:
+        tried.append(sorted(way.kept))
+        wanted = [field for field in ("hidden_size", "vocab_size") if field not in way.kept]
+        return f"needs {wanted[0]} of {len(tried)}" if wanted else model
+
+    monkeypatch.setattr(hf_shrink, "_built", built)
+    default = {"hidden_size": 64, "vocab_size": 900, "intermediate_size": 256, "eps": 1.0}
+    assert hf_shrink._relaxed(None, default, Way(8), train=True, ends=time.monotonic() + 9) is model
+    assert tried == [[], ["hidden_size"], ["intermediate_size"], ["vocab_size"], ["hidden_size", "intermediate_size"],
+                     ["hidden_size", "vocab_size"]]  # fmt: skip
+
+
+def test_heads_are_divided() -> None:
+    small = hf_shrink._small({"num_attention_heads": 12, "head_dim": 64, "hidden_size": 768}, Way(8, heads=True))
+    assert small == {"num_attention_heads": 1, "head_dim": 64, "hidden_size": 96}
+
+
+def test_two_layers_of_different_kinds_are_left() -> None:
+    kinds = ["local", "local", "local", "global"] * 2
+    small = hf_shrink._small({"num_hidden_layers": 8, "layer_types": kinds}, Way(16))
+    assert small == {"num_hidden_layers": 2, "layer_types": ["local", "global"]}
 
 
 def test_what_does_not_run_says_why() -> None:
