@@ -233,7 +233,7 @@ def main() -> None:
         "--limit",
         type=int,
         default=240,
-        help="seconds for each class of --all, and for each model and size of --libraries",
+        help="seconds: of the processor for each class of --all; for each model and size of --libraries",
     )
     args = parser.parse_args()
     if args.libraries is not None:

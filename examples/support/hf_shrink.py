@@ -30,6 +30,9 @@ LARGEST = 40_000_000
 SEARCH = 60
 """The seconds after which no other way is tried."""
 
+LARGE_IMAGE = 256
+"""The largest side of an image that is not made smaller."""
+
 ROUNDS = 3
 """The most fields that keep their defaults."""
 
@@ -37,6 +40,9 @@ TOO_MANY = "LookupError: N million parameters"
 
 LAYERS = re.compile(r"(num_\w*layers|n_layers?|\w*_layers|layers|num_blocks|depth|n_blocks|\w*_depth)$")
 NO_LAYERS = re.compile(r"(skip|freeze|mask|unused|shared|nextn|predict|cross|drop|decoder_layers_to|resid|feat|select)")
+BLOCKS = ("depths", "block_repeats", "block_sizes", "blocks_per_stage")
+"""How the fields end that say how many layers each stage has."""
+
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """The fields that say how many layers a model has."""
 
@@ -61,7 +67,7 @@ NO_WIDTHS = re.compile(r"(num_channels|in_channels|in_chans|num_mel_bins|input_c
 WIDTHS = re.compile(
     r"(\w*hidden_size\w*|d_model|n_embd|\w*embed_dim|\w*_dim|dim|\w*intermediate_size|\w*ffn_dim|d_ff|d_kv|d_inner|"
     r"n_inner|\w*_rank|\w*hidden_sizes|\w*channels|\w*embed_dims|width|\w*embedding_size|head_dim|ffn_hidden_size|"
-    r"\w*projection_size|\w*_hidden_dims?|neck_hidden_sizes|fusion_hidden_size|conv_dim|tdnn_dim|pooler_output_size)$"
+    r"\w*projection_size|\w*_hidden_dims?|neck_hidden_sizes|fusion_hidden_size|conv_dim|tdnn_dim|pooler_output_size|embed_dim_per_stage)$"
 )
 
 
@@ -115,8 +121,8 @@ class Way:
 
     Attributes:
         factor: what widths are divided by.
-        heads: the numbers of heads are divided too, and heads keep their size; there are few experts, and fields that
-            are None are filled.
+        heads: the numbers of heads are divided too; heads and images keep their size; there are few experts, and
+            fields that are None are filled.
         kept: the fields that keep their defaults.
     """
 
@@ -237,7 +243,18 @@ def _small(fields: Mapping[str, Any], way: Way) -> Fields:
             found[key] = _small_value(key, value, way, depth if isinstance(depth, int) else 0)
     if "depths" not in fields and isinstance(fields.get("out_indices"), (list, tuple)):
         found |= _stages(fields, found)
+    if not way.heads and isinstance(fields.get("image_size"), int):
+        found["image_size"] = _side(fields["image_size"], fields.get("patch_size"))
     return found | _filled(fields, found) if way.heads and "model_type" in fields else found
+
+
+def _side(size: int, patch: Any) -> int:
+    """Returns the side of an image: of eight patches, or a quarter, if it is large."""
+    if size <= LARGE_IMAGE:
+        return size
+    if isinstance(patch, int) and size % patch == 0:
+        return min(8 * patch, size)
+    return size // 4 if size % 128 == 0 else size
 
 
 def _stages(fields: Mapping[str, Any], small: Fields) -> Fields:
@@ -287,7 +304,7 @@ def _small_value(key: str, value: Any, way: Way, depth: int) -> Any:
         return min(value, 1024)
     if not isinstance(value, (list, tuple)) or not value:
         return value
-    if key.endswith(("depths", "block_repeats")):
+    if key.endswith(BLOCKS):
         return [min(one, 2) for one in value]
     if depth > 2 and len(value) == depth:
         return [value[0], next((one for one in value if one != value[0]), value[0])]

@@ -35,6 +35,8 @@ SLOW, LARGE, UNBUILT = "too slow", "too large", "not built"
 OUTCOMES = (RIGHT, REFUSED, WRONG, CRASHED, SLOW, LARGE, UNBUILT)
 MEMORY = 8 * 2**30
 """The most bytes of a process that verifies a class: a machine of 16 GB has room for two."""
+BUSY = 6
+"""A class has this many times its limit on the clock: other programs may keep the processor busy."""
 EVAL_ONLY = "in eval mode only: it does not run in training mode on one device"
 TOO_LARGE = f"more than {MEMORY >> 30} GiB"
 NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "MemoryError")
@@ -90,7 +92,7 @@ def walk(
         sizes: the numbers of tensor-parallel ranks.
         file: has a line for each class; new lines are added.
         jobs: number of processes.
-        limit: seconds for each class.
+        limit: seconds of the processor for each class.
         again: outcomes; classes that the file has with one of these are verified once more.
         look: verifies a name for these sizes within the limit; None verifies a class in a process of its own.
     """
@@ -115,22 +117,25 @@ def _by_itself(name: str, sizes: Sequence[int], limit: int) -> Walked:
     """Verifies a class in a process of its own."""
     start, context = time.perf_counter(), get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(there, name, sizes))
+    process = context.Process(target=_child, args=(there, name, sizes, limit))
     process.start()
     there.close()
+    slow = Walked(name, SLOW, f"no end after {limit} s")
     try:
-        found = Walked(**here.recv()) if here.poll(limit) else Walked(name, SLOW, f"no end after {limit} s")
+        found = Walked(**here.recv()) if here.poll(BUSY * limit) else slow
     except EOFError:
         process.join()
-        found = Walked(name, CRASHED, f"the process ended with status {process.exitcode}")
+        ended = Walked(name, CRASHED, f"the process ended with status {process.exitcode}")
+        found = slow if process.exitcode == -signal.SIGXCPU else ended
     process.kill()
     process.join()
     return Walked(**asdict(found) | {"seconds": round(time.perf_counter() - start, 1)})
 
 
-def _child(result: Connection, name: str, sizes: Sequence[int]) -> None:
+def _child(result: Connection, name: str, sizes: Sequence[int], limit: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
@@ -201,8 +206,8 @@ PAGE = """# All of transformers
 `python examples/hf_coverage.py --all` wrote this page, with torch {torch} and transformers {transformers}. It takes
 each class of the `Auto` mappings, and makes its default configuration small by rules that know no model: two layers,
 narrow, a small vocabulary. It compares the outputs and every gradient with those of one device, in train and in eval
-mode, in float64, for tp in {sizes}. Each class runs in a process of its own, with a limit of {limit} seconds and
-{memory} GiB.
+mode, in float64, for tp in {sizes}. Each class runs in a process of its own, with a limit of {limit} seconds of the
+processor and {memory} GiB.
 
 **{right} of the {run} classes that could be built are right.** {counts}.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import hf_shrink, hf_walk
 from support.hf_shrink import Way, classes, smallest
-from support.hf_walk import LARGE, MEMORY, RIGHT, UNBUILT, Walked, page, read, sampled, verified, walk
+from support.hf_walk import LARGE, MEMORY, RIGHT, SLOW, UNBUILT, Walked, page, read, sampled, verified, walk
 from torch import Tensor, nn
 
 
@@ -101,6 +101,20 @@ def test_a_walk_goes_on_after_a_model_without_end(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(hf_walk, "smallest", lambda name: (Large(4, 4), {"x": torch.ones(2, 4)}))
     (found,) = walk(["Large"], (2,), tmp_path / "found.jsonl")
     assert (found.outcome, found.message) == (LARGE, "more than 8 GiB")
+
+
+class Endless(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        while True:
+            pass
+
+
+def test_a_model_gets_no_more_time_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is that of the processor: a busy machine does not make a model slow."""
+    monkeypatch.setattr(hf_walk, "smallest", lambda name: (Endless(4, 4), {"x": torch.ones(2, 4)}))
+    monkeypatch.setattr(hf_walk, "BUSY", 1000)
+    (found,) = walk(["Endless"], (2,), tmp_path / "found.jsonl", limit=1)
+    assert (found.outcome, found.message) == (SLOW, "no end after 1 s")
 
 
 def test_the_start_of_a_walk_is_a_sample() -> None:
