@@ -3,6 +3,7 @@
     python examples/hf_coverage.py --jobs 2                          # all, in a quarter of an hour: docs/coverage.md
     python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
     python examples/hf_coverage.py --all --jobs 2                    # every class, in hours: docs/coverage_all.md
+    python examples/hf_coverage.py --all --write                     # docs/coverage_all.md, of the classes so far
     python examples/hf_coverage.py --sequences --jobs 2              # sequences cut over ranks: docs/coverage.md
     python examples/hf_coverage.py --sequences --families t5 --write # some rows of it
     python examples/hf_coverage.py --libraries                       # timm, diffusers and others, on real ranks
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from support.hf_families import FAMILIES
 from support.hf_shrink import classes
-from support.hf_walk import CRASHED, OUTCOMES, RIGHT, WRONG, page, sampled, walk
+from support.hf_walk import CRASHED, OUTCOMES, RIGHT, WRONG, Walked, page, read, sampled, walk
 from support.library_walk import RESULTS as OF_LIBRARIES
 from support.library_walk import libraries
 from torch import nn
@@ -223,7 +224,11 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
     parser.add_argument("--tp", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--jobs", type=int, default=1, help="number of processes; each verifies one family at a time")
-    parser.add_argument("--write", action="store_true", help="with --families: write their rows into docs/coverage.md")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="with --families: write their rows; with --all: write the page of the results so far",
+    )
     parser.add_argument("--sequences", action="store_true", help="the table of sequences that are cut over ranks")
     parser.add_argument("--all", nargs="*", metavar="CLASS", help="these classes of transformers, or every one of them")
     parser.add_argument("--libraries", nargs="*", metavar="NAME", help="other libraries, or models: timm, timm/vit")
@@ -238,6 +243,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.libraries is not None:
         return libraries(args.libraries, args.results or OF_LIBRARIES, args.again, args.limit)
+    if args.all is not None and args.write:
+        return write_all(read(args.results or RESULTS), walked_sizes(args.tp), args.limit)
     if args.all is not None:
         return every_class(sampled(args.all or classes()), args)
     if args.sequences:
@@ -284,8 +291,7 @@ def write_sequences(rows: dict[str, str]) -> None:
 
 def every_class(names: Sequence[str], args: argparse.Namespace) -> None:
     """Verifies classes of transformers; the status is 1 if one is wrong or ended in an error that is not autotp's."""
-    sizes = args.tp if args.tp != list(SIZES) else [2, 3]
-    found = []
+    sizes, found = walked_sizes(args.tp), []
     for one in tqdm(
         walk(names, sizes, args.results or RESULTS, jobs=args.jobs, limit=args.limit, again=args.again),
         total=len(names),
@@ -294,9 +300,20 @@ def every_class(names: Sequence[str], args: argparse.Namespace) -> None:
         if one.outcome != RIGHT:
             tqdm.write(f"{one.name}: {one.outcome}: {one.message}")
     if len(names) == len(classes()):
-        ALL.write_text(page(found, sizes, args.limit))
+        write_all(found, sizes, args.limit)
     bad = [one.name for one in found if one.outcome in (WRONG, CRASHED)]
     assert not bad, bad
+
+
+def walked_sizes(asked: list[int]) -> list[int]:
+    """Returns the numbers of ranks of --all: those that were asked for, else 2 and 3."""
+    return asked if asked != list(SIZES) else [2, 3]
+
+
+def write_all(found: Sequence[Walked], sizes: Sequence[int], limit: int) -> None:
+    """Writes the page of all classes."""
+    known = classes()
+    ALL.write_text(page([one for one in found if one.name in known], sizes, limit, len(known)))
 
 
 def write(rows: dict[str, str], sizes: Sequence[int]) -> None:

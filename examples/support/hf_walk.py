@@ -204,16 +204,17 @@ HEADER = "| class | outcome | cut | what, where |\n|---|---|---|---|"
 PAGE = """# All of transformers
 
 `python examples/hf_coverage.py --all` wrote this page, with torch {torch} and transformers {transformers}. It takes
-each class of the `Auto` mappings, and makes its default configuration small by rules that know no model: two layers,
-narrow, a small vocabulary. It compares the outputs and every gradient with those of one device, in train and in eval
-mode, in float64, for tp in {sizes}. Each class runs in a process of its own, with a limit of {limit} seconds of the
-processor and {memory} GiB.
+the classes of the `Auto` mappings in a random order, {tried} of {every} so far, and makes their default configurations
+small by rules that know no model: two layers, narrow, a small vocabulary. It compares the outputs and every gradient
+with those of one device, in train and in eval mode, in float64, for tp in {sizes}. Each class runs in a process of its
+own, with a limit of {limit} seconds of the processor and {memory} GiB.
 
 **{right} of the {run} classes that could be built are right.** {counts}.
 
 - **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut.
 - **refused**: `autotp.Error` says what cannot be made parallel, and what to write instead.
-- **not built**: the small model does not run on one device with arguments that are made by rules.
+- **not built**: the small model does not run on one device with arguments that are made by rules, or it needs a
+  package that is not installed, or parameters of float32. The cause is the first error.
 
 ## Causes
 
@@ -228,19 +229,19 @@ processor and {memory} GiB.
 """
 
 
-def page(found: Sequence[Walked], sizes: Sequence[int], limit: int) -> str:
-    """Returns the page of the docs that shows what was found."""
+def page(found: Sequence[Walked], sizes: Sequence[int], limit: int, every: int) -> str:
+    """Returns the page of the docs that shows what was found; `every` is the number of all classes."""
     import transformers
 
     counted = Counter(one.outcome for one in found)
-    causes = Counter(
-        (one.outcome, _cause(one.message)) for one in found if one.outcome not in (RIGHT, SLOW, LARGE, UNBUILT)
-    )
+    causes = Counter((one.outcome, _cause(one.message)) for one in found if one.outcome not in (RIGHT, SLOW, LARGE))
     return PAGE.format(
         torch=torch.__version__.partition("+")[0],
         transformers=transformers.__version__,
         sizes=", ".join(map(str, sizes)),
         limit=limit,
+        tried=f"{len(found):,}",
+        every=f"{every:,}",
         memory=MEMORY >> 30,
         right=counted[RIGHT],
         run=len(found) - counted[UNBUILT],

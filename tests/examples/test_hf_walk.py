@@ -130,7 +130,8 @@ def test_page() -> None:
         Walked("A", RIGHT, share=0.96),
         Walked("D", UNBUILT, "no arguments"),
     ]
-    text = page(found, (2, 3), 9)
+    text = page(found, (2, 3), 9, 1458)
+    assert "in a random order, 4 of 1,458 so far" in text
     assert "**1 of the 3 classes that could be built are right.** 1 right, 2 refused, 0 wrong, " in text
     assert "| 2 | refused | reads ... of N &lt; N / N |" in text
     assert text.index("| A | right | 96% |  |") < text.index("| B | refused |  | reads `x` of 3 &lt; 4 / 5; b.py:1")
