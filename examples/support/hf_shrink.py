@@ -238,7 +238,7 @@ def _small(fields: Mapping[str, Any], way: Way) -> Fields:
         if key in way.kept:
             found[key] = value
         elif isinstance(value, dict):
-            found[key] = _small({k: v for k, v in value.items() if not str(k).isdigit() or int(k) < 2}, way)
+            found[key] = _small({k: v for k, v in value.items() if not _is_later_label(k, v)}, way)
         else:
             found[key] = _small_value(key, value, way, depth if isinstance(depth, int) else 0)
     if "depths" not in fields and isinstance(fields.get("out_indices"), (list, tuple)):
@@ -246,6 +246,11 @@ def _small(fields: Mapping[str, Any], way: Way) -> Fields:
     if not way.heads and isinstance(fields.get("image_size"), int):
         found["image_size"] = _side(fields["image_size"], fields.get("patch_size"))
     return found | _filled(fields, found) if way.heads and "model_type" in fields else found
+
+
+def _is_later_label(key: Any, value: Any) -> bool:
+    """True for a number and a name of a label, after the first two labels."""
+    return isinstance(value, str) and str(key).isdigit() and int(key) >= 2
 
 
 def _side(size: int, patch: Any) -> int:

@@ -68,6 +68,12 @@ def test_heads_are_divided() -> None:
     assert small == {"num_attention_heads": 1, "head_dim": 64, "hidden_size": 96}
 
 
+def test_two_labels_are_left() -> None:
+    """A mapping of numbers to numbers stays: patches to queries."""
+    fields = {"id2label": {0: "a", 1: "b", 2: "c"}, "queries": {"1225": 128, "4900": 256}}
+    assert hf_shrink._small(fields, Way(16)) == {"id2label": {0: "a", 1: "b"}, "queries": fields["queries"]}
+
+
 def test_two_layers_of_different_kinds_are_left() -> None:
     kinds = ["local", "local", "local", "global"] * 2
     small = hf_shrink._small({"num_hidden_layers": 8, "layer_types": kinds}, Way(16))
