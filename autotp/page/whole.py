@@ -20,7 +20,7 @@ CHANGES = {
     "a cut would send more than it saves": "a larger axis, or fewer elements sent for each of its weights",
     "its reader is cut along another axis": "nothing: an operator is cut along one axis",
     "every rank uses it after the sum over ranks": "nothing: a bias behind the sum is small, and read by all",
-    "its reader is not cut: every rank computes all of it": "sequence_parallel=True divides the work, not the parameter",
+    "its reader is not cut: every rank computes all of it": "sequence_parallel=True: it divides the work",
     "unused with these inputs": "example_inputs=, with inputs that use it",
 }
 """A reason, or a part of it -> what would change it."""
