@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.errors import Error
-from autotp.ops.eager_mode import apply_plain, is_observed, is_plain
+from autotp.ops.eager_mode import apply_plain, is_kept, is_observed, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
 
@@ -343,6 +343,7 @@ def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
     own, x, rest = _GROUP_METHODS.get(name), in_memory(args[0]), args[1:]
     if own is None or is_observed(x) or x.is_complex():
+        name = name.rstrip("_") if is_kept(x) else name
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
     return own(_process_group(rest[-1]), x, *rest[:-1])
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 def is_plain(x: Tensor) -> bool:
@@ -22,9 +23,28 @@ def is_plain(x: Tensor) -> bool:
 
 
 def is_observed(x: Tensor) -> bool:
-    """True if other code than torch's own sees each operator on `x`: a dispatch mode, a transform, or a subclass."""
+    """True if other code than torch's own sees each operator on `x`: a mode, a transform, or a subclass."""
     own = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
-    return not own or torch._C._len_torch_dispatch_stack() > 0
+    return not own or torch._C._len_torch_dispatch_stack() > 0 or _has_function_mode()
+
+
+def _has_function_mode() -> bool:
+    """True in a mode for torch's functions, other than that of `torch.set_default_device`, which keeps no tensor."""
+    depth = torch._C._len_torch_function_stack()
+    return depth > 0 and any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(depth))
+
+
+def is_kept(x: Tensor) -> bool:
+    """True if other code may keep results of operators on `x`, as selective checkpointing does.
+
+    NOTE [What others keep is not overwritten]
+    c10d does not count its writes, so neither autograd nor selective checkpointing would notice that a tensor they keep
+    was overwritten. (And CommDebugMode does not count collectives that sum in place.) A dispatch mode that keeps no
+    tensor says so by its attribute `keeps_no_tensor`.
+    """
+    if not is_observed(x):
+        return False
+    return not any(getattr(mode, "keeps_no_tensor", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def apply_plain(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autotp.ops.collectives import _seat, copy, in_memory, naming_lost, reduce
-from autotp.ops.eager_mode import apply_plain, is_plain
+from autotp.ops.eager_mode import apply_plain, is_kept, is_plain
 
 
 def start_reduce(x: Tensor, group: str | None, op: str = "sum", outside: bool = False, fresh: bool = False) -> Tensor:
@@ -84,7 +84,7 @@ def is_awaited(x: Tensor) -> bool:
 def start(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -> Tensor:
     """Starts an all-reduce; returns the tensor of its result, which is not there yet."""
     x = in_memory(x)
-    name = "all_reduce_" if fresh and x.is_contiguous() else "all_reduce"
+    name = "all_reduce_" if fresh and x.is_contiguous() and not is_kept(x) else "all_reduce"
     with naming_lost(name, str(group)):
         started = _sent(name, x, op, group)
     if _recomputed:
