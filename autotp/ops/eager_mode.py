@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,6 +62,24 @@ def apply_plain(function: type[torch.autograd.Function], *args: Any) -> Any:
 def is_last_backward() -> bool:
     """True inside a backward that frees its saved tensors (no `retain_graph`) and is not differentiated itself."""
     return not torch.is_grad_enabled() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_recorded() -> bool:
+    """True in a region in which checkpointing or a dispatch mode may record what is computed, to compute it again."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Returns a region outside of dispatch modes.
+
+    NOTE [What is no operator of the model]
+    Selective checkpointing numbers the operators of a call, and takes what it kept by these numbers when the call is
+    made again. What only some calls compute, as comparisons of ranks, must not be among them.
+    """
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()
 
 
 @contextmanager

@@ -206,20 +206,24 @@ def ranks_fed_different_batches(rank: int, n: int) -> None:
 
 @checks.on(2)
 def selective_checkpointing_around_the_model(rank: int, n: int) -> None:
-    """It keeps the products of forward: a sum over ranks that overwrote them would be summed once more in backward."""
+    """It keeps the products of forward: a sum over ranks that overwrote them would be summed once more in backward.
 
-    def policy(_: Any, op: Any, *args: Any, **given: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
+    It takes what it kept in the order of the operators, among which are none of the comparisons in the first calls.
+    """
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     for settings in ({}, {"overlap": "batch"}):
-        whole, split = both(n, gpt().double().train(), **settings)
-        whole(*tokens()).backward()
-        checkpoint(split, *tokens(), use_reentrant=False, context_fn=contexts).backward()
-        expect_gradients(whole, split)
+        for keeps in (products, None):
 
+            def policy(_: Any, op: Any, *args: Any, keeps: Any = keeps, **given: Any) -> CheckpointPolicy:
+                kept = keeps is None or op in keeps
+                return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            whole, split = both(n, gpt().double().train(), **settings)
+            for given in (tokens(), tokens(1)):
+                whole(*given).backward()
+                checkpoint(split, *given, use_reentrant=False, context_fn=contexts).backward()
+                expect_gradients(whole, split)
 
 
 @checks.on(2)

@@ -146,6 +146,14 @@ def wait(x: Tensor, group: str | None) -> Tensor:
         return _received(x)
 
 
+def arrived(x: Any) -> Any:
+    """Returns `x`; if it is a result of `start_reduce`, after the sum is there."""
+    if isinstance(x, Tensor) and isinstance(x.grad_fn, StartedReduce._backward_cls):
+        with torch.no_grad():
+            wait(x, x.grad_fn.group)
+    return x
+
+
 def _sent(name: str, x: Tensor, op: str, group: str | None) -> Tensor:
     started: Tensor = getattr(torch.ops._c10d_functional, name)(x, op, group)
     return started
