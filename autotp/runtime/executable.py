@@ -23,7 +23,7 @@ from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
 from autotp.model_library import watch_calls
-from autotp.ops.collectives import backend_of
+from autotp.ops.collectives import backend_of, one_thread
 from autotp.ops.eager_mode import alone, is_plain, is_recorded, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
@@ -159,6 +159,13 @@ class Executable:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module on these arguments, which must be the same on all ranks of the axis."""
+        group = self.mesh.everyone.group
+        if group is None or torch.compiler.is_compiling():
+            return self._result_of(args, kwargs)
+        with one_thread(f"{self.name}.forward", group):
+            return self._result_of(args, kwargs)
+
+    def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.signature.by_name(args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         leaves = [marked(leaf) for leaf in leaves]

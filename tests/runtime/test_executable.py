@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import warnings
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import autotp
 from autotp.distributed.sharded_tensor import Sharded
+from autotp.ops.collectives import one_thread
 from autotp.runtime.module import executable_of
 
 checks = Checks()
@@ -568,6 +570,27 @@ class Wrong(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         y: Tensor = self.body(x)
         return y[ids] * 2 if y.sum() > 0 else y[ids]
+
+
+@checks.on(2)
+def two_threads(rank: int, n: int) -> None:
+    """A call in another thread during a call is an error in both, and later; a new model has a group of its own."""
+    whole, parallel = both(n, gpt().double())
+    x, found = tokens()[0], list[str]()
+
+    def call() -> None:
+        with pytest.raises(autotp.Error, match="two threads use the process group of axis `tp` at once") as raised:
+            parallel(x)
+        found.append(raised.value.call)
+
+    parallel(x)
+    with pytest.raises(autotp.Error, match="two threads"), one_thread("first", str(parallel.mesh.group)):
+        other = Thread(target=call)
+        other.start()
+        other.join()
+    call()
+    assert found == ["GPT.forward", "GPT.forward"]
+    torch.testing.assert_close(autotp.parallelize(copy.deepcopy(whole), tp=n)(x), whole(x))
 
 
 @checks.on(2)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.ops.collectives import _seat, copy, in_memory, naming_lost, reduce
+from autotp.ops.collectives import _seat, copy, in_collective, in_memory, reduce
 from autotp.ops.eager_mode import apply_plain, is_kept, is_plain
 
 
@@ -85,7 +85,7 @@ def start(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) ->
     """Starts an all-reduce; returns the tensor of its result, which is not there yet."""
     x = in_memory(x)
     name = "all_reduce_" if fresh and x.is_contiguous() and not is_kept(x) else "all_reduce"
-    with naming_lost(name, str(group)):
+    with in_collective(name, str(group)):
         started = _sent(name, x, op, group)
     if _recomputed:
         _recomputed[-1].append((started, group))
@@ -142,7 +142,7 @@ def wait(x: Tensor, group: str | None) -> Tensor:
     """Waits until a running collective has made `x`, and returns it."""
     if torch.compiler.is_compiling():
         return _received(x)
-    with naming_lost("all_reduce", str(group)):
+    with in_collective("all_reduce", str(group)):
         return _received(x)
 
 
