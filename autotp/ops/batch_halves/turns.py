@@ -150,7 +150,7 @@ def arrived(x: Any) -> Any:
     """Returns `x`; if it is a result of `start_reduce`, after the sum is there."""
     if isinstance(x, Tensor) and isinstance(x.grad_fn, StartedReduce._backward_cls):
         with torch.no_grad():
-            wait(x, x.grad_fn.group)
+            wait(x, x.grad_fn.group)  # type: ignore[union-attr]
     return x
 
 
