@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from autotp.ops.batch_halves.turns import is_awaited, start_in_backward, waits_now
 from autotp.ops.collectives import _seat, all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
-from autotp.ops.eager_mode import apply_plain, is_plain
+from autotp.ops.eager_mode import apply_plain, is_kept, is_plain
 
 Gathered = tuple[int, Any, int] | None
 """Dimension, global length and block for the `all_gather` of the input; None: the input is read through `copy`."""
@@ -133,10 +133,11 @@ def _input_gradient(weights: Sequence[Tensor], grads: Sequence[Tensor | None], t
     for w, grad, turn in zip(weights, grads, turned, strict=True):
         if grad is not None:
             flat, matrix = _rows(grad), w.t() if turn else w
+            kept = torch.is_grad_enabled() or is_kept(flat)
             if total is None:
                 total = flat.mm(matrix)
             else:
-                total = total.addmm(flat, matrix) if torch.is_grad_enabled() else total.addmm_(flat, matrix)
+                total = total.addmm(flat, matrix) if kept else total.addmm_(flat, matrix)
     return total
 
 

@@ -24,9 +24,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from autotp.errors import Error
-from autotp.ops.eager_mode import apply_plain, is_observed, is_plain
+from autotp.ops.eager_mode import apply_plain, is_kept, is_observed, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
 
@@ -343,7 +344,8 @@ def _start(name: str, *args: Any) -> Started:
 def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
     own, x, rest = _GROUP_METHODS.get(name), in_memory(args[0]), args[1:]
-    if own is None or is_observed(x) or x.is_complex():
+    if own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex():
+        name = name.rstrip("_") if is_kept(x) else name
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
     return own(_process_group(rest[-1]), x, *rest[:-1])
 
@@ -400,6 +402,11 @@ _GROUP_METHODS: dict[str, Callable[..., tuple[Tensor, dist.Work]]] = {
     "all_gather_into_tensor": _all_gathered,
     "reduce_scatter_tensor": _reduce_scattered,
 }
+
+
+# Where Dynamo does not compile a function, it tries those that this one calls; of a process group it makes an error.
+for _function in (_launch, _wait, *_GROUP_METHODS.values()):
+    set_code_exec_strategy(_function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 Informed = Callable[[Callable[[int], str], Sequence[int]], str]

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import warnings
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from ranks import Checks
 from small_models import VOCAB, Plain, both, expect_gradients, gpt, signatures_met, tokens
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autotp
 from autotp.distributed.sharded_tensor import Sharded
@@ -450,6 +451,33 @@ def values_that_python_reads(rank: int, n: int) -> None:
 @checks.on(2, 3, rare=True)
 def values_in_many_steps(rank: int, n: int) -> None:
     values_in_steps(n, 14)
+
+
+class Branching(nn.Module):
+    """Has other weights for large activations than for small ones, in one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.large, self.small = Plain(), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.body(x).relu()
+        return (self.large(h) if h.mean() > 0.3 else self.small(h)).tanh()
+
+
+@checks.on(2)
+def branches_under_checkpointing(rank: int, n: int) -> None:
+    """Checkpointing must not record the run of a graph that assumed another outcome, nor what the ranks compare."""
+    whole, parallel = both(n, Branching().double(), example_inputs=torch.zeros(3, 8).double())
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    for given in ({}, {"context_fn": contexts}):
+        for scale in (1, 9, 1, 1, 9, 9):
+            x = (torch.linspace(-1, 2, 24).double() * scale).view(3, 8).requires_grad_()
+            whole(x).square().sum().backward()
+            checkpoint(parallel, x, use_reentrant=False, **given).square().sum().backward()
+            expect_gradients(whole, parallel)
+    asked = [read.outcome.value for _, e in executable_of(parallel).entries for read in e.analysis.captured.asked]
+    assert set(asked) == {True, False}
 
 
 class Cached(nn.Module):
