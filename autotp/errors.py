@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import TypeVar
 
 T = TypeVar("T")
+TRACEBACK = "AUTOTP_TRACEBACK"
+"""An environment variable: with "full", an Error's traceback also has the lines of autotp."""
 
 
 class Error(RuntimeError):
@@ -99,13 +102,34 @@ def _end(thread: int, before: tuple[str, ...], error: BaseException | None) -> N
 
 
 def within(call: str, run: Callable[[], T]) -> T:
-    """Returns the result of `run()`; an Error that it raises gets the public call's name."""
+    """Returns the result of `run()`; an Error that it raises gets the public call's name.
+
+    NOTE [Short tracebacks]
+    An Error says what the user can change, and under a launcher each rank prints it. So its traceback ends at the
+    public call. The variable TRACEBACK makes it go on to the line that raised the Error.
+    """
     with calling(call.partition("(")[0]):
         try:
             return run()
         except Error as error:
             error.within(call)
-            raise
+            if os.environ.get(TRACEBACK) == "full":
+                raise
+            raise error.with_traceback(None)  # noqa: B904  # It is the same exception, with its cause.
+
+
+@contextmanager
+def full_tracebacks() -> Iterator[None]:
+    """A region in which the traceback of an Error has the lines of autotp, too."""
+    before = os.environ.get(TRACEBACK)
+    os.environ[TRACEBACK] = "full"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TRACEBACK]
+        else:
+            os.environ[TRACEBACK] = before
 
 
 def call_in_progress() -> str:

@@ -7,6 +7,8 @@ collectives. Then it times the steps of all ways in turn; each round starts with
 step divided by the floor's time in the same round: the median over all rounds, with the quartiles beside it. "cpu" is
 the same ratio of this process's processor time, which other processes on a busy machine disturb less; "calls" counts
 the functions written in Python that a step calls. The plans of other libraries (`peers/plans.py`) are for Llamas only.
+A Llama of transformers returns its logits beside the loss. The floor returns the loss alone and uses the memory of the
+logits again; "by hand, logits" returns both.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ def _model(config: Shape) -> nn.Module:
 
 
 FLOORS: dict[type, type[Megatron]] = {GPTConfig: MegatronGPT, BERTConfig: MegatronBERT, LlamaShape: MegatronLlama}
-HAND, OURS = "by hand", "autotp"
+HAND, KEPT, OURS = "by hand", "by hand, logits", "autotp"
 
 
 def ways(config: Shape, batch: int, device: str) -> dict[str, nn.Module]:
@@ -152,6 +154,7 @@ def ways(config: Shape, batch: int, device: str) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {HAND: floor(made(), rank, tp), OURS: autotp.parallelize(made(), device=device)}
     found["autotp, sequence"] = autotp.parallelize(made(), device=device, sequence_parallel=True)
     if isinstance(config, LlamaShape):
+        found[KEPT] = MegatronLlama(made(), rank, tp, keep=True)
         mesh = init_device_mesh(device.partition(":")[0], (tp,), mesh_dim_names=("tp",))
         found["parallelize_module"] = by_dtensor(made(), mesh)
         found["transformers"] = by_transformers(made(), mesh)

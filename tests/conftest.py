@@ -22,6 +22,8 @@ import pytest
 from hypothesis import Phase, settings
 from ranks import BILL, RUNNING
 
+from autotp.errors import TRACEBACK
+
 HERE = Path(__file__).parent
 NAMED_ONLY = [HERE / name for name in ("examples", "benchmarks")]
 SYSTEM = [HERE / name for name in ("system", "hf")]
@@ -40,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(TRACEBACK, "full")
     config.addinivalue_line("markers", "rare: a case for --all only")
     config.addinivalue_line("markers", "system: of whole models, or of processes that end; for make test-system")
     if not config.getoption("all"):

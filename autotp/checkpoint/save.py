@@ -75,11 +75,11 @@ def save_checkpoint(
             is the same on all ranks.
 
     Raises:
-        Error: on every rank. It was called within a step, for example by the handler of a signal; a checkpoint of this
-            step exists; another process saves into the folder; the folder cannot
-            be written; the optimizer has parameters that are not the trainer's, state that is not shaped like its
-            parameter, or state that belongs to no parameter; `more` differs between ranks; or ranks that hold the same
-            tensor hold different values.
+        Error: on every rank. It was called within a step, for example by the handler of a signal, or in another thread
+            than the one that trains; a checkpoint of this step exists; another process saves into the folder; the
+            folder cannot be written; the optimizer has parameters that are not the trainer's, state that is not shaped
+            like its parameter, or state that belongs to no parameter; `more` differs between ranks; or ranks that hold
+            the same tensor hold different values.
 
     Example:
         `Regression` is a linear layer whose `forward(x, y)` returns the mean squared error.
@@ -95,6 +95,7 @@ def save_checkpoint(
     def run() -> Saving:
         _expect_trainer(trainer)
         _expect_between_steps("save_checkpoint")
+        _expect_own_thread(trainer)
         agree(trainer.everyone, lambda: _finish(trainer))
         at = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
         state = agree(trainer.everyone, lambda: state_to_write(at, trainer, optimizer, step, more))
@@ -149,6 +150,7 @@ def load_checkpoint(
     def run() -> int:
         _expect_trainer(trainer)
         _expect_between_steps("load_checkpoint")
+        _expect_own_thread(trainer)
         everyone = trainer.everyone
         agree(everyone, lambda: _finish(trainer))
         at = agree(everyone, lambda: _absolute(load_checkpoint, folder=folder, optimizer=optimizer, changed=changed))
@@ -207,6 +209,17 @@ def _expect_between_steps(call: str) -> None:
     if inside != call:
         remedy = f"set a flag in the signal's handler or in the hook, and call {call} after the step, on all ranks"
         raise Error(f"it was called in {inside}, which was not at its end", fix=remedy)
+
+
+def _expect_own_thread(trainer: Trainer) -> None:
+    """Raises Error if another thread trains, which may change parameters meanwhile: the state would be of two steps."""
+    own, now = trainer.thread, threading.current_thread()
+    if own is not None and own is not now and own.is_alive():
+        raise Error(
+            f"thread {now.name!r} called it, and thread {own.name!r} trains",
+            fix="call it in the thread that trains; save_checkpoint(..., wait=False) writes while training goes on",
+        )
+    trainer.thread = now
 
 
 def _absolute(function: Callable[..., Any], folder: str | Path, **given: Any) -> Path:

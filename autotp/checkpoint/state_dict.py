@@ -14,7 +14,7 @@ from autotp.arguments import expect_arguments
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import broadcast_from_first, expect_alike, group_of
 from autotp.errors import Error, within
-from autotp.ops.collectives import naming_lost
+from autotp.ops.collectives import in_collective
 from autotp.runtime.holdings import Holdings, expect_nothing_beside, holdings_of
 from autotp.runtime.torch_hooks.loading import own_loading
 from autotp.sharding.boxes import Box
@@ -105,7 +105,7 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, saved in {first: saved for saved, first in parts.saved.items()}.items():
         kind = [state[saved].dtype if first else None]
         if parts.everyone.size > 1:
-            with naming_lost("load_full_state_dict", str(parts.everyone.group)):
+            with in_collective("load_full_state_dict", str(parts.everyone.group)):
                 dist.broadcast_object_list(kind, group=group_of(parts.everyone), group_src=0)
         whole = torch.empty(parts.shapes[name], dtype=kind[0], device=parts.place.device)
         if first:
@@ -130,7 +130,7 @@ def gather_like(parts: Holdings, name: str, tensor: Tensor | None) -> Tensor | N
     else:
         parts_by_rank = [[] for _ in range(parts.everyone.size)]
         every, first = parts.everyone, parts.everyone.rank == 0
-        with naming_lost("full_state_dict", str(every.group)):
+        with in_collective("full_state_dict", str(every.group)):
             dist.gather_object(mine, parts_by_rank if first else None, group=group_of(every), group_dst=0)
     if parts.everyone.rank:
         return None

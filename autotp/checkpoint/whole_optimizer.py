@@ -16,7 +16,7 @@ from autotp.distributed.consistency import agree
 from autotp.distributed.live_models import sorted_by_model
 from autotp.distributed.mesh import expect_alike, group_of
 from autotp.errors import Error
-from autotp.ops.collectives import naming_lost
+from autotp.ops.collectives import in_collective
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
 from autotp.runtime.torch_hooks.optimizer_state import not_watched
@@ -98,7 +98,7 @@ def _of_owners(parts: Holdings, kept: Mapping[str, State]) -> dict[str, State]:
         if group is None:
             every = [mine]
         else:
-            with naming_lost("state_dict", str(parts.everyone.group)):
+            with in_collective("state_dict", str(parts.everyone.group)):
                 dist.gather_object(mine, every if first else None, group=group, group_dst=0)
         if values := next(filter(None, every), None):
             found[name] = values

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autotp.checkpoint.files.tensor_sources import Box, Shape
 from autotp.distributed.mesh import Mesh, group_of
-from autotp.ops.collectives import naming_lost
+from autotp.ops.collectives import in_collective
 from autotp.sharding.layout import Layout, Range
 
 
@@ -58,7 +58,7 @@ class GatheredTensor:
         group = group_of(self.mesh)
         # gloo sends between two processes only from the CPU's memory; as bytes, because it lacks some dtypes.
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.mesh.device
-        with naming_lost("save_pretrained", group.group_name):
+        with in_collective("save_pretrained", group.group_name):
             if mine is not None:
                 dist.send(mine.to(device).contiguous().view(-1).view(torch.uint8), group=group, group_dst=0)
             if self.mesh.rank:

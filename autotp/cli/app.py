@@ -7,6 +7,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +21,7 @@ from autotp.cli.flags import Command
 from autotp.cli.output import DIFFERENT, RIGHT, WRONG_USE, WrongUse, complain, warnings_on_stderr
 from autotp.cli.plan import plan
 from autotp.cli.verify import verify_command
-from autotp.errors import Error
+from autotp.errors import Error, full_tracebacks
 
 app = typer.Typer(
     name="autotp", add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -55,7 +56,7 @@ def run(args: Sequence[str]) -> int:
     if not debug:
         logging.disable(logging.WARNING)  # Libraries log what no user of a command can act on.
     try:
-        with warnings_on_stderr():
+        with warnings_on_stderr(), full_tracebacks() if debug else nullcontext():
             status = app(args=list(args) or ["--help"], prog_name="autotp", standalone_mode=False)
     except Exception as error:
         if debug:

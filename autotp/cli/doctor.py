@@ -46,8 +46,7 @@ def _text(found: Environment, width: int) -> Iterator[Text]:
     rows = tuple((p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in found.packages)
     for line in coloured_table(Table(head, rows, ("", "good", "", "note")), width):
         yield Text("  ").append(line)
-    untested = [p.name for p in found.packages if p.state == "untested" and p.tested]
-    if untested:
+    if untested := _untested(found):
         yield Text(f"  not the versions that were tested together: {', '.join(untested)}", style="yellow")
     yield Text("\nstarted", style="bold")
     by = found.launched
@@ -65,6 +64,23 @@ def _text(found: Environment, width: int) -> Iterator[Text]:
         yield Text(f"  all-reduce    {size:.1f} MB in {ms:.2f} ms, {found.exchange.gigabytes:.2f} GB/s")
     for problem in found.problems:
         yield Text(f"\nproblem       {problem}", style="bold red")
+    yield Text(f"\nverdict       {_verdict(found)}", style="bold red" if found.problems else "bold green")
+
+
+def _verdict(found: Environment) -> str:
+    """Returns in a line whether a training would start here, and with which command."""
+    if found.problems:
+        return f"not ready: {len(found.problems)} problem{'s' * (len(found.problems) > 1)}, see above"
+    versions = ", but not with the versions that were tested together" * bool(_untested(found))
+    if found.exchange is not None:
+        return f"ready{versions}: the ranks find each other over {found.backend}"
+    ranks = len(found.gpus) or found.cores
+    return f"ready{versions}: torchrun --nproc-per-node {ranks} train.py starts {ranks} ranks over {found.backend}"
+
+
+def _untested(found: Environment) -> list[str]:
+    """Returns the libraries that are here in another version than the tests run with."""
+    return [p.name for p in found.packages if p.state == "untested" and p.tested]
 
 
 def _data(found: Environment) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Plan(Shown):
         >>> plan
         Plan(Sequential on tp=2: 3 of 4 parameters are cut, the fullest rank holds 51.4%)
         >>> [(whole.name, whole.reason) for whole in plan.whole]
-        [('2.bias', 'read after the reduction, by every rank')]
+        [('2.bias', 'every rank uses it after the sum over ranks')]
     """
 
     model: str

@@ -193,7 +193,7 @@ def _whole(name: str, node: fx.Node, analysis: Program) -> WholeRow:
     reader = next((user for _, user in _read_by(node)), None)
     shape = tuple(node.meta["val"].shape)
     if reader is None:
-        return WholeRow(name, shape, "?", "nothing reads it on these inputs")
+        return WholeRow(name, shape, "?", "unused with these inputs")
     matrix = len(shape) > 1 and not has(reader.target, Trait.LOOKUP)
     in_block = matrix and block_in(name) != ""
     return WholeRow(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
@@ -208,16 +208,16 @@ def _reason(node: fx.Node, reader: fx.Node, analysis: Program) -> str:
     if has(reader.target, Trait.NORM):
         return "the norm needs the whole width"
     if has(reader.target, Trait.LOOKUP):
-        return "a small table, or one looked up by counted positions"
+        return "a small table, or a table of positions"
     if reader in analysis.hoisted:
-        return "every rank needs its whole result"
+        return "every rank needs all of its result"
     if contracts(bound):
-        return "cutting it would cost more than it divides"
+        return "a cut would send more than it saves"
     if reader in analysis.decision.cuts:
-        return "read whole by work that is divided along another axis"
+        return "its reader is cut along another axis"
     if any(_is_reduced(operand, analysis) for operand in reader.all_input_nodes):
-        return "read after the reduction, by every rank"
-    return "read by work that every rank does whole"
+        return "every rank uses it after the sum over ranks"
+    return "its reader is not cut: every rank computes all of it"
 
 
 def _is_reduced(value: fx.Node, analysis: Program) -> bool:

@@ -22,7 +22,7 @@ from autotp.distributed.heartbeat import SILENCE, answered, begin
 from autotp.distributed.launch import Launch, launch, meeting, store_of
 from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
-from autotp.ops.collectives import communicate, gather, naming_lost
+from autotp.ops.collectives import communicate, gather, in_collective
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -160,7 +160,7 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> An
             torch.cuda.set_device(device)
         return dist.new_group(None if ranks is None else list(ranks), timeout, **how)
 
-    with naming_lost("new_group", world.group_name):
+    with in_collective("new_group", world.group_name):
         try:
             return answered(made, timeout.total_seconds() + SILENCE)
         except TimeoutError as error:

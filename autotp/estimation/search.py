@@ -23,6 +23,7 @@ from autotp.estimation.price import Prices, price
 from autotp.estimation.result import Estimate
 from autotp.estimation.rough import Rough, RoughPrices
 from autotp.estimation.seconds.hardware import GIB, Hardware, hardware_of
+from autotp.estimation.start_lines import limits_of, python_line, torchrun_line
 from autotp.options import Recompute
 from autotp.training.pipeline.schedules import ENGINES
 
@@ -54,6 +55,7 @@ class Search(Shown):
         best: the fastest layouts that fit, the fastest first; five at most.
         lost: obvious layouts that are slower or do not fit, and why.
         tried: the number of legal layouts.
+        row: the shapes of the tensors of a row, such as "[2048], [2048]" for tokens and labels.
 
     Example:
         >>> from autotp.models.gpt import GPT, GPTConfig
@@ -67,6 +69,7 @@ class Search(Shown):
     best: tuple[Estimate, ...]
     lost: tuple[Lost, ...]
     tried: int
+    row: str
 
     def summary(self) -> str:
         """Returns the best layout in a line."""
@@ -88,14 +91,32 @@ class Search(Shown):
         )
         lost = tuple((other.layout, other.why) for other in self.lost)
         title = f"the best of {self.tried} layouts on {first.layout.devices} x {first.device.name}"
-        tables = [Table(head, rows, ("cut", "", "note", "note", "note"))]
-        tables += [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
-        return Sheet(title, tuple(tables))
+        parts: list[Table | tuple[str, ...]] = [
+            (f"a step       {first.layout.batch} rows; the tensors of a row are {self.row}",),
+            Table(head, rows, ("cut", "", "note", "note", "note")),
+        ]
+        parts += [(f"too close    {self._ties()}",)] * bool(self._ties())
+        parts += [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
+        lines = torchrun_line(first.layout.devices, first.device.node), python_line(first.layout)
+        return Sheet(title, (*parts, ("the first:", *lines, *limits_of(first.layout))))
+
+    def _ties(self) -> str:
+        """Returns which layouts the error bars do not tell from the first one; "" for none."""
+        first = self.best[0]
+        least = [est for est in self.best[1:] if est.seconds * (1 - est.error) <= first.seconds * (1 + first.error)]
+        which = "all of them" if len(least) == len(self.best) - 1 else f"the first and {len(least)} of the others"
+        return f"{which} are within each other's error bars: measure before you choose" if least else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as plain data, for JSON."""
         lost = [{"layout": other.layout, "why": other.why} for other in self.lost]
-        return {"version": 1, "tried": self.tried, "best": [est.to_dict() for est in self.best], "lost": lost}
+        return {
+            "version": 1,
+            "tried": self.tried,
+            "row": self.row,
+            "best": [est.to_dict() for est in self.best],
+            "lost": lost,
+        }
 
 
 def search(
@@ -222,6 +243,10 @@ class Layouts:
             found.append(cp)
         return found
 
+    def row(self) -> str:
+        """Returns the shapes of a row of the batch."""
+        return ", ".join(str(list(x.shape[1:])) for x in self.prices(1, 1, "none").model.arguments.values())
+
     def recomputes(self, tp: int) -> tuple[Recompute, ...]:
         """Returns the ways of recomputation: fused attention keeps no scores that could be recomputed selectively."""
         found = self.prices(tp, 1, "none").pieces(1)
@@ -276,7 +301,7 @@ def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
     if not best:
         _raise_nothing_fits(layouts, found, limit)
     lost = _slower(layouts, found, best, limit)
-    return Search(best=tuple(best), lost=tuple(lost), tried=len(found))
+    return Search(best=tuple(best), lost=tuple(lost), tried=len(found), row=layouts.row())
 
 
 def _fastest(layouts: Layouts, found: Sequence[tuple[Layout, Rough]], limit: float) -> list[Estimate]:

@@ -14,6 +14,7 @@ second derivative would not pass through it, and it has no batching rule, so `vm
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
@@ -23,9 +24,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from autotp.errors import Error
-from autotp.ops.eager_mode import apply_plain, is_observed, is_plain
+from autotp.ops.eager_mode import apply_plain, is_kept, is_observed, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
 
@@ -298,7 +300,7 @@ def communicate(name: str, *args: Any) -> Tensor:
     if torch.compiler.is_compiling():
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(getattr(ops, name)(args[0].resolve_conj().resolve_neg(), *args[1:]))
-    with naming_lost(name, args[-1]):
+    with in_collective(name, args[-1]):
         return _wait(*_launch(name, args))
 
 
@@ -329,11 +331,11 @@ def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> S
 
 def _start(name: str, *args: Any) -> Started:
     """Starts c10d's functional collective `name`. Starting and waiting raise Error as `communicate` does."""
-    with naming_lost(name, args[-1]):
+    with in_collective(name, args[-1]):
         found, work = _launch(name, args)
 
     def received() -> Tensor:
-        with naming_lost(name, args[-1]):
+        with in_collective(name, args[-1]):
             return _wait(found, work)
 
     return received
@@ -342,7 +344,8 @@ def _start(name: str, *args: Any) -> Started:
 def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
     own, x, rest = _GROUP_METHODS.get(name), in_memory(args[0]), args[1:]
-    if own is None or is_observed(x) or x.is_complex():
+    if own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex():
+        name = name.rstrip("_") if is_kept(x) else name
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
     return own(_process_group(rest[-1]), x, *rest[:-1])
 
@@ -401,19 +404,27 @@ _GROUP_METHODS: dict[str, Callable[..., tuple[Tensor, dist.Work]]] = {
 }
 
 
+# Where Dynamo does not compile a function, it tries those that this one calls; of a process group it makes an error.
+for _function in (_launch, _wait, *_GROUP_METHODS.values()):
+    set_code_exec_strategy(_function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
 Informed = Callable[[Callable[[int], str], Sequence[int]], str]
 """A function that returns why other ranks do not answer, or "".
 
 Its arguments: a function that returns the name of a global rank; and the global ranks that made the call together.
 """
 _informed: list[Informed] = []
-_waiting: dict[int, int] = {}
-"""Thread -> how many regions of collectives it is in. The heartbeat reads it from a thread of its own."""
+_users: dict[str, int] = {}
+"""Group -> the thread that uses it, or SHARED. The heartbeat reads it from a thread of its own."""
+SHARED = 0
+"""Stands for a thread: two threads have used the group at once."""
+_shared: dict[str, weakref.ref[ProcessGroup]] = {}
 
 
 def is_waiting() -> bool:
-    """Returns whether some thread of this process is in a collective of a graph."""
-    return bool(_waiting)
+    """Returns whether some thread of this process is in a graph or in a collective."""
+    return any(thread != SHARED for thread in list(_users.values()))
 
 
 def ask_of_lost_peers(informed: Informed) -> None:
@@ -425,31 +436,72 @@ def ask_of_lost_peers(informed: Informed) -> None:
 def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """Returns the sums of several tensors over the group, in one collective. Raises Error as `communicate` does."""
     ops = torch.ops._c10d_functional
-    with naming_lost("all_reduce_coalesced", group):
+    with in_collective("all_reduce_coalesced", group):
         return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced([in_memory(x) for x in xs], "sum", group)]
 
 
-class naming_lost:
-    """A region of collectives over a group, in which their RuntimeErrors become Errors as `communicate` says.
+class one_thread:
+    """A region in which a thread uses a group.
 
-    A class, because a step enters many such regions, and entering a generator takes longer.
+    NOTE [One thread at a time]
+    The ranks of a group pair their collectives by order, and threads have none: two threads that call a model would
+    get each other's numbers. So a second thread in such a region is an error in both threads. Nobody knows what either
+    of them has received since, so it stays an error.
+
+    It is a class, because a step enters many such regions, and entering a generator takes longer.
     """
 
-    __slots__ = ("before", "group", "thread", "what")
+    __slots__ = ("group", "nested", "thread", "what")
 
     def __init__(self, what: str, group: str) -> None:
         self.what, self.group = what, group
 
     def __enter__(self) -> None:
         self.thread = get_ident()
-        self.before = _waiting.get(self.thread, 0)
-        _waiting[self.thread] = self.before + 1
+        user = _users.get(self.group)
+        self.nested = user is not None
+        if user is None:
+            user = _users.setdefault(self.group, self.thread)
+        if user != self.thread:
+            self._refuse_or_begin_anew()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if self.before:
-            _waiting[self.thread] = self.before
-        else:
-            del _waiting[self.thread]
+        if _users.get(self.group) != self.thread:
+            if error is None:
+                raise _two_threads(self.group).within(self.what)
+        elif not self.nested:
+            del _users[self.group]
+        if error is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        """Raises another exception in place of one that leaves the region."""
+
+    def _refuse_or_begin_anew(self) -> None:
+        """Raises Error, unless the group that two threads used was another one of this name."""
+        used = _shared.get(self.group)
+        if used is not None and used() is not _process_group(self.group):
+            del _shared[self.group]
+            _users[self.group], self.nested = self.thread, False
+            return
+        _shared[self.group], _users[self.group] = weakref.ref(_process_group(self.group)), SHARED
+        raise _two_threads(self.group).within(self.what)
+
+
+def _two_threads(group: str) -> Error:
+    return Error(
+        f"two threads use the process group of axis `{_axis(group)}` at once, and may have got each other's numbers",
+        fix="make the process group and the model again; one thread calls it, and takes the others' work from a queue",
+        alternative="a model with a process group of its own for each thread",
+    )
+
+
+class in_collective(one_thread):
+    """A region of collectives over a group, in which their RuntimeErrors become Errors as `communicate` says."""
+
+    __slots__ = ()
+
+    def _failed(self, error: BaseException) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, Error):
             named = peer_error(self.what, self.group, error)
             if named is not None:

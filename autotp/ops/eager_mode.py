@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 def is_plain(x: Tensor) -> bool:
@@ -22,9 +23,30 @@ def is_plain(x: Tensor) -> bool:
 
 
 def is_observed(x: Tensor) -> bool:
-    """True if other code than torch's own sees each operator on `x`: a dispatch mode, a transform, or a subclass."""
+    """True if other code than torch's own sees each operator on `x`: a mode, a transform, or a subclass."""
     own = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
-    return not own or torch._C._len_torch_dispatch_stack() > 0
+    if not own or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    depth = torch._C._len_torch_function_stack()
+    return depth > 0 and _has_function_mode(depth)
+
+
+def _has_function_mode(depth: int) -> bool:
+    """True in a mode for torch's functions, other than that of `torch.set_default_device`, which keeps no tensor."""
+    return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(depth))
+
+
+def is_kept(x: Tensor) -> bool:
+    """True if other code may keep results of operators on `x`, as selective checkpointing does.
+
+    NOTE [What others keep is not overwritten]
+    c10d does not count its writes, so neither autograd nor selective checkpointing would notice that a tensor they keep
+    was overwritten. (And CommDebugMode does not count collectives that sum in place.) A dispatch mode that keeps no
+    tensor says so by its attribute `keeps_no_tensor`.
+    """
+    if not is_observed(x):
+        return False
+    return not any(getattr(mode, "keeps_no_tensor", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def apply_plain(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -42,6 +64,24 @@ def apply_plain(function: type[torch.autograd.Function], *args: Any) -> Any:
 def is_last_backward() -> bool:
     """True inside a backward that frees its saved tensors (no `retain_graph`) and is not differentiated itself."""
     return not torch.is_grad_enabled() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_recorded() -> bool:
+    """True in a region in which checkpointing or a dispatch mode may record what is computed, to compute it again."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Returns a region outside of dispatch modes.
+
+    NOTE [What is no operator of the model]
+    Selective checkpointing numbers the operators of a call, and takes what it kept by these numbers when the call is
+    made again. What only some calls compute, as comparisons of ranks, must not be among them.
+    """
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()
 
 
 @contextmanager

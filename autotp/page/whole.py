@@ -16,12 +16,12 @@ CHANGES = {
     "its size depends on values": "sizes that do not depend on values, such as a mask in place of an index",
     "the norm needs the whole width": "nothing: it is small. sequence_parallel=True divides the norm's activations",
     "a small table": "nothing: a lookup by position needs all its rows, and it is small",
-    "every rank needs its whole result": "nothing: a part of it would be gathered again at once",
-    "cutting it would cost more than it divides": "a larger axis, or fewer elements sent for each of its weights",
-    "read whole by work that is divided along another axis": "nothing: an operator is cut along one axis",
-    "read after the reduction, by every rank": "nothing: a bias behind the sum is small, and read by all",
-    "read by work that every rank does whole": "sequence_parallel=True divides this work, not the parameter",
-    "nothing reads it on these inputs": "example_inputs=, with inputs that use it",
+    "every rank needs all of its result": "nothing: a part of it would be gathered again at once",
+    "a cut would send more than it saves": "a larger axis, or fewer elements sent for each of its weights",
+    "its reader is cut along another axis": "nothing: an operator is cut along one axis",
+    "every rank uses it after the sum over ranks": "nothing: a bias behind the sum is small, and read by all",
+    "its reader is not cut: every rank computes all of it": "sequence_parallel=True: it divides the work",
+    "unused with these inputs": "example_inputs=, with inputs that use it",
 }
 """A reason, or a part of it -> what would change it."""
 

@@ -23,8 +23,8 @@ from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
 from autotp.model_library import watch_calls
-from autotp.ops.collectives import backend_of
-from autotp.ops.eager_mode import alone, is_plain
+from autotp.ops.collectives import backend_of, one_thread
+from autotp.ops.eager_mode import alone, is_plain, is_recorded, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
 from autotp.passes.capture.autocast_regions import Autocast, ambient
@@ -47,7 +47,7 @@ from autotp.runtime.call_consistency import agree_on_call, agree_on_values, chec
 from autotp.runtime.fsdp import dtypes, expect_whole
 from autotp.runtime.func_gradients import expect_parts, expect_tied, warn_of_func_gradients
 from autotp.runtime.graph_digest import agree_on_order, digest
-from autotp.runtime.graph_entry import GraphEntry, prepare
+from autotp.runtime.graph_entry import AssumedReads, GraphEntry, prepare
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
 from autotp.sharding.layout import Layout
 
@@ -159,6 +159,13 @@ class Executable:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module on these arguments, which must be the same on all ranks of the axis."""
+        group = self.mesh.everyone.group
+        if group is None or torch.compiler.is_compiling():
+            return self._result_of(args, kwargs)
+        with one_thread(f"{self.name}.forward", group):
+            return self._result_of(args, kwargs)
+
+    def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.signature.by_name(args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         leaves = [marked(leaf) for leaf in leaves]
@@ -195,6 +202,8 @@ class Executable:
         """Runs a graph. Returns the outcomes of the call's reads if it fails since it assumes others."""
         if entry.assumed_reads is None or torch.compiler.is_compiling():
             return self._run(entry, called, held)
+        if is_recorded() and (outcomes := self._read(entry.assumed_reads, entry, called, held, known)) is not None:
+            return outcomes  # A graph that is not right must not be recorded.
         state = random_state_of(self.mesh.device)
         try:
             return self._run(entry, called, held)
@@ -202,15 +211,26 @@ class Executable:
             raise
         except (IndexError, RuntimeError, ValueError):  # NOTE [A graph that fails] in graph_entry.py
             set_random_state(self.mesh.device, state)
-            captured = entry.analysis.captured
-            tensors, _ = self._given(captured, called.tensors)
-            values = {name: held[x] if isinstance(x, str) else x for name, x in entry.sources.items()}
-            values |= zip(captured.inputs, tensors, strict=True)
-            with called.autocast.off():
-                outcomes = entry.assumed_reads.other(values, len(known))
+            outcomes = self._read(entry.assumed_reads, entry, called, held, known)
             if outcomes is None:
                 raise
             return outcomes
+
+    def _read(
+        self,
+        reads: AssumedReads,
+        entry: GraphEntry,
+        called: FlatCall,
+        held: Mapping[str, Tensor],
+        known: tuple[Outcome, ...],
+    ) -> tuple[Outcome, ...] | None:
+        """Makes the reads of a call one by one; returns the outcomes if the graph assumes others."""
+        captured = entry.analysis.captured
+        tensors, _ = self._given(captured, called.tensors)
+        values = {name: held[x] if isinstance(x, str) else x for name, x in entry.sources.items()}
+        values |= zip(captured.inputs, tensors, strict=True)
+        with unseen(), called.autocast.off():
+            return reads.other(values, len(known))
 
     def _run(self, entry: GraphEntry, called: FlatCall, held: Mapping[str, Tensor]) -> _Ran:
         """Runs a graph on a call's tensors and the model's."""
@@ -389,6 +409,17 @@ class Executable:
             Error: the ranks were called differently, or the model cannot be captured; on every rank.
         """
         expect_untraced(self.name)
+        with unseen():  # NOTE [What is no operator of the model]
+            return self._compared(entry, called, key, held, outcomes)
+
+    def _compared(
+        self,
+        entry: GraphEntry | None,
+        called: FlatCall,
+        key: Key,
+        held: Mapping[str, Tensor],
+        outcomes: tuple[Outcome, ...],
+    ) -> GraphEntry:
         expect_no_global_hooks()
         expect_own_ranks(self.module, self.mesh, held)
         expect_tied(self.ties, held)
@@ -624,6 +655,8 @@ class Executable:
         if async_tp:
             _prepare_async_tp(self.mesh, self.tree.settings, options)
             fused = FusedPairs()
+        if self.tree.settings.sequence_parallel or self.mesh.cp > 1:
+            options = {"fullgraph": True, **options}  # NOTE [Compiled on all ranks or on none] in compiled.py
         for _, entry in self.entries:
             compile_blocks(entry.module, options, fused)
         self.tree.compiles, self.tree.fused = options, fused

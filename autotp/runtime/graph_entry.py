@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.gather import OutputLayout
 from autotp.distributed.mesh import Mesh
+from autotp.ops.eager_mode import unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
 from autotp.passes.canonicalize.value_reads import ancestors, part_of
@@ -111,7 +112,7 @@ class InputValuesGraph:
 
         def tensor(x: Any) -> Any:
             if not outputs:
-                with torch.no_grad():
+                with torch.no_grad(), unseen():
                     outputs.extend(self.module(*(tensors[x] if isinstance(x, int) else x for x in self.operands)))
             return outputs[x.at] if isinstance(x, OutputAt) else x
 
@@ -160,7 +161,7 @@ class AssumedReads:
         part = part_of(self.graph, [results[i] for i in at], wanted | ancestors(drawn))
         module = fx.GraphModule(nn.Module(), bind(part, self.mesh.device, self.mesh.groups, reuse=False))
         given = [operands[node.name] for node in part.find_nodes(op="placeholder")]
-        with torch.no_grad():
+        with torch.no_grad(), unseen():
             outputs = dict(zip(at, module(*given), strict=True))
         return read.made(lambda x: outputs[x.at] if isinstance(x, OutputAt) else x)
 

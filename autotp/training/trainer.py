@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from threading import Thread, current_thread
 from typing import Any, TypeVar
 
 import torch
@@ -150,6 +151,7 @@ class Trainer(InGraphs, HasHoldings):
         model_settings: the attributes of the model's modules and configurations.
         files: the process group for checkpoints: one may be written in a thread while another thread trains.
         saving: the checkpoint that is being written, or None.
+        thread: the thread that trains, loads or saves; None before the first of these.
 
     Raises:
         Error: the model cannot be divided among the ranks.
@@ -176,6 +178,7 @@ class Trainer(InGraphs, HasHoldings):
     model_settings: dict[str, Any]
     files: Any
     saving: Future[None] | None
+    thread: Thread | None
 
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any, timeout: timedelta
@@ -186,7 +189,7 @@ class Trainer(InGraphs, HasHoldings):
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
         self.everyone = groups.world_mesh(self.place, timeout)
-        self.files, self.saving = new_group(None, timeout, backend="gloo"), None
+        self.files, self.saving, self.thread = new_group(None, timeout, backend="gloo"), None, None
         self._ranks = with_rank_names(self.everyone, mesh)
         self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
         self._signature = signature_of(model)
@@ -521,6 +524,7 @@ class Trainer(InGraphs, HasHoldings):
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """Returns the graphs for a batch, ready to run, and the batch's tensors by name."""
         call = f"Trainer.{'step' if training else 'evaluate'}"
+        self.thread = current_thread()
         return within(call, lambda: self._named_if_lost(call, lambda: self._ready(training, args, kwargs)))
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:

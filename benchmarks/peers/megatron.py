@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,14 +57,15 @@ class VocabLoss(torch.autograd.Function):
     """Cross-entropy of logits cut by vocabulary: ranks exchange maxima, sums and target logits, one each for a token.
 
     The memory of the logits gets their softmax and then their gradient, as in Megatron. So backward can run only once.
+    With `keep` they stay, for a model that also returns its logits.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, start: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, keep: bool = False) -> Tensor:
         """Returns the mean over targets that are not -100. logits: [tokens vocab/tp]; target: [tokens]"""
         most = logits.amax(-1)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        logits = logits.sub_(most.unsqueeze(-1))
+        logits = logits - most.unsqueeze(-1) if keep else logits.sub_(most.unsqueeze(-1))
         local = target - start
         outside = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill_(outside, 0).unsqueeze(-1)
@@ -78,10 +80,10 @@ class VocabLoss(torch.autograd.Function):
         return (total.log() - picked) @ share
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, local, outside, share = ctx.saved_tensors
         softmax.scatter_add_(-1, local, outside.to(softmax.dtype).sub_(1).unsqueeze(-1))
-        return softmax.mul_((grad * share).unsqueeze(-1)), None, None
+        return softmax.mul_((grad * share).unsqueeze(-1)), None, None, None
 
 
 def rows(full: Tensor, rank: int, tp: int) -> Tensor:
@@ -230,22 +232,27 @@ class MegatronBERT(Megatron):
 
 
 class MegatronLlama(Megatron):
-    """A Llama of transformers cut by hand: hooks copy the inputs of its products, and reduce their outputs."""
+    """A Llama of transformers cut by hand: hooks copy the inputs of its products, and reduce their outputs.
 
-    def __init__(self, llama: nn.Module, rank: int, tp: int) -> None:
+    With `keep` it returns its logits beside the loss, as the Llama does; without, their memory is used again.
+    """
+
+    def __init__(self, llama: nn.Module, rank: int, tp: int, keep: bool = False) -> None:
         super().__init__(llama, LLAMA_CUTS, "model.embed_tokens.weight", rank, tp)
+        self.keep = keep
         for layer in self.m.model.layers:
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                 norm.register_forward_hook(lambda _, __, x: Copy.apply(x))
             for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 product.register_forward_hook(lambda _, __, x: Reduce.apply(x))
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean loss of the next token. input_ids, labels: [batch seq]"""
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        """Returns the mean loss of the next token, and the logits if they are kept. input_ids, labels: [batch seq]"""
         x = self.m.model(inputs_embeds=self.lookup(input_ids), use_cache=False).last_hidden_state
         logits = F.linear(Copy.apply(x), self.m.lm_head.weight)
         following = F.pad(labels, (0, 1), value=-100)[:, 1:]
-        return VocabLoss.apply(logits.flatten(0, 1), following.flatten(), self.start)
+        loss = VocabLoss.apply(logits.flatten(0, 1), following.flatten(), self.start, self.keep)
+        return SimpleNamespace(loss=loss, logits=logits) if self.keep else loss
 
 
 def _mlp(mlp: Any, x: Tensor) -> Tensor:

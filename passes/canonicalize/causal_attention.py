@@ -4,7 +4,8 @@
     After:  attention(q, k, v, is_causal=True)
 
 transformers makes such a mask while a graph is captured; on one device, without padding, it makes none. The mask would
-be s x s elements in memory, and the fastest kernels take none.
+be s x s elements in memory, and the fastest kernels take none. It also asks whether the positions are those of several
+packed sequences: where they only count, the answer is known, and the same everywhere.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class Always:
-    """A value that is True everywhere."""
+class Everywhere:
+    """A value that is the same number, or the same truth, at each position."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class NoLaterKey:
     sizes: tuple[Size, Size]
 
 
-Fact = Positions | Always | NoLaterKey
+ALWAYS = Everywhere(True)
+Fact = Positions | Everywhere | NoLaterKey
 
 
 def causal_attention(graph: fx.Graph) -> fx.Graph:
@@ -87,7 +91,7 @@ def _spans(fact: Fact, value: torch.Tensor) -> bool:
     sizes = [Size.of(n) for n in value.shape]
     if isinstance(fact, Positions):
         return sizes[fact.dim] == fact.size
-    return isinstance(fact, Always) or tuple(sizes[-2:]) == fact.sizes
+    return isinstance(fact, Everywhere) or tuple(sizes[-2:]) == fact.sizes
 
 
 def _is_causal(node: fx.Node, facts: dict[fx.Node, Fact]) -> bool:
@@ -117,20 +121,20 @@ def _counted(value: Tensor, given: Given) -> Fact | None:
 
 
 def _filled(value: Tensor, given: Given) -> Fact | None:
-    return Always() if value.dtype == torch.bool and given.get("fill_value", True) is True else None
+    return ALWAYS if value.dtype == torch.bool and given.get("fill_value", True) is True else None
 
 
 def _lower(value: Tensor, given: Given) -> Fact | None:
     sizes = Size.of(value.shape[-2]), Size.of(value.shape[-1])
-    return NoLaterKey(sizes) if given["self"] == Always() and given["diagonal"] == 0 else None
+    return NoLaterKey(sizes) if given["self"] == ALWAYS and given["diagonal"] == 0 else None
 
 
 def _both(value: Tensor, given: Given) -> Fact | None:
     known = given["self"], given["other"]
     masks = {one for one in known if isinstance(one, NoLaterKey)}
-    if len(masks) > 1 or not all(isinstance(one, NoLaterKey | Always) for one in known):
+    if len(masks) > 1 or not all(isinstance(one, NoLaterKey) or one == ALWAYS for one in known):
         return None
-    return next(iter(masks), Always())
+    return next(iter(masks), ALWAYS)
 
 
 def _no_later(key: Any, query: Any, more: int) -> Fact | None:
@@ -149,7 +153,7 @@ def _shifted(value: Tensor, given: Given, sign: int) -> Fact | None:
 
 def _same(value: Tensor, given: Given) -> Fact | None:
     x = given["self"]
-    holds = value.dtype in WIDE if isinstance(x, Positions) else value.dtype == torch.bool
+    holds = value.dtype == torch.bool if isinstance(x, NoLaterKey) or x == ALWAYS else value.dtype in WIDE
     return x if holds else None
 
 
@@ -157,7 +161,47 @@ def _unsqueezed(value: Tensor, given: Given) -> Fact | None:
     x, behind = given["self"], value.dim() - 1 - given["dim"] % value.dim()  # The dimensions behind the new one.
     if isinstance(x, Positions):
         return replace(x, dim=x.dim - (behind < -x.dim))
-    return x if isinstance(x, Always) or behind >= 2 else None
+    return x if isinstance(x, Everywhere) or behind >= 2 else None
+
+
+def _first(value: Tensor, given: Given) -> Fact | None:
+    """What is known of positions from `start` on."""
+    x = given["self"]
+    if not isinstance(x, Positions) or given["dim"] % value.dim() != value.dim() + x.dim or given.get("step", 1) != 1:
+        return x if isinstance(x, Everywhere) else None
+    start = given.get("start") or 0
+    counts = type(start) is int and start >= 0
+    return Positions(x.dim, Size.of(value.shape[x.dim]), x.offset + start) if counts else None
+
+
+def _stepped(value: Tensor, given: Given) -> Fact | None:
+    """Positions that follow one another differ by one; so do those of `prepend`, if they end right before them."""
+    x, before = given["self"], given.get("prepend")
+    along = isinstance(x, Positions) and given.get("dim", -1) % value.dim() == value.dim() + x.dim
+    if not along or given.get("n", 1) != 1 or given.get("append") is not None:
+        return None
+    follows = before is None or (
+        isinstance(before, Positions)
+        and (before.dim, before.size) == (x.dim, Size.of(1))
+        and before.offset + 1 == x.offset
+    )
+    return Everywhere(1) if follows else None
+
+
+def _compared(value: Tensor, given: Given, equal: bool) -> Fact | None:
+    sides = [it.number if isinstance(it, Everywhere) else it for it in (given["self"], given["other"])]
+    return Everywhere((sides[0] == sides[1]) is equal) if all(type(it) in (int, bool) for it in sides) else None
+
+
+def _summed(value: Tensor, given: Given) -> Fact | None:
+    """Sums of zeros, however many, are zero."""
+    x = given["self"]
+    return Everywhere(0) if isinstance(x, Everywhere) and x.number == 0 and value.dtype in WIDE else None
+
+
+def _anywhere(value: Tensor, given: Given) -> Fact | None:
+    x = given["self"]
+    return x if isinstance(x, Everywhere) else None
 
 
 MEANINGS: dict[Any, Callable[[Tensor, Given], Fact | None]] = {
@@ -179,5 +223,11 @@ MEANINGS: dict[Any, Callable[[Tensor, Given], Fact | None]] = {
     aten.detach: _same,
     aten.expand: lambda value, given: given["self"],
     aten.unsqueeze: _unsqueezed,
+    aten.slice: _first,
+    aten.diff: _stepped,
+    aten.ne: lambda value, given: _compared(value, given, False),
+    aten.eq: lambda value, given: _compared(value, given, True),
+    aten.cumsum: _summed,
+    aten.index: _anywhere,
 }
 """An operator -> what is known of its result: from its example value, and its arguments."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from autotp.ops.batch_halves.turns import recomputation
+from autotp.ops.batch_halves.turns import arrived, recomputation
 from autotp.ops.eager_mode import is_plain
 from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
@@ -45,6 +45,9 @@ class Recomputed(nn.Module):
             return self.inner(*args)
         if torch.compiler.is_compiling():
             return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            # What is kept for backward is handed to these hooks, which may read it: save_on_cpu copies it.
+            args = tuple(map(arrived, args))
         calls = count()
 
         def run(*args: Any) -> Any:

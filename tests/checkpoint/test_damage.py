@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
-from trainers import Layout, batch, bit_flips, changed, fingerprint, mine, started, torn, trained
+from trainers import Layout, batch, bit_flips, changed, edited, fingerprint, mine, started, torn, trained
 
 import autotp
 from autotp.sharding.boxes import local_of
@@ -49,6 +49,52 @@ def damaged(rank: int, n: int, folder: str, count: int) -> None:
 @pytest.mark.parametrize("count", [15, pytest.param(300, marks=pytest.mark.rare)])
 def test_damage_is_seen(count: int, tmp_path: Path) -> None:
     run_ranks(damaged, 2, str(tmp_path), count, timeout=500)
+
+
+# ---- what a manifest says, with a checksum that fits
+
+ODD: tuple[Any, ...] = (
+    None, True, -1, 0, 2**70, 1.5, float("nan"), "", "x", "../file", [], {}, [[]], {"": 0}, [1, 2, 3]
+)  # fmt: skip
+
+
+def places_in(content: Any) -> Iterator[tuple[Any, Any]]:
+    """Each entry of nested dicts and lists, as the dict or list that has it, and its key."""
+    for key, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
+        yield content, key
+        if isinstance(value, dict | list):
+            yield from places_in(value)
+
+
+def odd(rank: int, n: int, folder: str, count: int) -> int:
+    """Puts other values into a manifest. Returns how many were refused; the others are data that anything may be."""
+    trainer, optimizer = started((1, 1, 1), layers=1)
+    trained(trainer, optimizer, range(1))
+    autotp.save_checkpoint(folder, trainer, optimizer, 1)
+    before, draw, refused = fingerprint(trainer, optimizer), random.Random(0), 0
+    manifest = Path(folder, "step-00000001", "manifest.json")
+
+    def change(content: dict[str, Any]) -> None:
+        at, key = draw.choice(list(places_in(content)))
+        at[key] = draw.choice(ODD)
+
+    for _ in range(count):
+        with changed(manifest, rank, manifest.read_bytes()):
+            edited(manifest.parent, change)
+            try:
+                autotp.load_checkpoint(folder, trainer, optimizer)
+            except autotp.Error:
+                refused += 1
+                assert fingerprint(trainer, optimizer) == before
+        assert autotp.load_checkpoint(folder, trainer, optimizer) == 1
+    return refused
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=[pytest.mark.rare, pytest.mark.timeout(600)])])
+def test_odd_values(count: int, tmp_path: Path) -> None:
+    """Each is an Error that changes nothing, or loads: no other exception leaves `load_checkpoint`."""
+    (refused,) = run_ranks(odd, 1, str(tmp_path), count, timeout=500)
+    assert 0.9 * count < refused
 
 
 def mixed(rank: int, n: int, folder: str) -> str:

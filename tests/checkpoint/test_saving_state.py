@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -368,5 +369,37 @@ def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
         assert found == [
             f"{call}: it was called in {step}, which was not at its end"
             for step in ("AdamW.step", "Trainer.step")
+            for call in ("save_checkpoint", "load_checkpoint")
+        ]
+
+
+# ---- in another thread
+
+
+def in_threads(rank: int, n: int, folder: str) -> list[str]:
+    """What a thread is told that saves or loads while another one trains; a thread after the last one may."""
+    trainer, optimizer = started((2, 1, 1))
+    found = list[str]()
+
+    def thread(name: str, run: Callable[[], Any]) -> None:
+        other = Thread(target=run, name=name)
+        other.start()
+        other.join()
+
+    thread("first", lambda: trained(trainer, optimizer, range(1)))
+    thread("second", lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1))  # The first has ended.
+    trained(trainer, optimizer, range(1, 2))
+    thread("third", lambda: found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 2))))
+    thread("third", lambda: found.append(problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer))))
+    autotp.save_checkpoint(folder, trainer, optimizer, 3, wait=False).result()
+    assert saved_steps(folder) == [1, 3]
+    return found
+
+
+def test_a_thread_beside_the_one_that_trains(tmp_path: Path) -> None:
+    """It would save parameters of two steps, as the other thread changes them meanwhile."""
+    for found in run_ranks(in_threads, 2, str(tmp_path), timeout=100):
+        assert found == [
+            f"{call}: thread 'third' called it, and thread 'MainThread' trains"
             for call in ("save_checkpoint", "load_checkpoint")
         ]

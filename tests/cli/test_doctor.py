@@ -12,6 +12,8 @@ import pytest
 def test_alone(autotp_command) -> None:
     done = autotp_command("doctor")
     assert (done.status, done.err) == (0, "") and "no launcher" in done.out and "all-reduce" not in done.out
+    last = done.out.splitlines()[-1]
+    assert last.startswith("verdict       ready") and "torchrun --nproc-per-node" in last
     data = autotp_command("doctor", "--json").json
     assert (
         data["ok"] and data["launcher"] is None and data["all_reduce"] is None and data["backend"] in ("gloo", "nccl")
@@ -23,7 +25,9 @@ def test_a_problem(autotp_command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     done = autotp_command("doctor", "--json")
     assert done.status == 1 and not done.json["ok"] and done.json["variables"]["SLURM_JOB_ID"] == "7"
-    assert "problem       in a SLURM allocation" in autotp_command("doctor").out
+    told = autotp_command("doctor").out
+    assert "problem       in a SLURM allocation" in told
+    assert told.splitlines()[-1] == "verdict       not ready: 1 problem, see above"
 
 
 @pytest.mark.system

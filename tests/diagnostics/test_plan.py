@@ -38,11 +38,11 @@ h.{0-1}.0.bias    [16@tp]                             16 width: linear -> activa
 h.{0-1}.2.weight  [8, 16@tp]  all-reduce              16 width: linear -> activation -> linear
 h.1.0.weight      [16@tp, 8]              all-reduce  16 width: linear -> activation -> linear
 
-whole on every rank             shape   why                                         at
-unread                          [3]     nothing reads it on these inputs            ?
-h.{0-1}.2.bias                  [8]     read after the reduction, by every rank     test_plan.py:LOOP
-last.weight                     [8, 8]  aten.linalg_matrix_exp.default has no rule  test_plan.py:LAST
-aten.linalg_matrix_exp.default  [8, 8]  no rule: replicated                         test_plan.py:LAST
+whole on every rank             shape   why                                          at
+unread                          [3]     unused with these inputs                     ?
+h.{0-1}.2.bias                  [8]     every rank uses it after the sum over ranks  test_plan.py:LOOP
+last.weight                     [8, 8]  aten.linalg_matrix_exp.default has no rule   test_plan.py:LAST
+aten.linalg_matrix_exp.default  [8, 8]  no rule: replicated                          test_plan.py:LAST
 
 parameters  2.5 KB, the fullest rank holds 1.4 KB (56.6%)
 forward     2 all-reduce; 640 B for inputs 2x5x8

@@ -32,7 +32,7 @@ def test_columns() -> None:
 
 def test_no_line_is_wider_than_the_page() -> None:
     """The widest column is broken: behind a space, a dot or a comma, or anywhere if there is none."""
-    long, why = "a_module_of_a_long_name." * 6 + "weight", "every rank needs its whole result " * 5
+    long, why = "a_module_of_a_long_name." * 6 + "weight", "every rank needs all of its result " * 5
     lines = list(table(("name", "why"), [(long, why), ("x" * 150, "")]))
     assert max(map(len, lines)) <= WIDTH
     found = [line.split("  ")[0].strip() for line in lines[1:]]

@@ -18,6 +18,7 @@ from autotp.estimation.layout import AUTOTP
 from autotp.estimation.search import Layouts
 from autotp.estimation.seconds.hardware import hardware_of
 from autotp.estimation.seconds.schedule import actions_of, engine_of
+from autotp.estimation.start_lines import python_line, torchrun_line
 from autotp.models.gpt import GPT, GPTConfig
 
 SMALL_DEVICE = "312TF 2TB/s 6GiB node=4x300GB/s net=25GB/s"
@@ -84,6 +85,8 @@ def test_scores_may_be_recomputed_selectively_where_they_are_kept() -> None:
 def test_it_prints_and_is_plain_data(found: autotp.Search) -> None:
     text = str(found)
     assert text.startswith(f"the best of {found.tried} layouts on 8 x {SMALL_DEVICE}") and "why it lost" in text
+    assert "32 rows; the tensors of a row are [1024], [1024]" in text
+    assert text.splitlines()[-1] == python_line(found.best[0].layout) and torchrun_line(8, 4) in text
     data = json.loads(json.dumps(found.to_dict()))
     assert data["version"] == 1 and len(data["best"]) == len(found.best)
     assert repr(found).startswith("Search(") and "obvious" in found._repr_html_()
@@ -190,3 +193,13 @@ def test_a_shared_capture_of_cut_sequences_changes_no_number(monkeypatch: pytest
     assert any("cp=" in str(layout) for layout in [*(est.layout for est in found.best), *found.lost])
     monkeypatch.setattr(compiler.Captures, "of", lambda self, key, capture: capture())
     assert searched(**given).to_dict() == found.to_dict()
+
+
+def test_layouts_that_error_bars_do_not_tell_apart(found: autotp.Search) -> None:
+    """The first one's bar reaches to 1.1 of its time; the others' bars may reach down to it."""
+    first = replace(found.best[0], seconds=1.0, layout=replace(found.best[0].layout, zero=0))
+    bar = first.error
+    near, far = replace(first, seconds=1 + bar), replace(first, seconds=1.1 * (1 + bar) / (1 - bar))
+    assert "too close" not in str(replace(found, best=(first, far)))
+    assert "the first and 1 of the others are within" in str(replace(found, best=(first, near, far)))
+    assert "all of them are within" in str(replace(found, best=(first, near)))

@@ -459,6 +459,25 @@ def test_compile_symbolic_sizes() -> None:
             assert torch.equal(part, 4 * torch.arange(3.0 * size).view(3, size).chunk(2, 1)[rank])
 
 
+def launch_where_dynamo_gave_up(rank: int, n: int) -> Tensor:
+    """Dynamo tries each function that one calls which it does not compile, as behind its limit of recompilations."""
+    from torch._dynamo.eval_frame import skip_code
+
+    group = world()
+
+    def step(x: Tensor) -> Tensor:
+        return collectives._wait(*collectives._launch("all_reduce", (x, "sum", group)))
+
+    skip_code(step.__code__)
+    found: Tensor = torch.compile(step, backend="eager")(torch.ones(3))
+    return found
+
+
+def test_dynamo_lets_process_groups_alone() -> None:
+    for got in run_ranks(launch_where_dynamo_gave_up, 2):
+        assert got.tolist() == [2, 2, 2]
+
+
 # --- what goes wrong
 
 LOST = (

@@ -12,8 +12,18 @@ from graphs import some
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp.ops.eager_mode import alone, apply_plain, is_last_backward, is_plain, uncollected
+from autotp.ops.eager_mode import (
+    alone,
+    apply_plain,
+    is_kept,
+    is_last_backward,
+    is_observed,
+    is_plain,
+    uncollected,
+)
 
 
 class Doubled(torch.autograd.Function):
@@ -55,6 +65,29 @@ def test_plain() -> None:
     assert not asked(lambda ask: grad(ask)(x))
     with forward_ad.dual_level():
         assert not is_plain(x)
+
+
+def test_kept_by_others() -> None:
+    """A mode may keep what it sees; torch's default device, and modes that say so, keep nothing."""
+
+    class Keeps(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Forgets(Keeps):
+        keeps_no_tensor = True
+
+    class Follows(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    x = some(3)
+    assert not is_kept(x) and not is_observed(x)
+    for mode, observed, kept in (
+        (Keeps(), True, True), (Forgets(), True, False), (Follows(), True, True), (torch.device("cpu"), False, False),
+    ):  # fmt: skip
+        with mode:
+            assert (is_observed(x), is_kept(x)) == (observed, kept)
 
 
 @pytest.mark.parametrize("transformed", [False, True])

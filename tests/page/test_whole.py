@@ -34,6 +34,6 @@ def test_every_reason_has_an_answer() -> None:
 
 
 def test_what_the_sequence_divides_already_is_not_proposed() -> None:
-    reason = "read by work that every rank does whole"
+    reason = "its reader is not cut: every rank computes all of it"
     assert "sequence_parallel=True" in change_of(reason, False)
     assert "sequence_parallel" not in change_of(reason, True)

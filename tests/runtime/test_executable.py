@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import warnings
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 from ranks import Checks
 from small_models import VOCAB, Plain, both, expect_gradients, gpt, signatures_met, tokens
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autotp
 from autotp.distributed.sharded_tensor import Sharded
+from autotp.ops.collectives import one_thread
 from autotp.runtime.module import executable_of
 
 checks = Checks()
@@ -450,6 +453,33 @@ def values_in_many_steps(rank: int, n: int) -> None:
     values_in_steps(n, 14)
 
 
+class Branching(nn.Module):
+    """Has other weights for large activations than for small ones, in one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.large, self.small = Plain(), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.body(x).relu()
+        return (self.large(h) if h.mean() > 0.3 else self.small(h)).tanh()
+
+
+@checks.on(2)
+def branches_under_checkpointing(rank: int, n: int) -> None:
+    """Checkpointing must not record the run of a graph that assumed another outcome, nor what the ranks compare."""
+    whole, parallel = both(n, Branching().double(), example_inputs=torch.zeros(3, 8).double())
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    for given in ({}, {"context_fn": contexts}):
+        for scale in (1, 9, 1, 1, 9, 9):
+            x = (torch.linspace(-1, 2, 24).double() * scale).view(3, 8).requires_grad_()
+            whole(x).square().sum().backward()
+            checkpoint(parallel, x, use_reentrant=False, **given).square().sum().backward()
+            expect_gradients(whole, parallel)
+    asked = [read.outcome.value for _, e in executable_of(parallel).entries for read in e.analysis.captured.asked]
+    assert set(asked) == {True, False}
+
+
 class Cached(nn.Module):
     """Writes into its argument, and asserts something of the result: a second run must find the first values."""
 
@@ -540,6 +570,27 @@ class Wrong(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         y: Tensor = self.body(x)
         return y[ids] * 2 if y.sum() > 0 else y[ids]
+
+
+@checks.on(2)
+def two_threads(rank: int, n: int) -> None:
+    """A call in another thread during a call is an error in both, and later; a new model has a group of its own."""
+    whole, parallel = both(n, gpt().double())
+    x, found = tokens()[0], list[str]()
+
+    def call() -> None:
+        with pytest.raises(autotp.Error, match="two threads use the process group of axis `tp` at once") as raised:
+            parallel(x)
+        found.append(raised.value.call)
+
+    parallel(x)
+    with pytest.raises(autotp.Error, match="two threads"), one_thread("first", str(parallel.mesh.group)):
+        other = Thread(target=call)
+        other.start()
+        other.join()
+    call()
+    assert found == ["GPT.forward", "GPT.forward"]
+    torch.testing.assert_close(autotp.parallelize(copy.deepcopy(whole), tp=n)(x), whole(x))
 
 
 @checks.on(2)

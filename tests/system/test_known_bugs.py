@@ -6,7 +6,7 @@ Each model is right as it is (outputs, every gradient, a step), and wrong where 
 from __future__ import annotations
 
 import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from faults import apart, bias_before_reduce, calls, drop, on, red, resliced, wr
 from ranks import Checks
 from small_models import Plain, both, expect_gradients, gpt, tokens
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autotp
 from autotp.diagnostics.verify import Trial, compare, make_trial
@@ -201,6 +202,41 @@ def ranks_fed_different_batches(rank: int, n: int) -> None:
     losses = [whole((x + other) % 97, y) for other in range(n)]
     assert all(abs(unasked(mine, y) - loss) > 1e-3 for loss in losses)
     torch.testing.assert_close(split(x, y), losses[0])
+
+
+@checks.on(2)
+def selective_checkpointing_around_the_model(rank: int, n: int) -> None:
+    """It keeps the products of forward: a sum over ranks that overwrote them would be summed once more in backward.
+
+    It takes what it kept in the order of the operators, among which are none of the comparisons in the first calls.
+    """
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    for settings in ({}, {"overlap": "batch"}):
+        for keeps in (products, None):
+
+            def policy(_: Any, op: Any, *args: Any, keeps: Any = keeps, **given: Any) -> CheckpointPolicy:
+                kept = keeps is None or op in keeps
+                return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            whole, split = both(n, gpt().double().train(), **settings)
+            for given in (tokens(), tokens(1)):
+                whole(*given).backward()
+                checkpoint(split, *given, use_reentrant=False, context_fn=contexts).backward()
+                expect_gradients(whole, split)
+
+
+@checks.on(2)
+def torchs_counter_of_collectives_around_the_first_call(rank: int, n: int) -> None:
+    """It has hooks on all modules, which are not for those that are captured; and it counts every sum over ranks."""
+    whole, split = both(n, Checkpointed(again=False).double())
+    x = torch.linspace(-1, 1, 24).double().view(3, 8).requires_grad_()
+    for _ in range(2):
+        with CommDebugMode() as mode:
+            split(x).sum().backward()
+        assert mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 4
+        whole(x).sum().backward()
+        expect_gradients(whole, split)
 
 
 @pytest.mark.timeout(300)

@@ -277,6 +277,8 @@ class _Recorder(TorchDispatchMode):
         head: the memory that it keeps behind the block.
     """
 
+    keeps_no_tensor = True
+
     def __init__(self, views: bool = False) -> None:
         super().__init__()
         self._views = views

@@ -109,15 +109,14 @@ class _OnCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Any:
-        out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        totals = []
-        for (q, o), (k, v), bounds in _of_pieces(pieces, (query, out), (key, value)):
+        parts, totals = [], []
+        for (q,), (k, v), bounds in _of_pieces(pieces, (query,), (key, value)):
             found, total = aten._scaled_dot_product_flash_attention_for_cpu.default(
                 q, k, v, 0.0, False, attn_mask=_bias(query, *bounds), scale=scale
             )
-            o.copy_(found)
+            parts.append(found.transpose(1, 2))  # As it lies in memory.
             totals.append(total)
-        return out, *totals
+        return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).transpose(1, 2), *totals
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

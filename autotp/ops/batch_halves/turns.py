@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.ops.collectives import _seat, copy, in_memory, naming_lost, reduce
-from autotp.ops.eager_mode import apply_plain, is_plain
+from autotp.ops.collectives import _seat, copy, in_collective, in_memory, reduce
+from autotp.ops.eager_mode import apply_plain, is_kept, is_plain
 
 
 def start_reduce(x: Tensor, group: str | None, op: str = "sum", outside: bool = False, fresh: bool = False) -> Tensor:
@@ -84,8 +84,8 @@ def is_awaited(x: Tensor) -> bool:
 def start(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -> Tensor:
     """Starts an all-reduce; returns the tensor of its result, which is not there yet."""
     x = in_memory(x)
-    name = "all_reduce_" if fresh and x.is_contiguous() else "all_reduce"
-    with naming_lost(name, str(group)):
+    name = "all_reduce_" if fresh and x.is_contiguous() and not is_kept(x) else "all_reduce"
+    with in_collective(name, str(group)):
         started = _sent(name, x, op, group)
     if _recomputed:
         _recomputed[-1].append((started, group))
@@ -142,8 +142,16 @@ def wait(x: Tensor, group: str | None) -> Tensor:
     """Waits until a running collective has made `x`, and returns it."""
     if torch.compiler.is_compiling():
         return _received(x)
-    with naming_lost("all_reduce", str(group)):
+    with in_collective("all_reduce", str(group)):
         return _received(x)
+
+
+def arrived(x: Any) -> Any:
+    """Returns `x`; if it is a result of `start_reduce`, after the sum is there."""
+    if isinstance(x, Tensor) and isinstance(x.grad_fn, StartedReduce._backward_cls):
+        with torch.no_grad():
+            wait(x, x.grad_fn.group)  # type: ignore[union-attr]
+    return x
 
 
 def _sent(name: str, x: Tensor, op: str, group: str | None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.ops.eager_mode import is_last_backward, is_plain
+from autotp.ops.eager_mode import is_kept, is_last_backward, is_plain
 from autotp.ops.lookup import gather, local_index
 
 
@@ -41,7 +41,7 @@ def class_terms(
     Returns:
         [2 * *] the sum of `exp(x - top)`, and `x - top` at the row's class, or 0 if another rank has this class.
     """
-    if is_plain(x):
+    if is_plain(x) and not is_kept(x):  # NOTE [What others keep is not overwritten]
         return _ClassTerms.apply(x, top, classes, dim, start, size, fresh and x.dtype == top.dtype)[0]
     z = x - top
     return torch.stack([z.exp().sum(dim), gather(z, dim, classes.unsqueeze(dim), start, size).squeeze(dim)])
@@ -72,7 +72,7 @@ class _ClassTerms(torch.autograd.Function):
         total, picked = (g.unsqueeze(dim) for g in grad.unbind())
         at, outside = local_index(classes.unsqueeze(dim), ctx.start, length)
         picked = picked.masked_fill(outside, 0)
-        if again is None and is_plain(grad) and is_last_backward():
+        if again is None and is_plain(grad) and is_last_backward() and not is_kept(grad):
             found = exponentials.detach().mul_(total)
             found = found.scatter_add_(dim, at, picked) if length else found
         else:

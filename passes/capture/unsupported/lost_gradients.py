@@ -55,7 +55,7 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
 
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
     try:
-        with _Watch(), mock.patch.object(torch.compiler, "is_exporting", asked):
+        with _Watch(), mock.patch.object(torch.compiler, "is_exporting", asked), _without_global_hooks():
             yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
@@ -80,6 +80,19 @@ def expect_no_global_hooks() -> None:
             fix="hooks on single modules, registered before autotp.parallelize, or on the whole parallel model",
             alternative="remove the hook while the parallel model is called",
         )
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """A region without torch's own hooks on all modules: some of them register hooks on tensors."""
+    before = [dict(table) for table in GLOBAL_HOOKS]
+    for table in GLOBAL_HOOKS:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(GLOBAL_HOOKS, before, strict=True):
+            table.update(hooks)
 
 
 class _Watch(TorchFunctionMode):

@@ -45,7 +45,19 @@ def attention_of(model: nn.Module, x: Tensor) -> tuple[Any, Any]:
     return given["attn_mask"], given["is_causal"]
 
 
+def together(x: Tensor, more: int = 0, step: int = 1, before: int = 1) -> Tensor:
+    """Whether two positions are of one sequence, where several are packed: each begins with another step."""
+    counted = positions(x, more) if step == 1 else positions(x, more) * step
+    at = counted[None].expand(x.shape[0], -1)
+    sequence = (torch.diff(at, prepend=at[:, :1] - before, dim=-1) != 1).cumsum(-1)
+    rows = torch.arange(x.shape[0])[:, None, None, None]
+    queries, keys = positions(x)[None, None, :, None], positions(x)[None, None, None, :]
+    return sequence[rows, queries] == sequence[rows, keys]
+
+
 CAUSAL = {
+    "one-sequence": lambda x: below(x) & together(x),
+    "one-sequence-from-5": lambda x: together(x, 5) & below(x),
     "le": below,
     "ge": lambda x: positions(x)[:, None] >= positions(x)[None],
     "lt": lambda x: positions(x)[None] < positions(x, 1)[:, None],
@@ -57,6 +69,10 @@ CAUSAL = {
     "tril": lambda x: torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril(),
 }
 OTHERS = {
+    "positions-by-twos": lambda x: below(x) & together(x, step=2),
+    "a-gap-before": lambda x: below(x) & together(x, before=2),
+    "packed": lambda x: below(x) & ((positions(x) >= 3)[None] == (positions(x) >= 3)[:, None]),
+    "other-numbers": lambda x: below(x) & (positions(x)[None] == positions(x)[:, None]),
     "later-keys": lambda x: positions(x)[None] >= positions(x)[:, None],
     "one-more-key": lambda x: positions(x)[None] <= positions(x, 1)[:, None],
     "itself-not": lambda x: (positions(x)[None] < positions(x)[:, None]) | (positions(x)[None] == 0),
@@ -103,13 +119,15 @@ def test_more_keys_than_queries_keep_their_mask() -> None:
     assert node.args[3] is not None
 
 
-def test_masks_of_transformers() -> None:
-    """Without padding, as on one device."""
+@pytest.mark.parametrize("cache", [True, False])
+def test_masks_of_transformers(cache: bool) -> None:
+    """Without padding, as on one device; without a cache it asks whether sequences are packed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=24
-    )
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=24,
+        use_cache=cache,
+    )  # fmt: skip
     graph = causal_attention(canonical(LlamaForCausalLM(config), torch.randint(24, (2, 5)))[1])
     found = [n for n in graph.nodes if n.target is aten.scaled_dot_product_attention.default]
     assert len(found) == 2 and all(node.args[3:6] == (None, 0.0, True) for node in found)

@@ -10,7 +10,7 @@ import torch
 from errors import message, refusal
 from graphs import draft, some
 from ranks import Checks
-from small_models import gpt
+from small_models import both, expect_gradients, gpt, tokens
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -327,6 +327,17 @@ def buffers_are_written_once(rank: int, n: int) -> None:
             expected = alone.get_parameter(name).grad
             assert expected is not None
             torch.testing.assert_close(cut.layouts[name].take(expected, rank), p.grad)
+
+
+@checks.on(2)
+def hooks_that_copy_what_is_kept(rank: int, n: int) -> None:
+    """A block keeps its inputs: one that the ranks are still summing is no value yet."""
+    whole, parallel = both(n, gpt().double().train(), overlap="batch", recompute="full")
+    for seed in (1, 2, 3):
+        whole(*tokens(seed=seed)).backward()
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
+            parallel(*tokens(seed=seed)).backward()
+        expect_gradients(whole, parallel)
 
 
 @checks.on(2)

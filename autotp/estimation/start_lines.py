@@ -1,0 +1,43 @@
+"""start_lines: the lines that start a training in a layout: torchrun, and Python."""
+
+from __future__ import annotations
+
+from autotp.estimation.layout import Layout
+from autotp.training.pipeline.schedules import ENGINES
+
+
+def torchrun_line(devices: int, node: int) -> str:
+    """Returns the command that starts so many ranks; on several nodes, each node runs it.
+
+    Args:
+        node: the devices of a node.
+    """
+    if devices <= node:
+        return f"torchrun --nproc-per-node {devices} train.py"
+    nodes = -(-devices // node)
+    meet = '--rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:29500"'
+    return f"torchrun --nnodes {nodes} --nproc-per-node {node} {meet} train.py"
+
+
+def python_line(layout: Layout) -> str:
+    """Returns the call of `distribute` for a layout."""
+    given = [f"{name}={getattr(layout, name)}" for name in ("tp", "pp", "dp")]
+    given += [f"cp={layout.cp}"] * (layout.cp > 1) + [f"microbatches={layout.microbatches}"]
+    given += [f'schedule="{layout.schedule}"'] * (layout.pp > 1 and layout.schedule != "1F1B")
+    given += ["sequence_parallel=True"] * layout.sequence_parallel
+    given += [f'recompute="{layout.recompute}"'] * (layout.recompute != "none")
+    given += [f'overlap="{layout.overlap}"'] * (layout.overlap != "none")
+    given += [f"zero={layout.zero}"] * bool(layout.zero)
+    given += [f"compute_dtype={layout.dtype}"] * (layout.dtype is not None)
+    return f"trainer = autotp.distribute(model, {', '.join(given)})"
+
+
+def limits_of(layout: Layout) -> list[str]:
+    """Returns what of a layout the lines cannot say."""
+    rounds = ENGINES[layout.schedule].rounds
+    if layout.interleave in (None, rounds) or layout.pp == 1:
+        return []
+    return [
+        f"The estimate has {layout.interleave} stages on each rank (interleave={layout.interleave}); distribute runs "
+        f'schedule="{layout.schedule}" with {rounds}.'
+    ]
