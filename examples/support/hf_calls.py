@@ -169,7 +169,7 @@ def _widths(model: nn.Module) -> list[int]:
 
 def _wave(*shape: int, rows: int = BATCH) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, *shape, dtype=torch.float64, generator=generator)
+    return torch.randn(rows, *shape, generator=generator)
 
 
 def _pixels(config: Any) -> list[Tensor]:

@@ -85,7 +85,7 @@ def classes() -> dict[str, str]:
 
 
 def smallest(name: str) -> Model:
-    """Returns a small model of a class in float64, and arguments with which it runs in its present mode.
+    """Returns a small model of a class, and arguments with which it runs in its present mode.
 
     The mode is eval where the model does not run in training mode.
 
@@ -182,7 +182,7 @@ def _built(kind: Any, default: Fields, way: Way, train: bool) -> Model | str:
         if count > LARGEST:
             raise LookupError(f"{count / 1e6:.0f} million parameters")
         torch.manual_seed(0)
-        model = kind(config).double().train(train)
+        model = kind(config).train(train)
         return model, call_of(model)
     except Exception as error:
         return f"{type(error).__name__}: {_first(error)}"
