@@ -214,7 +214,7 @@ own, with a limit of {limit} seconds of the processor and {memory} GiB.
 - **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut.
 - **refused**: `autotp.Error` says what cannot be made parallel, and what to write instead.
 - **not built**: the small model does not run on one device with arguments that are made by rules, or it needs a
-  package that is not installed, or parameters of float32. The cause is the first error.
+  package that is not installed. The cause is the first error.
 
 ## Causes
 
