@@ -270,5 +270,5 @@ def row(one: Walked) -> str:
 
 
 def cell(text: str) -> str:
-    """Returns a text as a cell of a table."""
-    return text.replace("|", "/").replace("<", "&lt;").replace("\n", " ")
+    """Returns a text as a cell of a table. A call of an element, `f[i](x)`, is no link."""
+    return text.replace("|", "/").replace("<", "&lt;").replace("\n", " ").replace("](", "]&#40;")

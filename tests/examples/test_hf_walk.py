@@ -131,7 +131,7 @@ def test_the_start_of_a_walk_is_a_sample() -> None:
 
 def test_page() -> None:
     found = [
-        Walked("B", "refused", "reads `x` of 3 < 4 | 5", "b.py:1  if x:"),
+        Walked("B", "refused", "reads `x` of 3 < 4 | 5", "b.py:1  if x[0](y):"),
         Walked("C", "refused", "reads `y` of 4 < 4 | 5"),
         Walked("A", RIGHT, share=0.96),
         Walked("D", UNBUILT, "no arguments"),
@@ -141,3 +141,4 @@ def test_page() -> None:
     assert "**1 of the 3 classes that could be built are right.** 1 right, 2 refused, 0 wrong, " in text
     assert "| 2 | refused | reads ... of N &lt; N / N |" in text
     assert text.index("| A | right | 96% |  |") < text.index("| B | refused |  | reads `x` of 3 &lt; 4 / 5; b.py:1")
+    assert "if x[0]&#40;y):" in text  # No link.
