@@ -345,7 +345,7 @@ def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
     own, x, rest = _GROUP_METHODS.get(name), in_memory(args[0]), args[1:]
     if own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex():
-        name = name.rstrip("_") if is_kept(x) else name
+        name = "all_reduce" if name == "all_reduce_" and is_kept(x) else name  # A broadcast has to be in place.
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
     return own(_process_group(rest[-1]), x, *rest[:-1])
 

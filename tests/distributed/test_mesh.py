@@ -14,6 +14,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch._C._distributed_c10d import TCPStore, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.overrides import TorchFunctionMode
 
 import autotp
 from autotp.distributed.mesh import Mesh, _own_device, broadcast_from_first, gather_ints, make_mesh, timeout_of
@@ -252,6 +254,25 @@ def test_errors_in_a_world_of_four() -> None:
             )
         else:
             assert (found["outside"].size, found["outside"].rank) == (2, rank)
+
+
+class Following(TorchFunctionMode):
+    """A mode as that of a user, who follows each function of torch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def broadcast_under_modes(rank: int, n: int) -> list[float]:
+    mesh, found = make_mesh(n), []
+    for mode in (Following(), CommDebugMode()):
+        with mode:
+            found.append(broadcast_from_first(torch.tensor(5.0 + rank), mesh).item())
+    return found
+
+
+def test_a_broadcast_arrives_in_its_tensor_under_modes() -> None:
+    assert run_ranks(broadcast_under_modes, 2, timeout=100) == [[5.0, 5.0]] * 2
 
 
 def waits(rank: int, n: int) -> list[timedelta]:
