@@ -81,7 +81,8 @@ def _compared(group: str) -> bool:
 
 def install() -> Undo:
     """Notes exceptions that leave a backward; returns the undo."""
-    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
 
     @wraps(run)
     def call(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,10 +93,10 @@ def install() -> Undo:
                 interrupted(error)
             raise
 
-    torch.autograd._engine_run_backward = call  # type: ignore[attr-defined]
+    autograd._engine_run_backward = call
 
     def undo() -> None:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        autograd._engine_run_backward = run
 
     return undo
 

@@ -160,8 +160,9 @@ def test_on_ranks(n: int, name: str) -> None:
 
 
 def test_torch_is_as_before_without_a_model() -> None:
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
     undo = interrupted.install()
-    assert torch.autograd._engine_run_backward is not run  # type: ignore[attr-defined]
+    assert autograd._engine_run_backward is not run
     undo()
-    assert torch.autograd._engine_run_backward is run  # type: ignore[attr-defined]
+    assert autograd._engine_run_backward is run
