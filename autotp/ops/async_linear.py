@@ -90,7 +90,7 @@ class AsyncLinear(torch.autograd.Function):
         plain = not torch.is_grad_enabled() and all(grad is None or is_plain(grad) for grad in grads)
         gradients = _overlapped if plain else _differentiable
         with torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
-            found = gradients(ctx, x, weights, grads)
+            found = gradients(ctx, x, weights, [None if grad is None else _rows(grad) for grad in grads])
         return None, None, None, None, *found
 
 
@@ -128,30 +128,32 @@ def _whole_shape(ctx: Any, x: Tensor) -> Sequence[int]:
 
 
 def _input_gradient(weights: Sequence[Tensor], grads: Sequence[Tensor | None], turned: Sequence[bool]) -> Tensor | None:
-    """Returns the input's gradient, summed over the products, in new memory; None if all are None. -> [rows hidden]"""
+    """Returns the input's gradient, summed over the products, in new memory; None if all are None.
+
+    grads: [rows out] each -> [rows hidden]
+    """
     total: Tensor | None = None
+    kept = False
     for w, grad, turn in zip(weights, grads, turned, strict=True):
         if grad is not None:
-            flat, matrix = _rows(grad), w.t() if turn else w
-            kept = torch.is_grad_enabled() or is_kept(flat)
+            matrix = w.t() if turn else w
             if total is None:
-                total = flat.mm(matrix)
+                total, kept = grad.mm(matrix), torch.is_grad_enabled() or is_kept(grad)
             else:
-                total = total.addmm(flat, matrix) if kept else total.addmm_(flat, matrix)
+                total = total.addmm(grad, matrix) if kept else total.addmm_(grad, matrix)
     return total
 
 
 def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns the gradients of the weights, then of the biases."""
+    """Returns the gradients of the weights, then of the biases. grads: [rows out] each"""
     rows, n, needed = _rows(whole), len(grads), ctx.needs_input_grad[5:]
     found: list[Tensor | None] = [None] * (2 * n)
     for i, grad in enumerate(grads):
         if grad is not None:
-            flat = _rows(grad)
             if needed[i]:
-                found[i] = rows.t().mm(flat) if ctx.turned[i] else flat.t().mm(rows)
+                found[i] = rows.t().mm(grad) if ctx.turned[i] else grad.t().mm(rows)
             if needed[n + i]:
-                found[n + i] = flat.sum(0)
+                found[n + i] = grad.sum(0)
     return found
 
 

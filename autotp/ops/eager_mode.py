@@ -25,13 +25,15 @@ def is_plain(x: Tensor) -> bool:
 def is_observed(x: Tensor) -> bool:
     """True if other code than torch's own sees each operator on `x`: a mode, a transform, or a subclass."""
     own = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
-    return not own or torch._C._len_torch_dispatch_stack() > 0 or _has_function_mode()
-
-
-def _has_function_mode() -> bool:
-    """True in a mode for torch's functions, other than that of `torch.set_default_device`, which keeps no tensor."""
+    if not own or torch._C._len_torch_dispatch_stack() > 0:
+        return True
     depth = torch._C._len_torch_function_stack()
-    return depth > 0 and any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(depth))
+    return depth > 0 and _has_function_mode(depth)
+
+
+def _has_function_mode(depth: int) -> bool:
+    """True in a mode for torch's functions, other than that of `torch.set_default_device`, which keeps no tensor."""
+    return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(depth))
 
 
 def is_kept(x: Tensor) -> bool:

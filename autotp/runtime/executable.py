@@ -660,6 +660,8 @@ class Executable:
         if async_tp:
             _prepare_async_tp(self.mesh, self.tree.settings, options)
             fused = FusedPairs()
+        if self.tree.settings.sequence_parallel or self.mesh.cp > 1:
+            options = {"fullgraph": True, **options}  # NOTE [Compiled on all ranks or on none] in compiled.py
         for _, entry in self.entries:
             compile_blocks(entry.module, options, fused)
         self.tree.compiles, self.tree.fused = options, fused

@@ -6,6 +6,11 @@ NOTE [Torch functions in a compilation]
 A parallel model runs with torch functions off, so that its parts give no warnings. While torch compiles, it computes
 symbolic sizes by torch functions of its own: `torch.sym_min` of a size fails without them, where a length is cut into
 parts. So a compiled block runs with torch functions on, on plain tensors.
+
+NOTE [Compiled on all ranks or on none]
+torch compiles a function anew for sizes that it does not know, and after eight times runs it uncompiled. Where ranks
+have parts of other lengths, one of them comes to this limit before the others. A block that is not compiled gathers its
+input again in backward, so the ranks would communicate in different orders. There the limit is an error.
 """
 
 from __future__ import annotations
@@ -40,8 +45,16 @@ class Compiled(nn.Module):
         if torch.compiler.is_compiling():
             return self.inner(*args)
         plain = [x.as_subclass(Tensor) if isinstance(x, Tensor) and _has_class(x) else x for x in args]
-        with torch._C._EnableTorchFunction():
-            found = self.inner(*plain)
+        try:
+            with torch._C._EnableTorchFunction():
+                found = self.inner(*plain)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise Error(
+                "torch has compiled a block for other sizes as often as it may, and would run it uncompiled from here "
+                "on, on this rank alone",
+                fix="torch._dynamo.config.recompile_limit = 64, and accumulated_recompile_limit as well",
+                alternative="inputs of fewer lengths: padded sequences; torch._dynamo.mark_dynamic(tokens, 1)",
+            ) from error
         if self.fusion is not None:
             self.fusion.expect_some()
         return found

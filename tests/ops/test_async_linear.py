@@ -146,6 +146,8 @@ def it_overlaps(rank: int, n: int) -> None:
     leaves, seen = [t.requires_grad_() for t in given], []
 
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        keeps_no_tensor = True  # So sums may be in place, as without a mode.
+
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(op).split(".")[1])
             return op(*args, **(kwargs or {}))

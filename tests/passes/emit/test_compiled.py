@@ -53,6 +53,28 @@ def test_blocks_with_cut_sequences(layout: tuple[int, int], backend: str, how: d
     run_ranks(compiled, prod(layout), layout, backend, how, timeout=280)
 
 
+def at_the_limit(rank: int, n: int, how: dict[str, Any]) -> str:
+    """Blocks that torch may compile twice only, called with other lengths: what a rank's first Error says."""
+    cut = autotp.parallelize(gpt(seed=0, block_size=16, n_layer=1, n_head=4, n_embd=16), tp=n, **how)
+    cut.compile_blocks(backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in (8, 6, 4, 2):
+            tokens = torch.ones(2, length, dtype=torch.long)
+            try:
+                cut(tokens, tokens).backward()
+            except autotp.Error as error:
+                return f"{length}: {error}"
+    return "ran"
+
+
+def test_the_limit_of_compilations() -> None:
+    """Where ranks have parts of sequences, none of them goes on uncompiled by itself."""
+    for text in run_ranks(at_the_limit, 2, {"sequence_parallel": True}, timeout=100):
+        assert text.startswith("4: torch has compiled a block for other sizes as often as it may")
+        assert "recompile_limit" in text
+    assert run_ranks(at_the_limit, 2, {}, timeout=100) == ["ran", "ran"]
+
+
 def test_each_graph_is_wrapped_once() -> None:
     """Also where the blocks are compiled again, with other options."""
     work = torch.fx.symbolic_trace(nn.Linear(2, 2))
