@@ -160,10 +160,12 @@ def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | 
     _expect_right(kind, func, cut, args, kwargs, asked)
     try:
         found = func(*args, **kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         wholes = [x for x in given if not isinstance(x, CutTensor) and _goes_with_whole(x, cut)]
         if wholes:
             raise _whole_given(cut, func, wholes[0].shape) from error
+        if asked is not None and _is_of_index(error):
+            raise _out_of_part(cut, func, error) from error
         raise
     if asked is None and type(found) is Tensor and _averages(sys._getframe(2)):
         return _become_cut(found, source)  # Joined parts, which it will sum over ranks.
@@ -443,6 +445,19 @@ def _whole_given(cut: Cut, func: Any, shape: Sequence[int]) -> Error:
         f" part {list(cut.layout.local_shape(cut.mesh.rank))}",
         fix="autotp.load_full_state_dict(model, state), which writes the whole model's state",
         alternative="autotp.gather(tensor) is the whole of a part",
+    )
+
+
+def _is_of_index(error: Exception) -> bool:
+    return isinstance(error, IndexError) or any(sign in str(error) for sign in ("out of bounds", "out of range"))
+
+
+def _out_of_part(cut: Cut, func: Any, error: Exception) -> Error:
+    return Error(
+        f"`{_name_of(func)}` of this rank's part {list(cut.layout.local_shape(cut.mesh.rank))} of `{cut.name}`, which "
+        f"is {list(cut.layout.shape)}: {str(error).splitlines()[0]}",
+        fix="autotp.gather(tensor), which is the whole, and autotp.load_full_state_dict to write it",
+        alternative="model.layouts[name].take(whole, rank) of a mask of the whole's shape",
     )
 
 

@@ -167,6 +167,11 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> An
             raise RuntimeError(f"timed out: {error}") from error
 
 
+def started_collectives(group: str) -> int:
+    """Returns the number of collectives that this rank has started in a group, given by name."""
+    return int(_resolved(group)._get_sequence_number_for_group())
+
+
 def timeout_of(group: Any) -> timedelta:
     """Returns the timeout of a group's collectives."""
     found: timedelta = group._get_backend(group._device_types[0]).options._timeout

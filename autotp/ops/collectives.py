@@ -422,6 +422,30 @@ SHARED = 0
 _shared: dict[str, weakref.ref[ProcessGroup]] = {}
 
 
+_interrupted: list[BaseException] = []
+"""The exceptions that left a graph or a backward on this rank since the ranks were last compared."""
+_lost: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+"""The groups of which a rank was lost: their collectives fail by themselves."""
+Compared = Callable[[str], bool]
+"""A function that raises Error if the ranks of a group are at different collectives; False: it does not know the group.
+
+Its argument: the name of the group.
+"""
+_comparing: list[Compared] = []
+
+
+def note_interrupted(error: BaseException, group: str | None) -> None:
+    """Notes that an exception left a graph or a backward here: the ranks are compared before the next collective."""
+    if group is None or _process_group(group) not in _lost:
+        _interrupted.append(error)
+
+
+def compare_after_exceptions(compared: Compared) -> None:
+    """Makes `compared` be called before the first collective after an exception."""
+    if compared not in _comparing:
+        _comparing.append(compared)
+
+
 def is_waiting() -> bool:
     """Returns whether some thread of this process is in a graph or in a collective."""
     return any(thread != SHARED for thread in list(_users.values()))
@@ -461,6 +485,8 @@ class one_thread:
         user = _users.get(self.group)
         self.nested = user is not None
         if user is None:
+            if _interrupted and any(compared(self.group) for compared in _comparing):
+                _interrupted.clear()
             user = _users.setdefault(self.group, self.thread)
         if user != self.thread:
             self._refuse_or_begin_anew()
@@ -505,6 +531,7 @@ class in_collective(one_thread):
         if isinstance(error, RuntimeError) and not isinstance(error, Error):
             named = peer_error(self.what, self.group, error)
             if named is not None:
+                _lost.add(_process_group(self.group))
                 raise named from error
 
 

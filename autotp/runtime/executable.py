@@ -48,6 +48,7 @@ from autotp.runtime.fsdp import dtypes, expect_whole
 from autotp.runtime.func_gradients import expect_parts, expect_tied, warn_of_func_gradients
 from autotp.runtime.graph_digest import agree_on_order, digest
 from autotp.runtime.graph_entry import AssumedReads, GraphEntry, prepare
+from autotp.runtime.torch_hooks.interrupted import interrupted
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
 from autotp.sharding.layout import Layout
 
@@ -163,7 +164,11 @@ class Executable:
         if group is None or torch.compiler.is_compiling():
             return self._result_of(args, kwargs)
         with one_thread(f"{self.name}.forward", group):
-            return self._result_of(args, kwargs)
+            try:
+                return self._result_of(args, kwargs)
+            except BaseException as error:
+                interrupted(error, group)
+                raise
 
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.signature.by_name(args, kwargs)

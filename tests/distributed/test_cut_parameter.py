@@ -2,6 +2,7 @@
 
 import copy
 import io
+import operator
 import re
 import warnings
 from collections.abc import Callable
@@ -275,6 +276,30 @@ def everything_that_is_right(parallel: Any) -> None:
         (parallel.up.weight * 2 + 1).abs()
         torch.zeros_like(parallel.up.weight).lerp_(parallel.up.weight, 0.1).sqrt().add_(1e-8)
     assert isinstance(parallel.up.weight, nn.Parameter) and parallel.up.weight in set(parallel.parameters())
+
+
+@checks.on(2)
+def positions_of_the_whole_are_not_found_in_parts(rank: int, n: int) -> None:
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    weight, odd = parallel.up.weight, torch.arange(30) % 2 == 1
+    one = torch.ones(1, 8, dtype=torch.float64)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, use in {
+            "__setitem__": lambda: operator.setitem(weight, odd, 0),
+            "__getitem__": lambda: weight.data[29],
+            "select": lambda: weight.select(0, 29),
+            "index_add_": lambda: weight.data.index_add_(0, torch.tensor([29]), one),
+            "embedding": lambda: nn.functional.embedding(torch.tensor([29]), weight),
+        }.items():
+            with pytest.raises(autotp.Error) as raised:
+                use()
+            told = str(raised.value).splitlines()
+            assert told[0].startswith(f"`{name}` of this rank's part [15, 8] of `up.weight`, which is [30, 8]: ")
+            assert told[1:] == [
+                "  try      autotp.gather(tensor), which is the whole, and autotp.load_full_state_dict to write it",
+                "  or       model.layouts[name].take(whole, rank) of a mask of the whole's shape",
+            ]
 
 
 @checks.on(2)

@@ -1,0 +1,117 @@
+"""Compares where the ranks are, after an exception left a forward or a backward on one of them.
+
+NOTE [After an exception]
+Ranks pair their collectives by order. An exception that leaves a forward or a backward on one rank only (no memory, an
+interrupt, a hook of the user's) leaves the other ranks waiting in it. If the user's code catches the exception and goes
+on, the next collective of this rank would pair with theirs, and all further numbers would be wrong. So before its next
+collective this rank waits for the others, through the store, and all compare how many collectives each has started. If
+all ranks raised at the same place, as for a wrong argument, they go on. A rank that waits in a collective does not
+come: after the group's timeout it is an error on all ranks. Without an exception this costs one look at a list.
+
+NOTE [Where a backward fails]
+torch calls no hook if a backward raises. Every backward (`Tensor.backward`, `torch.autograd.grad`, torch.func,
+checkpoints) runs through one function, which `torch.autograd` looks up when it is called: it is replaced while a
+parallel model exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.distributed.heartbeat import leave_note, take_note_back
+from autotp.distributed.live_models import Undo, models
+from autotp.distributed.mesh import Mesh, started_collectives
+from autotp.distributed.store_gather import store_gather
+from autotp.errors import Error
+from autotp.ops.collectives import Conjugate, LinearConjugate, compare_after_exceptions, note_interrupted
+from autotp.runtime.tree import state_of
+
+OURS = tuple(f"{kind.__name__}Backward" for kind in (Conjugate, LinearConjugate))
+"""The names of the nodes of a backward that communicate."""
+REMEDY = {
+    "fix": "let the exception end the program on all ranks, and start again from a checkpoint",
+    "alternative": "raise it on all ranks alike, before forward or after backward: one decision, by one all_reduce",
+}
+
+
+def interrupted(error: BaseException, group: str | None = None) -> None:
+    """Notes that an exception left a forward or a backward of a parallel model on this rank.
+
+    Args:
+        group: name of the model's process group, if it is known.
+    """
+    if type(error).__module__ == "torch.utils.checkpoint":  # Ends a call that torch's checkpointing makes again.
+        return
+    compare_after_exceptions(_compared)
+    note_interrupted(error, group)
+    if not isinstance(error, Error):  # All ranks raise that one.
+        leave_note(error)
+
+
+def _meshes() -> list[Mesh]:
+    """Returns the meshes of the live parallel models that have several ranks."""
+    states = [state_of(model) for model in models()]
+    return [state.tree.mesh for state in states if state is not None and state.tree.mesh.everyone.size > 1]
+
+
+def _compared(group: str) -> bool:
+    """Raises Error unless all ranks come here, after equally many collectives; False if no model has the group."""
+    mesh = next((mesh for mesh in _meshes() if group in (mesh.everyone.group, *mesh.groups.values())), None)
+    if mesh is None:
+        return False
+    place = mesh.everyone
+    names = dict.fromkeys(name for name in (place.group, *mesh.groups.values()) if name is not None)
+    try:
+        told = store_gather(" ".join(str(started_collectives(name)) for name in names), place)
+    except Error as error:
+        raise Error(f"an exception left a forward or backward on some ranks only: {error.problem}", **REMEDY) from error
+    if other := [rank for rank, text in enumerate(told) if text != told[0]]:
+        raise Error(
+            f"an exception left a forward or backward at another place on {place.named(other)} than on rank 0",
+            **REMEDY,
+        )
+    take_note_back()
+    return True
+
+
+def install() -> Undo:
+    """Notes exceptions that leave a backward; returns the undo."""
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    @wraps(run)
+    def call(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(outputs, *args, **kwargs)
+        except BaseException as error:
+            if _meshes() and _is_of_model(outputs):
+                interrupted(error)
+            raise
+
+    autograd._engine_run_backward = call
+
+    def undo() -> None:
+        autograd._engine_run_backward = run
+
+    return undo
+
+
+def _is_of_model(outputs: Iterable[Any]) -> bool:
+    """True if the graph behind these tensors or edges communicates, or ends at a parameter of a parallel model."""
+    parameters = {id(p) for model in models() for p in model.parameters()}
+    nodes = [x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None) for x in outputs]
+    seen = set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ in OURS or id(getattr(node, "variable", None)) in parameters:
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False

@@ -1,0 +1,168 @@
+"""Exceptions that leave a forward or a backward: on one rank an error on all, on all ranks nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from ranks import Checks, run_ranks
+from small_models import Normed, X
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+from autotp.ops import collectives
+from autotp.runtime.torch_hooks import interrupted
+
+checks = Checks()
+STEPS, FAILS = 8, 5
+INPUT = X[torch.float64]
+
+
+class Stop(Exception):
+    pass
+
+
+def model_on(n: int) -> Any:
+    torch.manual_seed(0)
+    model = Normed().double()
+    return autotp.parallelize(model, n, example_inputs=INPUT, timeout=timedelta(seconds=3)) if n else model
+
+
+def trained(model: nn.Module, run: Callable[[int], Any], steps: range = range(STEPS)) -> list[float]:
+    """A loop that skips a batch in which something is raised; returns the losses."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[float]()
+    for step in steps:
+        optimizer.zero_grad()
+        try:
+            losses.append(run(step))
+        except (Stop, MemoryError):
+            continue
+        optimizer.step()
+    return losses
+
+
+def in_backward(model: nn.Module, fails: bool) -> Callable[[int], float]:
+    """A step in which a user's hook on a gradient raises."""
+    now = [-1]
+
+    def hook(gradient: Tensor) -> None:
+        if fails and now[0] == FAILS:
+            raise Stop
+
+    model.norm.weight.register_hook(hook)  # type: ignore[union-attr, operator]
+
+    def run(step: int) -> float:
+        now[0] = step
+        loss = model(INPUT * (1 + step))
+        loss.backward()
+        return float(loss)
+
+    return run
+
+
+def in_forward(model: nn.Module, fails: bool) -> Callable[[int], float]:
+    """A step in which there is no memory for what backward needs."""
+
+    def run(step: int) -> float:
+        def pack(x: Tensor) -> Tensor:
+            if fails and step == FAILS:
+                raise MemoryError
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(INPUT * (1 + step))
+        loss.backward()
+        return float(loss)
+
+    return run
+
+
+PLACES = {"backward": in_backward, "forward": in_forward}
+
+
+def on_one_rank(rank: int, n: int, place: str) -> None:
+    model = model_on(n)
+    step = PLACES[place](model, rank == 0)
+    with pytest.raises(autotp.Error) as raised:
+        trained(model, step)
+    text = str(raised.value)
+    if rank == 0:
+        assert "an exception left a forward or backward on some ranks only: tp rank 1 did not make this call" in text
+        assert "let the exception end the program on all ranks" in text
+    else:
+        assert f"tp rank 0 (global rank 0) raised {'Stop' if place == 'backward' else 'MemoryError'}" in text
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_on_one_rank(place: str) -> None:
+    run_ranks(on_one_rank, 2, place, alone=True)
+
+
+@checks.on(2)
+def on_all_ranks(rank: int, n: int) -> None:
+    for make in PLACES.values():
+        expected, model = model_on(0), model_on(n)
+        losses = trained(expected, make(expected, True))
+        assert len(losses) == STEPS - 1
+        assert trained(model, make(model, True)) == pytest.approx(losses, abs=1e-12)
+        assert not collectives._interrupted
+
+
+@checks.on(2)
+def in_another_model(rank: int, n: int) -> None:
+    model, other = model_on(n), model_on(0)
+    plain, beside = in_backward(model, False), in_backward(copy.deepcopy(other), rank == 0)
+
+    def run(step: int) -> float:
+        try:
+            beside(step)
+        except Stop:
+            assert rank == 0
+        return plain(step)
+
+    assert trained(model, run) == pytest.approx(trained(other, in_backward(other, False)), abs=1e-12)
+
+
+@checks.on(2)
+def checkpoints_that_stop_early(rank: int, n: int) -> None:
+    model, expected = model_on(n), model_on(0)
+
+    def run(step: int) -> float:
+        loss = checkpoint(model, INPUT * (1 + step), use_reentrant=False)
+        loss.backward()
+        assert not collectives._interrupted
+        return float(loss)
+
+    assert trained(model, run) == pytest.approx(trained(expected, in_backward(expected, False)), abs=1e-12)
+
+
+@checks.on(2)
+def at_another_place(rank: int, n: int) -> None:
+    model = model_on(n)
+    started = interrupted.started_collectives
+    interrupted.started_collectives = lambda group: started(group) + (rank == 1)
+    try:
+        with pytest.raises(autotp.Error, match="at another place on tp rank 1 than on rank 0"):
+            trained(model, in_backward(model, True))
+    finally:
+        interrupted.started_collectives = started
+        collectives._interrupted.clear()
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+def test_torch_is_as_before_without_a_model() -> None:
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+    undo = interrupted.install()
+    assert autograd._engine_run_backward is not run
+    undo()
+    assert autograd._engine_run_backward is run
