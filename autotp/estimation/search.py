@@ -95,7 +95,8 @@ class Search(Shown):
             (f"a step       {first.layout.batch} rows; the tensors of a row are {self.row}",),
             Table(head, rows, ("cut", "", "note", "note", "note")),
         ]
-        parts += [(f"too close    {self._ties()}",)] * bool(self._ties())
+        if ties := self._ties():
+            parts.append((f"too close    {ties}",))
         parts += [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
         lines = torchrun_line(first.layout.devices, first.device.node), python_line(first.layout)
         return Sheet(title, (*parts, ("the first:", *lines, *limits_of(first.layout))))
@@ -103,9 +104,9 @@ class Search(Shown):
     def _ties(self) -> str:
         """Returns which layouts the error bars do not tell from the first one; "" for none."""
         first = self.best[0]
-        least = [est for est in self.best[1:] if est.seconds * (1 - est.error) <= first.seconds * (1 + first.error)]
-        which = "all of them" if len(least) == len(self.best) - 1 else f"the first and {len(least)} of the others"
-        return f"{which} are within each other's error bars: measure before you choose" if least else ""
+        near = [est for est in self.best[1:] if est.seconds * (1 - est.error) <= first.seconds * (1 + first.error)]
+        which = "all others" if len(near) == len(self.best) - 1 else f"{len(near)} of the others"
+        return f"the error bars of {which} overlap that of the first: measure before you choose" if near else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as plain data, for JSON."""

@@ -420,8 +420,7 @@ _users: dict[str, int] = {}
 SHARED = 0
 """Stands for a thread: two threads have used the group at once."""
 _shared: dict[str, weakref.ref[ProcessGroup]] = {}
-
-
+"""Name of a group that two threads have used at once -> that group: a later one may have the same name."""
 _interrupted: list[BaseException] = []
 """The exceptions that left a graph or a backward on this rank since the ranks were last compared."""
 _lost: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()

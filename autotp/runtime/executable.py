@@ -415,33 +415,23 @@ class Executable:
         """
         expect_untraced(self.name)
         with unseen():  # NOTE [What is no operator of the model]
-            return self._compared(entry, called, key, held, outcomes)
-
-    def _compared(
-        self,
-        entry: GraphEntry | None,
-        called: FlatCall,
-        key: Key,
-        held: Mapping[str, Tensor],
-        outcomes: tuple[Outcome, ...],
-    ) -> GraphEntry:
-        expect_no_global_hooks()
-        expect_own_ranks(self.module, self.mesh, held)
-        expect_tied(self.ties, held)
-        expect_parts(held, self.layouts, self.mesh.rank)
-        warn_of_func_gradients(self.tree, held, self.layouts)
-        check = self.tree.settings.check_inputs
-        if self.seen_loaded != self.tree.loaded:  # What was loaded is compared in the next calls.
-            self.seen_loaded = self.tree.loaded
-            for _, known in self.entries:
-                known.calls = 0
-        if self.read_places:
-            at = next((i for i, (_, known) in enumerate(self.entries) if known is entry), -1)
-            within(f"{self.name}.forward", lambda: agree_on_values(self.mesh, at))
-        if entry is None or (check != "never" and (check != "first" or entry.calls < CHECKED_CALLS)):
-            entry = within(f"{self.name}.forward", lambda: self._checked(entry, called, key[3:], check, outcomes))
-        entry.warned = entry.warned or warn_of_whole_sequences(entry.analysis, f"{self.name}.forward")
-        return entry
+            expect_no_global_hooks()
+            expect_own_ranks(self.module, self.mesh, held)
+            expect_tied(self.ties, held)
+            expect_parts(held, self.layouts, self.mesh.rank)
+            warn_of_func_gradients(self.tree, held, self.layouts)
+            check = self.tree.settings.check_inputs
+            if self.seen_loaded != self.tree.loaded:  # What was loaded is compared in the next calls.
+                self.seen_loaded = self.tree.loaded
+                for _, known in self.entries:
+                    known.calls = 0
+            if self.read_places:
+                at = next((i for i, (_, known) in enumerate(self.entries) if known is entry), -1)
+                within(f"{self.name}.forward", lambda: agree_on_values(self.mesh, at))
+            if entry is None or (check != "never" and (check != "first" or entry.calls < CHECKED_CALLS)):
+                entry = within(f"{self.name}.forward", lambda: self._checked(entry, called, key[3:], check, outcomes))
+            entry.warned = entry.warned or warn_of_whole_sequences(entry.analysis, f"{self.name}.forward")
+            return entry
 
     def _checked(
         self,

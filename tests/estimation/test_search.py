@@ -201,5 +201,5 @@ def test_layouts_that_error_bars_do_not_tell_apart(found: autotp.Search) -> None
     bar = first.error
     near, far = replace(first, seconds=1 + bar), replace(first, seconds=1.1 * (1 + bar) / (1 - bar))
     assert "too close" not in str(replace(found, best=(first, far)))
-    assert "the first and 1 of the others are within" in str(replace(found, best=(first, near, far)))
-    assert "all of them are within" in str(replace(found, best=(first, near)))
+    assert "the error bars of 1 of the others overlap" in str(replace(found, best=(first, near, far)))
+    assert "the error bars of all others overlap" in str(replace(found, best=(first, near)))

@@ -28,11 +28,11 @@ from autotp.distributed.live_models import Undo, models
 from autotp.distributed.mesh import Mesh, started_collectives
 from autotp.distributed.store_gather import store_gather
 from autotp.errors import Error
-from autotp.ops.collectives import Conjugate, LinearConjugate, compare_after_exceptions, note_interrupted
+from autotp.ops.collectives import compare_after_exceptions, note_interrupted
 from autotp.runtime.tree import state_of
 
-OURS = tuple(f"{kind.__name__}Backward" for kind in (Conjugate, LinearConjugate))
-"""The names of the nodes of a backward that communicate."""
+OURS = "autotp.ops."
+"""Where the modules of autotp's own autograd functions are: some of them communicate in backward."""
 REMEDY = {
     "fix": "let the exception end the program on all ranks, and start again from a checkpoint",
     "alternative": "raise it on all ranks alike, before forward or after backward: one decision, by one all_reduce",
@@ -102,7 +102,7 @@ def install() -> Undo:
 
 
 def _is_of_model(outputs: Iterable[Any]) -> bool:
-    """True if the graph behind these tensors or edges communicates, or ends at a parameter of a parallel model."""
+    """True if the graph behind these tensors or edges has a function of autotp, or a parameter of a parallel model."""
     parameters = {id(p) for model in models() for p in model.parameters()}
     nodes = [x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None) for x in outputs]
     seen = set[Any]()
@@ -111,7 +111,8 @@ def _is_of_model(outputs: Iterable[Any]) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ in OURS or id(getattr(node, "variable", None)) in parameters:
+        function = getattr(type(node), "_forward_cls", None)
+        if getattr(function, "__module__", "").startswith(OURS) or id(getattr(node, "variable", None)) in parameters:
             return True
         nodes += [following for following, _ in node.next_functions]
     return False

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Checks, run_ranks
 from small_models import Normed, X
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.ops import collectives
+from autotp.ops.async_linear import async_linear
 from autotp.runtime.torch_hooks import interrupted
 
 checks = Checks()
@@ -152,6 +154,17 @@ def at_another_place(rank: int, n: int) -> None:
     finally:
         interrupted.started_collectives = started
         collectives._interrupted.clear()
+
+
+@checks.on(2)
+def a_backward_for_an_input_alone(rank: int, n: int) -> None:
+    """It ends at no parameter; products that sum their input's gradient say that it is of a parallel model."""
+    x = INPUT.clone().requires_grad_()
+    (y,) = async_linear(
+        x, dist.group.WORLD.group_name, None, None, (torch.ones(2, x.shape[-1]).double(),), (None,), (False,)
+    )
+    assert interrupted._is_of_model([y.sum()])
+    assert not interrupted._is_of_model([(2 * x).sum()])
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())
