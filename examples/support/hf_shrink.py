@@ -296,7 +296,7 @@ def _small_value(key: str, value: Any, way: Way, depth: int) -> Any:
     if number and VOCABULARY.match(key):
         return min(value, VOCAB)
     if number and TOKEN.match(key):
-        return value if 0 <= value < 8 or value < 0 else VOCAB - 2 - value % 16
+        return value if value < 8 else VOCAB - 2 - value % 16
     if way.heads and HEAD_SIZES.match(key):
         return value
     if way.heads and HEADS.match(key) and (number or isinstance(value, (list, tuple))):
