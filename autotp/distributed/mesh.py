@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -381,7 +382,7 @@ def _with_sequences(mesh: Mesh, columns: Sequence[int], every: Sequence[int], ti
     across = with_number(_along(mesh, _group_of_members(columns, timeout, "cp", number), "cp"))
     both = _group_of_members(every, timeout, "cp x tp", number)
     names = tuple(f"tp rank {i % mesh.size}, cp rank {i // mesh.size}" for i in range(len(every)))
-    together = replace(with_number(_along(mesh, both, "cp x tp")), names=names)
+    together = with_number(replace(_along(mesh, both, "cp x tp"), names=names))
     return replace(mesh, sequence=across, together=together)
 
 
@@ -395,6 +396,7 @@ def _with_runs(mesh: Mesh, group: Any) -> Mesh:
     for n in (n for n in range(2, len(ranks)) if len(ranks) % n == 0):
         start = group.rank() // n * n
         run = _group_of_members(ranks[start : start + n], timeout_of(group), f"tp/{n}", mesh.number)
+        _numbered[run] = replace(_along(mesh, run, f"tp/{n}"), number=mesh.number)
         found.append((n, run.group_name))
     return replace(mesh, runs=tuple(found))
 
@@ -417,10 +419,23 @@ def _group_of_members(ranks: Sequence[int], timeout: timedelta, axis: str, numbe
         torch_names._hash_ranks_to_str = before
 
 
+_numbered: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
+"""Process group -> the first mesh on it. Its number is the same on all ranks of the group."""
+
+
 def with_number(mesh: Mesh) -> Mesh:
     """Returns the mesh with a number that its first process draws."""
     number = torch.tensor(secrets.randbits(62), device=mesh.device)  # Does not use torch's random state.
-    return replace(mesh, number=int(broadcast_from_first(number, mesh)))
+    mesh = replace(mesh, number=int(broadcast_from_first(number, mesh)))
+    if mesh.group is not None:
+        _numbered.setdefault(_resolved(mesh.group), mesh)
+    return mesh
+
+
+def numbered_groups() -> dict[str, Mesh]:
+    """Returns the process groups of several ranks that autotp uses: name -> the first mesh on it."""
+    alive: Any = dist.distributed_c10d._world.pg_map
+    return {str(mesh.group): mesh for group, mesh in _numbered.items() if group in alive and mesh.size > 1}
 
 
 def _check_world(tp: int | None, cp: int, world: int) -> None:

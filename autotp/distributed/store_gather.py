@@ -13,8 +13,8 @@ from autotp.distributed.heartbeat import SILENCE, answered, reason
 from autotp.distributed.mesh import Mesh, group_of, timeout_of
 from autotp.errors import Error
 
-_calls: dict[int, int] = {}
-"""Number of a mesh -> number of exchanges so far."""
+_calls: dict[tuple[int, str | None], int] = {}
+"""Number of a mesh and name of its group -> number of exchanges so far."""
 
 
 def store_gather(text: str, place: Mesh) -> list[str]:
@@ -23,7 +23,7 @@ def store_gather(text: str, place: Mesh) -> list[str]:
     Raises:
         Error: some rank did not make this call within the group's timeout.
     """
-    call = _calls[place.number] = _calls.get(place.number, 0) + 1
+    call = _calls[place.number, place.group] = _calls.get((place.number, place.group), 0) + 1
     store, names, timeout = _get_default_store(), _names(place, call), timeout_of(group_of(place))
 
     def told() -> list[str]:
@@ -41,7 +41,7 @@ def store_gather(text: str, place: Mesh) -> list[str]:
 
 
 def _names(place: Mesh, call: int) -> list[str]:
-    return [f"autotp/{place.number}/{call}/{rank}" for rank in range(place.size)]
+    return [f"autotp/{place.number}/{place.group}/{call}/{rank}" for rank in range(place.size)]
 
 
 def _missing(names: list[str], store: dist.Store, place: Mesh) -> Error:

@@ -421,28 +421,33 @@ SHARED = 0
 """Stands for a thread: two threads have used the group at once."""
 _shared: dict[str, weakref.ref[ProcessGroup]] = {}
 """Name of a group that two threads have used at once -> that group: a later one may have the same name."""
-_interrupted: list[BaseException] = []
-"""The exceptions that left a graph or a backward on this rank since the ranks were last compared."""
+_interrupted: dict[str, weakref.ref[ProcessGroup]] = {}
+"""Name of a group whose ranks may be at different collectives, after an exception here -> that group."""
 _lost: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 """The groups of which a rank was lost: their collectives fail by themselves."""
-Compared = Callable[[str], bool]
-"""A function that raises Error if the ranks of a group are at different collectives; False: it does not know the group.
-
-Its argument: the name of the group.
-"""
-_comparing: list[Compared] = []
+Compare = Callable[[str], None]
+"""A function that raises Error if the ranks of a group, given by name, are at different collectives."""
+_comparing: list[Compare] = []
 
 
-def note_interrupted(error: BaseException, group: str | None) -> None:
-    """Notes that an exception left a graph or a backward here: the ranks are compared before the next collective."""
-    if group is None or _process_group(group) not in _lost:
-        _interrupted.append(error)
+def note_interrupted(group: str) -> None:
+    """Notes that an exception left a graph or a backward: the group's ranks are compared before its next collective."""
+    if _process_group(group) not in _lost:
+        _interrupted[group] = weakref.ref(_process_group(group))
 
 
-def compare_after_exceptions(compared: Compared) -> None:
-    """Makes `compared` be called before the first collective after an exception."""
-    if compared not in _comparing:
-        _comparing.append(compared)
+def compare_after_exceptions(compare: Compare) -> None:
+    """Makes `compare` be called before the first collective of each group after an exception."""
+    if compare not in _comparing:
+        _comparing.append(compare)
+
+
+def _compare_if_interrupted(group: str) -> None:
+    noted = _interrupted.get(group)
+    if noted is not None and noted() is _process_group(group):  # Else it was another group of this name.
+        for compare in _comparing:
+            compare(group)
+    _interrupted.pop(group, None)
 
 
 def is_waiting() -> bool:
@@ -484,8 +489,8 @@ class one_thread:
         user = _users.get(self.group)
         self.nested = user is not None
         if user is None:
-            if _interrupted and any(compared(self.group) for compared in _comparing):
-                _interrupted.clear()
+            if _interrupted:
+                _compare_if_interrupted(self.group)
             user = _users.setdefault(self.group, self.thread)
         if user != self.thread:
             self._refuse_or_begin_anew()

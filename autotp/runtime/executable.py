@@ -167,7 +167,7 @@ class Executable:
             try:
                 return self._result_of(args, kwargs)
             except BaseException as error:
-                interrupted(error, group)
+                interrupted(error)
                 raise
 
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,9 +4,13 @@ NOTE [After an exception]
 Ranks pair their collectives by order. An exception that leaves a forward or a backward on one rank only (no memory, an
 interrupt, a hook of the user's) leaves the other ranks waiting in it. If the user's code catches the exception and goes
 on, the next collective of this rank would pair with theirs, and all further numbers would be wrong. So before its next
-collective this rank waits for the others, through the store, and all compare how many collectives each has started. If
-all ranks raised at the same place, as for a wrong argument, they go on. A rank that waits in a collective does not
-come: after the group's timeout it is an error on all ranks. Without an exception this costs one look at a list.
+collective in a group this rank waits for the others of that group, through the store, and all compare how many
+collectives each has started in it. If all ranks raised at the same place, as for a wrong argument, they go on. A rank
+that waits in a collective does not come: after the group's timeout it is an error on all ranks. Without an exception
+this costs one look at a dictionary.
+
+A group is compared by itself, and not with the other groups of a model: several models may use it, and the ranks may
+not have the same models any more.
 
 NOTE [Where a backward fails]
 torch calls no hook if a backward raises. Every backward (`Tensor.backward`, `torch.autograd.grad`, torch.func,
@@ -25,11 +29,10 @@ from torch import Tensor
 
 from autotp.distributed.heartbeat import leave_note, take_note_back
 from autotp.distributed.live_models import Undo, models
-from autotp.distributed.mesh import Mesh, started_collectives
+from autotp.distributed.mesh import numbered_groups, started_collectives
 from autotp.distributed.store_gather import store_gather
 from autotp.errors import Error
 from autotp.ops.collectives import compare_after_exceptions, note_interrupted
-from autotp.runtime.tree import state_of
 
 OURS = "autotp.ops."
 """Where the modules of autotp's own autograd functions are: some of them communicate in backward."""
@@ -39,35 +42,22 @@ REMEDY = {
 }
 
 
-def interrupted(error: BaseException, group: str | None = None) -> None:
-    """Notes that an exception left a forward or a backward of a parallel model on this rank.
-
-    Args:
-        group: name of the model's process group, if it is known.
-    """
+def interrupted(error: BaseException) -> None:
+    """Notes that an exception left a forward or a backward of a parallel model on this rank."""
     if type(error).__module__ == "torch.utils.checkpoint":  # Ends a call that torch's checkpointing makes again.
         return
-    compare_after_exceptions(_compared)
-    note_interrupted(error, group)
+    compare_after_exceptions(_compare)
+    for group in numbered_groups():
+        note_interrupted(group)
     if not isinstance(error, Error):  # All ranks raise that one.
         leave_note(error)
 
 
-def _meshes() -> list[Mesh]:
-    """Returns the meshes of the live parallel models that have several ranks."""
-    states = [state_of(model) for model in models()]
-    return [state.tree.mesh for state in states if state is not None and state.tree.mesh.everyone.size > 1]
-
-
-def _compared(group: str) -> bool:
-    """Raises Error unless all ranks come here, after equally many collectives; False if no model has the group."""
-    mesh = next((mesh for mesh in _meshes() if group in (mesh.everyone.group, *mesh.groups.values())), None)
-    if mesh is None:
-        return False
-    place = mesh.everyone
-    names = dict.fromkeys(name for name in (place.group, *mesh.groups.values()) if name is not None)
+def _compare(group: str) -> None:
+    """Raises Error unless all ranks of a group come here, after equally many collectives."""
+    place = numbered_groups()[group]
     try:
-        told = store_gather(" ".join(str(started_collectives(name)) for name in names), place)
+        told = store_gather(str(started_collectives(group)), place)
     except Error as error:
         raise Error(f"an exception left a forward or backward on some ranks only: {error.problem}", **REMEDY) from error
     if other := [rank for rank, text in enumerate(told) if text != told[0]]:
@@ -76,7 +66,6 @@ def _compared(group: str) -> bool:
             **REMEDY,
         )
     take_note_back()
-    return True
 
 
 def install() -> Undo:
@@ -89,7 +78,7 @@ def install() -> Undo:
         try:
             return run(outputs, *args, **kwargs)
         except BaseException as error:
-            if _meshes() and _is_of_model(outputs):
+            if _is_of_model(outputs):
                 interrupted(error)
             raise
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from ranks import Checks, run_ranks
 from small_models import Normed, X
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import autotp
@@ -29,10 +32,10 @@ class Stop(Exception):
     pass
 
 
-def model_on(n: int) -> Any:
+def model_on(n: int, **how: Any) -> Any:
     torch.manual_seed(0)
     model = Normed().double()
-    return autotp.parallelize(model, n, example_inputs=INPUT, timeout=timedelta(seconds=3)) if n else model
+    return autotp.parallelize(model, n, example_inputs=INPUT, timeout=timedelta(seconds=3), **how) if n else model
 
 
 def trained(model: nn.Module, run: Callable[[int], Any], steps: range = range(STEPS)) -> list[float]:
@@ -112,7 +115,39 @@ def on_all_ranks(rank: int, n: int) -> None:
         losses = trained(expected, make(expected, True))
         assert len(losses) == STEPS - 1
         assert trained(model, make(model, True)) == pytest.approx(losses, abs=1e-12)
-        assert not collectives._interrupted
+        assert model.mesh.group not in collectives._interrupted
+
+
+@checks.on(2)
+def several_models_on_one_mesh(rank: int, n: int) -> None:
+    """One rank has dropped some of them, and the other has them still."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    expected, models = model_on(0), [model_on(n, mesh=mesh) for _ in range(8)]
+    del models[: 7 * rank]
+    gc.collect()
+    losses = trained(expected, in_backward(expected, True))
+    assert trained(models[-1], in_backward(models[-1], True)) == pytest.approx(losses, abs=1e-12)
+
+
+def in_a_second_world(rank: int, n: int, place: str) -> None:
+    """An exception in the first one is no matter there, although its groups have the same names."""
+    models = [model_on(n) for _ in range(8)]
+    with pytest.raises(Stop):
+        in_backward(models[-1], True)(FAILS)
+    before = models[0].mesh.group
+    del models[: 7 * rank]
+    gc.collect()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=n, timeout=timedelta(seconds=20))
+    expected, again = model_on(0), model_on(n)
+    assert again.mesh.group == before
+    losses = trained(expected, in_backward(expected, False))
+    assert trained(again, in_backward(again, False)) == pytest.approx(losses, abs=1e-12)
+
+
+def test_in_a_second_world(tmp_path: Path) -> None:
+    run_ranks(in_a_second_world, 2, (tmp_path / "meet").as_uri(), alone=True)
 
 
 @checks.on(2)
@@ -137,7 +172,7 @@ def checkpoints_that_stop_early(rank: int, n: int) -> None:
     def run(step: int) -> float:
         loss = checkpoint(model, INPUT * (1 + step), use_reentrant=False)
         loss.backward()
-        assert not collectives._interrupted
+        assert model.mesh.group not in collectives._interrupted
         return float(loss)
 
     assert trained(model, run) == pytest.approx(trained(expected, in_backward(expected, False)), abs=1e-12)
