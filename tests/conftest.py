@@ -1,10 +1,12 @@
 """How hypothesis draws (the same cases in each `make test`, new ones with `--deep`), and which tests are left out.
 
-`make test` runs the tests of the parts. Those marked `system` run in `make test-system`: of whole models and families
-of models (the folders `system` and `hf`), and of processes that end.
+`make test` runs the tests of the parts. `make test-rest` runs those marked `system` (of whole models and families of
+models, of processes that end, of the examples and the benchmarks), and those marked `costly`, which `seconds.txt` lists
+with COSTLY seconds or more. With `--share 2/4` it runs the second of four shares, which take about as long.
 A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
-What tests the examples and the benchmarks runs where it is named (`make test-examples`), or with `--all`.
+What tests the examples and the benchmarks runs where it is named, or with `--all`.
 With `--budget` a test that is not `rare` fails if it takes longer.
+`--seconds` writes what the tests took into `seconds.txt`.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
-from ranks import BILL, RUNNING
+from ranks import BILL, RUNNING, SELECTED
+from seconds import COSTLY, Written, listed, shares
 
 from autotp.errors import TRACEBACK
 
 HERE = Path(__file__).parent
 NAMED_ONLY = [HERE / name for name in ("examples", "benchmarks")]
-SYSTEM = [HERE / name for name in ("system", "hf")]
+SYSTEM = [HERE / name for name in ("system", "hf", "examples", "benchmarks")]
 LONG = ("system", "checkpoint", "training", "hf", "distributed", "runtime", "ops")
 """The folders whose files take longest, for most of their tests start ranks."""
 CAPTURES = "AUTOTP_TESTS_CAPTURES"
@@ -38,13 +41,18 @@ BUSY = 2
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the rare cases, too: every family in every way; an hour")
     parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 24; takes two hours")
+    parser.addoption("--share", default="1/1", help="2/4: the second of four shares of the files")
+    parser.addoption("--seconds", action="store_true", help="write the seconds of the tests that ran into seconds.txt")
     parser.addoption("--budget", type=float, help="the seconds of CPU that a test may take that is not rare")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(TRACEBACK, "full")
     config.addinivalue_line("markers", "rare: a case for --all only")
-    config.addinivalue_line("markers", "system: of whole models, or of processes that end; for make test-system")
+    config.addinivalue_line("markers", "system: of whole models, or of processes that end; for make test-rest")
+    config.addinivalue_line("markers", "costly: listed in seconds.txt; for make test-rest")
+    if config.getoption("seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Written(), "seconds")
     if not config.getoption("all"):
         RUNNING.captures_in = Path(os.environ.get(CAPTURES) or tempfile.mkdtemp(prefix="autotp-captures-"))
         if CAPTURES not in os.environ:  # the first process: its workers have the same environment
@@ -66,12 +74,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seconds = listed()
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in SYSTEM):
             item.add_marker("system")
-    left = [item for item in items if item.get_closest_marker("rare") and not config.getoption("all")]
+        if seconds.get(item.nodeid, 0) >= COSTLY:
+            item.add_marker("costly")
+    mine = shares([item.nodeid for item in items], config.getoption("share"))
+    runs, left = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        is_rare = item.get_closest_marker("rare") and not config.getoption("all")
+        (left if is_rare or item.path.relative_to(HERE.parent).as_posix() not in mine else runs).append(item)
     config.hook.pytest_deselected(items=left)
-    items[:] = sorted((item for item in items if item not in left), key=_place)
+    items[:] = sorted(runs, key=_place)
 
 
 def _place(item: pytest.Item) -> int:
@@ -120,7 +135,14 @@ def registry() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there by now lives on, and graphs are made of many small objects: looking through all again is slow."""
+    """`Checks` are told which of their cases run.
+
+    What is there by now lives on, and graphs are made of many small objects: looking through all again is slow.
+    """
+    for item in session.items:
+        given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if given.keys() >= {"n", "name"}:
+            SELECTED.add((item.path, given["n"], given["name"]))
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)

@@ -14,7 +14,7 @@ from autotp.arguments import expect_arguments
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import broadcast_from_first, expect_alike, group_of
 from autotp.errors import Error, within
-from autotp.ops.collectives import in_collective
+from autotp.groups.one_thread import in_collective
 from autotp.runtime.holdings import Holdings, expect_nothing_beside, holdings_of
 from autotp.runtime.torch_hooks.loading import own_loading
 from autotp.sharding.boxes import Box

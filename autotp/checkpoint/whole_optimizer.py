@@ -16,7 +16,7 @@ from autotp.distributed.consistency import agree
 from autotp.distributed.live_models import sorted_by_model
 from autotp.distributed.mesh import expect_alike, group_of
 from autotp.errors import Error
-from autotp.ops.collectives import in_collective
+from autotp.groups.one_thread import in_collective
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
 from autotp.runtime.torch_hooks.optimizer_state import not_watched

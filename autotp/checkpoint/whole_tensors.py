@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autotp.checkpoint.files.tensor_sources import Box, Shape
 from autotp.distributed.mesh import Mesh, group_of
-from autotp.ops.collectives import in_collective
+from autotp.groups.one_thread import in_collective
 from autotp.sharding.layout import Layout, Range
 
 

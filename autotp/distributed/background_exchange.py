@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autotp.distributed.consistency import problem_as_text, result_of_all, tried
-from autotp.distributed.heartbeat import reason
 from autotp.distributed.mesh import Mesh
+from autotp.distributed.peers.heartbeat import reason
 from autotp.errors import Error
 
 T = TypeVar("T")

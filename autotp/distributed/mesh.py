@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.distributed.heartbeat import SILENCE, answered, begin
 from autotp.distributed.launch import Launch, launch, meeting, store_of
+from autotp.distributed.peers.heartbeat import SILENCE, answered, begin
 from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
-from autotp.ops.collectives import communicate, gather, in_collective
+from autotp.groups.one_thread import in_collective
+from autotp.ops.collectives import communicate, gather
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autotp.groups.process_group import seat
 from autotp.ops.batch_halves.turns import is_awaited, start_in_backward, waits_now
-from autotp.ops.collectives import _seat, all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
+from autotp.ops.collectives import all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
 from autotp.ops.eager_mode import apply_plain, is_kept, is_plain
 
 Gathered = tuple[int, Any, int] | None
@@ -38,7 +39,7 @@ def async_linear(
 
     In compiled code and under transforms it calls these functions.
     """
-    alone = group is None or _seat(group)[1] == 1
+    alone = group is None or seat(group)[1] == 1
     if alone or not torch.is_grad_enabled() or not all(map(is_plain, (x, *weights))):
         whole = copy(x, group) if gathered is None else all_gather(x, group, *gathered)
         return products(whole, flattened, weights, biases, turned)

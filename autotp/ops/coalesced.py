@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.ops.collectives import _seat, communicate_all, copy, share
+from autotp.groups.process_group import seat
+from autotp.ops.collectives import communicate_all, copy, share
 from autotp.ops.eager_mode import is_plain
 
 Where = tuple[int, tuple[tuple[int, int], ...]] | None
@@ -24,7 +25,7 @@ def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where]) ->
 
     In compiled code each tensor has a separate collective: Dynamo does not support Functions of any number of tensors.
     """
-    if group is None or _seat(group)[1] == 1:
+    if group is None or seat(group)[1] == 1:
         return tuple(xs)
     if torch.compiler.is_compiling():
         pairs = zip(xs, where, strict=True)

@@ -14,19 +14,19 @@ second derivative would not pass through it, and it has no batching rule, so `vm
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
-from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
+from torch._C._distributed_c10d import ProcessGroup
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from autotp.errors import Error
+from autotp.groups.one_thread import in_collective
+from autotp.groups.process_group import backend_of, process_group, seat
 from autotp.ops.eager_mode import apply_plain, is_kept, is_observed, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
@@ -81,7 +81,7 @@ def reduce_scatter(x: Tensor, group: str | None, dim: int, size: int, block: int
 def _convert(
     name: str, x: Tensor, group: str | None, dim: int = 0, size: Any = 0, block: int = 1, fresh: bool = False
 ) -> Tensor:
-    if group is None or _seat(group)[1] == 1:
+    if group is None or seat(group)[1] == 1:
         return x
     return _apply(name, x, group, dim % max(x.dim(), 1), size, block, fresh)
 
@@ -184,7 +184,7 @@ def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
-    part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
+    part, tp = _padded(x, group, dim, size, block), seat(group)[1]
     joined = communicate("all_gather_into_tensor", _to_send(part, dim), tp, group)
     whole = _put_together(joined, part, tp, dim, size, block, order_of(x))
     return torch.ops.aten._unsafe_view(whole, whole.shape)  # Writing into a view that a Function returns is an error.
@@ -194,7 +194,7 @@ def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     """Returns this rank's part of a dimension, padded to the length of the longest part."""
     start, stop = _held(group, size, block)
     _expect(x, dim, stop - start, group)
-    return _pad(x, dim, chunk_length(size // block, _seat(group)[1]) * block).contiguous()
+    return _pad(x, dim, chunk_length(size // block, seat(group)[1]) * block).contiguous()
 
 
 def _to_send(part: Tensor, dim: int) -> Tensor:
@@ -244,7 +244,7 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
         # gloo's reduce-scatter is an all-reduce inside. Sliced here, it needs no padding; the clone frees the rest.
         whole = communicate("all_reduce", x, "sum", group)
         return laid_out(whole.narrow(dim, start, stop - start).clone(), order_of(x))
-    tp = _seat(group)[1]
+    tp = seat(group)[1]
     found = communicate("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
     return laid_out(_of_rows(found, x, dim, stop - start), order_of(x))
 
@@ -310,7 +310,7 @@ Started = Callable[[], Tensor]
 
 def start_gather(x: Tensor, group: str, dim: int, size: int, block: int = 1) -> Started:
     """Starts an `all_gather`, without autograd."""
-    part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
+    part, tp = _padded(x, group, dim, size, block), seat(group)[1]
     waits, order = _start("all_gather_into_tensor", _to_send(part, dim), tp, group), list(range(x.dim()))
     return lambda: _put_together(waits(), part, tp, dim, size, block, order)
 
@@ -324,7 +324,7 @@ def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> S
     if _is_gloo(group, x.device.type):
         waits = _start("all_reduce_", x.contiguous(), "sum", group)
         return lambda: waits().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
-    tp = _seat(group)[1]
+    tp = seat(group)[1]
     waits = _start("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
     return lambda: _of_rows(waits(), x, dim, stop - start).contiguous()
 
@@ -347,7 +347,7 @@ def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]
     if own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex():
         name = "all_reduce" if name == "all_reduce_" and is_kept(x) else name  # A broadcast has to be in place.
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
-    return own(_process_group(rest[-1]), x, *rest[:-1])
+    return own(process_group(rest[-1]), x, *rest[:-1])
 
 
 def in_memory(x: Tensor) -> Tensor:
@@ -409,58 +409,6 @@ for _function in (_launch, _wait, *_GROUP_METHODS.values()):
     set_code_exec_strategy(_function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
-Informed = Callable[[Callable[[int], str], Sequence[int]], str]
-"""A function that returns why other ranks do not answer, or "".
-
-Its arguments: a function that returns the name of a global rank; and the global ranks that made the call together.
-"""
-_informed: list[Informed] = []
-_users: dict[str, int] = {}
-"""Group -> the thread that uses it, or SHARED. The heartbeat reads it from a thread of its own."""
-SHARED = 0
-"""Stands for a thread: two threads have used the group at once."""
-_shared: dict[str, weakref.ref[ProcessGroup]] = {}
-"""Name of a group that two threads have used at once -> that group: a later one may have the same name."""
-_interrupted: dict[str, weakref.ref[ProcessGroup]] = {}
-"""Name of a group whose ranks may be at different collectives, after an exception here -> that group."""
-_lost: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-"""The groups of which a rank was lost: their collectives fail by themselves."""
-Compare = Callable[[str], None]
-"""A function that raises Error if the ranks of a group, given by name, are at different collectives."""
-_comparing: list[Compare] = []
-
-
-def note_interrupted(group: str) -> None:
-    """Notes that an exception left a graph or a backward: the group's ranks are compared before its next collective."""
-    if _process_group(group) not in _lost:
-        _interrupted[group] = weakref.ref(_process_group(group))
-
-
-def compare_after_exceptions(compare: Compare) -> None:
-    """Makes `compare` be called before the first collective of each group after an exception."""
-    if compare not in _comparing:
-        _comparing.append(compare)
-
-
-def _compare_if_interrupted(group: str) -> None:
-    noted = _interrupted.get(group)
-    if noted is not None and noted() is _process_group(group):  # Else it was another group of this name.
-        for compare in _comparing:
-            compare(group)
-    _interrupted.pop(group, None)
-
-
-def is_waiting() -> bool:
-    """Returns whether some thread of this process is in a graph or in a collective."""
-    return any(thread != SHARED for thread in list(_users.values()))
-
-
-def ask_of_lost_peers(informed: Informed) -> None:
-    """Makes errors of collectives include what `informed` knows about ranks that do not answer."""
-    if informed not in _informed:
-        _informed.append(informed)
-
-
 def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """Returns the sums of several tensors over the group, in one collective. Raises Error as `communicate` does."""
     ops = torch.ops._c10d_functional
@@ -468,142 +416,16 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
         return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced([in_memory(x) for x in xs], "sum", group)]
 
 
-class one_thread:
-    """A region in which a thread uses a group.
-
-    NOTE [One thread at a time]
-    The ranks of a group pair their collectives by order, and threads have none: two threads that call a model would
-    get each other's numbers. So a second thread in such a region is an error in both threads. Nobody knows what either
-    of them has received since, so it stays an error.
-
-    It is a class, because a step enters many such regions, and entering a generator takes longer.
-    """
-
-    __slots__ = ("group", "nested", "thread", "what")
-
-    def __init__(self, what: str, group: str) -> None:
-        self.what, self.group = what, group
-
-    def __enter__(self) -> None:
-        self.thread = get_ident()
-        user = _users.get(self.group)
-        self.nested = user is not None
-        if user is None:
-            if _interrupted:
-                _compare_if_interrupted(self.group)
-            user = _users.setdefault(self.group, self.thread)
-        if user != self.thread:
-            self._refuse_or_begin_anew()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if _users.get(self.group) != self.thread:
-            if error is None:
-                raise _two_threads(self.group).within(self.what)
-        elif not self.nested:
-            del _users[self.group]
-        if error is not None:
-            self._failed(error)
-
-    def _failed(self, error: BaseException) -> None:
-        """Raises another exception in place of one that leaves the region."""
-
-    def _refuse_or_begin_anew(self) -> None:
-        """Raises Error, unless the group that two threads used was another one of this name."""
-        used = _shared.get(self.group)
-        if used is not None and used() is not _process_group(self.group):
-            del _shared[self.group]
-            _users[self.group], self.nested = self.thread, False
-            return
-        _shared[self.group], _users[self.group] = weakref.ref(_process_group(self.group)), SHARED
-        raise _two_threads(self.group).within(self.what)
-
-
-def _two_threads(group: str) -> Error:
-    return Error(
-        f"two threads use the process group of axis `{_axis(group)}` at once, and may have got each other's numbers",
-        fix="make the process group and the model again; one thread calls it, and takes the others' work from a queue",
-        alternative="a model with a process group of its own for each thread",
-    )
-
-
-class in_collective(one_thread):
-    """A region of collectives over a group, in which their RuntimeErrors become Errors as `communicate` says."""
-
-    __slots__ = ()
-
-    def _failed(self, error: BaseException) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, Error):
-            named = peer_error(self.what, self.group, error)
-            if named is not None:
-                _lost.add(_process_group(self.group))
-                raise named from error
-
-
-def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
-    """Returns an Error that names the axis and the lost rank; None if `error` has another cause.
-
-    Args:
-        mesh: an object whose method `named` returns names of ranks; None: ranks are named by numbers.
-    """
-    text = str(error).lower()
-    if "timed out" in text or "timeout" in text:
-        seen = "a peer did not answer within the group's timeout"
-    elif any(sign in text for sign in ("connection", "peer", "gloo/transport", "nccl", "socket", "broken pipe")):
-        seen = "a peer closed its connection"
-    else:
-        return None
-
-    def named(rank: int) -> str:
-        return _called(rank, group) if mesh is None else mesh.named([rank])
-
-    ranks = dist.get_process_group_ranks(_process_group(group))
-    why = next((said for ask in _informed if (said := ask(named, ranks))), seen)
-    rank, size = _seat(group)
-    return Error(
-        f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",
-        fix="every call is made by all ranks (none under `if rank == 0`); read the logs of the others",
-        alternative="if it was only slow: timeout= of autotp.parallelize, or of init_process_group",
-    )
-
-
-def _called(rank: int, group: str) -> str:
-    """Returns the name of a global rank, with its place in the group if it belongs to it."""
-    ranks, world = dist.get_process_group_ranks(_process_group(group)), f"global rank {rank}"
-    here = f"{_axis(group)} rank {ranks.index(rank)}" if rank in ranks else world
-    return world if here == world else f"{here} ({world})"
-
-
-def _axis(group: str) -> str:
-    description = _process_group(group).group_desc
-    return "tp" if description == "default_pg" else description.removeprefix("mesh_")
-
-
-def _process_group(name: str) -> ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]
-
-
-def _seat(group: str) -> tuple[int, int]:
-    """Returns this process's rank in the group, and the group's size."""
-    process_group = _process_group(group)
-    return process_group.rank(), process_group.size()
-
-
-def backend_of(group: str, device_type: str) -> str:
-    """Returns the name of a process group's backend for devices of this type, such as "nccl"."""
-    return _process_group(group)._get_backend(torch.device(device_type)).name()
-
-
 def _is_gloo(group: str, device_type: str) -> bool:
     return backend_of(group, device_type) == "gloo"
 
 
-# Dynamo calls these two while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
-_seat._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Dynamo calls it while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
 _is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _held(group: str, size: int, block: int) -> tuple[int, int]:
-    rank, tp = _seat(group)
+    rank, tp = seat(group)
     start, stop = chunk_bounds(size // block, tp, rank)
     return start * block, stop * block
 
@@ -616,7 +438,7 @@ def _pad(x: Tensor, dim: int, length: int) -> Tensor:
 
 def _expect(x: Tensor, dim: int, length: int, group: str) -> None:
     if x.shape[dim] != length:
-        rank, size = _seat(group)
+        rank, size = seat(group)
         raise Error(
             f"dimension {dim} of {list(x.shape)} should have length {length} on rank {rank} of {size}",
             fix="pass the value as the parallel model returned it, with the global size of the cut dimension",

@@ -19,11 +19,13 @@ from autotp.compiler import CallState, analyse, warn_of_whole_sequences
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.gather import mark, marked
 from autotp.distributed.mesh import Mesh
+from autotp.distributed.peers.in_step import begin_call, end_call
 from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
+from autotp.groups.one_thread import one_thread
+from autotp.groups.process_group import backend_of
 from autotp.model_library import watch_calls
-from autotp.ops.collectives import backend_of, one_thread
 from autotp.ops.eager_mode import alone, is_plain, is_recorded, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
@@ -164,11 +166,14 @@ class Executable:
         if group is None or torch.compiler.is_compiling():
             return self._result_of(args, kwargs)
         with one_thread(f"{self.name}.forward", group):
+            before = begin_call(self.mesh)
             try:
                 return self._result_of(args, kwargs)
             except BaseException as error:
                 interrupted(error)
                 raise
+            finally:
+                end_call(self.mesh, before, (args, kwargs) if self.tree.settings.check_inputs != "never" else ())
 
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.signature.by_name(args, kwargs)

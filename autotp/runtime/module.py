@@ -23,9 +23,9 @@ from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree
 from autotp.distributed.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, warn_of_parts
-from autotp.distributed.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.live_models import watch
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
+from autotp.distributed.peers.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.replica_check import common_ranks, ranks_of
 from autotp.errors import Error, within
 from autotp.model_library import classes_before, saves_first_rank_only

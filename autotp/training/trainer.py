@@ -26,10 +26,11 @@ from torch.distributed.fsdp import FSDPModule
 from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequences
 from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
 from autotp.distributed.cut_parameter import Cut, Warned, as_cut
-from autotp.distributed.heartbeat import take_note_back
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
+from autotp.distributed.peers.heartbeat import take_note_back
 from autotp.errors import Error, calling, within
-from autotp.ops.collectives import peer_error, reduce
+from autotp.groups.failures import peer_error
+from autotp.ops.collectives import reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.guard import Guard
 from autotp.passes.capture.pytree import signature_of

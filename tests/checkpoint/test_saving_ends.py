@@ -26,7 +26,7 @@ from autotp.checkpoint import save as saving
 from autotp.checkpoint import write as writing
 from autotp.checkpoint.files import tensor_pieces as pieces
 from autotp.checkpoint.save import saved_steps
-from autotp.distributed import heartbeat
+from autotp.distributed.peers import heartbeat
 
 pytestmark = pytest.mark.system
 

@@ -1,10 +1,8 @@
 """The conjugates on real ranks against what they mean, written out in one process over all the ranks' values."""
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -479,49 +477,6 @@ def test_dynamo_lets_process_groups_alone() -> None:
 
 
 # --- what goes wrong
-
-LOST = (
-    "{op} over axis `{axis}` failed on rank 0 of {n} (global rank 0): {reason}\n"
-    "  try      every call is made by all ranks (none under `if rank == 0`); read the logs of the others\n"
-    "  or       if it was only slow: timeout= of autotp.parallelize, or of init_process_group"
-)
-CLOSED, SILENT = "a peer closed its connection", "a peer did not answer within the group's timeout"
-
-
-def run_lost(rank: int, n: int, dies: bool) -> list[str]:
-    group = dist.new_group(timeout=timedelta(seconds=30 if dies else 5), group_desc="tp").group_name
-    x = torch.ones(3, requires_grad=True)
-    out = copy(reduce(x, group), group).sum()
-    if rank == 1 and dies:
-        os._exit(1)
-    return [] if rank == 1 else [lost(lambda: gather(x, group, 0, 3 * n)), lost(lambda: out.backward())]
-
-
-def lost(call: Callable[[], object]) -> str:
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    assert isinstance(raised.value.__cause__, RuntimeError)
-    return str(raised.value)
-
-
-@pytest.mark.system
-@pytest.mark.parametrize(("dies", "reason"), [(False, SILENT), (True, CLOSED)], ids=["silent", "dead"])
-def test_lost_peer_forward_and_backward(dies: bool, reason: str) -> None:
-    got = run_ranks(run_lost, 2, dies, may_die=[1] if dies else [])
-    ops = "all_gather_into_tensor", "all_reduce"
-    assert got[0] == [LOST.format(op=op, axis="tp", n=2, reason=reason) for op in ops]
-
-
-def run_lost_world(rank: int, n: int) -> str:
-    if rank == 2:
-        os._exit(1)
-    return lost(lambda: reduce(torch.ones(3), world()))
-
-
-def test_the_whole_world_is_the_tp_axis() -> None:
-    got = run_ranks(run_lost_world, 3, may_die=[2])
-    assert got[0] == LOST.format(op="all_reduce", axis="tp", n=3, reason=CLOSED)
-    assert got[1] == got[0].replace("rank 0", "rank 1")
 
 
 def run_misfit(rank: int, n: int) -> list[str]:

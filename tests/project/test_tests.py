@@ -22,7 +22,7 @@ THROUGH_A_PUBLIC_CALL = {
     "cli/flags": "cli/test_cli_plan",
     "cli/output": "cli/test_main",
     "diagnostics/report": "diagnostics/test_plan",
-    "distributed/background_exchange": "distributed/test_heartbeat",
+    "distributed/background_exchange": "distributed/peers/test_heartbeat",
     "estimation/layout": "estimation/test_estimate",
     "estimation/price": "estimation/test_estimate",
     "estimation/result": "estimation/test_estimate",

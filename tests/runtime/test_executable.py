@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import autotp
 from autotp.distributed.sharded_tensor import Sharded
-from autotp.ops.collectives import one_thread
+from autotp.groups.one_thread import one_thread
 from autotp.runtime.module import executable_of
 
 checks = Checks()

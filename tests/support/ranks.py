@@ -72,6 +72,10 @@ class Running:
 RUNNING = Running()
 
 
+SELECTED: set[tuple[Path, int, str]] = set()
+"""The cases of `Checks` that this session runs: file, number of ranks, name. `conftest.py` writes it."""
+
+
 class Died(RuntimeError):
     """A rank ended without an answer."""
 
@@ -302,7 +306,8 @@ class Outcome:
 class Checks:
     """Functions that assert on real ranks, batched: one launch for each number of ranks and module.
 
-    A file registers its functions with `@checks.on(2, 4)` and ends in one test over `checks.cases()`.
+    A file registers its functions with `@checks.on(2, 4)` and ends in one test over `checks.cases()`. Those that the
+    session does not run (`-k`, `-m`) are left out.
     """
 
     def __init__(self, timeout: float = 240, fresh: bool = False) -> None:
@@ -341,8 +346,9 @@ class Checks:
     def _launched(self, n: int, rare: bool) -> list[dict[str, Outcome]] | BaseException:
         """What all functions of a size did. A test pays for its own, not for being the first that asked."""
         before = BILL.ranks
+        chosen = [fn for fn in self.functions[n, rare] if (RUNNING.file, n, fn.__name__) in SELECTED]
         try:
-            return run_ranks(_in_turn, n, self.functions[n, rare], timeout=self.timeout, fresh=self.fresh)
+            return run_ranks(_in_turn, n, chosen, timeout=self.timeout, fresh=self.fresh)
         except Exception as error:
             return error
         finally:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.ops.collectives import _seat, copy, in_collective, in_memory, reduce
+from autotp.groups.one_thread import in_collective
+from autotp.groups.process_group import seat
+from autotp.ops.collectives import copy, in_memory, reduce
 from autotp.ops.eager_mode import apply_plain, is_kept, is_plain
 
 
@@ -41,7 +43,7 @@ def start_reduce(x: Tensor, group: str | None, op: str = "sum", outside: bool = 
 
 def finish(x: Tensor, group: str | None) -> Tensor:
     """Returns the sum that `start_reduce` started. x: [...]"""
-    if torch.compiler.is_compiling() and group is not None and _seat(group)[1] > 1:
+    if torch.compiler.is_compiling() and group is not None and seat(group)[1] > 1:
         awaited: Tensor = Finished.apply(x, group)  # Code that is not compiled may have started the sum.
         return awaited
     if _waits_at_once(x, group):
@@ -73,7 +75,7 @@ def wait_in_backward(x: Tensor, group: str | None, anchor: Tensor) -> Tensor:
 
 
 def _waits_at_once(x: Tensor, group: str | None) -> bool:
-    return group is None or not is_plain(x) or _seat(group)[1] == 1
+    return group is None or not is_plain(x) or seat(group)[1] == 1
 
 
 def is_awaited(x: Tensor) -> bool:

@@ -35,7 +35,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autotp.distributed.consistency import checksum
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.distributed.mesh import Mesh, broadcast_from_first
-from autotp.distributed.store_gather import store_gather
+from autotp.distributed.peers.in_step import are_apart, expect_together
+from autotp.distributed.peers.store_gather import store_gather
 from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
@@ -88,6 +89,8 @@ def _after_load(optimizer: Optimizer) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if are_apart():
+        within(f"{type(optimizer).__name__}.step", expect_together)
     if optimizer not in _watched:
         _watched[optimizer] = Watched()
         optimizer.register_load_state_dict_post_hook(_after_load)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.ops import collectives
+from autotp.groups import failures
 from autotp.ops.async_linear import async_linear
 from autotp.runtime.torch_hooks import interrupted
 
@@ -115,7 +115,7 @@ def on_all_ranks(rank: int, n: int) -> None:
         losses = trained(expected, make(expected, True))
         assert len(losses) == STEPS - 1
         assert trained(model, make(model, True)) == pytest.approx(losses, abs=1e-12)
-        assert model.mesh.group not in collectives._interrupted
+        assert model.mesh.group not in failures.interrupted
 
 
 @checks.on(2)
@@ -172,7 +172,7 @@ def checkpoints_that_stop_early(rank: int, n: int) -> None:
     def run(step: int) -> float:
         loss = checkpoint(model, INPUT * (1 + step), use_reentrant=False)
         loss.backward()
-        assert model.mesh.group not in collectives._interrupted
+        assert model.mesh.group not in failures.interrupted
         return float(loss)
 
     assert trained(model, run) == pytest.approx(trained(expected, in_backward(expected, False)), abs=1e-12)
@@ -188,7 +188,7 @@ def at_another_place(rank: int, n: int) -> None:
             trained(model, in_backward(model, True))
     finally:
         interrupted.started_collectives = started
-        collectives._interrupted.clear()
+        failures.interrupted.clear()
 
 
 @checks.on(2)

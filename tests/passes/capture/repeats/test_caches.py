@@ -58,7 +58,7 @@ def returned(captured: Captured, model: nn.Module, kwargs: dict[str, Any]) -> li
     values |= dict(zip(captured.inputs, inputs, strict=True))
     module = fx.GraphModule(nn.Module(), captured.graph)
     found = module(*(values[node.name] for node in captured.graph.nodes if node.op == "placeholder"))
-    return tensors(captured.outputs(found, states(kwargs)))
+    return tensors(captured.outputs(found, states(((), kwargs))))
 
 
 def tensors(result: Any) -> list[Tensor]:

@@ -30,8 +30,8 @@ from trainers import SMALL, batch
 
 import autotp
 from autotp.distributed.background_exchange import BackgroundExchange
-from autotp.distributed.heartbeat import INTERVAL, Heart
 from autotp.distributed.mesh import new_group
+from autotp.distributed.peers.heartbeat import INTERVAL, Heart
 from autotp.ops import collectives
 from autotp.runtime.torch_hooks import optimizer_guard
 

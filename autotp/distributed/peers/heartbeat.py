@@ -9,8 +9,8 @@ lost, the error names the rank that is elsewhere.
 
 If the store does not answer, the process that keeps it is lost; all ranks know which process that is.
 
-The cost is two small requests to the store each second. Nothing is written until a rank calls, because a store in a
-file would grow.
+The cost is two small requests to the store each second. Nothing is written for this until a rank calls, because a
+store in a file would grow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from autotp.errors import Error, calls_in_progress, listen
-from autotp.ops.collectives import ask_of_lost_peers, is_waiting
+from autotp.groups.failures import ask_of_lost_peers
+from autotp.groups.one_thread import is_waiting
 
 T = TypeVar("T")
 INTERVAL = 1.0
@@ -50,6 +51,9 @@ IN_A_GRAPH = "forward or backward"
 NOTE = "failed"
 """Prefix of a key `failed/rank`: what a rank did while the others went on, such as an exception that it raised."""
 
+Look = Callable[[Any], None]
+"""A function of the store that is called at each look."""
+_looks: list[Look] = []
 _hearts: weakref.WeakKeyDictionary[Any, Heart] = weakref.WeakKeyDictionary()
 
 
@@ -95,6 +99,8 @@ class Heart:
             self.calls += 1
         if self.calls and store.check([VERDICT]):  # Noted here, because the store may be gone later.
             self.found = list(map(int, json.loads(store.get(VERDICT))))
+        for look in _looks:
+            look(store)
 
     def doing(self) -> str:
         """Returns the call that this process is in, or in which it waited in vain; "" if it is elsewhere."""
@@ -159,6 +165,12 @@ def begin() -> None:
     ask_of_lost_peers(reason)
     listen(_note_end)
     weakref.finalize(world, heart.stop)
+
+
+def on_each_look(look: Look) -> None:
+    """Has the thread of the heartbeat call `look` about once a second, with the store."""
+    if look not in _looks:
+        _looks.append(look)
 
 
 def answered(run: Callable[[], T], within: float) -> T:

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import autotp
 from autotp.distributed.mesh import make_mesh
-from autotp.distributed.store_gather import _names, store_gather
+from autotp.distributed.peers.store_gather import _names, store_gather
 
 checks = Checks()
 

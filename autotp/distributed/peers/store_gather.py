@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from autotp.distributed.heartbeat import SILENCE, answered, reason
 from autotp.distributed.mesh import Mesh, group_of, timeout_of
+from autotp.distributed.peers.heartbeat import SILENCE, answered, reason
 from autotp.errors import Error
 
 _calls: dict[tuple[int, str | None], int] = {}

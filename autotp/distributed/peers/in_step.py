@@ -1,0 +1,197 @@
+"""Compares now and then, beside the training, how far each rank has come, and with which batches.
+
+NOTE [Ranks that come apart]
+Ranks pair their collectives by order. If one rank leaves out a backward that the others run (its own code skips a
+batch), or makes a call that they do not make, each collective of it pairs with an earlier or a later one of theirs.
+Where the sizes agree no library sees that, and all numbers are wrong from then on. So each rank records at every
+PERIOD-th call of a model how many collectives its group had started, and a checksum of the whole numbers in the
+arguments, such as tokens. The thread of the heartbeat compares the newest record of the first rank with this rank's
+own. If they differ, the next call or the next step of an optimizer raises Error on every rank. A call never waits for
+the comparison, and two requests to the store a second are all that it costs.
+
+Floating-point arguments are not compared: what the user's own code computes may differ by round-off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autotp.distributed.mesh import Mesh, numbered_groups, started_collectives
+from autotp.distributed.peers.heartbeat import leave_note, on_each_look
+from autotp.errors import Error
+
+PERIOD = 16
+"""Calls from one record to the next."""
+KEPT = 256
+"""The number of records that a rank keeps: the first rank's newest may be older than its own."""
+TOLD, APART = "progress", "apart"
+"""Prefixes of keys, before the number of a mesh: the first rank's newest record; what was found by another rank."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank had started before a call, and what it was called with.
+
+    Attributes:
+        started: number of collectives.
+        sums: sums of the whole numbers in the arguments, on the CPU.
+        arrived: tells whether these sums have come from the device; None if they were on the CPU.
+    """
+
+    started: int
+    sums: list[Tensor]
+    arrived: torch.cuda.Event | None = None
+
+
+@dataclass
+class Progress:
+    """What one rank of a mesh has started.
+
+    Attributes:
+        calls: number of calls so far that started collectives.
+        pending: number of the last recorded call, and its record: its sums may not have arrived yet.
+        records: number of a call -> its record.
+        told: the newest call whose record the first rank has written, or this rank has compared.
+        apart: how ranks differ; "" if they do not.
+    """
+
+    place: Mesh
+    calls: int = 0
+    pending: tuple[int, Record] | None = None
+    records: dict[int, Record] = field(default_factory=dict)
+    told: int = 0
+    apart: str = ""
+
+
+_progress: dict[int, Progress] = {}
+"""Number of a mesh -> progress on it."""
+
+
+def begin_call(mesh: Mesh) -> int:
+    """Returns how many collectives `mesh.everyone` had started before a call; raises Error if its ranks came apart."""
+    place = mesh.everyone
+    if place.number in _progress:
+        _expect_together(_progress[place.number])
+    return started_collectives(str(place.group))
+
+
+def end_call(mesh: Mesh, before: int, arguments: Any) -> None:
+    """Counts a call that started collectives. (Another one, some ranks may make alone.)
+
+    Args:
+        before: what `begin_call` returned.
+        arguments: what must be the same on all ranks of `mesh.everyone`.
+    """
+    place = mesh.everyone
+    if started_collectives(str(place.group)) == before:
+        return
+    progress = _progress.get(place.number)
+    if progress is None:
+        progress = _progress[place.number] = Progress(place)
+        on_each_look(_look)
+    progress.calls += 1
+    if progress.calls % PERIOD == 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        _keep(progress)
+        progress.pending = progress.calls, _recorded(before, arguments)
+        if progress.pending[1].arrived is None:
+            _keep(progress)
+
+
+def _keep(progress: Progress) -> None:
+    """Makes the last record one of those that are compared, if its sums have arrived."""
+    if progress.pending is None:
+        return
+    call, record = progress.pending
+    progress.pending = None
+    if record.arrived is None or record.arrived.query():
+        progress.records[call] = record
+    if len(progress.records) > KEPT:
+        del progress.records[next(iter(progress.records))]
+
+
+def _recorded(started: int, arguments: Any) -> Record:
+    """Returns the record of a call. It does not wait for the device."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # Values cannot be read.
+        return Record(started, [])
+    leaves = [x for x in pytree.tree_leaves(arguments) if type(x) is Tensor and not x.is_meta]
+    whole = [x for x in leaves if x.layout is torch.strided and not (x.is_floating_point() or x.is_complex())]
+    sums = [x.sum(dtype=torch.int64) for x in whole]
+    if all(x.device.type == "cpu" for x in sums):
+        return Record(started, sums)
+    arrived = torch.cuda.Event()
+    sums = [x.to("cpu", non_blocking=True) for x in sums]
+    arrived.record()
+    return Record(started, sums, arrived)
+
+
+def are_apart() -> bool:
+    """Returns whether ranks have come apart in some group."""
+    return any(progress.apart for progress in _progress.values())
+
+
+def expect_together() -> None:
+    """Raises Error if the ranks of a group that is still in use have come apart."""
+    for progress in _progress.values():
+        if progress.place.group in numbered_groups():
+            _expect_together(progress)
+
+
+def _expect_together(progress: Progress) -> None:
+    if progress.apart:
+        error = Error(
+            progress.apart,
+            fix="start again from a checkpoint before that. All ranks of one model get the same batches, leave one out "
+            "by one decision for all (an all_reduce), and make the same calls: none under `if rank == 0`",
+        )
+        leave_note(error)  # The others may wait for this rank already.
+        raise error
+
+
+def _look(store: Any) -> None:
+    """Writes the first rank's newest record to the store; on the others, compares it with their own."""
+    alive = numbered_groups()
+    for number, progress in list(_progress.items()):
+        records = dict(progress.records)
+        if progress.place.group not in alive:
+            del _progress[number]
+        if not records or progress.apart or progress.place.group not in alive:
+            continue
+        newest = max(records)
+        if progress.place.rank == 0 and newest > progress.told:
+            store.set(f"{TOLD}/{number}", json.dumps([newest, *_read(records[newest])]))
+            progress.told = newest
+        elif progress.place.rank > 0 and store.check([f"{TOLD}/{number}"]):
+            call, *first = json.loads(store.get(f"{TOLD}/{number}"))
+            if call in records and progress.told < call:
+                if how := _difference(progress, call, _read(records[call]), first):
+                    store.set(f"{APART}/{number}", how)
+                progress.told = call
+        if store.check([f"{APART}/{number}"]):
+            progress.apart = store.get(f"{APART}/{number}").decode()
+
+
+def _read(record: Record) -> list[Any]:
+    """Returns a record as plain data."""
+    return [record.started, [int(one) for one in record.sums]]
+
+
+def _difference(progress: Progress, call: int, mine: Sequence[Any], first: Sequence[Any]) -> str:
+    """Returns how this rank's record differs from that of the first rank; "" if it does not."""
+    place, since = progress.place, f"since call {progress.told}" if progress.told else "since the first call"
+    here, there = place.named([place.rank]), place.named([0])
+    if mine[0] != first[0]:
+        return (
+            f"{here} had started {mine[0]} collectives when it made call {call} of the model, and {there} {first[0]}: "
+            f"at some time {since}, a rank left out a forward or a backward, or made one more, and ranks got numbers "
+            "of other collectives"
+        )
+    if mine[1] != first[1]:
+        return f"{here} got another batch in call {call} of the model than {there}: ranks came apart {since}"
+    return ""

@@ -1,0 +1,91 @@
+"""What is known of a process group after a failure: lost ranks, and exceptions that left a graph on this rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup
+
+from autotp.errors import Error
+from autotp.groups.process_group import axis_of, called, process_group, seat
+
+Informed = Callable[[Callable[[int], str], Sequence[int]], str]
+"""A function that returns why other ranks do not answer, or "".
+
+Its arguments: a function that returns the name of a global rank; and the global ranks that made the call together.
+"""
+_informed: list[Informed] = []
+interrupted: dict[str, weakref.ref[ProcessGroup]] = {}
+"""Name of a group whose ranks may be at different collectives, after an exception here -> that group."""
+_lost: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+"""The groups of which a rank was lost: their collectives fail by themselves."""
+Compare = Callable[[str], None]
+"""A function that raises Error if the ranks of a group, given by name, are at different collectives."""
+_comparing: list[Compare] = []
+
+
+def note_interrupted(group: str) -> None:
+    """Notes that an exception left a graph or a backward: the group's ranks are compared before its next collective."""
+    if not is_lost(group):
+        interrupted[group] = weakref.ref(process_group(group))
+
+
+def compare_after_exceptions(compare: Compare) -> None:
+    """Makes `compare` be called before the first collective of each group after an exception."""
+    if compare not in _comparing:
+        _comparing.append(compare)
+
+
+def compare_if_interrupted(group: str) -> None:
+    """Raises Error if the ranks of the group are at different collectives, if an exception was noted before."""
+    noted = interrupted.get(group)
+    if noted is not None and noted() is process_group(group):  # Else it was another group of this name.
+        for compare in _comparing:
+            compare(group)
+    interrupted.pop(group, None)
+
+
+def ask_of_lost_peers(informed: Informed) -> None:
+    """Makes errors of collectives include what `informed` knows about ranks that do not answer."""
+    if informed not in _informed:
+        _informed.append(informed)
+
+
+def is_lost(group: str) -> bool:
+    """Returns whether a rank of the group was lost."""
+    return process_group(group) in _lost
+
+
+def note_lost(group: str) -> None:
+    """Notes that a rank of the group was lost."""
+    _lost.add(process_group(group))
+
+
+def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
+    """Returns an Error that names the axis and the lost rank; None if `error` has another cause.
+
+    Args:
+        mesh: an object whose method `named` returns names of ranks; None: ranks are named by numbers.
+    """
+    text = str(error).lower()
+    if "timed out" in text or "timeout" in text:
+        seen = "a peer did not answer within the group's timeout"
+    elif any(sign in text for sign in ("connection", "peer", "gloo/transport", "nccl", "socket", "broken pipe")):
+        seen = "a peer closed its connection"
+    else:
+        return None
+
+    def named(rank: int) -> str:
+        return called(rank, group) if mesh is None else mesh.named([rank])
+
+    ranks = dist.get_process_group_ranks(process_group(group))
+    why = next((said for ask in _informed if (said := ask(named, ranks))), seen)
+    rank, size = seat(group)
+    return Error(
+        f"{what} over axis `{axis_of(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",
+        fix="every call is made by all ranks (none under `if rank == 0`); read the logs of the others",
+        alternative="if it was only slow: timeout= of autotp.parallelize, or of init_process_group",
+    )

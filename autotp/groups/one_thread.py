@@ -1,0 +1,96 @@
+"""Regions in which one thread uses a process group, and in which failed collectives name the lost rank."""
+
+from __future__ import annotations
+
+import weakref
+from threading import get_ident
+from typing import Any
+
+from torch._C._distributed_c10d import ProcessGroup
+
+from autotp.errors import Error
+from autotp.groups.failures import compare_if_interrupted, interrupted, note_lost, peer_error
+from autotp.groups.process_group import axis_of, process_group
+
+_users: dict[str, int] = {}
+"""Group -> the thread that uses it, or SHARED. The heartbeat reads it from a thread of its own."""
+SHARED = 0
+"""Stands for a thread: two threads have used the group at once."""
+_shared: dict[str, weakref.ref[ProcessGroup]] = {}
+"""Name of a group that two threads have used at once -> that group: a later one may have the same name."""
+
+
+def is_waiting() -> bool:
+    """Returns whether some thread of this process is in a graph or in a collective."""
+    return any(thread != SHARED for thread in list(_users.values()))
+
+
+class one_thread:
+    """A region in which a thread uses a group.
+
+    NOTE [One thread at a time]
+    The ranks of a group pair their collectives by order, and threads have none: two threads that call a model would
+    get each other's numbers. So a second thread in such a region is an error in both threads. Nobody knows what either
+    of them has received since, so it stays an error.
+
+    It is a class, because a step enters many such regions, and entering a generator takes longer.
+    """
+
+    __slots__ = ("group", "nested", "thread", "what")
+
+    def __init__(self, what: str, group: str) -> None:
+        self.what, self.group = what, group
+
+    def __enter__(self) -> None:
+        self.thread = get_ident()
+        user = _users.get(self.group)
+        self.nested = user is not None
+        if user is None:
+            if interrupted:
+                compare_if_interrupted(self.group)
+            user = _users.setdefault(self.group, self.thread)
+        if user != self.thread:
+            self._refuse_or_begin_anew()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if _users.get(self.group) != self.thread:
+            if error is None:
+                raise _two_threads(self.group).within(self.what)
+        elif not self.nested:
+            del _users[self.group]
+        if error is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        """Raises another exception in place of one that leaves the region."""
+
+    def _refuse_or_begin_anew(self) -> None:
+        """Raises Error, unless the group that two threads used was another one of this name."""
+        used = _shared.get(self.group)
+        if used is not None and used() is not process_group(self.group):
+            del _shared[self.group]
+            _users[self.group], self.nested = self.thread, False
+            return
+        _shared[self.group], _users[self.group] = weakref.ref(process_group(self.group)), SHARED
+        raise _two_threads(self.group).within(self.what)
+
+
+def _two_threads(group: str) -> Error:
+    return Error(
+        f"two threads use the process group of axis `{axis_of(group)}` at once, and may have got each other's numbers",
+        fix="make the process group and the model again; one thread calls it, and takes the others' work from a queue",
+        alternative="a model with a process group of its own for each thread",
+    )
+
+
+class in_collective(one_thread):
+    """A region of collectives over a group, in which their RuntimeErrors become Errors as `communicate` says."""
+
+    __slots__ = ()
+
+    def _failed(self, error: BaseException) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, Error):
+            named = peer_error(self.what, self.group, error)
+            if named is not None:
+                note_lost(self.group)
+                raise named from error

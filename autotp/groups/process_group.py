@@ -1,0 +1,40 @@
+"""Process groups by their names, which are what graphs have of them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
+
+
+def process_group(name: str) -> ProcessGroup:
+    """Returns torch's object of a group."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def seat(group: str) -> tuple[int, int]:
+    """Returns this process's rank in the group, and the group's size."""
+    found = process_group(group)
+    return found.rank(), found.size()
+
+
+def axis_of(group: str) -> str:
+    """Returns the name of the axis that the group lies along."""
+    description = process_group(group).group_desc
+    return "tp" if description == "default_pg" else description.removeprefix("mesh_")
+
+
+def called(rank: int, group: str) -> str:
+    """Returns the name of a global rank, with its place in the group if it belongs to it."""
+    ranks, world = dist.get_process_group_ranks(process_group(group)), f"global rank {rank}"
+    here = f"{axis_of(group)} rank {ranks.index(rank)}" if rank in ranks else world
+    return world if here == world else f"{here} ({world})"
+
+
+def backend_of(group: str, device_type: str) -> str:
+    """Returns the name of a process group's backend for devices of this type, such as "nccl"."""
+    return process_group(group)._get_backend(torch.device(device_type)).name()
+
+
+# Dynamo calls it while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
+seat._dynamo_marked_constant = True  # type: ignore[attr-defined]
