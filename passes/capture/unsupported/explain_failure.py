@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import traceback
 
-from torch import nn
+from torch import SymBool, SymFloat, SymInt, nn
 from torch._export.non_strict_utils import _tensor_min_max
 from torch._functorch import vmap
+from torch._subclasses import FakeTensor
 
 from autotp.errors import Error
 from autotp.passes.capture.guards.values import NO_NUMPY, reads_values
@@ -16,6 +17,9 @@ from autotp.source_location import user_line
 VMAP: str = vmap.__file__
 """The file of torch's vmap."""
 
+TRACED = (FakeTensor.__name__, SymInt.__name__, SymFloat.__name__, SymBool.__name__)
+"""The classes of values that a model sees only while it is captured."""
+
 
 def explain_failure(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
     """Returns an Error for the exporter's exception, with the user's line and a fix.
@@ -23,6 +27,8 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
     Args:
         plain: the exception that the model raises without symbolic sizes, if any.
     """
+    if plain is not None and any(name in str(plain) for name in TRACED):
+        error, plain = plain, None  # On one device the model would not see such a value.
     shown = plain or error
     if isinstance(shown, Error):
         return shown

@@ -367,6 +367,26 @@ def test_a_model_that_fails_on_these_values() -> None:
     assert "the model does not run on these inputs" in found
 
 
+def test_a_model_that_fails_only_while_it_is_captured() -> None:
+    """It runs on one device: the exception speaks of a class that only a capture has."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTM(16, 16, batch_first=True)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            padded, _ = nn.utils.rnn.pad_packed_sequence(self.cell(packed)[0], batch_first=True)
+            return padded
+
+    given = torch.ones(3, 5, 16), torch.tensor([5, 2, 3])
+    assert Packed()(*given).shape == (3, 5, 16)
+    found = message(lambda: autotp.explain(Packed(), 2, example_inputs=given))
+    assert "torch.export cannot trace the model: TypeError" in found
+    assert line("padded, _ = nn") in found
+
+
 def test_parts_of_a_batch_are_refused() -> None:
     """One microbatch may branch otherwise than another."""
 
