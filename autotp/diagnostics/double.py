@@ -73,7 +73,13 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """Adds noise to every parameter: biases of 0 and norm weights of 1 would hide a wrong cut."""
+    """Adds noise to every parameter: biases of 0 and norm weights of 1 would hide a wrong cut.
+
+    Modules that a plain list or dict holds become float64, too, so that the capture can name them.
+    """
+    for _, value in everything(model):
+        if isinstance(value, nn.Module):
+            value.double()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for module in model.modules():  # `.double()` does not convert tensors in plain attributes.

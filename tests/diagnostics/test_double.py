@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+import autotp
 from autotp.diagnostics.double import all_double, copied, doubled, moved
 
 
@@ -43,3 +45,18 @@ def test_a_copy_is_moved() -> None:
 
 def test_doubled() -> None:
     assert doubled(torch.ones(2)).dtype == torch.float64 and doubled(torch.ones(2).long()).dtype == torch.int64
+
+
+def test_modules_in_a_plain_list() -> None:
+    """They are converted, so that verify refuses the model by their name, and not for their dtype."""
+
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(4, 4)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x)
+
+    with pytest.raises(autotp.Error, match=r"`layers\.0` leads to a Linear that is no submodule"):
+        autotp.verify(Listed(), 2, example_inputs=torch.ones(2, 4))
