@@ -193,7 +193,10 @@ def _expect_trainer(given: object) -> None:
         raise Error(
             f"a {type(given).__name__} in place of a trainer of autotp.distribute",
             fix="trainer = autotp.distribute(model, tp=...), whose state is all that training needs",
-            alternative="autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone",
+            alternative=(
+                "accelerate's Accelerator().prepare(model, optimizer), with its save_state and load_state",
+                "autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone",
+            ),
         )
 
 

@@ -245,6 +245,7 @@ def test_a_model_is_no_trainer(name: str, tmp_path: Path) -> None:
     assert str(raised.value) == (
         f"{name}: a Sequential in place of a trainer of autotp.distribute\n"
         "  try      trainer = autotp.distribute(model, tp=...), whose state is all that training needs\n"
-        "  or       autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone"
+        "  or       accelerate's Accelerator().prepare(model, optimizer), with its save_state and load_state\n"
+        "  or else  autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone"
     )
     assert not list(tmp_path.iterdir())
