@@ -37,7 +37,17 @@ import autotp
 from autotp.models.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("index", "start", "which_layout", "refused", "long_runs", "from_others", "options", "long_sequences")
+PAGES = (
+    "index",
+    "start",
+    "which_layout",
+    "refused",
+    "long_runs",
+    "from_others",
+    "options",
+    "long_sequences",
+    "questions",
+)
 SHELL = sorted({*PAGES, "serving", "distributed"})
 BLOCK = re.compile(r"^```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^```\n", re.MULTILINE | re.DOTALL)
 NOT_RUN = "(not run)"
