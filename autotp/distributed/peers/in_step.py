@@ -123,8 +123,8 @@ def _recorded(started: int, arguments: Any) -> Record:
     leaves = [x for x in pytree.tree_leaves(arguments) if type(x) is Tensor and not x.is_meta]
     whole = [x for x in leaves if x.layout is torch.strided and not (x.is_floating_point() or x.is_complex())]
     sums = [x.sum(dtype=torch.int64) for x in whole]
-    if all(x.device.type == "cpu" for x in sums):
-        return Record(started, sums)
+    if not any(x.is_cuda for x in sums):
+        return Record(started, [x.cpu() for x in sums])
     arrived = torch.cuda.Event()
     sums = [x.to("cpu", non_blocking=True) for x in sums]
     arrived.record()
