@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autotp.distributed.mesh import Mesh, numbered_groups, started_collectives
+from autotp.distributed.mesh import Mesh, numbered_groups
 from autotp.distributed.peers.heartbeat import leave_note, on_each_look
 from autotp.errors import Error
+from autotp.groups.point_to_point import started_collectives
 
 PERIOD = 16
 """Calls from one record to the next."""
