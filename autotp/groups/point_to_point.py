@@ -31,13 +31,13 @@ def started_collectives(group: str) -> int:
     Ranks that made the same calls have the same number. If none called `count_from_here`, it counts from the beginning.
     """
     found = process_group(group)
-    return found._get_sequence_number_for_group() - _others.get(found, 0)
+    return _started(found) - _others.get(found, 0)
 
 
 def count_from_here(group: str) -> None:
     """Sets the number of started collectives to 0: all ranks of the group are at the same collective."""
     found = process_group(group)
-    _others[found] = found._get_sequence_number_for_group()
+    _others[found] = _started(found)
 
 
 def install() -> Callable[[], None]:
@@ -54,13 +54,17 @@ def install() -> Callable[[], None]:
     return undo
 
 
+def _started(group: Any) -> int:
+    return int(group._get_sequence_number_for_group())
+
+
 def _counted(method: Any) -> Any:
     @wraps(method)
     def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        started = group._get_sequence_number_for_group()
+        started = _started(group)
         try:
             return method(group, *args, **kwargs)
         finally:
-            _others[group] = _others.get(group, 0) + group._get_sequence_number_for_group() - started
+            _others[group] = _others.get(group, 0) + _started(group) - started
 
     return call
