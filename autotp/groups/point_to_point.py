@@ -23,6 +23,8 @@ METHODS = "send", "recv", "recv_anysource", "monitored_barrier"
 """The methods of a process group that some ranks may call alone, or in which ranks start different numbers."""
 _others: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Process group -> number of operations that do not count."""
+_within: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Process group in such a call -> the number of all that it had started before. The heartbeat asks meanwhile."""
 
 
 def started_collectives(group: str) -> int:
@@ -31,7 +33,7 @@ def started_collectives(group: str) -> int:
     Ranks that made the same calls have the same number. If none called `count_from_here`, it counts from the beginning.
     """
     found = process_group(group)
-    return _started(found) - _others.get(found, 0)
+    return _within.get(found, _started(found)) - _others.get(found, 0)
 
 
 def count_from_here(group: str) -> None:
@@ -61,10 +63,11 @@ def _started(group: Any) -> int:
 def _counted(method: Any) -> Any:
     @wraps(method)
     def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        started = _started(group)
+        started = _within[group] = _started(group)
         try:
             return method(group, *args, **kwargs)
         finally:
             _others[group] = _others.get(group, 0) + _started(group) - started
+            _within.pop(group, None)
 
     return call

@@ -60,8 +60,8 @@ def fingerprint(arguments: Any) -> Fingerprint:
     with torch.no_grad(), unseen():
         whole = [x.sum(dtype=torch.int64) for x in every if not any(x is other for other in real)]
         signed = [_signed(x) for x in real]
-        if all(x.device.type == "cpu" for x in (*whole, *signed)):
-            return Fingerprint(whole, signed)
+        if not any(x.is_cuda for x in (*whole, *signed)):
+            return Fingerprint([x.cpu() for x in whole], [x.cpu() for x in signed])
         arrived = torch.cuda.Event()
         whole, signed = ([x.to("cpu", non_blocking=True) for x in some] for some in (whole, signed))
         arrived.record()
