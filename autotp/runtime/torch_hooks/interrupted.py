@@ -33,12 +33,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.distributed.live_models import Undo, models
-from autotp.distributed.mesh import Mesh, numbered_groups, started_collectives
+from autotp.distributed.mesh import Mesh, numbered_groups
 from autotp.distributed.peers.heartbeat import PREFIX, leave_note, on_each_look, take_note_back
 from autotp.distributed.peers.store_gather import store_gather
 from autotp.errors import Error
 from autotp.groups.failures import compare_after_exceptions, note_interrupted
 from autotp.groups.failures import interrupted as noted
+from autotp.groups.point_to_point import started_collectives
 
 OURS = "autotp.ops."
 """Where the modules of autotp's own autograd functions are: some of them communicate in backward."""
