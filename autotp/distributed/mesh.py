@@ -24,6 +24,7 @@ from autotp.distributed.peers.heartbeat import SILENCE, answered, begin
 from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
 from autotp.groups.one_thread import in_collective
+from autotp.groups.point_to_point import count_from_here
 from autotp.ops.collectives import communicate, gather
 
 TIMEOUT = timedelta(minutes=10)
@@ -167,11 +168,6 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> An
             return answered(made, timeout.total_seconds() + SILENCE)
         except TimeoutError as error:
             raise RuntimeError(f"timed out: {error}") from error
-
-
-def started_collectives(group: str) -> int:
-    """Returns the number of collectives that this rank has started in a group, given by name."""
-    return int(_resolved(group)._get_sequence_number_for_group())
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -430,6 +426,7 @@ def with_number(mesh: Mesh) -> Mesh:
     mesh = replace(mesh, number=int(broadcast_from_first(number, mesh)))
     if mesh.group is not None:
         _numbered.setdefault(_resolved(mesh.group), mesh)
+        count_from_here(mesh.group)
     return mesh
 
 

@@ -2,7 +2,8 @@
 
 If one rank raised an error alone, the other ranks' collectives would wait for it. So if one rank cannot take its batch,
 or the ranks of a replica have different batches, all ranks raise the same error, in any step. Structure, shapes and
-dtypes are compared in each step; values, which have to be copied to the CPU, only in the first steps.
+dtypes are compared in each step. All values, which have to be copied to the CPU, are compared in the first steps only;
+later a fingerprint of them is, and on a GPU that of the step before, which has arrived.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.compiler import expect_one_order
 from autotp.distributed.consistency import agreed, checksum, compared, random_state
 from autotp.distributed.mesh import Mesh, gather_ints
+from autotp.distributed.peers.fingerprint import same
+from autotp.errors import Error
 from autotp.passes.capture.pytree import flatten
 from autotp.runtime.call_consistency import shown
 
@@ -89,7 +92,12 @@ def frozen_checksums(frozen: Collection[str], holders: Mapping[str, tuple[int, .
 
 
 def agree_on_step(
-    mesh: Mesh, grid: DeviceMesh, mine: StepState, tied: Mapping[tuple[int, ...], int], problem: Exception | None
+    mesh: Mesh,
+    grid: DeviceMesh,
+    mine: StepState,
+    tied: Mapping[tuple[int, ...], int],
+    problem: Exception | None,
+    batch: Sequence[int] = (),
 ) -> list[StepState]:
     """Returns the states of all ranks, if they can run the step together.
 
@@ -99,11 +107,12 @@ def agree_on_step(
         mine: the state of this rank.
         tied: as `frozen_checksums` returns it.
         problem: the error of this rank's batch, if it has one.
+        batch: a fingerprint of this rank's batch, or of that before, `as_ints`.
 
     Raises:
         Error: on every rank, if one rank cannot take its batch, or if the ranks of a replica have different batches.
     """
-    every = gather_ints([*map(int, mine), *tied.values()], mesh)
+    every = gather_ints([*map(int, mine), *tied.values(), *batch], mesh)
     rows = [StepState._make(row[: len(mine)]) for row in every]
     if any(row.failed for row in rows):
         agreed(problem, mesh)
@@ -122,6 +131,10 @@ def agree_on_step(
             (StepState._fields.index("values"), "got other inputs", SAME_BATCH),
         ):
             compared(rows, column, mesh, replica, what, remedy)
+        prints = [row[len(mine) + len(tied) :] for row in every]
+        if other := [rank for rank in replica if not same(prints[rank], prints[replica[0]])]:
+            first = mesh.named(replica[:1])
+            raise Error(f"{mesh.named(other)} got another batch than {first}, now or in the last step", fix=SAME_BATCH)
     for ranks in grid.mesh.flatten(0, 1).flatten(1).tolist():
         remedy = "torch.manual_seed(seed) with one seed on all of them"
         compared(rows, StepState._fields.index("random"), mesh, ranks, "would draw other random numbers", remedy)

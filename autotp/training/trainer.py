@@ -27,6 +27,7 @@ from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequence
 from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
 from autotp.distributed.cut_parameter import Cut, Warned, as_cut
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
+from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
 from autotp.distributed.peers.heartbeat import take_note_back
 from autotp.errors import Error, calling, within
 from autotp.groups.failures import peer_error
@@ -186,7 +187,7 @@ class Trainer(InGraphs, HasHoldings):
     ) -> None:
         super().__init__()
         self._watchers: list[Callable[[], bool]] = []
-        self._failed = ""
+        self._failed, self._last = "", Fingerprint()
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
         self.everyone = groups.world_mesh(self.place, timeout)
@@ -549,7 +550,10 @@ class Trainer(InGraphs, HasHoldings):
         mine = step_state(training, frozen, taken[0].arguments if taken else None, self.place, values)
         found = self._fitting_graphs(taken[0]) if taken else None
         mine = mine._replace(captures=found is None)
-        rows = agree_on_step(self._ranks, self.mesh, mine, frozen_checksums(frozen, self._holders), problem)
+        now = fingerprint(taken[0].arguments) if taken else Fingerprint()
+        told, self._last = (now if now.arrived is None else self._last), now  # The step does not wait for the device.
+        tied = frozen_checksums(frozen, self._holders)
+        rows = agree_on_step(self._ranks, self.mesh, mine, tied, problem, told.as_ints())
         take_note_back()
         if values and equal_replicas(rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)

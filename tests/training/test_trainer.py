@@ -265,6 +265,23 @@ def test_ranks_of_a_replica_with_other_batches() -> None:
     assert run_ranks(otherwise, 2, timeout=100) == [expected] * 2
 
 
+def later_otherwise(rank: int, n: int, layout: tuple[int, int, int]) -> str:
+    """From step 3 on, the last rank is one batch ahead."""
+    trainer, _ = started(layout)
+    with pytest.raises(autotp.Error) as raised:
+        for step in range(5):
+            trainer.step(**batch(step + (step > 2 and rank == n - 1)))
+    assert trainer.steps == 3
+    return str(raised.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_rank_that_skips_a_batch_later(axis: str) -> None:
+    expected = f"Trainer.step: {axis} rank 1 got another batch than {axis} rank 0, now or in the last step"
+    layout = (2, 1, 1) if axis == "tp" else (1, 2, 1)
+    assert run_ranks(later_otherwise, 2, layout, timeout=100) == [expected] * 2
+
+
 def taken_over(rank: int, n: int) -> list[str]:
     model = gpt(seed=0, **SMALL)
     started((1, 1, 1), model=model)

@@ -40,6 +40,8 @@ SILENCE = 4 * INTERVAL
 """Seconds without an answer after which a process, or the keeper of the store, counts as lost."""
 LEAVING = 10 * INTERVAL
 """Seconds that a process waits at its end for an answer of the store."""
+PREFIX = "autotp/heartbeat"
+"""Of all keys here."""
 JOINED, CALLED, HERE = "joined", "called", "here"
 """Prefixes of keys: `joined/rank`: the rank answers calls; `called/call`: a call; `here/call/rank`: an answer.
 
@@ -160,7 +162,7 @@ def begin() -> None:
     if world is None or world.size() == 1 or world in _hearts:
         return
     store = dist.distributed_c10d._get_default_store()
-    heart = Heart(dist.PrefixStore("autotp/heartbeat", store), world.rank())
+    heart = Heart(dist.PrefixStore(PREFIX, store), world.rank())
     _hearts[world] = heart
     ask_of_lost_peers(reason)
     listen(_note_end)

@@ -4,12 +4,10 @@ NOTE [Ranks that come apart]
 Ranks pair their collectives by order. If one rank leaves out a backward that the others run (its own code skips a
 batch), or makes a call that they do not make, each collective of it pairs with an earlier or a later one of theirs.
 Where the sizes agree no library sees that, and all numbers are wrong from then on. So each rank records at every
-PERIOD-th call of a model how many collectives its group had started, and a checksum of the whole numbers in the
-arguments, such as tokens. The thread of the heartbeat compares the newest record of the first rank with this rank's
-own. If they differ, the next call or the next step of an optimizer raises Error on every rank. A call never waits for
-the comparison, and two requests to the store a second are all that it costs.
-
-Floating-point arguments are not compared: what the user's own code computes may differ by round-off.
+PERIOD-th call of a model how many collectives its group had started, and a fingerprint of the arguments. The thread of
+the heartbeat compares the newest record of the first rank with this rank's own. If they differ, the next call or the
+next step of an optimizer raises Error on every rank. A call never waits for the comparison, and two requests to the
+store a second are all that it costs.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from autotp.distributed.mesh import Mesh, numbered_groups, started_collectives
+from autotp.distributed.mesh import Mesh, numbered_groups
+from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint, near
 from autotp.distributed.peers.heartbeat import leave_note, on_each_look
 from autotp.errors import Error
+from autotp.groups.point_to_point import started_collectives
 
 PERIOD = 16
 """Calls from one record to the next."""
@@ -41,13 +39,11 @@ class Record:
 
     Attributes:
         started: number of collectives.
-        sums: sums of the whole numbers in the arguments, on the CPU.
-        arrived: tells whether these sums have come from the device; None if they were on the CPU.
+        arguments: their fingerprint.
     """
 
     started: int
-    sums: list[Tensor]
-    arrived: torch.cuda.Event | None = None
+    arguments: Fingerprint
 
 
 @dataclass
@@ -56,7 +52,7 @@ class Progress:
 
     Attributes:
         calls: number of calls so far that started collectives.
-        pending: number of the last recorded call, and its record: its sums may not have arrived yet.
+        pending: number of the last recorded call, and its record: its fingerprint may not have arrived yet.
         records: number of a call -> its record.
         told: the newest call whose record the first rank has written, or this rank has compared.
         apart: how ranks differ; "" if they do not.
@@ -99,36 +95,22 @@ def end_call(mesh: Mesh, before: int, arguments: Any) -> None:
     progress.calls += 1
     if progress.calls % PERIOD == 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         _keep(progress)
-        progress.pending = progress.calls, _recorded(before, arguments)
-        if progress.pending[1].arrived is None:
+        progress.pending = progress.calls, Record(before, fingerprint(arguments))
+        if progress.pending[1].arguments.arrived is None:
             _keep(progress)
 
 
 def _keep(progress: Progress) -> None:
-    """Makes the last record one of those that are compared, if its sums have arrived."""
+    """Makes the last record one of those that are compared, if its fingerprint has arrived."""
     if progress.pending is None:
         return
     call, record = progress.pending
     progress.pending = None
-    if record.arrived is None or record.arrived.query():
+    arrived = record.arguments.arrived
+    if arrived is None or arrived.query():
         progress.records[call] = record
     if len(progress.records) > KEPT:
         del progress.records[next(iter(progress.records))]
-
-
-def _recorded(started: int, arguments: Any) -> Record:
-    """Returns the record of a call. It does not wait for the device."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # Values cannot be read.
-        return Record(started, [])
-    leaves = [x for x in pytree.tree_leaves(arguments) if type(x) is Tensor and not x.is_meta]
-    whole = [x for x in leaves if x.layout is torch.strided and not (x.is_floating_point() or x.is_complex())]
-    sums = [x.sum(dtype=torch.int64) for x in whole]
-    if all(x.device.type == "cpu" for x in sums):
-        return Record(started, sums)
-    arrived = torch.cuda.Event()
-    sums = [x.to("cpu", non_blocking=True) for x in sums]
-    arrived.record()
-    return Record(started, sums, arrived)
 
 
 def are_apart() -> bool:
@@ -179,7 +161,7 @@ def _look(store: Any) -> None:
 
 def _read(record: Record) -> list[Any]:
     """Returns a record as plain data."""
-    return [record.started, [int(one) for one in record.sums]]
+    return [record.started, *record.arguments.read()]
 
 
 def _difference(progress: Progress, call: int, mine: Sequence[Any], first: Sequence[Any]) -> str:
@@ -192,6 +174,6 @@ def _difference(progress: Progress, call: int, mine: Sequence[Any], first: Seque
             f"at some time {since}, a rank left out a forward or a backward, or made one more, and ranks got numbers "
             "of other collectives"
         )
-    if mine[1] != first[1]:
+    if mine[1] != first[1] or len(mine[2]) != len(first[2]) or not near(mine[2], first[2]):
         return f"{here} got another batch in call {call} of the model than {there}: ranks came apart {since}"
     return ""

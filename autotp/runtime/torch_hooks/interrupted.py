@@ -9,6 +9,10 @@ collectives each has started in it. If all ranks raised at the same place, as fo
 that waits in a collective does not come: after the group's timeout it is an error on all ranks. Without an exception
 this costs one look at a dictionary.
 
+The threads of the heartbeat look whether a rank waits so. A rank that has started more collectives than the waiting
+one has passed the place of the exception, and will not come. It says so, and the waiting rank need not wait for the
+timeout.
+
 A group is compared by itself, and not with the other groups of a model: several models may use it, and the ranks may
 not have the same models any more.
 
@@ -25,17 +29,22 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autotp.distributed.live_models import Undo, models
-from autotp.distributed.mesh import numbered_groups, started_collectives
-from autotp.distributed.peers.heartbeat import leave_note, take_note_back
+from autotp.distributed.mesh import Mesh, numbered_groups
+from autotp.distributed.peers.heartbeat import PREFIX, leave_note, on_each_look, take_note_back
 from autotp.distributed.peers.store_gather import store_gather
 from autotp.errors import Error
 from autotp.groups.failures import compare_after_exceptions, note_interrupted
+from autotp.groups.failures import interrupted as noted
+from autotp.groups.point_to_point import started_collectives
 
 OURS = "autotp.ops."
 """Where the modules of autotp's own autograd functions are: some of them communicate in backward."""
+WAITS = "interrupted"
+"""Key: some rank waits for others after an exception, or has done so. Prefix of what it has started, for each group."""
 REMEDY = {
     "fix": "let the exception end the program on all ranks, and start again from a checkpoint",
     "alternative": "raise it on all ranks alike, before forward or after backward: one decision, by one all_reduce",
@@ -53,13 +62,28 @@ def interrupted(error: BaseException) -> None:
         leave_note(error)
 
 
+_compared: dict[str, int] = {}
+"""Key of a group in the store -> number of comparisons so far."""
+
+
 def _compare(group: str) -> None:
     """Raises Error unless all ranks of a group come here, after equally many collectives."""
-    place = numbered_groups()[group]
+    place, started = numbered_groups()[group], started_collectives(group)
+    key = _key(place)
+
+    def passed(store: Any) -> str:
+        known = dist.PrefixStore(PREFIX, store)
+        known.set(WAITS, "")
+        known.set(key, str(started))
+        other = known.get(f"{key}/passed").decode() if known.check([f"{key}/passed"]) else ""
+        return f"{other} went on without one" if other else ""
+
     try:
-        told = store_gather(str(started_collectives(group)), place)
+        told = store_gather(str(started), place, unless=passed)
     except Error as error:
-        raise Error(f"an exception left a forward or backward on some ranks only: {error.problem}", **REMEDY) from error
+        why = f"an exception left a forward or backward on some ranks only: {error.problem}"
+        raise Error(why, **REMEDY) from error.__cause__
+    _compared[_group_key(place)] = _compared.get(_group_key(place), 0) + 1
     if other := [rank for rank, text in enumerate(told) if text != told[0]]:
         raise Error(
             f"an exception left a forward or backward at another place on {place.named(other)} than on rank 0",
@@ -68,8 +92,28 @@ def _compare(group: str) -> None:
     take_note_back()
 
 
+def _group_key(place: Mesh) -> str:
+    return f"{WAITS}/{place.number}/{place.group}"
+
+
+def _key(place: Mesh) -> str:
+    """Returns the key of the next comparison of a group."""
+    return f"{_group_key(place)}/{_compared.get(_group_key(place), 0)}"
+
+
+def _look(store: Any) -> None:
+    """Tells a rank that waits for this one that this one has passed the place."""
+    if not store.check([WAITS]):
+        return
+    for group, place in numbered_groups().items():
+        key = _key(place)
+        if group not in noted and store.check([key]) and started_collectives(group) > int(store.get(key)):
+            store.set(f"{key}/passed", place.named([place.rank]))
+
+
 def install() -> Undo:
     """Notes exceptions that leave a backward; returns the undo."""
+    on_each_look(_look)
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 

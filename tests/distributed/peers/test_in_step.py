@@ -31,12 +31,23 @@ class Tokens(nn.Module):
         return (x + self.mlp(self.norm(x))).square().mean()
 
 
-def model_of(n: int) -> nn.Module:
+class Images(Tokens):
+    """The same, of numbers that are not whole. tokens: [rows, length, 8] -> loss []"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Identity()  # type: ignore[assignment]
+
+
+def model_of(n: int, images: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return autotp.parallelize(Tokens().double(), n, example_inputs=batch(0), timeout=timedelta(seconds=3))
+    model = (Images if images else Tokens)().double()
+    return autotp.parallelize(model, n, example_inputs=batch(0, images), timeout=timedelta(seconds=3))
 
 
-def batch(step: int) -> Tensor:
+def batch(step: int, images: bool = False) -> Tensor:
+    if images:
+        return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step)).double()
     return torch.arange(step, step + 6).reshape(2, 3) % 16
 
 
@@ -58,23 +69,25 @@ ODD: dict[str, tuple[Callable[[int, nn.Module], bool], bool, str]] = {
     "backward": (leaves_out_a_backward, True, "collectives when it made call"),
     "call": (makes_one_more_call, False, "collectives when it made call"),
     "batch": (leaves_out_a_batch, False, "tp rank 1 got another batch in call"),
+    "images": (leaves_out_a_batch, False, "tp rank 1 got another batch in call"),
 }
 """Name -> what happens at a step (True: it ends there), whether that is after forward, and what is said."""
 
 
 def loop(rank: int, n: int, odd: str) -> tuple[str, int, float]:
     """Trains until an error; returns it, the step and the seconds since ranks came apart."""
-    model, (happens, after_forward, _) = model_of(n), ODD[odd]
+    images, (happens, after_forward, _) = odd == "images", ODD[odd]
+    model = model_of(n, images)
     step, began = 0, time.monotonic()
     try:
         while time.monotonic() < began + LONGEST:
             step += 1
-            loss = model(batch(step)) if after_forward else None
+            loss = model(batch(step, images)) if after_forward else None
             if step == 40:
                 began = time.monotonic()
                 if happens(rank, model):
                     continue
-            loss = model(batch(step)) if loss is None else loss
+            loss = model(batch(step, images)) if loss is None else loss
             loss.backward()
             time.sleep(0.002)
     except autotp.Error as error:

@@ -90,5 +90,5 @@ def compiled(rank: int, n: int, folder: Path) -> list[dict[str, float]]:
 def test_compiled(tmp_path: Path) -> None:
     """Trainer compiles the model before its first call: each kind of call is captured outside of Dynamo."""
     expected = compiled(0, 1, tmp_path / "one")
-    for found in run_ranks(compiled, 2, tmp_path / "two"):
+    for found in run_ranks(compiled, 2, tmp_path / "two", timeout=250):
         expect_close(found, expected)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +37,8 @@ class Stop(Exception):
 def model_on(n: int, **how: Any) -> Any:
     torch.manual_seed(0)
     model = Normed().double()
-    return autotp.parallelize(model, n, example_inputs=INPUT, timeout=timedelta(seconds=3), **how) if n else model
+    how = {"timeout": timedelta(seconds=3), **how}
+    return autotp.parallelize(model, n, example_inputs=INPUT, **how) if n else model
 
 
 def trained(model: nn.Module, run: Callable[[int], Any], steps: range = range(STEPS)) -> list[float]:
@@ -97,7 +100,7 @@ def on_one_rank(rank: int, n: int, place: str) -> None:
         trained(model, step)
     text = str(raised.value)
     if rank == 0:
-        assert "an exception left a forward or backward on some ranks only: tp rank 1 did not make this call" in text
+        assert "an exception left a forward or backward on some ranks only: tp rank 1 " in text
         assert "let the exception end the program on all ranks" in text
     else:
         assert f"tp rank 0 (global rank 0) raised {'Stop' if place == 'backward' else 'MemoryError'}" in text
@@ -106,6 +109,23 @@ def on_one_rank(rank: int, n: int, place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_on_one_rank(place: str) -> None:
     run_ranks(on_one_rank, 2, place, alone=True)
+
+
+def told_early(rank: int, n: int) -> float:
+    """Returns the seconds until the rank that raised is told; it ends, and with it the wait of the other."""
+    model = model_on(n, timeout=timedelta(seconds=50))
+    began = time.monotonic()
+    with pytest.raises(autotp.Error) as raised:
+        trained(model, in_backward(model, rank == 0))
+    if rank == 0:
+        assert "an exception left a forward or backward on some ranks only: tp rank 1 went on" in str(raised.value)
+        found = time.monotonic() - began
+        os._exit(3 if found > 20 else 7)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_raised_alone_is_told_before_the_timeout() -> None:
+    assert run_ranks(told_early, 2, may_die=[0])[1] < 25
 
 
 @checks.on(2)

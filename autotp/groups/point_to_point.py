@@ -1,0 +1,73 @@
+"""Counts what a rank starts in a process group with some of its ranks only, such as a `send`.
+
+NOTE [What all ranks start]
+A process group numbers what a rank starts in it. torch counts a `send` to one rank like a collective of all ranks, and
+the first rank of a `monitored_barrier` starts more than the others. A group may be the user's own, and such calls are
+right. So where ranks are compared by how many collectives they have started, these do not count, and the count begins
+at a place that all ranks have in common. All of torch's functions for them call methods of `ProcessGroup`, which are
+replaced while a parallel model exists.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch._C._distributed_c10d import ProcessGroup
+
+from autotp.groups.process_group import process_group
+
+METHODS = "send", "recv", "recv_anysource", "monitored_barrier"
+"""The methods of a process group that some ranks may call alone, or in which ranks start different numbers."""
+_others: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Process group -> number of operations that do not count."""
+_within: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Process group in such a call -> the number of all that it had started before. The heartbeat asks meanwhile."""
+
+
+def started_collectives(group: str) -> int:
+    """Returns the number of collectives that this rank has started in a group, given by name, since `count_from_here`.
+
+    Ranks that made the same calls have the same number. If none called `count_from_here`, it counts from the beginning.
+    """
+    found = process_group(group)
+    return _within.get(found, _started(found)) - _others.get(found, 0)
+
+
+def count_from_here(group: str) -> None:
+    """Sets the number of started collectives to 0: all ranks of the group are at the same collective."""
+    found = process_group(group)
+    _others[found] = _started(found)
+
+
+def install() -> Callable[[], None]:
+    """Counts these operations of all process groups; returns the undo."""
+    torch_class: Any = ProcessGroup
+    before = {name: getattr(torch_class, name) for name in METHODS}
+    for name, method in before.items():
+        setattr(torch_class, name, _counted(method))
+
+    def undo() -> None:
+        for name, method in before.items():
+            setattr(torch_class, name, method)
+
+    return undo
+
+
+def _started(group: Any) -> int:
+    return int(group._get_sequence_number_for_group())
+
+
+def _counted(method: Any) -> Any:
+    @wraps(method)
+    def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        started = _within[group] = _started(group)
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            _others[group] = _others.get(group, 0) + _started(group) - started
+            _within.pop(group, None)
+
+    return call
