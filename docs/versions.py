@@ -65,8 +65,10 @@ that torch 2.13 leaves open, so most models would be captured again for each len
 checkpointing another name and warns of the old one, which peft 0.21 and a test read (in the tests a warning is an
 error); for adapters of its own it asks for peft 0.22. transformers 5.0 has no `Interleave`, which
 tests/hf/test_pretrained.py imports, and `verify` of a BERT that returns attentions ended with an IndexError there:
-blocks that were captured once gave one attention for all. They are captured each since then. A row of torch 2.11 did
-not come to its end."""
+blocks that were captured once gave one attention for all. They are captured each since then. With torch 2.14, torch
+warns of `torch.jit.script`, which transformers 5.17 uses for DeBERTa; and its wheel here was one for GPUs, where a
+cache that is offloaded asks for a stream of a GPU before autotp refuses it. A row of torch 2.11 did not come to its
+end."""
 
 
 @dataclass(frozen=True)

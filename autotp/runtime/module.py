@@ -32,6 +32,7 @@ from autotp.model_library import classes_before, saves_first_rank_only
 from autotp.options import Recompute
 from autotp.passes.capture.guards.attribute_paths import is_internal
 from autotp.passes.capture.skeleton import expect_copyable
+from autotp.passes.capture.unsupported.lost_gradients import BACKWARD_HOOK
 from autotp.passes.emit.async_tensor_parallel import FusedPairs
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable
@@ -192,7 +193,9 @@ class Submodule(Part):
         if state is not None and not getattr(hook, "__module__", "").startswith("torch.distributed."):
             raise Error(
                 "a hook on a submodule of a parallel model would never run: its work is part of the model's graph",
-                fix="register it on the original model before autotp.parallelize, or on the whole parallel model",
+                fix=BACKWARD_HOOK
+                if "backward" in kind
+                else "register it on the original model before autotp.parallelize, or on the whole parallel model",
             )
         if state is not None and not state.is_block:
             raise Error(

@@ -28,7 +28,7 @@ def test_each_version_has_a_row() -> None:
     config.read(ROOT / "setup.cfg")
     pythons = set(re.findall(r":: (3\.\d+)$", config["metadata"]["classifiers"], re.MULTILINE))
     assert {row.python for row in versions.ROWS} == pythons
-    assert {row.torch for row in versions.ROWS} == {"2.11", "2.12", "2.13", "newest"}
+    assert {row.torch for row in versions.ROWS} == {"2.11", "2.12", "2.13", "2.14", "newest"}
     assert {row.transformers for row in versions.ROWS} == {"5.0", "5.17", "newest"}
     assert "torch>=2.13" in config["options"]["install_requires"]
     assert all((ROOT / path).exists() for path in versions.TESTS)

@@ -11,6 +11,7 @@ from small_models import gpt, tokens
 from torch import Tensor, nn
 
 import autotp
+from autotp.passes.capture.unsupported.lost_gradients import BACKWARD_HOOK
 
 checks = Checks()
 line = partial(line_of, __file__)
@@ -183,11 +184,15 @@ def what_two_models_share(rank: int, n: int) -> None:
 def parts(rank: int, n: int) -> None:
     """What a part of a parallel model cannot do."""
     block = autotp.parallelize(gpt(n_layer=1), n).h[0]
-    hooks = block.register_forward_hook, block.attn.register_forward_pre_hook, block.register_full_backward_hook
-    for register in hooks:
+    before = "register it on the original model before autotp.parallelize, or on the whole parallel model"
+    hooks = {
+        block.register_forward_hook: before, block.attn.register_forward_pre_hook: before,
+        block.register_full_backward_hook: BACKWARD_HOOK,
+    }  # fmt: skip
+    for register, instead in hooks.items():
         assert message(lambda register=register: register(print)) == (
             "a hook on a submodule of a parallel model would never run: its work is part of the model's graph\n"
-            "  try      register it on the original model before autotp.parallelize, or on the whole parallel model"
+            f"  try      {instead}"
         )
 
 

@@ -61,6 +61,8 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
+BACKWARD_HOOK = "in its place, call in forward a torch.autograd.Function whose backward does what the hook does"
+"""What to do with a backward hook on a submodule: neither before nor after can it be registered there."""
 GLOBAL_HOOKS = (
     module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks,
     module._global_backward_pre_hooks,
@@ -114,5 +116,5 @@ def _expect_no_backward_hooks(model: nn.Module) -> None:
         if part._backward_hooks or part._backward_pre_hooks:
             raise Error(
                 f"the backward hook on `{name or 'the model'}` would be lost: a graph of the model does not have it",
-                fix="remove it, or register it on what autotp.parallelize returns",
+                fix=BACKWARD_HOOK if name else "remove it, or register it on what autotp.parallelize returns",
             )

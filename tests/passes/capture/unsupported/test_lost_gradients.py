@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import autotp
+from autotp.passes.capture.unsupported.lost_gradients import BACKWARD_HOOK
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 
@@ -56,7 +57,7 @@ class Reentrant(Checkpointed):
             "a torch.autograd.Function whose backward does what the hook does",
         ),
         (Inference, "torch.inference_mode", "# without a gradient", "torch.no_grad()"),
-        (Hooked, "the backward hook on `up`", "", "remove it, or register it on what autotp.parallelize returns"),
+        (Hooked, "the backward hook on `up`", "", BACKWARD_HOOK),
     ],
 )  # fmt: skip
 def test_refused(kind: type[nn.Module], what: str, at: str, instead: str) -> None:
