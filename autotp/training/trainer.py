@@ -551,9 +551,11 @@ class Trainer(InGraphs, HasHoldings):
         found = self._fitting_graphs(taken[0]) if taken else None
         mine = mine._replace(captures=found is None)
         now = fingerprint(taken[0].arguments) if taken else Fingerprint()
-        told, self._last = (now if now.arrived is None else self._last), now  # The step does not wait for the device.
+        told = now if now.arrived is None else self._last  # The step does not wait for the device.
+        self._last = Fingerprint()  # All ranks have none if this step is refused.
         tied = frozen_checksums(frozen, self._holders)
         rows = agree_on_step(self._ranks, self.mesh, mine, tied, problem, told.as_ints())
+        self._last = now
         take_note_back()
         if values and equal_replicas(rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
