@@ -376,4 +376,6 @@ def _why(est: Estimate, won: Estimate, device: Hardware, limit: float) -> str:
 
 
 def _more(seconds: float) -> str:
+    if abs(seconds) < 0.01:
+        return f"{seconds * 1e3:+.2g} ms"
     return f"{seconds * 1e3:+.0f} ms" if abs(seconds) < 10 else f"{seconds:+.0f} s"

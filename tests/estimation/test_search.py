@@ -13,6 +13,7 @@ from torch import nn
 
 import autotp
 from autotp import compiler
+from autotp.estimation import search as search_module
 from autotp.estimation.counts import pieces
 from autotp.estimation.layout import AUTOTP
 from autotp.estimation.search import Layouts
@@ -67,6 +68,13 @@ def test_no_layout_of_a_grid_is_faster(found: autotp.Search) -> None:
             )  # type: ignore[arg-type]
             seconds += [est.seconds] * (max(rank.total for rank in est.memory) <= 0.9 * 6 * 2**30)
     assert found.best[0].seconds <= min(seconds) * 1.001
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.00012, "+0.12 ms"), (0.0034, "+3.4 ms"), (0.25, "+250 ms"), (12.4, "+12 s")]
+)
+def test_differences_have_digits_that_say_something(seconds: float, text: str) -> None:
+    assert search_module._more(seconds) == text
 
 
 def test_obvious_layouts_say_why_they_lost(found: autotp.Search) -> None:
