@@ -31,7 +31,7 @@ def test_shares_have_each_file_once() -> None:
 
 def test_shares_take_about_as_long() -> None:
     names = list(listed())
-    each = [shares(names, f"{i}/4") for i in range(1, 5)]
+    each = [shares(names, f"{i}/6") for i in range(1, 7)]
     costs = [sum(listed()[name] for name in names if name.partition("::")[0] in files) for files in each]
     assert max(costs) < 1.2 * min(costs)
 
