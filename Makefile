@@ -1,7 +1,7 @@
 # make train          trains a tensor-parallel GPT on two processes, beside the same on one
 # make test           passes the tests of the parts; 10 minutes on two cores
 # make test-rest      passes those that take longer, and those of the whole: families of models, training loops, processes
-#                     that end, the examples, the benchmarks; 25 minutes. With SHARE=1/6, a sixth of them
+#                     that end, the examples, the benchmarks; about 35 minutes. With SHARE=1/6, a sixth of them
 # make test-all       passes all of them, with every rare case: all families at all sizes in all modes; hours
 # make bench          steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a
 #                     layer keeps, seconds to capture and how they grow, memory
@@ -17,7 +17,6 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 # Two workers share the files, in the order that tests/conftest.py gives them: the longest first.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
-SHARE ?= 1/1
 EVERY := tests tests/examples tests/benchmarks
 
 .PHONY: train test test-rest test-all bench versions docs lint clean
@@ -29,7 +28,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) --budget 8 -m "not system and not costly"
 
 test-rest: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) --budget 16 -m "system or costly" --share $(SHARE) $(EVERY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) --budget 16 -m "system or costly" $(SHARE:%=--share %) $(EVERY)
 
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) --all

@@ -41,7 +41,7 @@ BUSY = 2
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the rare cases, too: every family in every way; an hour")
     parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 24; takes two hours")
-    parser.addoption("--share", default="1/1", help="2/4: the second of four shares of the files")
+    parser.addoption("--share", help="2/4: the second of four shares of the files of make test-rest")
     parser.addoption("--seconds", action="store_true", help="write the seconds of the tests that ran into seconds.txt")
     parser.addoption("--budget", type=float, help="the seconds of CPU that a test may take that is not rare")
 
@@ -80,11 +80,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("system")
         if seconds.get(item.nodeid, 0) >= COSTLY:
             item.add_marker("costly")
-    mine = shares([item.nodeid for item in items], config.getoption("share"))
     runs, left = list[pytest.Item](), list[pytest.Item]()
     for item in items:
-        is_rare = item.get_closest_marker("rare") and not config.getoption("all")
-        (left if is_rare or item.path.relative_to(HERE.parent).as_posix() not in mine else runs).append(item)
+        (left if item.get_closest_marker("rare") and not config.getoption("all") else runs).append(item)
+    if share := config.getoption("share"):
+        rest = [item for item in runs if item.get_closest_marker("system") or item.get_closest_marker("costly")]
+        mine = shares([item.nodeid for item in rest], share)
+        left += [item for item in runs if item.nodeid.partition("::")[0] not in mine]
+        runs = [item for item in runs if item.nodeid.partition("::")[0] in mine]
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(runs, key=_place)
 

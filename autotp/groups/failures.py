@@ -18,7 +18,7 @@ Informed = Callable[[Callable[[int], str], Sequence[int]], str]
 Its arguments: a function that returns the name of a global rank; and the global ranks that made the call together.
 """
 _informed: list[Informed] = []
-interrupted: dict[str, weakref.ref[ProcessGroup]] = {}
+uncompared: dict[str, weakref.ref[ProcessGroup]] = {}
 """Name of a group whose ranks may be at different collectives, after an exception here -> that group."""
 _lost: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 """The groups of which a rank was lost: their collectives fail by themselves."""
@@ -30,7 +30,7 @@ _comparing: list[Compare] = []
 def note_interrupted(group: str) -> None:
     """Notes that an exception left a graph or a backward: the group's ranks are compared before its next collective."""
     if not is_lost(group):
-        interrupted[group] = weakref.ref(process_group(group))
+        uncompared[group] = weakref.ref(process_group(group))
 
 
 def compare_after_exceptions(compare: Compare) -> None:
@@ -41,11 +41,11 @@ def compare_after_exceptions(compare: Compare) -> None:
 
 def compare_if_interrupted(group: str) -> None:
     """Raises Error if the ranks of the group are at different collectives, if an exception was noted before."""
-    noted = interrupted.get(group)
+    noted = uncompared.get(group)
     if noted is not None and noted() is process_group(group):  # Else it was another group of this name.
         for compare in _comparing:
             compare(group)
-    interrupted.pop(group, None)
+    uncompared.pop(group, None)
 
 
 def ask_of_lost_peers(informed: Informed) -> None:

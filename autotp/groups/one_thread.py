@@ -9,7 +9,7 @@ from typing import Any
 from torch._C._distributed_c10d import ProcessGroup
 
 from autotp.errors import Error
-from autotp.groups.failures import compare_if_interrupted, interrupted, note_lost, peer_error
+from autotp.groups.failures import compare_if_interrupted, note_lost, peer_error, uncompared
 from autotp.groups.process_group import axis_of, process_group
 
 _users: dict[str, int] = {}
@@ -46,7 +46,7 @@ class one_thread:
         user = _users.get(self.group)
         self.nested = user is not None
         if user is None:
-            if interrupted:
+            if uncompared:
                 compare_if_interrupted(self.group)
             user = _users.setdefault(self.group, self.thread)
         if user != self.thread:

@@ -10,7 +10,6 @@ replaced while a parallel model exists.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -21,25 +20,24 @@ from autotp.groups.process_group import process_group
 
 METHODS = "send", "recv", "recv_anysource", "monitored_barrier"
 """The methods of a process group that some ranks may call alone, or in which ranks start different numbers."""
-_others: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Process group -> number of operations that do not count."""
-_within: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Process group in such a call -> the number of all that it had started before. The heartbeat asks meanwhile."""
+_others: dict[str, int] = {}
+"""Name of a process group -> number of operations that do not count."""
+_within: dict[str, int] = {}
+"""Name of a process group in such a call -> what it had started before. The heartbeat asks meanwhile."""
 
 
 def started_collectives(group: str) -> int:
     """Returns the number of collectives that this rank has started in a group, given by name, since `count_from_here`.
 
     Ranks that made the same calls have the same number. If none called `count_from_here`, it counts from the beginning.
+    It is always 0 for a backend that does not number what it starts.
     """
-    found = process_group(group)
-    return _within.get(found, _started(found)) - _others.get(found, 0)
+    return _within.get(group, _started(process_group(group))) - _others.get(group, 0)
 
 
 def count_from_here(group: str) -> None:
     """Sets the number of started collectives to 0: all ranks of the group are at the same collective."""
-    found = process_group(group)
-    _others[found] = _started(found)
+    _others[group] = _started(process_group(group))
 
 
 def install() -> Callable[[], None]:
@@ -57,17 +55,21 @@ def install() -> Callable[[], None]:
 
 
 def _started(group: Any) -> int:
-    return int(group._get_sequence_number_for_group())
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # Backends of others need not number what they start.
+        return 0
 
 
 def _counted(method: Any) -> Any:
     @wraps(method)
     def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        started = _within[group] = _started(group)
+        name, started = group.group_name, _started(group)
+        _within[name] = started
         try:
             return method(group, *args, **kwargs)
         finally:
-            _others[group] = _others.get(group, 0) + _started(group) - started
-            _within.pop(group, None)
+            _others[name] = _others.get(name, 0) + _started(group) - started
+            _within.pop(name, None)
 
     return call

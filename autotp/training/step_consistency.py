@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.compiler import expect_one_order
 from autotp.distributed.consistency import agreed, checksum, compared, random_state
 from autotp.distributed.mesh import Mesh, gather_ints
-from autotp.distributed.peers.fingerprint import same
+from autotp.distributed.peers.fingerprint import may_be_one_batch
 from autotp.errors import Error
 from autotp.passes.capture.pytree import flatten
 from autotp.runtime.call_consistency import shown
@@ -132,7 +132,7 @@ def agree_on_step(
         ):
             compared(rows, column, mesh, replica, what, remedy)
         prints = [row[len(mine) + len(tied) :] for row in every]
-        if other := [rank for rank in replica if not same(prints[rank], prints[replica[0]])]:
+        if other := [rank for rank in replica if not may_be_one_batch(prints[rank], prints[replica[0]])]:
             first = mesh.named(replica[:1])
             raise Error(f"{mesh.named(other)} got another batch than {first}, now or in the last step", fix=SAME_BATCH)
     for ranks in grid.mesh.flatten(0, 1).flatten(1).tolist():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed import fake_pg
 
 import autotp
+from autotp.distributed import mesh
 from autotp.distributed.peers import heartbeat, in_step
 from autotp.groups import point_to_point
 
@@ -53,3 +56,19 @@ def some_ranks_alone(rank: int, n: int) -> None:
 
 def test_what_some_ranks_start_alone_does_not_count() -> None:
     run_ranks(some_ranks_alone, 3, alone=True)
+
+
+def on_a_backend_of_others(rank: int, n: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    assert fake_pg  # It registers the backend, whose groups have no timeout.
+    mesh.timeout_of = lambda group: timedelta(seconds=20)
+    whole = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    model: Any = autotp.parallelize(whole, 2, example_inputs=torch.ones(3, 4))
+    for _ in range(20):
+        model(torch.ones(3, 4)).sum().backward()
+    assert point_to_point.started_collectives(model.mesh.group) == 0
+
+
+def test_a_backend_need_not_number_its_collectives() -> None:
+    run_ranks(on_a_backend_of_others, 1, alone=True)

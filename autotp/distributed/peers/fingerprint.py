@@ -1,4 +1,4 @@
-"""Fingerprint: what ranks compare of a call's arguments in each call, without waiting for the device.
+"""Fingerprint: what ranks compare of a call's arguments, without waiting for the device.
 
 Of whole numbers, such as tokens, it is their sum, which must be equal. Numbers that the user's own code computes on
 each rank may differ by round-off; of them it is a sum with pseudo-random signs, which may differ by NEAR of their norm.
@@ -74,7 +74,7 @@ def near(mine: Sequence[float], first: Sequence[float]) -> bool:
     return not any(abs(a - b) > NEAR * max(norm, other) for a, b, norm, other in pairs)
 
 
-def same(mine: Sequence[int], first: Sequence[int]) -> bool:
+def may_be_one_batch(mine: Sequence[int], first: Sequence[int]) -> bool:
     """Returns whether two fingerprints, `as_ints`, may be of one batch. Fingerprints of other arguments are not."""
     if len(mine) != len(first) or (mine and mine[: mine[0] + 1] != first[: first[0] + 1]):
         return False

@@ -71,7 +71,11 @@ _progress: dict[int, Progress] = {}
 
 
 def begin_call(mesh: Mesh) -> int:
-    """Returns how many collectives `mesh.everyone` had started before a call; raises Error if its ranks came apart."""
+    """Returns how many collectives this rank has started in the group of `mesh.everyone`, before a call.
+
+    Raises:
+        Error: the ranks of the group have come apart.
+    """
     place = mesh.everyone
     if place.number in _progress:
         _expect_together(_progress[place.number])

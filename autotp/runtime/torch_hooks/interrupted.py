@@ -37,8 +37,7 @@ from autotp.distributed.mesh import Mesh, numbered_groups
 from autotp.distributed.peers.heartbeat import PREFIX, leave_note, on_each_look, take_note_back
 from autotp.distributed.peers.store_gather import store_gather
 from autotp.errors import Error
-from autotp.groups.failures import compare_after_exceptions, note_interrupted
-from autotp.groups.failures import interrupted as noted
+from autotp.groups.failures import compare_after_exceptions, note_interrupted, uncompared
 from autotp.groups.point_to_point import started_collectives
 
 OURS = "autotp.ops."
@@ -72,6 +71,7 @@ def _compare(group: str) -> None:
     key = _key(place)
 
     def passed(store: Any) -> str:
+        """Returns which rank has passed the place. The others are asked once this rank has waited for a second."""
         known = dist.PrefixStore(PREFIX, store)
         known.set(WAITS, "")
         known.set(key, str(started))
@@ -107,7 +107,7 @@ def _look(store: Any) -> None:
         return
     for group, place in numbered_groups().items():
         key = _key(place)
-        if group not in noted and store.check([key]) and started_collectives(group) > int(store.get(key)):
+        if group not in uncompared and store.check([key]) and started_collectives(group) > int(store.get(key)):
             store.set(f"{key}/passed", place.named([place.rank]))
 
 
