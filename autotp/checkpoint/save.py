@@ -334,7 +334,11 @@ class Saving(Future[None]):
         super().__init__()
         # `atexit` does nothing in a process that multiprocessing forked; `Finalize` works in every process.
         self._at_end = Finalize(None, self._exit_after_error, exitpriority=0)
-        threading.Thread(target=self._run, args=(run,), name="autotp.save_checkpoint").start()
+        self._thread = threading.Thread(target=self._run, args=(run,), name="autotp.save_checkpoint")
+        try:
+            self._thread.start()
+        except RuntimeError:  # At the end of a program, Python 3.12 starts no more threads.
+            self._run(run)
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for the save, and raises its error."""
@@ -342,7 +346,13 @@ class Saving(Future[None]):
             super().result(timeout)
         finally:
             if self.done():
+                self._join()
                 self._at_end.cancel()
+
+    def _join(self) -> None:
+        """Waits until the thread has freed what it saved: a thread that frees tensors while Python ends aborts it."""
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _run(self, run: Callable[[], None]) -> None:
         try:
@@ -355,12 +365,13 @@ class Saving(Future[None]):
             interrupted.__cause__ = error
             self.set_exception(interrupted)
         else:
-            self._at_end.cancel()
             self.set_result(None)
 
     def _exit_after_error(self) -> None:
         """Ends the program if the save failed: an exception at this time would not change its exit status."""
-        if problem := self.exception():
+        problem = self.exception()
+        self._join()
+        if problem:
             traceback.print_exception(problem)
             sys.stdout.flush()
             sys.stderr.flush()
