@@ -14,6 +14,7 @@ from autotp.errors import (
     call_in_progress,
     calling,
     calls_in_progress,
+    is_within_a_call,
     full_tracebacks,
     listen,
     within,
@@ -70,6 +71,7 @@ def test_the_call_in_progress_is_the_outermost() -> None:
         assert call_in_progress() == "step"
     assert call_in_progress() == ""
     assert within("explain(M)", call_in_progress) == "explain"
+    assert not within("step", is_within_a_call) and within("step", lambda: within("step", is_within_a_call))
 
 
 def test_each_thread_has_its_own_call() -> None:

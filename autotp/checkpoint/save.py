@@ -41,7 +41,7 @@ from autotp.checkpoint.write import UNFINISHED, same_on_all, state_to_write, wri
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, gather_ints
-from autotp.errors import Error, call_in_progress, within
+from autotp.errors import Error, call_in_progress, is_within_a_call, within
 from autotp.runtime.holdings import expect_all_saved, holdings_of
 from autotp.training.trainer import Trainer
 
@@ -201,7 +201,9 @@ def _expect_trainer(given: object) -> None:
 
 
 def _expect_between_steps(call: str) -> None:
-    """Raises Error in a step: a signal's handler or a hook may run when only some of the parameters are changed.
+    """Raises Error in a step or another public call: there a signal's handler or a hook may run at any time.
+
+    Only some of the parameters may be changed then, or another save may be under way.
 
     It does not wait for the other ranks: the handler may run on this rank alone, between two collectives of the step.
     """
@@ -209,7 +211,7 @@ def _expect_between_steps(call: str) -> None:
     owners = [(frame.f_locals.get("self"), frame.f_code.co_name) for frame in frames]
     steps = [f"{type(it).__name__}.{name}" for it, name in owners if isinstance(it, Optimizer | Trainer)]
     inside = steps[0] if steps else call_in_progress()
-    if inside != call:
+    if inside != call or is_within_a_call():
         remedy = f"set a flag in the signal's handler or in the hook, and call {call} after the step, on all ranks"
         raise Error(f"it was called in {inside}, which was not at its end", fix=remedy)
 
