@@ -322,37 +322,43 @@ ERRORS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         Memory,
         None,
         """cannot infer what Memory.forward takes as `memory` and `size`
-  try      example_inputs={"idx": torch.zeros(2, 5, dtype=torch.int64), "memory": ..., "size": ...}""" + WHAT,
+  try      example_inputs={"idx": torch.zeros(2, 5, dtype=torch.int64), "memory": ..., "size": ...}"""
+        + WHAT,
     ),
     "positional": (
         MemoryOnly,
         None,
         """cannot infer what MemoryOnly.forward takes as `memory`
-  try      example_inputs=(torch.zeros(2, 5, dtype=torch.int64), ...,)""" + WHAT,
+  try      example_inputs=(torch.zeros(2, 5, dtype=torch.int64), ...,)"""
+        + WHAT,
     ),
     "anything": (
         Anything,
         None,
         """cannot infer what Anything.forward takes as *args
-  try      example_inputs=(...,)""" + WHAT,
+  try      example_inputs=(...,)"""
+        + WHAT,
     ),
     "sound": (
         Sound,
         None,
         """cannot infer what Sound.forward takes as `wave`
-  try      example_inputs={"wave": ...}""" + WHAT,
+  try      example_inputs={"wave": ...}"""
+        + WHAT,
     ),
     "no-layer": (
         nn.Identity,
         None,
         """cannot infer what Identity.forward takes as `input`
-  try      example_inputs={"input": ...}""" + WHAT,
+  try      example_inputs={"input": ...}"""
+        + WHAT,
     ),
     "attention": (
         lambda: nn.MultiheadAttention(8, 2),
         None,
         """cannot infer what MultiheadAttention.forward takes as `key` and `value`
-  try      example_inputs={"query": torch.randn(2, 5, 8), "key": ..., "value": ...}""" + WHAT,
+  try      example_inputs={"query": torch.randn(2, 5, 8), "key": ..., "value": ...}"""
+        + WHAT,
     ),
     "type": (
         Tokens,
