@@ -14,8 +14,8 @@ from autotp.errors import (
     call_in_progress,
     calling,
     calls_in_progress,
-    is_within_a_call,
     full_tracebacks,
+    is_within_a_call,
     listen,
     within,
 )
