@@ -173,7 +173,8 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> An
 
 def timeout_of(group: Any) -> timedelta:
     """Returns the timeout of a group's collectives."""
-    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options  # None of a backend that waits for nothing.
+    found: timedelta = dist.default_pg_timeout if options is None else options._timeout
     return found
 
 
