@@ -336,6 +336,27 @@ def test_the_load_of_experts_counts_all_rows(tp: int, cp: int) -> None:
     assert report.ok and report.worst.error < 1e-12, report
 
 
+class Rows(nn.Module):
+    """Rows of all tokens, as experts read them: a partial sum and something whole, in the shape of tokens again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        h = self.attention(x, x)
+        rows = h.reshape(-1, 12)
+        return (self.down(self.up(rows).relu()) + rows.exp()).reshape(*x.shape) + h
+
+
+def test_no_assumption_about_the_number_of_tokens() -> None:
+    torch.manual_seed(0)
+    report = compared(Rows(), 2, 2, torch.randn(2, 8, 12))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
 class Frames(nn.Module):
     """A number of positions that is a number in the model's code: 10 on 3 ranks are 4, 4 and 2."""
 
