@@ -257,7 +257,7 @@ def test_errors_in_a_world_of_four() -> None:
 
 
 def two_axes(rank: int, n: int) -> None:
-    """The axes of a mesh of the user: in order also where torch sorts the ranks of a row or column, and else refused."""
+    """The axes of a mesh of the user: in order also where torch sorts a row or column, and else refused."""
     for grid in ([[0, 1], [2, 3]], [[1, 0], [3, 2]], [[2, 3], [0, 1]]):
         place = make_mesh(mesh=DeviceMesh("cpu", grid, mesh_dim_names=("cp", "tp")))
         assert place.sequence is not None and place.together is not None
