@@ -34,6 +34,9 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="What is written; with --diff, what is compared")],
     to: Annotated[To | None, typer.Option("--to", help="The format of TARGET; torch for .pt, else safetensors")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="Print how the two differ, and write nothing")] = False,
+    atol: Annotated[
+        float, typer.Option("--atol", min=0, help="With --diff: elements that differ by no more than this are equal")
+    ] = 0.0,
     config: Annotated[
         Path | None, typer.Option("--config", help="A folder of transformers or its config.json, for TARGET")
     ] = None,
@@ -66,8 +69,11 @@ def convert(
         return within("convert", lambda: read_content(path, vocab_size, library))
 
     if diff:
-        _print_differences(list(within("convert", lambda: list(differences(read(source), read(target))))), json)
+        found = within("convert", lambda: list(differences(read(source), read(target), atol)))
+        _print_differences(found, json, atol)
         return
+    if atol:
+        raise WrongUse("--atol is for --diff: write --diff, too")
     form: Format = to.value if to is not None else "torch" if target.suffix in OF_TORCH else "safetensors"
     content, kind = read(source), dtype_named(dtype)
     for note in content.notes:
@@ -103,19 +109,20 @@ def _named(content: Content, source: Path, form: Format, config: Path | None) ->
     return content if given is None else replace(content, config=given)
 
 
-def _print_differences(found: Sequence[Unlike], json: bool) -> None:
+def _print_differences(found: Sequence[Unlike], json: bool, atol: float) -> None:
     if json:
         rows = [{**asdict(it), "largest": it.largest if math.isfinite(it.largest) else "inf"} for it in found]
-        print_json({"ok": not found, "differences": rows})
+        print_json({"ok": not found, "atol": atol, "differences": rows})
     else:
-        console().print(*_text(found), sep="\n", soft_wrap=True)
+        console().print(*_text(found, atol), sep="\n", soft_wrap=True)
     if found:
         raise typer.Exit(DIFFERENT)
 
 
-def _text(found: Sequence[Unlike]) -> Iterator[Text]:
+def _text(found: Sequence[Unlike], atol: float) -> Iterator[Text]:
     if not found:
-        yield Text("equal: the same names, shapes, dtypes and values", style="green")
+        values = f"values that differ by at most {atol:g}" if atol else "values"
+        yield Text(f"equal: the same names, shapes, dtypes and {values}", style="green")
     for it in found:
         both = " and ".join(filter(None, (it.first, it.second if it.second != it.first else "")))
         line = Text(it.name, style="yellow").append(f"  {it.what}: {both}", "default")

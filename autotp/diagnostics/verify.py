@@ -44,7 +44,7 @@ from autotp.passes.capture.guards.attribute_paths import found_at, put_at, spell
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, keyed
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Listing
-from autotp.passes.capture.pytree import flatten, map_leaves, outcome, states
+from autotp.passes.capture.pytree import flatten, leaf_names, map_leaves, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.capture.unsupported.function_caches import empty_caches
 from autotp.passes.pipeline.stages import Stage, expect_enough
@@ -236,8 +236,11 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
             raise OtherValues(KnownValues(analysis.captured.places, outcomes))
         found = [[_as_tensor(x) for x in row] for row in ran]
         torch.manual_seed(0)
-        expected, others = _returned(model, trial, inputs)
-        outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in expected.items()] + others
+        expected, names, others = _returned(model, trial, inputs)
+        outputs = [
+            _output(i, names.get(i, f"{i}"), value, [row[i] for row in found], analysis)
+            for i, value in expected.items()
+        ] + others
         outputs += _buffers(model, found, ranks, trial)
         _backward(expected, found, analysis)
         whole = dict(model.named_parameters()) | inputs
@@ -293,12 +296,14 @@ def _placed(graph: fx.Graph, held: RankTensors, trial: Trial) -> list[Tensor]:
     return row
 
 
-def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict[int, Tensor], list[Difference]]:
+def _returned(
+    model: nn.Module, trial: Trial, inputs: RankTensors
+) -> tuple[dict[int, Tensor], dict[int, str], list[Difference]]:
     """Runs the model on one device.
 
     Returns:
-        position among a rank's outputs -> tensor of the result, of a state, or of an attribute; and the differences of
-        other attributes, and of the number of results.
+        position among a rank's outputs -> tensor of the result, of a state, or of an attribute; position -> key in the
+        result; and the differences of other attributes, and of the number of results.
     """
     queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
     given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -312,8 +317,10 @@ def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict
     shapes: list[Sequence[int]] = [t.shape for t in given if isinstance(t, Tensor)]
     shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
     before, changed = Before(model), states((args, kwargs))
-    found, _ = outcome(model(*args, **kwargs), changed)
+    found, (of_result, _) = outcome(model(*args, **kwargs), changed)
     mine = [leaf for leaf in found if isinstance(leaf, Tensor)]
+    keys = leaf_names(of_result)
+    names = dict(enumerate(keys[at] for at, leaf in enumerate(found[: len(keys)]) if isinstance(leaf, Tensor)))
     tensors = dict(enumerate(mine[: captured.results]))
     written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
     written |= {at: given[tensors_at[i]] for i, at in captured.into}
@@ -321,7 +328,7 @@ def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict
     if len(mine) != captured.results:
         counts = f"the number of outputs: {captured.results} of a rank, {len(mine)} of one device"
         others.append(Difference(counts, float("inf")))
-    return {**set_to, **written, **tensors}, others
+    return {**set_to, **written, **tensors}, names, others
 
 
 def _set_to(
@@ -403,9 +410,9 @@ def _objective(outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([(value * weights).sum() for value, weights in outputs]).sum()
 
 
-def _output(i: int, value: Tensor, parts: list[Tensor], analysis: Program) -> Difference:
+def _output(i: int, name: str, value: Tensor, parts: list[Tensor], analysis: Program) -> Difference:
     layout = _whole_layout(i, value, analysis)
-    kind = "loss" if value.dim() == 0 else f"output {i}"
+    kind = "loss" if value.dim() == 0 else f"output {name}".rstrip()
     scale = largest([value.detach()]) if value.dtype != torch.bool else 1.0
     return Difference(kind, difference(value.detach(), [part.detach() for part in parts], layout, scale))
 

@@ -39,7 +39,7 @@ from autotp.passes.capture.guards.guard import Guard, spelled_places
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
-from autotp.passes.capture.pytree import computes_by_itself, flatten_call, signature_of, states
+from autotp.passes.capture.pytree import computes_by_itself, flatten_call, leaf_names, signature_of, states
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetric_memory, expect_async_tp
@@ -512,7 +512,8 @@ class Executable:
             self._warn(len(guards), spelled_places(changed), "a buffer, or a plain attribute")
         others = [numbers for known, _ in self.entries if (numbers := _other_numbers(known, key))]
         if is_many(len(others)):
-            names = ", ".join(f"`{_argument(called.spec, i)}`" for i in others[-1])
+            of_leaves = [name.partition(".")[2] for name in leaf_names(called.spec)]  # Behind "args" or "kwargs".
+            names = ", ".join(f"`{of_leaves[i]}`" for i in others[-1])
             self._warn(len(others), names, "without dimensions, as `torch.tensor(3)`")
         fixed = sum(known == key and entry.analysis.captured.symbols != "all" for known, entry in self.entries)
         if is_many(fixed):
@@ -710,12 +711,6 @@ def _other_numbers(known: Key, key: Key) -> list[int]:
         return []
     other = [i for i, (one, two) in enumerate(zip(known[1], key[1], strict=True)) if one != two]
     return other if all(known[1][i][0] in (int, float) and key[1][i][0] is known[1][i][0] for i in other) else []
-
-
-def _argument(spec: Any, at: int) -> str:
-    """Returns the name of a leaf of the arguments."""
-    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in paths[at][0][1:])
 
 
 def _kind(tensor: Tensor) -> Any:

@@ -23,6 +23,7 @@ from autotp.distributed.peers.fingerprint import may_be_one_batch
 from autotp.errors import Error
 from autotp.passes.capture.pytree import flatten
 from autotp.runtime.call_consistency import shown
+from autotp.runtime.torch_hooks.optimizer_steps import NEVER
 
 
 class StepState(NamedTuple):
@@ -33,6 +34,7 @@ class StepState(NamedTuple):
         captures: whether the rank has no graph for its batch yet.
         mode: whether the rank is in training mode.
         frozen: a checksum of the names of frozen parameters.
+        steps: number of steps of an optimizer since the last call; negative if there can be none.
         structure: a checksum of the arguments, without the values of tensors.
         values: a checksum of the values of tensors; 0 if they are not compared.
         random: the state of the random numbers; 0 if it is not compared.
@@ -43,29 +45,33 @@ class StepState(NamedTuple):
     captures: bool
     mode: bool
     frozen: int
+    steps: int
     structure: int
     values: int
     random: int
     lengths: int
 
 
-def step_state(training: bool, frozen: Sequence[str], batch: Any, place: Mesh, values: bool) -> StepState:
+def step_state(
+    training: bool, frozen: Sequence[str], batch: Any, place: Mesh, values: bool, steps: int = NEVER
+) -> StepState:
     """Returns this rank's state before a step.
 
     Args:
         frozen: the names of frozen parameters.
         batch: the arguments; None if the rank cannot take them.
         values: whether values and random numbers are compared.
+        steps: number of steps of an optimizer since the last call.
     """
     if batch is None:
-        return StepState(True, False, training, 0, 0, 0, 0, 0)
+        return StepState(True, False, training, 0, steps, 0, 0, 0, 0)
     leaves, spec = flatten(batch)
     structure = zlib.crc32(repr([str(spec), *(shown(leaf) for leaf in leaves)]).encode())
     checksums = zlib.crc32(repr([checksum(x) for x in leaves if isinstance(x, Tensor)]).encode()) if values else 0
     frozen_names = zlib.crc32(repr(frozen).encode())
     random = random_state(place) if values else 0
     lengths = zlib.crc32(repr([tuple(x.shape[1:]) for x in leaves if isinstance(x, Tensor)]).encode())
-    return StepState(False, False, training, frozen_names, structure, checksums, random, lengths)
+    return StepState(False, False, training, frozen_names, steps, structure, checksums, random, lengths)
 
 
 def with_rank_names(everyone: Mesh, grid: DeviceMesh) -> Mesh:
@@ -118,6 +124,7 @@ def agree_on_step(
         agreed(problem, mesh)
     alike = "step or evaluate on all ranks alike"
     compared(rows, StepState._fields.index("mode"), mesh, range(mesh.size), "was called in another mode", alike)
+    _expect_same_steps(rows, mesh)
     for stage in grid.mesh.flatten(1).tolist():
         remedy = "requires_grad_ on all ranks alike"
         compared(rows, StepState._fields.index("frozen"), mesh, stage, "has other parameters frozen", remedy)
@@ -139,6 +146,29 @@ def agree_on_step(
         remedy = "torch.manual_seed(seed) with one seed on all of them"
         compared(rows, StepState._fields.index("random"), mesh, ranks, "would draw other random numbers", remedy)
     return rows
+
+
+def _expect_same_steps(rows: Sequence[StepState], mesh: Mesh) -> None:
+    """Raises Error if a rank that trains parameters took another number of optimizer steps than the others."""
+    steps = {rank: row.steps for rank, row in enumerate(rows) if row.steps >= 0}
+    first = next(iter(steps.values()), 0)
+    if other := [rank for rank, taken in steps.items() if taken != first]:
+        raise Error(
+            "ranks took different numbers of optimizer steps since the last call of the trainer",
+            expected=f"{first}, as on {mesh.named([next(iter(steps))])}",
+            got=f"{steps[other[0]]} on {mesh.named(other)}",
+            fix="optimizer.step() on all ranks alike, also on those of other stages",
+            alternative="of optimizers that take turns, step all, and zero_grad those whose turn it is not",
+        )
+
+
+def without_optimizer(rows: Sequence[StepState], mesh: Mesh) -> str:
+    """Returns the names of ranks that train parameters and never stepped one, where others step; "" if there are none.
+
+    One device may leave parameters out of its optimizer, so this is no error.
+    """
+    never = [rank for rank, row in enumerate(rows) if row.steps == NEVER]
+    return mesh.named(never) if never and any(row.steps > 0 for row in rows) else ""
 
 
 def agree_on_new_graph(mesh: Mesh, grid: DeviceMesh, graph: int, order: int) -> None:

@@ -46,6 +46,7 @@ from autotp.runtime.graph_digest import digest, order_of
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
 from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
+from autotp.runtime.torch_hooks.optimizer_steps import steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
@@ -84,12 +85,18 @@ from autotp.training.step_consistency import (
     step_state,
     unequal_replicas,
     with_rank_names,
+    without_optimizer,
 )
 from autotp.training.trainer_module import InGraphs, as_module_of
 
 T = TypeVar("T")
 SAME_ROWS = (
     "all {} replicas were given the same rows, and each learns from them: give each its part, as `autotp.Sampler` does"
+)
+
+NO_OPTIMIZER = (
+    "{} trained parameters and no optimizer stepped them, while other ranks stepped theirs: make an optimizer of "
+    "trainer.parameters() on every rank, or freeze what is not trained (requires_grad_(False))"
 )
 
 OTHER_LENGTHS = (
@@ -187,7 +194,7 @@ class Trainer(InGraphs, HasHoldings):
     ) -> None:
         super().__init__()
         self._watchers: list[Callable[[], bool]] = []
-        self._failed, self._last = "", Fingerprint()
+        self._failed, self._last, self._idle = "", Fingerprint(), False
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
         self.everyone = groups.world_mesh(self.place, timeout)
@@ -547,7 +554,8 @@ class Trainer(InGraphs, HasHoldings):
         self._calls += 1
         values = self._calls <= CHECKED_CALLS
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
-        mine = step_state(training, frozen, taken[0].arguments if taken else None, self.place, values)
+        arguments = taken[0].arguments if taken else None
+        mine = step_state(training, frozen, arguments, self.place, values, steps_taken(self))
         found = self._fitting_graphs(taken[0]) if taken else None
         mine = mine._replace(captures=found is None)
         now = fingerprint(taken[0].arguments) if taken else Fingerprint()
@@ -559,6 +567,9 @@ class Trainer(InGraphs, HasHoldings):
         take_note_back()
         if values and equal_replicas(rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
+        if not self._idle and (idle := without_optimizer(rows, self._ranks)):
+            self._idle = True
+            warnings.warn(NO_OPTIMIZER.format(idle), stacklevel=5)
         (batch,) = taken
         if any(row.captures for row in rows):
             found = agree(self._ranks, lambda: found or self._capture(training, batch))

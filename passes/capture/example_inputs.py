@@ -116,7 +116,7 @@ def _for_first_layer(model: nn.Module) -> list[Tensor]:
     """
     for module in model.modules():
         match module:
-            case nn.Embedding():
+            case nn.Embedding() | nn.EmbeddingBag():
                 return [torch.arange(BATCH * SEQ).view(BATCH, SEQ) % module.num_embeddings]
             case nn.Linear():
                 return [_features(BATCH, SEQ, module.in_features, dtype=module.weight.dtype)]
@@ -200,17 +200,16 @@ def _returns_loss(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _cannot_infer(model: nn.Module, needed: list[inspect.Parameter], value: Tensor | None) -> Error:
     """Returns an error that shows the arguments to pass; the first one in full if it could be inferred."""
-    tensor = [p.annotation is p.empty or "Tensor" in str(p.annotation) for p in needed]
-    shown = {p.name: "torch.randn(...)" if is_tensor else "..." for p, is_tensor in zip(needed, tensor, strict=True)}
+    shown = {p.name: "..." for p in needed}
     if needed and value is not None:
         shown[needed[0].name] = _spelled(value)
-    missing = [f"`{name}`" for name, text in shown.items() if "..." in text]
-    dictionary = ", ".join(f'"{name}": {text}' for name, text in shown.items())
+    missing = [f"`{name}`" for name, text in shown.items() if text == "..."]
     positional = not needed or any(p.kind is p.POSITIONAL_ONLY for p in needed)
-    listed = ", ".join(shown.values()) or "torch.randn(...)"
+    dictionary, listed = ", ".join(f'"{name}": {text}' for name, text in shown.items()), ", ".join(shown.values())
+    given = f"({listed or '...'},)" if positional else f"{{{dictionary}}}"
     return Error(
         f"cannot infer what {type(model).__name__}.forward takes as {' and '.join(missing) or '*args'}",
-        fix=f"example_inputs=({listed},)" if positional else f"example_inputs={{{dictionary}}}",
+        fix=f"example_inputs={given}, with a small tensor, or what your own calls pass, for each ...",
     )
 
 

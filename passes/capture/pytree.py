@@ -171,6 +171,12 @@ def outcome(result: Any, changed: Sequence[Any]) -> tuple[list[Any], Any]:
     return [*leaves, *inside], (spec, below)
 
 
+def leaf_names(spec: Any) -> list[str]:
+    """Returns the keys and positions that lead to each leaf of a structure, joined by dots."""
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+    return [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in paths]
+
+
 def unflatten_outcome(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> Any:
     """Rebuilds the result of a call from the leaves of its outcome; puts the new values into the caller's states."""
     of_result, of_states = spec

@@ -141,6 +141,9 @@ def test_what_differs(autotp_command, tmp_path: Path) -> None:
         "c  only in the second: float32 [1]",
         "a  values: float32 [2], 1 elements, largest 5.0e-01",
     ]
+    torch.save({"a": torch.tensor([1.25, 1.5]), "b": torch.ones(2)}, tmp_path / "3.pt")
+    done = autotp_command("convert", "--diff", "--atol", "0.5", tmp_path / "1.pt", tmp_path / "3.pt")
+    assert done.status == 0 and done.out.strip().endswith("dtypes and values that differ by at most 0.5")
 
 
 @pytest.mark.parametrize(
@@ -150,10 +153,11 @@ def test_what_differs(autotp_command, tmp_path: Path) -> None:
         (("model.pt", "x.safetensors"), 2, "is a folder for safetensors"),
         (("model.pt", "x", "--to", "megatron"), 1, "no GPT or BERT of which autotp knows"),
         (("model.pt", "x", "--to", "gguf"), 2, "Invalid value for '--to'"),
+        (("model.pt", "x", "--atol", "1"), 2, "--atol is for --diff"),
         (("model.pt", "x", "--dtype", "int99"), 2, "torch has no such dtype"),
         (("empty", "x"), 1, "is no checkpoint"),
     ],
-    ids=["nowhere", "suffix", "megatron", "format", "dtype", "empty"],
+    ids=["nowhere", "suffix", "megatron", "format", "atol", "dtype", "empty"],
 )
 def test_wrong(autotp_command, tmp_path: Path, monkeypatch: Any, args: tuple[str, ...], status: int, told: str) -> None:
     monkeypatch.chdir(tmp_path)

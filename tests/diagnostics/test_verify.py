@@ -379,3 +379,20 @@ def test_a_graph_that_fails_by_what_it_assumes(tp: int) -> None:
     """What one device reads selects the graph then."""
     report = autotp.verify(Clamping(), tp, example_inputs=torch.randn(3, 8))
     assert report.ok, report
+
+
+class NamesItsOutputs(nn.Module):
+    """x: [rows, 4] -> a structure of tensors"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.mlp(x)
+        return {"hidden": y, "pairs": (2, [y + 1, None, y + 2])}
+
+
+def test_an_output_has_the_keys_that_lead_to_it() -> None:
+    report = autotp.verify(NamesItsOutputs(), 2, example_inputs=torch.ones(2, 4))
+    assert sorted(d.name for d in report.outputs) == ["output hidden", "output pairs.1.0", "output pairs.1.2"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from autotp.distributed.mesh import Mesh
+from autotp.runtime.torch_hooks.optimizer_steps import NEVER
 from autotp.training.step_consistency import (
     StepState,
     equal_replicas,
@@ -31,7 +32,7 @@ def state(*batch: Any, values: bool = True, frozen: tuple[str, ...] = ()) -> Ste
 
 
 def test_a_rank_that_cannot_take_its_batch() -> None:
-    assert step_state(False, ["w"], None, Mesh(), True) == StepState(True, False, False, 0, 0, 0, 0, 0)
+    assert step_state(False, ["w"], None, Mesh(), True) == StepState(True, False, False, 0, NEVER, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -35,17 +35,20 @@ class Unlike:
     count: int = 0
 
 
-def differences(first: Content, second: Content) -> Iterator[Unlike]:
+def differences(first: Content, second: Content, atol: float = 0.0) -> Iterator[Unlike]:
     """Yields the differences of two checkpoints: of the models, and of the states if both have one.
 
     Values of different dtypes are compared in float64; elements that are not a number equal each other.
+
+    Args:
+        atol: elements that differ by no more than this are equal.
     """
-    yield from _of(first.tensors, second.tensors)
+    yield from _of(first.tensors, second.tensors, atol)
     if first.state and second.state:
-        yield from _of(first.state, second.state)
+        yield from _of(first.state, second.state, atol)
 
 
-def _of(first: Mapping[str, Source], second: Mapping[str, Source]) -> Iterator[Unlike]:
+def _of(first: Mapping[str, Source], second: Mapping[str, Source], atol: float) -> Iterator[Unlike]:
     for name in first.keys() - second.keys():
         yield Unlike(name, "only in the first", _text(first[name]), "")
     for name in second.keys() - first.keys():
@@ -55,20 +58,18 @@ def _of(first: Mapping[str, Source], second: Mapping[str, Source]) -> Iterator[U
         if tuple(a.shape) != tuple(b.shape):
             yield Unlike(name, "shape", _text(a), _text(b))
             continue
-        largest, count = _compared(read_whole(a), read_whole(b))
+        largest, count = _compared(read_whole(a), read_whole(b), atol)
         if count or a.dtype != b.dtype:
             yield Unlike(name, "values" if count else "dtype", _text(a), _text(b), largest, count)
 
 
-def _compared(a: Tensor, b: Tensor) -> tuple[float, int]:
-    """Returns the largest difference, and the number of elements that differ."""
+def _compared(a: Tensor, b: Tensor, atol: float) -> tuple[float, int]:
+    """Returns the largest difference, and the number of elements that differ by more than `atol`."""
     unlike = ~((a == b) | ((a != a) & (b != b)))
-    count = int(unlike.sum())
-    if not count:
-        return 0.0, 0
     kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    gap = (a.to(kind) - b.to(kind)).abs()[unlike]
-    return float(torch.nan_to_num(gap, nan=float("inf")).max()), count
+    gap = torch.nan_to_num((a.to(kind) - b.to(kind)).abs()[unlike], nan=float("inf"))
+    gap = gap[gap > atol] if atol else gap  # Large whole numbers that differ may be one number in float64.
+    return (float(gap.max()), gap.numel()) if gap.numel() else (0.0, 0)
 
 
 def _text(source: Source) -> str:

@@ -4,10 +4,11 @@ NOTE [Ranks that come apart]
 Ranks pair their collectives by order. If one rank leaves out a backward that the others run (its own code skips a
 batch), or makes a call that they do not make, each collective of it pairs with an earlier or a later one of theirs.
 Where the sizes agree no library sees that, and all numbers are wrong from then on. So each rank records at every
-PERIOD-th call of a model how many collectives its group had started, and a fingerprint of the arguments. The thread of
-the heartbeat compares the newest record of the first rank with this rank's own. If they differ, the next call or the
-next step of an optimizer raises Error on every rank. A call never waits for the comparison, and two requests to the
-store a second are all that it costs.
+PERIOD-th call of a model how many collectives its group had started, and a fingerprint of the arguments; and at every
+PERIOD-th step of the model's optimizers how many collectives, as nothing is recorded in a call that torch.compile
+compiled. The thread of the heartbeat compares the newest records of the first rank with this rank's own. If they
+differ, the next call or the next step raises Error on every rank. Neither waits for the comparison, and four requests
+to the store a second are all that it costs.
 """
 
 from __future__ import annotations
@@ -26,20 +27,23 @@ from autotp.errors import Error
 from autotp.groups.point_to_point import started_collectives
 
 PERIOD = 16
-"""Calls from one record to the next."""
+"""Calls, or steps, from one record to the next."""
 KEPT = 256
 """The number of records that a rank keeps: the first rank's newest may be older than its own."""
 TOLD, APART = "progress", "apart"
 """Prefixes of keys, before the number of a mesh: the first rank's newest record; what was found by another rank."""
+CALL, STEP = "call", "step"
+"""What is counted on a mesh: calls of models, and steps of their optimizers."""
+OWNER = {CALL: "the model", STEP: "its optimizers"}
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank had started before a call, and what it was called with.
+    """What a rank had started before a call or a step, and what it was called with.
 
     Attributes:
         started: number of collectives.
-        arguments: their fingerprint.
+        arguments: their fingerprint; an empty one of a step.
     """
 
     started: int
@@ -51,23 +55,30 @@ class Progress:
     """What one rank of a mesh has started.
 
     Attributes:
-        calls: number of calls so far that started collectives.
+        kind: `CALL` or `STEP`.
+        count: number of calls so far that started collectives, or of steps.
         pending: number of the last recorded call, and its record: its fingerprint may not have arrived yet.
-        records: number of a call -> its record.
-        told: the newest call whose record the first rank has written, or this rank has compared.
+        records: number of a call or step -> its record.
+        told: the newest of them whose record the first rank has written, or this rank has compared.
         apart: how ranks differ; "" if they do not.
     """
 
     place: Mesh
-    calls: int = 0
+    kind: str
+    count: int = 0
     pending: tuple[int, Record] | None = None
     records: dict[int, Record] = field(default_factory=dict)
     told: int = 0
     apart: str = ""
 
+    @property
+    def key(self) -> str:
+        """What tells it from others in the store."""
+        return f"{self.place.number}/{self.kind}"
 
-_progress: dict[int, Progress] = {}
-"""Number of a mesh -> progress on it."""
+
+_progress: dict[tuple[int, str], Progress] = {}
+"""Number of a mesh and what is counted -> progress on it."""
 
 
 def begin_call(mesh: Mesh) -> int:
@@ -77,8 +88,9 @@ def begin_call(mesh: Mesh) -> int:
         Error: the ranks of the group have come apart.
     """
     place = mesh.everyone
-    if place.number in _progress:
-        _expect_together(_progress[place.number])
+    for kind in (CALL, STEP):
+        if found := _progress.get((place.number, kind)):
+            _expect_together(found)
     return started_collectives(str(place.group))
 
 
@@ -90,16 +102,26 @@ def end_call(mesh: Mesh, before: int, arguments: Any) -> None:
         arguments: what must be the same on all ranks of `mesh.everyone`.
     """
     place = mesh.everyone
-    if started_collectives(str(place.group)) == before:
-        return
-    progress = _progress.get(place.number)
+    if started_collectives(str(place.group)) != before:
+        _count(CALL, place, before, arguments)
+
+
+def count_step(mesh: Mesh) -> None:
+    """Counts a step of an optimizer that has parameters of a model on `mesh`."""
+    place = mesh.everyone
+    if place.group is not None:
+        _count(STEP, place, started_collectives(str(place.group)), ())
+
+
+def _count(kind: str, place: Mesh, started: int, arguments: Any) -> None:
+    progress = _progress.get((place.number, kind))
     if progress is None:
-        progress = _progress[place.number] = Progress(place)
+        progress = _progress[place.number, kind] = Progress(place, kind)
         on_each_look(_look)
-    progress.calls += 1
-    if progress.calls % PERIOD == 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    progress.count += 1
+    if progress.count % PERIOD == 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         _keep(progress)
-        progress.pending = progress.calls, Record(before, fingerprint(arguments))
+        progress.pending = progress.count, Record(started, fingerprint(arguments))
         if progress.pending[1].arguments.arrived is None:
             _keep(progress)
 
@@ -143,24 +165,24 @@ def _expect_together(progress: Progress) -> None:
 def _look(store: Any) -> None:
     """Writes the first rank's newest record to the store; on the others, compares it with their own."""
     alive = numbered_groups()
-    for number, progress in list(_progress.items()):
-        records = dict(progress.records)
+    for place, progress in list(_progress.items()):
+        key, records = progress.key, dict(progress.records)
         if progress.place.group not in alive:
-            del _progress[number]
+            del _progress[place]
         if not records or progress.apart or progress.place.group not in alive:
             continue
         newest = max(records)
         if progress.place.rank == 0 and newest > progress.told:
-            store.set(f"{TOLD}/{number}", json.dumps([newest, *_read(records[newest])]))
+            store.set(f"{TOLD}/{key}", json.dumps([newest, *_read(records[newest])]))
             progress.told = newest
-        elif progress.place.rank > 0 and store.check([f"{TOLD}/{number}"]):
-            call, *first = json.loads(store.get(f"{TOLD}/{number}"))
+        elif progress.place.rank > 0 and store.check([f"{TOLD}/{key}"]):
+            call, *first = json.loads(store.get(f"{TOLD}/{key}"))
             if call in records and progress.told < call:
                 if how := _difference(progress, call, _read(records[call]), first):
-                    store.set(f"{APART}/{number}", how)
+                    store.set(f"{APART}/{key}", how)
                 progress.told = call
-        if store.check([f"{APART}/{number}"]):
-            progress.apart = store.get(f"{APART}/{number}").decode()
+        if store.check([f"{APART}/{key}"]):
+            progress.apart = store.get(f"{APART}/{key}").decode()
 
 
 def _read(record: Record) -> list[Any]:
@@ -170,13 +192,14 @@ def _read(record: Record) -> list[Any]:
 
 def _difference(progress: Progress, call: int, mine: Sequence[Any], first: Sequence[Any]) -> str:
     """Returns how this rank's record differs from that of the first rank; "" if it does not."""
-    place, since = progress.place, f"since call {progress.told}" if progress.told else "since the first call"
+    place, kind = progress.place, progress.kind
+    since = f"since {kind} {progress.told}" if progress.told else f"since the first {kind}"
     here, there = place.named([place.rank]), place.named([0])
     if mine[0] != first[0]:
         return (
-            f"{here} had started {mine[0]} collectives when it made call {call} of the model, and {there} {first[0]}: "
-            f"at some time {since}, a rank left out a forward or a backward, or made one more, and ranks got numbers "
-            "of other collectives"
+            f"{here} had started {mine[0]} collectives at {kind} {call} of {OWNER[kind]}, and {there} {first[0]}: "
+            f"at some time {since}, a rank left out a forward, a backward or a step, or made one more, and ranks may "
+            "have got numbers of other collectives"
         )
     if mine[1] != first[1] or len(mine[2]) != len(first[2]) or not near(mine[2], first[2]):
         return f"{here} got another batch in call {call} of the model than {there}: ranks came apart {since}"

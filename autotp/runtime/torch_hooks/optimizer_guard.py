@@ -19,7 +19,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +44,7 @@ from autotp.runtime.optim.alone import OF_ALL
 from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.runtime.shard_parameters import is_left_behind
 from autotp.runtime.torch_hooks.optimizer_state import watch_state
+from autotp.runtime.torch_hooks.optimizer_steps import Stepped
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 
@@ -64,6 +65,7 @@ class Watched:
     Attributes:
         steps: number of steps so far.
         size, state: number of its parameters, and `id` of its state, in the last step.
+        models: those that have its parameters.
         always: whether each step is compared.
         warned: whether there was a warning about round-off.
     """
@@ -71,6 +73,7 @@ class Watched:
     steps: int = 0
     size: int = -1
     state: int = 0
+    models: Stepped = field(default_factory=Stepped)
     always: bool = False
     warned: bool = False
 
@@ -100,11 +103,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watched.steps += 1
     known = (watched.size, watched.state) == (size, id(optimizer.state))
     if (not due and known) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        watched.models.count(optimizer)
         return
     other = watched.state != id(optimizer.state)  # It was loaded, or is new.
     watched.size, watched.state = size, id(optimizer.state)
     within(f"{type(optimizer).__name__}.step", partial(_expect_live, optimizer))
     held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
+    watched.models = Stepped(held)
+    watched.models.count(optimizer)
     for model, parameters in held.items():
         parts = holdings_of(model, "step")
         if parts.everyone.size > 1:

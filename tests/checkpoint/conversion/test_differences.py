@@ -36,6 +36,23 @@ def test_one_tensor(other: Tensor, expected: tuple[str, float, int] | None) -> N
     assert found == ([] if expected is None else [expected])
 
 
+def test_elements_that_differ_little_enough_are_equal() -> None:
+    other = torch.tensor([1.25, 2.5, float("nan"), float("inf")])
+
+    def found(atol: float) -> list[tuple[float, int]]:
+        return [(it.largest, it.count) for it in differences(content(x=ONE), content(x=other), atol)]
+
+    assert found(0.0) == [(0.5, 2)]
+    assert found(0.25) == [(0.5, 1)]
+    assert found(0.5) == []
+    assert [it.what for it in differences(content(x=ONE), content(x=other.double()), 0.5)] == ["dtype"]
+
+
+def test_whole_numbers_that_float64_does_not_tell_apart() -> None:
+    one, two = content(x=torch.tensor([2**53])), content(x=torch.tensor([2**53 + 1]))
+    assert [it.count for it in differences(one, two)] == [1]
+
+
 def test_tensors_of_one_alone() -> None:
     one, two = content(x=ONE, y=ONE), content(x=ONE, z=torch.ones(2, dtype=torch.int64))
     assert list(differences(one, two)) == [

@@ -83,6 +83,17 @@ class PositionalOnly(Tokens):
         return self.logits(idx)
 
 
+class Bags(nn.Module):
+    """Ids like those of an embedding; its first linear layer would say features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(7, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.bags(ids))
+
+
 class Dummy(Tokens):
     """Ids above the vocabulary, as in Hugging Face's `dummy_inputs` of a small configuration."""
 
@@ -162,6 +173,7 @@ def test_labels_that_are_left_out_are_told() -> None:
 
 FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tokens": (Tokens, {"idx": IDS, "targets": LABELS}),
+    "bags": (Bags, {"ids": IDS}),
     "needs-labels": (NeedsLabels, {"idx": IDS, "labels": LABELS}),
     "classifier": (Classifier, {"idx": IDS, "label": (torch.int64, (2,)), "lm_labels": LABELS}),
     "no-loss": (NoLoss, {"idx": IDS}),
@@ -304,42 +316,49 @@ class Sound(nn.Module):
         return self.frames(wave)
 
 
+WHAT = ", with a small tensor, or what your own calls pass, for each ..."
 ERRORS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "more": (
         Memory,
         None,
         """cannot infer what Memory.forward takes as `memory` and `size`
-  try      example_inputs={"idx": torch.zeros(2, 5, dtype=torch.int64), "memory": torch.randn(...), "size": ...}""",
+  try      example_inputs={"idx": torch.zeros(2, 5, dtype=torch.int64), "memory": ..., "size": ...}"""
+        + WHAT,
     ),
     "positional": (
         MemoryOnly,
         None,
         """cannot infer what MemoryOnly.forward takes as `memory`
-  try      example_inputs=(torch.zeros(2, 5, dtype=torch.int64), torch.randn(...),)""",
+  try      example_inputs=(torch.zeros(2, 5, dtype=torch.int64), ...,)"""
+        + WHAT,
     ),
     "anything": (
         Anything,
         None,
         """cannot infer what Anything.forward takes as *args
-  try      example_inputs=(torch.randn(...),)""",
+  try      example_inputs=(...,)"""
+        + WHAT,
     ),
     "sound": (
         Sound,
         None,
         """cannot infer what Sound.forward takes as `wave`
-  try      example_inputs={"wave": torch.randn(...)}""",
+  try      example_inputs={"wave": ...}"""
+        + WHAT,
     ),
     "no-layer": (
         nn.Identity,
         None,
         """cannot infer what Identity.forward takes as `input`
-  try      example_inputs={"input": torch.randn(...)}""",
+  try      example_inputs={"input": ...}"""
+        + WHAT,
     ),
     "attention": (
         lambda: nn.MultiheadAttention(8, 2),
         None,
         """cannot infer what MultiheadAttention.forward takes as `key` and `value`
-  try      example_inputs={"query": torch.randn(2, 5, 8), "key": torch.randn(...), "value": torch.randn(...)}""",
+  try      example_inputs={"query": torch.randn(2, 5, 8), "key": ..., "value": ...}"""
+        + WHAT,
     ),
     "type": (
         Tokens,
