@@ -319,6 +319,7 @@ def _from_device_mesh(
         if size not in (None, found[name]):
             raise Error(f"{name}={size}, but the mesh has {name}={found[name]}", fix=f"leave {name} out")
     where = _mesh_device(mesh, device)
+    every = _ranks_of_model(mesh) if found["cp"] > 1 else []
     begin()
     if timeout is not None and timeout != timeout_of(group):  # The caller's group keeps its timeout.
         given = with_number(Mesh("tp", group.size(), group.rank(), group.group_name, where))
@@ -328,8 +329,31 @@ def _from_device_mesh(
         return own
     number = int(broadcast_from_first(torch.tensor(own.number, device=where), _along(own, across, "cp")))
     columns = dist.get_process_group_ranks(across)
-    every = mesh["cp", "tp"].mesh.flatten().tolist()
     return _with_sequences(own, columns, every, timeout or timeout_of(group), number)
+
+
+def _ranks_of_model(mesh: DeviceMesh) -> list[int]:
+    """Returns the global ranks along `cp` and `tp` through this rank, in order: those along `tp` are neighbours.
+
+    torch sorts the ranks of each group, whatever their places in the mesh. So a rank can have one place in the sorted
+    list of all, and another one along the two axes.
+
+    Raises:
+        Error: it is so for a rank of the mesh.
+    """
+    names, own = list(mesh.mesh_dim_names or ()), mesh.get_coordinate() or []
+    both = [names.index("cp"), names.index("tp")]
+    grids = mesh.mesh.movedim(both, [-2, -1])
+    for grid in grids.flatten(0, -3) if grids.dim() > 2 else [grids]:
+        rows = sorted(map(sorted, grid.tolist()))
+        every = [rank for row in rows for rank in row]
+        columns = (set(map(frozenset, zip(*each, strict=True))) for each in (rows, grid.tolist()))
+        if every != sorted(every) or len(set(map(frozenset, columns))) > 1:
+            raise Error(
+                f"the ranks of one model are not in order, cp before tp: {grid.tolist()}",
+                fix=f'init_device_mesh("{mesh.device_type}", ..., mesh_dim_names=(..., "cp", "tp"))',
+            )
+    return sorted(grids[tuple(own[i] for i in range(mesh.ndim) if i not in both)].flatten().tolist())
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:

@@ -16,6 +16,8 @@ from autotp.rules.common import letters, present, same_dtype, unread, whole
 from autotp.rules.language import Rule, spell
 from autotp.sharding.axis import ONE, Size
 
+EMPTY = Size(0)
+
 # ---- views
 
 
@@ -39,13 +41,13 @@ def regroup(before: Sequence[Any], after: Sequence[Any]) -> Rule:
         if not queue[0] or not queue[1]:
             break
         (i, a), (j, b) = queue[0][0], queue[1][0]
-        part = a.common(b)
-        if part == ONE or Size(0) in (a, b):
+        part, rests = _line_up(a, b)
+        if part == ONE:
             break
         sizes[name] = part
         exprs[0][i].append(name)
         exprs[1][j].append(name)
-        for side, at, rest in ((0, i, a.divided(part)), (1, j, b.divided(part))):
+        for side, at, rest in ((0, i, rests[0]), (1, j, rests[1])):
             queue[side][:1] = [(at, rest)] if rest is not None and rest != ONE else []
     for side in (0, 1):  # Factors that do not line up are whole.
         for at, rest in queue[side]:
@@ -53,6 +55,19 @@ def regroup(before: Sequence[Any], after: Sequence[Any]) -> Rule:
             sizes[f"{'xy'[side]}{at}"] = rest
     terms = ([f"({' '.join(e)})" if len(e) > 1 else e[0] if e else "1" for e in side] for side in exprs)
     return Rule.of(spell(*([term] for term in terms)), "all", **sizes)
+
+
+def _line_up(a: Size, b: Size) -> tuple[Size, tuple[Size | None, Size | None]]:
+    """Returns the part that two dimensions have in common, and what is left of both.
+
+    0 is a product of 0 and anything: where a rank has no position, the other dimensions line up as on other ranks.
+    """
+    if a == b:
+        return a, (ONE, ONE)
+    if EMPTY in (a, b):
+        return (b, (EMPTY, ONE)) if a == EMPTY else (a, (ONE, EMPTY))
+    part = a.common(b)
+    return part, (a.divided(part), b.divided(part))
 
 
 def squeeze(call: Call) -> Rule:

@@ -149,6 +149,7 @@ FAMILIES: dict[str, Callable[[], Model]] = {
     "stablelm": language("StableLmConfig", **ROPE, num_key_value_heads=2),
     "starcoder2": language("Starcoder2Config", **ROPE, num_key_value_heads=2),
     "cohere": language("CohereConfig", **ROPE, num_key_value_heads=2),
+    "cohere2": language("Cohere2Config", **ROPE, num_key_value_heads=2, sliding_window=4),
     "granite": language("GraniteConfig", **ROPE, num_key_value_heads=2),
     "persimmon": language("PersimmonConfig", **ROPE),
     "deepseek_v3": language("DeepseekV3Config", experts=GROUPED, **ROPE, **DEEPSEEK),

@@ -22,6 +22,7 @@ from autotp.passes.plan.propagate import Have, propagate, waits
 from autotp.passes.plan.sums import inside, is_sum, terms, views
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
+from autotp.sharding.axis import Size
 
 aten = torch.ops.aten
 
@@ -64,7 +65,10 @@ def _hides(node: fx.Node, have: Have) -> bool:
     """True for a view of the sum of a partial product and its bias, if another sum reads the view."""
     seen = views(node) if any(map(is_sum, node.users)) else []
     both = _terms_seen(seen) if seen else []
-    return len(both) == 2 and waits(both[0], have) and both[1].meta["val"].shape == node.meta["val"].shape[-1:]
+    if len(both) != 2 or not waits(both[0], have):
+        return False
+    bias, shape = both[1].meta["val"].shape, node.meta["val"].shape  # Compared as sizes: `==` would assume something.
+    return list(map(Size.of, bias)) == list(map(Size.of, shape[-1:]))
 
 
 def _terms_seen(seen: list[fx.Node]) -> list[fx.Node]:

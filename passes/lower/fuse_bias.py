@@ -14,6 +14,7 @@ from torch import fx
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
+from autotp.sharding.axis import Size
 
 aten = torch.ops.aten
 
@@ -61,4 +62,5 @@ def _is_bias(bias: Any, product: Any, add: fx.Node) -> bool:
         return False
     vector, matrix = bias.meta["val"], product.meta["val"]
     same = vector.dtype == matrix.dtype == add.meta["val"].dtype
-    return vector.dim() == 1 and same and matrix.dim() >= 2 and vector.shape[0] == matrix.shape[-1]
+    alike = same and vector.dim() == 1 and matrix.dim() >= 2
+    return alike and Size.of(vector.shape[0]) == Size.of(matrix.shape[-1])  # `==` would assume something of sizes.

@@ -256,6 +256,28 @@ def test_errors_in_a_world_of_four() -> None:
             assert (found["outside"].size, found["outside"].rank) == (2, rank)
 
 
+def two_axes(rank: int, n: int) -> None:
+    """The axes of a mesh of the user: in order also where torch sorts a row or column, and else refused."""
+    for grid in ([[0, 1], [2, 3]], [[1, 0], [3, 2]], [[2, 3], [0, 1]]):
+        place = make_mesh(mesh=DeviceMesh("cpu", grid, mesh_dim_names=("cp", "tp")))
+        assert place.sequence is not None and place.together is not None
+        assert (place.rank, place.cp_rank, place.together.rank) == (rank % 2, rank // 2, rank)
+        assert place.named([2]) == "tp rank 0, cp rank 1"
+        found = [dist.get_process_group_ranks(_resolve_process_group(axis.group)) for axis in (place, place.sequence)]
+        assert found == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]]
+    transposed = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("tp", "dp", "cp"))
+    crossed = DeviceMesh("cpu", [[1, 0], [2, 3]], mesh_dim_names=("cp", "tp"))
+    for mesh, ranks in ((transposed, "[[0, 2], [1, 3]]"), (crossed, "[[1, 0], [2, 3]]")):
+        assert message(lambda: make_mesh(mesh=mesh)) == (  # noqa: B023
+            f"the ranks of one model are not in order, cp before tp: {ranks}\n"
+            '  try      init_device_mesh("cpu", ..., mesh_dim_names=(..., "cp", "tp"))'
+        )
+
+
+def test_a_mesh_with_two_axes() -> None:
+    run_ranks(two_axes, 4, timeout=60)
+
+
 class Following(TorchFunctionMode):
     """A mode as that of a user, who follows each function of torch."""
 

@@ -101,6 +101,22 @@ def _groups(base: list[int]) -> st.SearchStrategy[list[list[int]]]:
     return cuts.map(lambda at: [base[a:b] for a, b in pairwise(at)])
 
 
+@pytest.mark.parametrize("tp", TP)
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ([5, 0, 12], [5, 0, 4, 3], "f0 f1 (f2 f3) -> f0 f1 f2 f3"),
+        ([5, 0, 12], [0, 12], "f0 f1 f2 -> (f0 f1) f2"),
+        ([0, 12], [5, 0, 12], "(f0 f1) f2 -> f0 f1 f2"),
+        ([0, 7], [0, 4], "f0 x1^ -> f0 y1^"),
+    ],
+)
+def test_a_view_of_an_empty_tensor(before: list[int], after: list[int], expected: str, tp: int) -> None:
+    """Dimensions beside an empty one line up as on ranks that have positions."""
+    assert printed(aten.view.default, r(*before), after) == expected
+    assert prove(aten.view.default, (r(*before), after), {}, tp) == []
+
+
 @settings(deadline=None)
 @given(regrouped(), st.sampled_from(TP))
 def test_any_view(shapes: tuple[list[int], list[int]], tp: int) -> None:

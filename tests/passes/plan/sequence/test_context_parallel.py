@@ -101,6 +101,32 @@ def test_masks_and_lengths(mask: str, length: int) -> None:
     assert report.ok and report.worst.error < 1e-12, report
 
 
+class Heads(nn.Module):
+    """Attention whose queries, keys and values are products of their own, for 2 positions, before a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 12), nn.Linear(12, 20)
+        self.positions = nn.Parameter(torch.randn(2, 12))
+        self.q, self.k, self.v, self.out = (nn.Linear(12, 12, bias=False) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch 2]"""
+        x = self.table(tokens) + self.positions
+        q, k, v = (w(x).view(*tokens.shape, 4, 3).transpose(1, 2) for w in (self.q, self.k, self.v))
+        mixed = (q @ k.mT).softmax(-1) @ v
+        logits = self.head(x + self.out(mixed.transpose(1, 2).reshape(*tokens.shape, 12)))
+        return F.cross_entropy(logits.view(-1, 20), tokens.view(-1))
+
+
+@pytest.mark.parametrize("cp", [3, 4])
+def test_parts_without_positions(cp: int) -> None:
+    """Fewer positions than ranks: those without one are cut over tp as the others, and communicate in their order."""
+    torch.manual_seed(0)
+    report = compared(Heads(), 2, cp, torch.randint(20, (2, 2)))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
 def test_attention_gathers_keys_and_values_only() -> None:
     """The input is cut where it is read, k and v are gathered, and so is the output: a caller gets whole results."""
     torch.manual_seed(0)
@@ -307,6 +333,27 @@ class Mixture(nn.Module):
 def test_the_load_of_experts_counts_all_rows(tp: int, cp: int) -> None:
     torch.manual_seed(0)
     report = compared(Mixture(), tp, cp, torch.randn(2, 7, 12))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+class Rows(nn.Module):
+    """Rows of all tokens, as experts read them: a partial sum and something whole, in the shape of tokens again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        h = self.attention(x, x)
+        rows = h.reshape(-1, 12)
+        return (self.down(self.up(rows).relu()) + rows.exp()).reshape(*x.shape) + h
+
+
+def test_no_assumption_about_the_number_of_tokens() -> None:
+    torch.manual_seed(0)
+    report = compared(Rows(), 2, 2, torch.randn(2, 8, 12))
     assert report.ok and report.worst.error < 1e-12, report
 
 

@@ -166,3 +166,41 @@ def test_the_losses_of_a_trainer(layout: tuple[int, int], ranks: int, batch: int
     for found in run_ranks(losses_of_trainer, ranks, layout, batch // replicas, str(tmp_path / "many"), timeout=100):
         assert found in ([], pytest.approx(alone, abs=2e-4))
     assert len(alone) == 4
+
+
+def steps_of_accelerate(rank: int, n: int, tp: int) -> tuple[list[float], Any]:
+    """The losses of a loop with accelerate, on tp x 2 ranks and their replicas; and the whole state, on one rank."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, x = accelerate.Accelerator(cpu=True), tokens()
+    model = autotp.parallelize(llama().double(), tp, cp=2, example_inputs={"input_ids": x, "labels": x})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows: Any = torch.utils.data.DataLoader(Rows(), batch_size=8 // (n // (2 * tp)))
+    model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
+    losses = []
+    for batch in rows:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
+    state = accelerator.get_state_dict(model)
+    return losses, state if rank == 0 else None
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 4), pytest.param(2, 4, marks=pytest.mark.rare)], ids=["replicas", "tp"])
+def test_the_steps_of_accelerate(tp: int, ranks: int) -> None:
+    """As one device: the ranks of one model have the same rows, and replicas divide them."""
+    alone, losses = llama().double(), []
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for batch in torch.utils.data.DataLoader(Rows(), batch_size=8):
+        losses.append(alone(**batch).loss)
+        losses[-1].backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    every = run_ranks(steps_of_accelerate, ranks, tp, timeout=100)
+    for found, _ in every:
+        assert found == pytest.approx([loss.item() for loss in losses], abs=1e-6)
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(every[0][1][name], tensor, rtol=1e-7, atol=1e-8)
