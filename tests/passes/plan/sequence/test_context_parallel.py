@@ -134,6 +134,33 @@ def test_attention_gathers_keys_and_values_only() -> None:
     assert over_cp(graph) == ["scatter", "all_gather", "all_gather", "gather"]
 
 
+class Grouped(nn.Module):
+    """Causal attention of four heads of queries. x: [rows, seq, 32] -> the same"""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.kv_heads = kv_heads
+        self.q, self.kv, self.out = nn.Linear(32, 32), nn.Linear(32, 16 * kv_heads), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(2, (4, 8)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(2, (2 * self.kv_heads, 8)).transpose(1, 2).chunk(2, 1)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_only_key_value_heads_travel(kv_heads: int) -> None:
+    """The heads of keys and values are gathered before they are repeated for the heads of queries."""
+    x = torch.randn(2, 8, 32)
+    sends = autotp.explain(Grouped(kv_heads), 1, cp=2, example_inputs=x, outputs="local").traffic.over("cp").sends
+    whole = 2 * 8 * 8 * kv_heads * 4  # Bytes of all keys, and of all values.
+    sent = [(send.kind, send.bytes) for send in sends if not send.parameter]
+    assert [one for one in sent if one[0] == "reduce-scatter"] == [("reduce-scatter", whole)] * 2
+    assert sent.count(("all-gather", whole)) == 2 + (kv_heads == 4)  # The result has four heads, and is gathered, too.
+    assert compared(Grouped(kv_heads), 1, 2, x).ok
+
+
 class Predicts(nn.Module):
     """A causal language model with labels that are shifted inside, as transformers' models shift them."""
 
