@@ -137,6 +137,11 @@ def call_in_progress() -> str:
     return next(iter(_calls.get(get_ident(), ())), "")
 
 
+def is_within_a_call() -> bool:
+    """Returns whether the newest public call of this thread was made within another, as by a signal's handler."""
+    return len(_calls.get(get_ident(), ())) > 1
+
+
 def calls_in_progress() -> list[str]:
     """Returns the public call that each thread is in, without the threads that are in none."""
     return [calls[0] for calls in list(_calls.values()) if calls]

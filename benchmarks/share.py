@@ -26,7 +26,7 @@ from peers.plans import COLUMNS, ROWS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # It registers the backend.
 from torch.utils.flop_counter import FlopCounterMode
 
 import autotp
@@ -210,7 +210,7 @@ def main() -> None:
     gpu = args.device.startswith("cuda")
     if gpu:
         torch.cuda.set_device(args.device)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=TP)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=TP)
     card = rate(args.device, 8192 if gpu else 256)
     where = torch.cuda.get_device_name() if gpu else f"NO GPU ({platform.processor() or platform.machine()})"
     print(

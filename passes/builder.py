@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_like, zigzag_rows, zigzag_rows_like
 from autotp.ops.channels import conv_transpose, conv_transpose_like, convolution, convolution_like
 
+aten = torch.ops.aten
 HALF = "half"
 """The key of `node.meta` that tells which half of the batch an operator computes, 0 or 1; others compute the whole."""
 META = ("val", "stack_trace", "nn_module_stack", HALF)
@@ -26,7 +27,14 @@ RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
 """Fake mode -> (operator and kinds of its arguments -> result): see `evaluated`."""
 
 
+def _linear_like(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the example value of `linear`. Without a bias, torch 2.11 asks a number of elements, which is a symbol."""
+    some = weight.new_empty(weight.shape[:1]) if bias is None and weight.dim() == 2 else bias
+    return torch.nn.functional.linear(x, weight, some)
+
+
 SIZES: dict[Any, Callable[..., Any]] = {
+    aten.linear.default: _linear_like,
     convolution: convolution_like,
     conv_transpose: conv_transpose_like,
     zigzag: zigzag_like,

@@ -15,6 +15,7 @@ from autotp.errors import (
     calling,
     calls_in_progress,
     full_tracebacks,
+    is_within_a_call,
     listen,
     within,
 )
@@ -70,6 +71,7 @@ def test_the_call_in_progress_is_the_outermost() -> None:
         assert call_in_progress() == "step"
     assert call_in_progress() == ""
     assert within("explain(M)", call_in_progress) == "explain"
+    assert not within("step", is_within_a_call) and within("step", lambda: within("step", is_within_a_call))
 
 
 def test_each_thread_has_its_own_call() -> None:

@@ -41,7 +41,7 @@ from autotp.checkpoint.write import UNFINISHED, same_on_all, state_to_write, wri
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, gather_ints
-from autotp.errors import Error, call_in_progress, within
+from autotp.errors import Error, call_in_progress, is_within_a_call, within
 from autotp.runtime.holdings import expect_all_saved, holdings_of
 from autotp.training.trainer import Trainer
 
@@ -201,7 +201,9 @@ def _expect_trainer(given: object) -> None:
 
 
 def _expect_between_steps(call: str) -> None:
-    """Raises Error in a step: a signal's handler or a hook may run when only some of the parameters are changed.
+    """Raises Error in a step or another public call: there a signal's handler or a hook may run at any time.
+
+    Only some of the parameters may be changed then, or another save may be under way.
 
     It does not wait for the other ranks: the handler may run on this rank alone, between two collectives of the step.
     """
@@ -209,7 +211,7 @@ def _expect_between_steps(call: str) -> None:
     owners = [(frame.f_locals.get("self"), frame.f_code.co_name) for frame in frames]
     steps = [f"{type(it).__name__}.{name}" for it, name in owners if isinstance(it, Optimizer | Trainer)]
     inside = steps[0] if steps else call_in_progress()
-    if inside != call:
+    if inside != call or is_within_a_call():
         remedy = f"set a flag in the signal's handler or in the hook, and call {call} after the step, on all ranks"
         raise Error(f"it was called in {inside}, which was not at its end", fix=remedy)
 
@@ -334,7 +336,11 @@ class Saving(Future[None]):
         super().__init__()
         # `atexit` does nothing in a process that multiprocessing forked; `Finalize` works in every process.
         self._at_end = Finalize(None, self._exit_after_error, exitpriority=0)
-        threading.Thread(target=self._run, args=(run,), name="autotp.save_checkpoint").start()
+        self._thread = threading.Thread(target=self._run, args=(run,), name="autotp.save_checkpoint")
+        try:
+            self._thread.start()
+        except RuntimeError:  # At the end of a program, Python 3.12 starts no more threads.
+            self._run(run)
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for the save, and raises its error."""
@@ -342,7 +348,13 @@ class Saving(Future[None]):
             super().result(timeout)
         finally:
             if self.done():
+                self._join()
                 self._at_end.cancel()
+
+    def _join(self) -> None:
+        """Waits until the thread has freed what it saved: a thread that frees tensors while Python ends aborts it."""
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _run(self, run: Callable[[], None]) -> None:
         try:
@@ -355,12 +367,13 @@ class Saving(Future[None]):
             interrupted.__cause__ = error
             self.set_exception(interrupted)
         else:
-            self._at_end.cancel()
             self.set_result(None)
 
     def _exit_after_error(self) -> None:
         """Ends the program if the save failed: an exception at this time would not change its exit status."""
-        if problem := self.exception():
+        problem = self.exception()
+        self._join()
+        if problem:
             traceback.print_exception(problem)
             sys.stdout.flush()
             sys.stderr.flush()

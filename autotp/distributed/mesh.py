@@ -25,6 +25,7 @@ from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
 from autotp.groups.one_thread import in_collective
 from autotp.groups.point_to_point import count_from_here
+from autotp.groups.process_group import process_group
 from autotp.ops.collectives import communicate, gather
 
 TIMEOUT = timedelta(minutes=10)
@@ -150,7 +151,7 @@ def group_of(mesh: Mesh) -> Any:
 
 
 def _resolved(name: str) -> Any:
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return process_group(name)
 
 
 def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> Any:
@@ -172,7 +173,8 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> An
 
 def timeout_of(group: Any) -> timedelta:
     """Returns the timeout of a group's collectives."""
-    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options  # None of a backend that waits for nothing.
+    found: timedelta = dist.default_pg_timeout if options is None else options._timeout
     return found
 
 

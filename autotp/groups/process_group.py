@@ -6,10 +6,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
+from autotp.errors import Error
+
 
 def process_group(name: str) -> ProcessGroup:
-    """Returns torch's object of a group."""
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    """Returns torch's object of a group; raises Error if the group was destroyed."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise Error(
+            "the process groups of the model were destroyed: its ranks cannot reach each other any more",
+            fix="torch.distributed.destroy_process_group() behind the last call, also behind those of atexit",
+        ) from error
 
 
 def seat(group: str) -> tuple[int, int]:

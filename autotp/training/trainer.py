@@ -46,7 +46,7 @@ from autotp.runtime.graph_digest import digest, order_of
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
 from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
-from autotp.runtime.torch_hooks.optimizer_steps import steps_taken
+from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
@@ -564,6 +564,7 @@ class Trainer(InGraphs, HasHoldings):
         tied = frozen_checksums(frozen, self._holders)
         rows = agree_on_step(self._ranks, self.mesh, mine, tied, problem, told.as_ints())
         self._last = now
+        count_anew(self)
         take_note_back()
         if values and equal_replicas(rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)

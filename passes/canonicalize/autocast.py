@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.errors import Error
-from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.builder import Builder, at_captured_sizes, fake_mode_of
 from autotp.passes.capture.autocast_regions import Autocast, enter_autocast, exit_autocast
 from autotp.rules.call import outputs_of
 from autotp.source_location import line_of
@@ -55,7 +56,7 @@ def _entered(node: fx.Node) -> Autocast:
 
 
 def _visit(builder: Builder, node: fx.Node, state: Autocast) -> None:
-    dtype = _target(node, state, builder.mode)
+    dtype = _target(node, state)
     if dtype is None:
         builder.copy(node)
         return
@@ -77,14 +78,15 @@ def _as(builder: Builder, old: fx.Node, dtype: torch.dtype) -> fx.Node:
     return new if fixed else builder.call(aten.to.dtype, new, dtype)
 
 
-def _target(node: fx.Node, state: Autocast, mode: Any) -> torch.dtype | None:
+def _target(node: fx.Node, state: Autocast) -> torch.dtype | None:
     """Returns the dtype to which autocast casts an operator's operands; None if it does not.
 
     The operator runs on fake tensors with autocast, and its casts are noted. Casts that it also makes without autocast
     are its own. (An operator may need autocast if its operands differ in dtype: then the operands are cast before the
     run without autocast.)
     """
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    mode = FakeTensorMode()  # Some versions of torch ask a number of elements here, which a graph of any size has not.
+    args, kwargs = at_captured_sizes(fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]), mode)
     seen = _casts(node.target, args, kwargs, state, mode)
     if not seen:
         return None

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import job, over, run_ranks
+from ranks import ROOT, job, over, run_ranks
 from trainers import fingerprint, started, trained
 
 import autotp
@@ -431,3 +431,45 @@ def test_a_forked_process_ends_in_1(how: str) -> None:
     process.start()
     process.join(30)
     assert process.exitcode == (1 if how == "untold" else 0)
+
+
+LATE = """
+import atexit, sys, threading, time
+
+atexit.register(lambda: print(*(it.name for it in threading.enumerate())))
+from autotp.checkpoint.save import Saving
+
+class Tensors:
+    def __del__(self):
+        time.sleep(2)
+
+def save():
+    state = Tensors()
+    saving = Saving(lambda: print("saved", type(state).__name__))
+    if sys.argv[1] == "told":
+        saving.result()
+
+atexit.register(save)
+"""
+
+
+@pytest.mark.parametrize("how", ["untold", "told"])
+def test_a_save_that_begins_while_python_ends(how: str) -> None:
+    """Its thread ends before Python does: a thread that frees tensors while Python ends aborts the process."""
+    given = [sys.executable, "-c", LATE, how]
+    done = subprocess.run(given, stdout=subprocess.PIPE, text=True, timeout=100, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "saved Tensors\nMainThread\n")
+
+
+def test_a_process_that_can_start_no_thread_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts none at the end of a program, and the system none beyond its limit."""
+
+    def start(*_: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    run = list[str]()
+    saving.Saving(lambda: run.append("saved")).result()
+    assert run == ["saved"]
+    with pytest.raises(OSError, match="full"):
+        saving.Saving(lambda: (_ for _ in ()).throw(OSError("the disk is full"))).result()

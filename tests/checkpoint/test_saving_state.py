@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from trainers import Layout, edited, started, trained
 
 import autotp
-from autotp.checkpoint.save import saved_steps
+from autotp.checkpoint.save import Saving, saved_steps
 from autotp.models.gpt import GPT, GPTConfig
 
 
@@ -335,7 +335,7 @@ def test_options_of_another_kind(tmp_path: Path) -> None:
 
 
 def in_a_step(rank: int, n: int, folder: str) -> list[str]:
-    """What a handler is told that saves or loads while half of the parameters are changed, or while a step runs."""
+    """What a handler is told that saves or loads while half of the parameters are changed, in a step, or in a save."""
     trainer, optimizer = started((2, 1, 1))
     trained(trainer, optimizer, range(1))
     autotp.save_checkpoint(folder, trainer, optimizer, 1)
@@ -360,6 +360,16 @@ def in_a_step(rank: int, n: int, folder: str) -> list[str]:
     optimizer.register_step_post_hook(lambda *_: autotp.save_checkpoint(folder, trainer, optimizer, trainer.steps))
     trained(trainer, optimizer, range(3, 4))  # Behind the step, all is changed.
     assert saved_steps(folder) == [1, 4]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def result(saving: Saving) -> None:
+            patch.undo()
+            interrupt()
+            saving.result()
+
+        patch.setattr(Saving, "result", result)
+        autotp.save_checkpoint(folder, trainer, optimizer, 5)
+    assert saved_steps(folder) == [1, 4, 5]
     return found
 
 
@@ -368,7 +378,7 @@ def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
     for found in run_ranks(in_a_step, 2, str(tmp_path), timeout=100):
         assert found == [
             f"{call}: it was called in {step}, which was not at its end"
-            for step in ("AdamW.step", "Trainer.step")
+            for step in ("AdamW.step", "Trainer.step", "save_checkpoint")
             for call in ("save_checkpoint", "load_checkpoint")
         ]
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from trainers import batch, started
 
+import autotp
 from autotp.groups.process_group import axis_of, backend_of, called, process_group, seat
 
 
@@ -31,3 +36,28 @@ def test_names() -> None:
     names.append(["global rank 0", "global rank 1", "tp rank 0 (global rank 2)"])
     seats = [(0, 2), (1, 2), (0, 1)]
     assert run_ranks(described, 3) == [[(rank, 3), "tp", seats[rank], "tp", names[rank], "gloo"] for rank in range(3)]
+
+
+def destroyed(rank: int, n: int) -> list[str]:
+    """What calls of a model, a trainer and a file say, after torch.distributed was shut down."""
+    trainer, optimizer = started((2, 1, 1))
+    model: Any = autotp.parallelize(torch.nn.Linear(4, 6), 2, example_inputs=torch.ones(2, 4))
+    dist.destroy_process_group()
+    calls: list[Callable[[], Any]] = [
+        lambda: model(torch.ones(2, 4)),
+        lambda: autotp.full_state_dict(model),
+        lambda: trainer.step(**batch(0)),
+        lambda: autotp.save_checkpoint("nowhere", trainer, optimizer, 1),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(autotp.Error) as raised:
+            call()
+        found.append(str(raised.value).split("\n")[0].rpartition(": ")[0])
+    return found
+
+
+def test_calls_after_the_end_of_the_groups() -> None:
+    told = "the process groups of the model were destroyed"
+    for found in run_ranks(destroyed, 2, timeout=100, alone=True):
+        assert all(it.endswith(told) for it in found), found

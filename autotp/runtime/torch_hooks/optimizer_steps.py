@@ -20,7 +20,7 @@ NOTHING_TO_STEP, NEVER = -2, -1
 """In place of a number of steps: a rank trains no parameter; a rank never stepped one of its parameters."""
 
 _taken: WeakKeyDictionary[nn.Module, WeakKeyDictionary[Optimizer, int]] = WeakKeyDictionary()
-"""Trainer -> optimizer -> number of its steps since `steps_taken`. (Not there before the first step.)"""
+"""Trainer -> optimizer -> number of its steps since `count_anew`. (Not there before the first step.)"""
 
 
 class Stepped:
@@ -45,11 +45,13 @@ class Stepped:
 
 
 def steps_taken(trainer: nn.Module) -> int:
-    """Returns the number of steps since the last question, of the optimizer that took most; or why there is none."""
+    """Returns the number of steps since `count_anew`, of the optimizer that took most; or why there is none."""
     if not any(parameter.requires_grad for parameter in trainer.parameters()):
         return NOTHING_TO_STEP
-    if trainer not in _taken:
-        return NEVER
-    steps = max(_taken[trainer].values(), default=0)
-    _taken[trainer].clear()
-    return steps
+    return max(_taken[trainer].values(), default=0) if trainer in _taken else NEVER
+
+
+def count_anew(trainer: nn.Module) -> None:
+    """Begins to count at 0: all ranks have taken the same number of steps. (Else each call says that they have not.)"""
+    if trainer in _taken:
+        _taken[trainer].clear()
