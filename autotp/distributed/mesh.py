@@ -341,7 +341,8 @@ def _ranks_of_model(mesh: DeviceMesh) -> list[int]:
     Raises:
         Error: it is so for a rank of the mesh.
     """
-    names, own = list(mesh.mesh_dim_names or ()), mesh.get_coordinate() or []
+    names = list(mesh.mesh_dim_names or ())
+    own: list[int] = list(mesh.get_coordinate() or [])
     both = [names.index("cp"), names.index("tp")]
     grids = mesh.mesh.movedim(both, [-2, -1])
     for grid in grids.flatten(0, -3) if grids.dim() > 2 else [grids]:
