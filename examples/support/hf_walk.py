@@ -5,7 +5,9 @@ The file has a line of JSON for each class. A walk that was stopped goes on wher
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import re
 import resource
@@ -14,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -26,8 +28,11 @@ from typing import Any
 import huggingface_hub
 import torch
 from support.hf_shrink import smallest
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import autotp
+from autotp.diagnostics.double import all_double
 from autotp.source_location import block_in
 
 RIGHT, REFUSED, WRONG, CRASHED = "right", "refused", "wrong", "crashed"
@@ -39,6 +44,8 @@ BUSY = 6
 """A class has this many times its limit on the clock: other programs may keep the processor busy."""
 EVAL_ONLY = "in eval mode only: it does not run in training mode on one device"
 TOO_LARGE = f"more than {MEMORY >> 30} GiB"
+CHANGE, OWN = 1e-15, 30
+"""A relative change of weights; and how many times as much as by this change a difference must be to count."""
 NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "MemoryError")
 
 
@@ -152,13 +159,16 @@ def verified(name: str, sizes: Sequence[int]) -> Walked:
     except LookupError as error:
         large = _is_out_of_memory(error)
         return Walked(name, LARGE, TOO_LARGE) if large else Walked(name, UNBUILT, str(error)[:200])
-    arguments, shares, modes = tuple(call), [], (True, False) if model.training else (False,)
+    said, arguments, shares, modes = "", tuple(call), [], (True, False) if model.training else (False,)
     try:
         for tp in sizes:
             for train in modes:
                 report = autotp.verify(model.train(train), tp, example_inputs=call)
                 if not report.ok:
-                    return Walked(name, WRONG, f"tp={tp}: {report.worst}", arguments=arguments)
+                    own = sensitivity(model, call)
+                    said = f"tp={tp}: {report.worst}; {own:.0e} on one device if weights change by {CHANGE:.0e}"
+                    if not _largest(report) <= OWN * own:
+                        return Walked(name, WRONG, said, arguments=arguments)
                 shares.append(share(report.plan))
     except Exception as error:
         if _is_out_of_memory(error):
@@ -167,7 +177,44 @@ def verified(name: str, sizes: Sequence[int]) -> Walked:
             return refused(name, str(error), arguments)
         first = (str(error).strip().splitlines() or [""])[0]
         return Walked(name, CRASHED, f"{type(error).__name__}: {first}"[:300], _ours(error), arguments)
-    return Walked(name, RIGHT, "" if True in modes else EVAL_ONLY, arguments=arguments, share=round(min(shares), 3))
+    said = said or ("" if True in modes else EVAL_ONLY)
+    return Walked(name, RIGHT, said, arguments=arguments, share=round(min(shares), 3))
+
+
+def _largest(report: autotp.Report) -> float:
+    """Returns the largest difference of a report; infinite for one that is no number."""
+    found = [d.error for d in (*report.outputs, *report.gradients, *report.steps)]
+    return max((math.inf if math.isnan(error) else error for error in found), default=0.0)
+
+
+def sensitivity(model: nn.Module, call: Mapping[str, Any]) -> float:
+    """Returns by how much gradients of one device change, by their scale, if each weight changes by `CHANGE` of itself.
+
+    Batch norms of values that hardly differ, one after the other, make 1e-8 of a round-off. No order of sums is right
+    there, so a difference that is not much larger says nothing.
+    """
+    torch.manual_seed(0)
+    one = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for p in one.parameters():
+            p.add_(torch.randn_like(p), alpha=0.02)
+    other = copy.deepcopy(one)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1 + CHANGE * torch.randn_like(p))
+    first, second = (_gradients(each, call) for each in (one, other))
+    scale = max((float(x.abs().max()) for x in first), default=0.0) or 1.0
+    return max((float((x - y).abs().max()) / scale for x, y in zip(first, second, strict=True)), default=0.0)
+
+
+def _gradients(model: nn.Module, call: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the gradients of a weighted sum of all floating outputs."""
+    torch.manual_seed(0)
+    with all_double():
+        given = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in call.items()}
+        found = [x for x in pytree.tree_leaves(model(**given)) if isinstance(x, Tensor) and x.requires_grad]
+        sum((x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in found).backward()  # type: ignore[union-attr]
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def refused(name: str, error: str, arguments: tuple[str, ...] = ()) -> Walked:
@@ -207,7 +254,8 @@ PAGE = """# All of transformers
 the classes of the `Auto` mappings in a random order, {tried} of {every} so far, and makes their default configurations
 small by rules that know no model: two layers, narrow, a small vocabulary. It compares the outputs and every gradient
 with those of one device, in train and in eval mode, in float64, for tp in {sizes}. Each class runs in a process of its
-own, with a limit of {limit} seconds of the processor and {memory} GiB.
+own, with a limit of {limit} seconds of the processor and {memory} GiB. A model that magnifies round-off is right if its
+differences are at most {own} times those that it makes on one device where each weight changes by {change:.0e} of itself.
 
 **{right} of the {run} classes that could be built are right.** {counts}.
 
@@ -243,6 +291,8 @@ def page(found: Sequence[Walked], sizes: Sequence[int], limit: int, every: int) 
         tried=f"{len(found):,}",
         every=f"{every:,}",
         memory=MEMORY >> 30,
+        own=OWN,
+        change=CHANGE,
         right=counted[RIGHT],
         run=len(found) - counted[UNBUILT],
         counts=counts(found),

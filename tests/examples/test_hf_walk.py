@@ -1,14 +1,18 @@
 """The walk over all classes of transformers: small models by rules, a file that goes on, a page."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support import hf_shrink, hf_walk
 from support.hf_shrink import Way, classes, smallest
-from support.hf_walk import LARGE, MEMORY, RIGHT, SLOW, UNBUILT, Walked, page, read, sampled, verified, walk
+from support.hf_walk import LARGE, MEMORY, RIGHT, SLOW, UNBUILT, WRONG, Walked, page, read, sampled, verified, walk
 from torch import Tensor, nn
+
+import autotp
+from autotp.diagnostics.differences import Difference
 
 
 @pytest.mark.parametrize(("name", "arguments"), [
@@ -44,6 +48,41 @@ def test_a_model_that_does_not_train_is_in_eval_mode(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hf_walk, "smallest", lambda name: (nn.Linear(4, 4).eval(), {"input": torch.ones(2, 4)}))
     found = verified("Linear", (2,))
     assert (found.outcome, found.message) == (RIGHT, hf_walk.EVAL_ONLY)
+
+
+class Normed(nn.Module):
+    """Normalizes values that hardly differ, so that round-off becomes what differs. input: [rows, 4]"""
+
+    def __init__(self, spread: float) -> None:
+        super().__init__()
+        self.spread = spread
+        self.first, self.norm, self.last = nn.Linear(4, 12), nn.LayerNorm(12, eps=1e-30), nn.Linear(12, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.last(self.norm(1 + self.spread * self.first(input)).tanh())
+
+
+CALL = {"input": torch.linspace(-1, 1, 8).view(2, 4)}
+
+
+def test_how_much_a_model_magnifies_round_off() -> None:
+    assert hf_walk.sensitivity(Normed(1.0), CALL) < 1e-13
+    assert 1e-9 < hf_walk.sensitivity(Normed(1e-9), CALL) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("spread", "difference", "outcome"),
+    [(1.0, 1e-8, WRONG), (1.0, float("nan"), WRONG), (1e-9, float("nan"), WRONG), (1e-9, 1e-8, RIGHT)],
+)
+def test_round_off_that_a_model_magnifies_is_no_difference(
+    monkeypatch: pytest.MonkeyPatch, spread: float, difference: float, outcome: str
+) -> None:
+    report = autotp.verify(Normed(1.0), 2, example_inputs=CALL)
+    found = replace(report, gradients=(Difference("first.weight", difference),))
+    monkeypatch.setattr(hf_walk, "smallest", lambda name: (Normed(spread), CALL))
+    monkeypatch.setattr(autotp, "verify", lambda *_, **__: found)
+    walked = verified("Normed", (2,))
+    assert walked.outcome == outcome and "on one device if weights change by 1e-15" in walked.message
 
 
 def test_fields_keep_their_defaults_where_a_model_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
