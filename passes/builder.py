@@ -28,7 +28,7 @@ RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def _linear_like(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the example value of `linear`. Without a bias, torch 2.11 asks a number of elements, which is a symbol."""
+    """Returns the example value of `linear`. Without a bias, torch 2.11 needs a number of elements without symbols."""
     some = weight.new_empty(weight.shape[:1]) if bias is None and weight.dim() == 2 else bias
     return torch.nn.functional.linear(x, weight, some)
 

@@ -254,8 +254,9 @@ PAGE = """# All of transformers
 the classes of the `Auto` mappings in a random order, {tried} of {every} so far, and makes their default configurations
 small by rules that know no model: two layers, narrow, a small vocabulary. It compares the outputs and every gradient
 with those of one device, in train and in eval mode, in float64, for tp in {sizes}. Each class runs in a process of its
-own, with a limit of {limit} seconds of the processor and {memory} GiB. A model that magnifies round-off is right if its
-differences are at most {own} times those that it makes on one device where each weight changes by {change:.0e} of itself.
+own, with a limit of {limit} seconds of the processor and {memory} GiB. A model that magnifies round-off is right if
+its differences are at most {own} times those that it makes on one device where each weight changes by {change:.0e} of
+itself.
 
 **{right} of the {run} classes that could be built are right.** {counts}.
 
