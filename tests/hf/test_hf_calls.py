@@ -30,6 +30,10 @@ OTHERS: dict[str, tuple[str, str, Inputs]] = {
         "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_position_embeddings": 32}),
     "xlm": ("XLMConfig", "XLMWithLMHeadModel", {
         "emb_dim": 48, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32}),
+    # A torch.autograd.Function of transformers with a backward of its own.
+    "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", {
+        "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "intermediate_size": 40, "num_local_experts": 4, "pad_token_id": 0}),
     "xlnet": ("XLNetConfig", "XLNetLMHeadModel", {"d_model": 48, "n_layer": 2, "n_head": 6, "d_inner": 80}),
 }  # fmt: skip
 """Families that are not in the table, for what is odd in them."""
@@ -50,7 +54,7 @@ def test_hidden_states_again(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
-@pytest.mark.parametrize("name", ["deberta", *(pytest.param(n, marks=pytest.mark.rare) for n in ("xlm", "xlnet"))])
+@pytest.mark.parametrize("name", ["deberta", "phimoe", *(pytest.param(n, marks=pytest.mark.rare) for n in ("xlm", "xlnet"))])
 def test_odd_families(name: str) -> None:
     config, kind, sizes = OTHERS[name]
     torch.manual_seed(0)
