@@ -54,7 +54,9 @@ def test_hidden_states_again(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
-@pytest.mark.parametrize("name", ["deberta", "phimoe", *(pytest.param(n, marks=pytest.mark.rare) for n in ("xlm", "xlnet"))])
+@pytest.mark.parametrize(
+    "name", ["deberta", "phimoe", *(pytest.param(n, marks=pytest.mark.rare) for n in ("xlm", "xlnet"))]
+)
 def test_odd_families(name: str) -> None:
     config, kind, sizes = OTHERS[name]
     torch.manual_seed(0)
