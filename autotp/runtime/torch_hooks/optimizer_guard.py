@@ -44,7 +44,7 @@ from autotp.runtime.optim.alone import OF_ALL
 from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.runtime.shard_parameters import is_left_behind
 from autotp.runtime.torch_hooks.optimizer_state import watch_state
-from autotp.runtime.torch_hooks.optimizer_steps import Stepped
+from autotp.runtime.torch_hooks.optimizer_steps import SteppedModels
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 
@@ -73,7 +73,7 @@ class Watched:
     steps: int = 0
     size: int = -1
     state: int = 0
-    models: Stepped = field(default_factory=Stepped)
+    models: SteppedModels = field(default_factory=SteppedModels)
     always: bool = False
     warned: bool = False
 
@@ -109,7 +109,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watched.size, watched.state = size, id(optimizer.state)
     within(f"{type(optimizer).__name__}.step", partial(_expect_live, optimizer))
     held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
-    watched.models = Stepped(held)
+    watched.models = SteppedModels(held)
     watched.models.count(optimizer)
     for model, parameters in held.items():
         parts = holdings_of(model, "step")

@@ -23,7 +23,7 @@ _taken: WeakKeyDictionary[nn.Module, WeakKeyDictionary[Optimizer, int]] = WeakKe
 """Trainer -> optimizer -> number of its steps since `count_anew`. (Not there before the first step.)"""
 
 
-class Stepped:
+class SteppedModels:
     """The models that an optimizer has parameters of.
 
     Args:
