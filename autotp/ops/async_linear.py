@@ -100,12 +100,12 @@ def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[
     learns, again, sent = any(ctx.needs_input_grad[5 : 5 + len(weights)]), None, None
     if ctx.gathered is not None and learns:
         again = start_gather(x, ctx.group, *ctx.gathered)
-    total = _input_gradient(weights, grads, ctx.turned) if ctx.needs_input_grad[4] else None
+    total = _input_gradient(ctx, x, weights, grads) if ctx.needs_input_grad[4] else None
     if total is not None and ctx.late and not waits_now():
-        running = start_in_backward(total.view(_whole_shape(ctx, x)), ctx.group, fresh=True)
+        running = start_in_backward(total, ctx.group, fresh=True)
         return [running, *_other_gradients(ctx, x, grads)]  # `wait_in_backward` waits.
     if total is not None:
-        sent = start_sum(total.view(_whole_shape(ctx, x)), ctx.group, ctx.gathered)
+        sent = start_sum(total, ctx.group, ctx.gathered)
     rest = _other_gradients(ctx, x if again is None else again(), grads)
     return [None if sent is None else sent(), *rest]
 
@@ -113,10 +113,8 @@ def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[
 def _differentiable(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
     """Returns the same gradients by operators that can be differentiated again."""
     whole = copy(x, ctx.group) if ctx.gathered is None else all_gather(x, ctx.group, *ctx.gathered)
-    total = _input_gradient(weights, grads, ctx.turned)
-    if total is not None:
-        total = total.view(_whole_shape(ctx, x))
-        total = reduce(total, ctx.group) if ctx.gathered is None else reduce_scatter(total, ctx.group, *ctx.gathered)
+    total = _input_gradient(ctx, x, weights, grads)
+    total = reduce(total, ctx.group) if ctx.gathered is None else reduce_scatter(total, ctx.group, *ctx.gathered)
     return [total, *_other_gradients(ctx, whole, grads)]
 
 
@@ -128,21 +126,24 @@ def _whole_shape(ctx: Any, x: Tensor) -> Sequence[int]:
     return shape
 
 
-def _input_gradient(weights: Sequence[Tensor], grads: Sequence[Tensor | None], turned: Sequence[bool]) -> Tensor | None:
-    """Returns the input's gradient, summed over the products, in new memory; None if all are None.
+def _input_gradient(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+    """Returns the input's gradient, summed over the products, in new memory.
 
-    grads: [rows out] each -> [rows hidden]
+    It is zeros if all are None here: another rank may have one (see NOTE [A gradient that some ranks lack]).
+
+    grads: [rows out] each -> [... hidden], as the whole input
     """
     total: Tensor | None = None
     kept = False
-    for w, grad, turn in zip(weights, grads, turned, strict=True):
+    for w, grad, turn in zip(weights, grads, ctx.turned, strict=True):
         if grad is not None:
             matrix = w.t() if turn else w
             if total is None:
                 total, kept = grad.mm(matrix), torch.is_grad_enabled() or is_kept(grad)
             else:
                 total = total.addmm(grad, matrix) if kept else total.addmm_(grad, matrix)
-    return total
+    shape = _whole_shape(ctx, x)
+    return x.new_zeros(shape) if total is None else total.view(shape)
 
 
 def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -1,7 +1,12 @@
 """Conjugates of several parameters at once: one collective sums all their gradients.
 
-`together` is `copy` or `share` of each parameter (`autotp/ops/collectives.py`); its backward waits for all gradients. A
-parameter without a gradient, in a backward of a part of the graph, gets none here either.
+`together` is `copy` or `share` of each parameter (`autotp/ops/collectives.py`); its backward waits for all gradients.
+
+NOTE [A gradient that some ranks lack] torch may leave out a gradient where a rank has nothing to compute, for example
+no position of a sequence. The ranks send the gradients of a block in one piece of memory, so each rank must send the
+same number of bytes. A rank sends zeros for a gradient that it lacks. These zeros are negative: IEEE 754 sums negative
+zeros to a negative zero, and any other sum to something else. So ranks see without another message whether all of them
+lack a gradient, as in a backward of a part of the graph. Then there is none here either, as on one device.
 """
 
 from __future__ import annotations
@@ -47,14 +52,15 @@ class Together(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
         ctx.summed, ctx.group, ctx.where = inputs[:3]
+        ctx.like = [(x.shape, {"dtype": x.dtype, "device": x.device}) for x in inputs[3:]]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        there = [(at, grad) for at, grad in zip(ctx.where, grads, strict=True) if grad is not None]
-        where, given = tuple(at for at, _ in there), [grad for _, grad in there]
-        found = iter(Together.apply(not ctx.summed, ctx.group, where, *given) if given else ())
-        return None, None, None, *(None if grad is None else next(found) for grad in grads)
+        sent = [_nothing(like) if grad is None else grad for like, grad in zip(ctx.like, grads, strict=True)]
+        found = Together.apply(not ctx.summed, ctx.group, ctx.where, *sent)
+        pairs = zip(grads, found, strict=True)
+        return None, None, None, *(None if grad is None and _is_nothing(x) else x for grad, x in pairs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: Tensor) -> tuple[Tensor, ...]:
@@ -78,6 +84,19 @@ def _sum(group: str, where: Sequence[Where], xs: Sequence[Tensor]) -> tuple[Tens
     sent = [x if i is None else x.index_select(i[0], i[1]) for x, i in zip(xs, index, strict=True)]
     found = communicate_all(sent, group)
     return tuple(y if i is None else x.index_copy(*i, y) for x, i, y in zip(xs, index, found, strict=True))
+
+
+def _nothing(like: tuple[torch.Size, dict[str, Any]]) -> Tensor:
+    """Returns what a rank sends for a gradient that it lacks: see NOTE [A gradient that some ranks lack]."""
+    return torch.full(like[0], -0.0, **like[1])
+
+
+def _is_nothing(x: Tensor) -> bool:
+    """Says whether all ranks sent `_nothing`; not known, and False, in a transform of torch.func."""
+    if not is_plain(x):
+        return False
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return bool((x.signbit() & (x == 0)).all())
 
 
 def _is_all(x: Tensor, at: Where) -> bool:

@@ -1,18 +1,14 @@
-"""Dropout on a rank's part of a value, and in attention on its heads: with the mask of one device, or one per rank.
-
-`empty_attention` is attention on a rank that has no heads.
-"""
+"""Dropout on a rank's part of a value, and in attention on its heads: with the mask of one device, or one per rank."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autotp.ops.attention.products import attention_weights
 from autotp.sharding.strides import memory_order
 
 Cut = tuple[int, tuple[int, int, int], Sequence[tuple[int, int]]]
@@ -83,7 +79,7 @@ def exact_attention(
     scale: float | None, enable_gqa: bool, shape: Sequence[int], cuts: Sequence[Cut],
 ) -> Tensor:  # fmt: skip
     """Attention that drops the same weights as one device; `shape` is the shape of all heads' weights."""
-    weights, value = _weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    weights, value = attention_weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return exact_dropout(weights, dropout_p, shape, cuts, range(weights.dim())) @ value
 
 
@@ -92,35 +88,5 @@ def fast_attention(
     scale: float | None, enable_gqa: bool, rank: int,
 ) -> Tensor:  # fmt: skip
     """Attention on this rank's heads or queries, with a separate dropout mask on each rank."""
-    weights, value = _weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    weights, value = attention_weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return fast_dropout(weights, dropout_p, rank) @ value
-
-
-def empty_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Attention of a rank without elements, in which a mask of numbers gets a gradient.
-
-    torch's own attention returns no gradient for the mask then. A parameter in the mask (a bias of positions) would
-    have a gradient on the other ranks only, and this rank would run other collectives: in backward, where gradients of
-    several parameters are summed at once, and in loops over gradients.
-    """
-    found = F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
-    return found if attn_mask.dtype == torch.bool else found + attn_mask.flatten()[:0].sum()
-
-
-def _weights(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns softmax(q k^T) of this rank's heads, and the values of each head."""
-    if grouped and key.shape[-3]:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    root = math.sqrt(scale)
-    scores = (query * root) @ (key * root).transpose(-2, -1)
-    if causal:
-        rows, columns = scores.shape[-2:]
-        allowed = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return torch.ops.aten._safe_softmax.default(scores, -1), value

@@ -15,6 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from autotp.ops import channels, collectives, custom_vjp, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
+from autotp.ops.attention.products import attention
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
 from autotp.ops.batch_halves import halves
 from autotp.ops.grouped_mm import OPERATOR
@@ -253,7 +254,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     halves.joined: Row(c.joined),
     zigzag: Row(c.held),
     in_order: Row(c.held),
-    dropout.empty_attention: Row(traits=T.ATTENTION),
+    attention: Row(traits=T.ATTENTION),
     channels.convolution: Row(p.convolution_rule),
     channels.conv_transpose: Row(p.conv_transpose_rule),
     channels.by_channel: Row(f.by_channel),

@@ -1,6 +1,6 @@
 """bind: puts process groups and the device into a lowered graph, in place of the mesh axis and `meta`.
 
-Attention of a rank that has no heads becomes `empty_attention`.
+Attention of a rank that has no heads becomes `attention`, whose inputs all have gradients.
 
 Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
 Before: sym_size(x, 0)                                 After: x.size(0), which works under vmap, too
@@ -15,9 +15,9 @@ from torch import fx
 
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
+from autotp.ops.attention.products import attention
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
-from autotp.ops.dropout import empty_attention
 from autotp.passes.capture.capture import DEVICE
 from autotp.passes.emit.in_place import fresh, written
 from autotp.rules.call import arguments_of
@@ -60,7 +60,7 @@ def bind(
         if node.target is torch.ops.aten.sym_size.int:
             new.target = torch.Tensor.size  # vmap has no rule for the operator.
         if _is_empty_attention(node):
-            new.target = empty_attention
+            new.target = attention
         if node in into_input:
             new.target = in_place_of(node.target)  # type: ignore[assignment]
         if node in in_place:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._C import _nn
 
-from autotp.ops.attention.no_queries import masked_attention
+from autotp.ops.attention.products import attention
 
 aten = torch.ops.aten
 PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
@@ -46,7 +46,7 @@ PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
     aten.reshape.default: torch.reshape,
     aten.rms_norm.default: torch.rms_norm,
     aten.rsqrt.default: torch.rsqrt,
-    aten.scaled_dot_product_attention.default: _nn.scaled_dot_product_attention,
+    aten.scaled_dot_product_attention.default: attention,
     aten.select.int: torch.select,
     aten.sigmoid.default: torch.sigmoid,
     aten.silu.default: _nn.silu,
@@ -63,8 +63,6 @@ PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
     aten.view.default: Tensor.view,
 }
 """Operator -> the Python function that takes its arguments in the same order, and runs the same operator."""
-MASK = 3
-"""The position of the mask among the arguments of attention."""
 
 
 def call_python(module: fx.GraphModule) -> fx.GraphModule:
@@ -75,12 +73,6 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
-                node.target = masked_attention if _is_masked(node) else PYTHON_CALLS.get(node.target, node.target)
+                node.target = PYTHON_CALLS.get(node.target, node.target)
             part.recompile()
     return module
-
-
-def _is_masked(node: fx.Node) -> bool:
-    """True for an attention whose mask is a tensor, by position."""
-    attention = node.target is aten.scaled_dot_product_attention.default
-    return attention and len(node.args) > MASK and isinstance(node.args[MASK], fx.Node)

@@ -120,6 +120,46 @@ def what_is_returned_alone(rank: int, n: int) -> None:
         assert (own is None or not own.any()) if expected is None else torch.allclose(own, expected), name
 
 
+@checks.on(2, 3)
+def some_ranks_lack_a_gradient(rank: int, n: int) -> None:
+    """The ranks that have it are summed, on all ranks; where none has it, it is None, and zeros are not."""
+    for has, expected in ((lambda i: i == 0, 1.0), (lambda i: False, None), (lambda i: True, float(n))):
+        for scale in (1.0, 0.0):
+            xs = parameters()
+            found = together(xs, group(), (None,) * 3)
+            kept = [found[0], found[1] if has(rank) else Nothing.apply(found[1]), Nothing.apply(found[2])]
+            with Collectives() as sent:
+                (kept[0].sum() + scale * kept[1].sum() + kept[2].sum()).backward()
+            assert sent.counts == {"all-reduce-coalesced": 1}
+            assert torch.equal(xs[0].grad, torch.full_like(xs[0], n)) and xs[2].grad is None
+            wanted = None if expected is None else xs[1].new_full((4, 2), expected * scale)
+            assert xs[1].grad is wanted is None or torch.equal(xs[1].grad, wanted)
+
+
+@checks.on(2)
+def a_rank_lacks_all_gradients(rank: int, n: int) -> None:
+    """It meets the others all the same, also in double backward."""
+    xs = parameters()
+    found = together(xs, group(), WHERE)
+    (sum(x.square().sum() for x in found) if rank else sum(Nothing.apply(x).sum() for x in found)).backward()
+    for i, x in enumerate(xs):
+        every = 2 * x.detach()
+        every[[0, 3] if i == 1 else []] *= rank
+        torch.testing.assert_close(x.grad, every)
+
+
+class Nothing(torch.autograd.Function):
+    """The identity, whose gradient is None, as torch leaves it out where there is nothing to compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.ops.dropout import empty_attention, exact_dropout, fast_dropout
+from autotp.ops.dropout import exact_dropout, fast_dropout
 
 
 def test_fast_dropout() -> None:
@@ -72,19 +71,3 @@ def test_fast_dropout_under_transforms() -> None:
         assert not torch.equal(rows[0], rows[1]) and rows.unique().tolist() == [0, 2]
     with pytest.raises(RuntimeError, match="randomness"):
         torch.func.vmap(slope)(x)
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_empty_attention(grouped: bool) -> None:
-    """A mask of numbers has a gradient without elements, also under transforms. torch's own attention gives none."""
-    q, k, v = (torch.ones(2, 0, 4, 3, requires_grad=True) for _ in range(3))
-    whole, own = torch.ones(4, 4, requires_grad=True), torch.ones(0, 4, 4, requires_grad=True)
-    for mask in (whole, own):
-        lost = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
-        assert torch.autograd.grad(lost.sum(), mask, allow_unused=True) == (None,)
-        found = empty_attention(q, k, v, mask, enable_gqa=grouped)
-        assert found.shape == lost.shape
-        for grad, x in zip(torch.autograd.grad(found.sum(), (q, k, v, mask)), (q, k, v, mask), strict=True):
-            assert grad.shape == x.shape and not grad.any()
-        assert torch.func.grad(lambda m: empty_attention(q, k, v, m).sum())(mask).shape == mask.shape
-    assert empty_attention(q, k, v, torch.ones(4, 4, dtype=torch.bool)).shape == (2, 0, 4, 3)

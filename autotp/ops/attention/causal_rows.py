@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
+from autotp.ops.attention.products import attention
+
 aten = torch.ops.aten
 FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -82,7 +84,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: flo
 def _masked(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, gqa: bool) -> Tensor:
     places = [torch.arange(start, stop, device=key.device) for start, stop in pieces]
     mask = torch.arange(key.shape[-2], device=key.device) <= torch.cat(places).unsqueeze(1)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=gqa)
+    return attention(query, key, value, mask, scale=scale, enable_gqa=gqa)
 
 
 def _bias(query: Tensor, start: int, stop: int) -> Tensor:

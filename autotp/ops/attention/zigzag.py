@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autotp.ops.attention.causal_rows import causal_pieces
+from autotp.ops.attention.products import attention
 from autotp.sharding.partition import chunk_length, chunk_size
 
 
@@ -61,7 +61,7 @@ def zigzag_rows(
     n = key.shape[-2]
     if rank is None:
         read = torch.arange(n, device=key.device) <= positions(n, parts, key.device).unsqueeze(1)
-        return F.scaled_dot_product_attention(query, key, value, read, scale=scale, enable_gqa=enable_gqa)
+        return attention(query, key, value, read, scale=scale, enable_gqa=enable_gqa)
     return causal_pieces(query, key, value, pieces(n, parts, rank), scale, enable_gqa)
 
 

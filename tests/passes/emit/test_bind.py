@@ -11,9 +11,9 @@ from torch import fx
 
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.ops import collectives
+from autotp.ops.attention.products import attention
 from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
 from autotp.ops.custom_vjp import Places, Vjp
-from autotp.ops.dropout import empty_attention
 from autotp.passes.capture.capture import DEVICE
 from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.rules.call import placeholders
@@ -80,7 +80,7 @@ def test_attention_of_no_heads() -> None:
             return call(aten.scaled_dot_product_attention.default, q, q, q, *([m] if masked else []))
 
         graph = draft(make, q=some(2, heads, 5, 3), m=some(5, 5))
-        return [str(node.args) for node in bind(graph, GPU, GROUPS).nodes if node.target is empty_attention]
+        return [str(node.args) for node in bind(graph, GPU, GROUPS).nodes if node.target is attention]
 
     assert [names(0, True), names(0, False), names(2, True)] == [["(q, q, q, m)"], [], []]
 
