@@ -148,14 +148,14 @@ def in_parts(rank: int, n: int, name: str, layout: tuple[int, int]) -> None:
     model, inputs = FAMILIES[name]()
     if name not in SINGLE:
         model = model.double()
-        inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+        inputs = {key: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in inputs.items()}
     near = 3e-5 if name in SINGLE else 3e-6
     whole = copy.deepcopy(model.train())
     tp, cp = layout
     parallel = autotp.parallelize(model, tp, cp=cp, example_inputs=inputs, randomness="exact")
 
-    def long(x: Tensor, length: int) -> Tensor:
-        tokens = x.dim() == 2 and x.shape[1] == 7
+    def long(x: Any, length: int) -> Any:
+        tokens = torch.is_tensor(x) and x.dim() == 2 and x.shape[1] == 7
         return torch.cat([x, x.flip(1)], 1)[:, :length].contiguous() if tokens else x
 
     for length in (7, 11, 5):

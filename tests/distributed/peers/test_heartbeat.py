@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import random
 import signal
@@ -38,17 +39,22 @@ from autotp.runtime.torch_hooks import optimizer_guard
 pytestmark = pytest.mark.system
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 TIMEOUT = timedelta(seconds=8)
-Layout = tuple[int, int, int]
+Layout = tuple[int, int, int] | tuple[int, int, int, int]
+"""The ranks of tp, pp, dp, and cp where sequences are cut."""
 Calls = tuple[Callable[[], Any], Callable[[], Any]]
 """What all ranks do first, and the phase: in it one is lost."""
 
 
 def trainer(layout: Layout) -> autotp.Trainer:
-    tp, pp, dp = layout
-    example = {name: x[: 4 // (2 * dp)] for name, x in batch(0).items()}
-    return autotp.distribute(
-        gpt(seed=0, **SMALL), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, timeout=TIMEOUT
-    )
+    ranks = sizes(layout)
+    example = {name: x[: 4 // (2 * ranks["dp"])] for name, x in batch(0).items()}
+    return autotp.distribute(gpt(seed=0, **SMALL), **ranks, microbatches=2, example_inputs=example, timeout=TIMEOUT)
+
+
+def sizes(layout: Layout) -> dict[str, int]:
+    """The number of ranks of each axis, the innermost first."""
+    tp, pp, dp, *cp = layout
+    return {"tp": tp, "cp": cp[0] if cp else 1, "pp": pp, "dp": dp}
 
 
 def rows(it: autotp.Trainer) -> Any:
@@ -227,6 +233,7 @@ RARE = [
     for phase, layouts in (
         ("step", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]),
         ("evaluate", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]),
+        ("step", [(1, 1, 1, 2), (2, 1, 1, 2)]),
         ("forward", [(2, 1, 1)]),
         ("backward", [(2, 1, 1)]),
     )
@@ -247,6 +254,7 @@ RARE = [
 ]
 USUAL = [
     ("step", (1, 2, 1), 1, 3, KILL),
+    ("step", (1, 1, 1, 2), 1, 3, KILL),
     ("backward", (2, 1, 1), 1, 2, STOP),
     ("read", (2, 1, 1), 1, 2, KILL),
     pytest.param("generate", (2, 1, 1), 1, 5, KILL, marks=pytest.mark.rare),
@@ -260,14 +268,14 @@ USUAL = [
     ids=str,
 )
 def test_the_lost_rank_is_named(phase: str, layout: Layout, lost: int, at: int, how: int, tmp_path: Path) -> None:
-    n = layout[0] * layout[1] * layout[2]
+    n = math.prod(layout)
     found = run_ranks(losing, n, phase, layout, lost, at, how, str(tmp_path), None, timeout=100, may_die=[lost])
     expect_named(found, lost, layout)
 
 
 def expect_named(found: list[str], lost: int, layout: Layout) -> None:
     """Every other rank was told who is lost."""
-    axis = next(axis for axis, size in zip(("tp", "pp", "dp"), layout, strict=True) if size > 1)  # Of rank 1.
+    axis = next(axis for axis, size in sizes(layout).items() if size > 1)  # Of rank 1.
     for rank, text in enumerate(found):
         if rank != lost:
             named = f"{axis} rank {lost} is lost", f"global rank {lost} is lost", f"(global rank {lost}) is lost"
@@ -473,7 +481,7 @@ def test_in_a_random_call(seed: int, tmp_path: Path) -> None:
 )
 def test_the_rank_that_keeps_the_store(phase: str, layout: Layout, lost: int, how: int, tmp_path: Path) -> None:
     """Where the first rank keeps the store it is named as any other is, and with it nobody else is blamed."""
-    n = layout[0] * layout[1] * layout[2]
+    n = math.prod(layout)
     found = run_ranks(losing, n, phase, layout, lost, 2, how, str(tmp_path), 0, timeout=100, may_die=[lost])
     expect_named(found, lost, layout)
     if lost == 0:

@@ -134,6 +134,7 @@ def distributed(rank: int, n: int, layout: dict[str, Any], folder: str) -> None:
         pytest.param({"cp": 2, "dp": 2, "zero": 1}, marks=pytest.mark.rare),
         pytest.param({"cp": 3, "pp": 2, "microbatches": 2, "schedule": "interleaved"}, marks=pytest.mark.rare),
         pytest.param({"cp": 2, "tp": 2, "pp": 2, "microbatches": 4, "sequence_parallel": True}, marks=pytest.mark.rare),
+        pytest.param({"cp": 2, "tp": 2, "pp": 2, "dp": 2, "microbatches": 2}, marks=pytest.mark.rare),
     ],
     ids=str,
 )
