@@ -75,6 +75,9 @@ OF_SEQUENCES = """
 - **over cp**: the collectives over cp=2 of the whole model, forward and backward.
 - **gradient**: the largest difference of any gradient from one device, over all these layouts.
 
+`pytest --all tests/system/test_families.py -k cut_sequences` runs them on real ranks for (1, 2), (2, 2), (1, 4) and
+(4, 2), with sequences of 7, 11 and 5 tokens. Of 5 tokens the last of four ranks has none.
+
 | family | cut | whole there | over cp | gradient |
 |---|---|---|---|---|
 {rows}

@@ -77,7 +77,13 @@ def squeeze(call: Call) -> Rule:
     named = {d % max(ndim, 1) for d in dims} & set(range(ndim))
     ns = [n + "^" * (i in named) for i, n in enumerate(letters(ndim))]
     gone = {i for i in named if Size.of(call.operands[0].shape[i]) == ONE}
+    if len(gone) < ndim - call.outputs[0].dim():  # A computed size, of which the graph assumes that it is 1.
+        gone = {i for i in named if _hint(call.operands[0].shape[i]) == 1}
     return Rule.of(spell([ns], [[n for i, n in enumerate(ns) if i not in gone]]), "all")
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def expand(call: Call) -> Rule:

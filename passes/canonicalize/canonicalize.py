@@ -1,6 +1,7 @@
 """canonicalize: writes equal computations with the same operators.
 
     Before: linear(x, w, b)            After: add(linear(x, w), b)
+    Before: linear(x, v)               After: matmul(x, v)                          v a vector
     Before: addmm(b, x, w)             After: add(mm(x, w), b)
     Before: dropout(x, 0.1, False)     After: x
     Before: view(x, [2, 8])            After: reshape(x, [2, 8])
@@ -52,9 +53,12 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
 
 
 def _linear(builder: Builder, args: dict[str, Any]) -> Any:
-    if args["bias"] is None:
+    x, weight, bias = args["input"], args["weight"], args["bias"]
+    vector = weight.meta["val"].dim() == 1
+    if bias is None and not vector:
         return None
-    return builder.call(aten.add.Tensor, builder.call(aten.linear.default, args["input"], args["weight"]), args["bias"])
+    product = builder.call(aten.matmul.default if vector else aten.linear.default, x, weight)
+    return product if bias is None else builder.call(aten.add.Tensor, product, bias)
 
 
 def _addmm(product: Any, left: str, right: str) -> Rewrite:

@@ -178,13 +178,25 @@ def visit(node: fx.Node, axes: Axes) -> None:
 
 
 def bind_rule(node: fx.Node, call: Call, axes: Axes) -> Bound:
-    """Unifies the factors of a node's rule with the axes of its operands and outputs; returns the bound rule."""
-    found = rule_of(call)
-    rule = found or unknown(call)
+    """Unifies the factors of a node's rule with the axes of its operands and outputs; returns the bound rule.
+
+    A rule with other terms than the call has tensors and dimensions knows nothing of this call.
+    """
     operands = tuple(n for n in operand_nodes(node) if n is not None)
     dims = [axes.of(n) for n in operands]
     outs = list(axes.dims[node])
-    return Bound(rule, operands, _unify_terms(rule, dims, outs), (dims, outs), found is not None)
+    rule = rule_of(call)
+    known = rule is not None and _fits(rule, dims, outs)
+    rule = rule if rule is not None and known else unknown(call)
+    return Bound(rule, operands, _unify_terms(rule, dims, outs), (dims, outs), known)
+
+
+def _fits(rule: Rule, ins: list[Dims], outs: list[Dims]) -> bool:
+    """True if the rule has a term for each tensor, and in each term a factor for each dimension."""
+    if len(rule.ins) != len(ins) or len(rule.outs) != len(outs):
+        return False
+    pairs = zip((*rule.ins, *rule.outs), (*ins, *outs), strict=True)
+    return all(len(term) - 1 <= len(dims) if STAR in term else len(term) == len(dims) for term, dims in pairs)
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -213,9 +225,6 @@ def named_dims(rule: Rule, ins: list[Dims]) -> Iterator[list[tuple[str, Axis]]]:
 
 
 def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor, ...]:
-    if len(rule.ins) != len(ins) or len(rule.outs) != len(outs):
-        given = f"{len(ins)} -> {len(outs)}"
-        raise ValueError(f'the rule "{rule}" has {len(rule.ins)} -> {len(rule.outs)} terms, not {given}')
     tensors = (*ins, *outs)
     terms = _spelled((*rule.ins, *rule.outs), tensors)
     pairs = [pair for term, dims in zip(terms, tensors, strict=True) for pair in zip(term, dims, strict=True)]
@@ -247,8 +256,6 @@ def _without_star(term: Term, dims: Dims, stars: int) -> Term:
         mine = len(dims) - len(term) + 1
         spelled = [Name(f"*{stars - mine + i}") for i in range(mine)]
         term = (*term[:at], *spelled, *term[at + 1 :])
-    if len(term) != len(dims):
-        raise ValueError(f"a term of {len(term)} dimensions for a tensor of {len(dims)}")
     return tuple(UNIT if find(axis).size == ONE else expr for expr, axis in zip(term, dims, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Attention by products, and attention of a rank that has no queries: there too, each input has a gradient.
+"""Attention by products, and attention of a rank that has no elements: there too, each input has a gradient.
 
 A rank may have no heads, or none of the positions of a short sequence (5 positions on `cp=4`). Then torch's attention
 returns at once a result that does not depend on the mask, so the mask has no gradient. But a rank must sum as many
@@ -26,14 +26,14 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Returns torch's `scaled_dot_product_attention`, whose arguments it takes; without queries, by products.
+    """Returns torch's `scaled_dot_product_attention`, whose arguments it takes; without elements, by products.
 
     Args:
         query, key, value: [... heads, queries or keys, head width].
         attn_mask: of bool, or numbers that are added, [... queries, keys].
         dropout_p, is_causal, scale, enable_gqa: as for torch's attention.
     """
-    if query.numel() and query.shape[-2]:  # Two questions: torch.compile knows the second one of a symbol.
+    if query.numel() and value.numel():
         found: Tensor = _nn.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -36,6 +36,7 @@ def of_size(call: Any, x: Any, **_: Any) -> Any:
     [
         pytest.param(calls(aten.linear.default, "x", "w", "b"), ["linear(x, w)", "add(linear, b)"], id="linear"),
         pytest.param(calls(aten.linear.default, "x", "w"), ["linear(x, w)"], id="linear-without-bias"),
+        pytest.param(calls(aten.linear.default, "x", "b"), ["matmul(x, b)"], id="linear-of-a-vector"),
         pytest.param(calls(aten.addmm.default, "b", "m", "w"), ["mm(m, w)", "add(mm, b)"], id="addmm"),
         pytest.param(
             calls(aten.addmm.default, "b", "m", "w", beta=2, alpha=3),

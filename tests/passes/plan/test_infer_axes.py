@@ -5,11 +5,16 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import pytest
 import torch
 from graphs import call_named, draft, some
-from torch import fx
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
+import autotp
 from autotp.passes.plan.infer_axes import Axes, infer_axes
+from autotp.rules.language import Rule
+from autotp.rules.registry import RULES
 from autotp.sharding.axis import find
 
 aten = torch.ops.aten
@@ -76,6 +81,35 @@ def test_an_operator_without_a_rule() -> None:
     bound = axes.bound[call_named(graph, "linalg_matrix_exp")]
     assert not bound.known
     assert bound.cuttable(axes.of(place(graph, "x"))[0]) is None
+
+
+@pytest.mark.parametrize("rule", ["a b c -> a b c", "a b, a b -> a b", "* a b c -> * a b c"])
+def test_a_rule_that_does_not_fit(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator is computed whole, and told as one without a rule."""
+    monkeypatch.setitem(RULES, aten.tanh.default, lambda call: Rule.of(rule))
+    graph, axes = inferred(lambda call, x: call(aten.tanh.default, x), x=some(4, 4))
+    bound = axes.bound[call_named(graph, "tanh")]
+    assert not bound.known
+    assert bound.cuttable(axes.of(place(graph, "x"))[0]) is None
+
+
+class Squeezed(nn.Module):
+    """Removes a dimension whose length is computed, and is 1 for inputs of this size. x: [rows, 4, 5] -> [rows, 6]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.vector = nn.Linear(4, 9), nn.Linear(9, 6), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(F.avg_pool1d(x, 4).squeeze(2)).relu())
+        return y + F.linear(y, self.vector).unsqueeze(1)
+
+
+def test_a_computed_dimension_of_one_is_removed() -> None:
+    model, x = Squeezed().double(), some(3, 4, 5)
+    report = autotp.verify(model, 2, example_inputs=x)
+    assert report.ok, report
+    assert "9@tp" in str(report.plan)
 
 
 def test_what_must_stay_whole() -> None:
