@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
-from autotp.ops.attention.products import attention
+from autotp.ops.attention.products import attention, attention_weights
 
 aten = torch.ops.aten
 FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -82,9 +81,23 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: flo
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, gqa: bool) -> Tensor:
+    return attention(query, key, value, _mask(key, pieces), scale=scale, enable_gqa=gqa)
+
+
+def _mask(key: Tensor, pieces: Pieces) -> Tensor:
+    """Returns True where a query of the pieces reads a key. [rows keys]"""
     places = [torch.arange(start, stop, device=key.device) for start, stop in pieces]
-    mask = torch.arange(key.shape[-2], device=key.device) <= torch.cat(places).unsqueeze(1)
-    return attention(query, key, value, mask, scale=scale, enable_gqa=gqa)
+    return torch.arange(key.shape[-2], device=key.device) <= torch.cat(places).unsqueeze(1)
+
+
+def _differentiable(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, pieces: Pieces, scale: float | None
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of query, key and value by products, which have derivatives: no fused kernel has."""
+    read = tuple(x.view_as(x) for x in (query, key, value))
+    read = tuple(x if x.requires_grad else x.requires_grad_() for x in read)
+    weights, values = attention_weights(*read, _mask(key, pieces), False, scale, False)
+    return torch.autograd.grad(weights @ values, read, gradient, create_graph=True)
 
 
 def _bias(query: Tensor, start: int, stop: int) -> Tensor:
@@ -127,9 +140,10 @@ class _OnCPU(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:3], *output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> Any:
         query, key, value, out, *totals = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_differentiable(query, key, value, gradient, ctx.pieces, ctx.scale), None, None
         found = [torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)]
         each = _of_pieces(ctx.pieces, (gradient, query, out, found[0]), (key, value, *found[1:]))
         for ((g, q, o, of_q), (k, v, of_k, of_v), bounds), total in zip(each, totals, strict=True):

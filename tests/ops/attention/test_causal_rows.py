@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autotp.ops.attention.causal_rows import causal_rows
 
@@ -90,6 +91,21 @@ def test_queries_do_not_keep_the_keys_beside_them() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         causal_rows(product[..., 8:, :8], k, v, 8, None, False)
     assert product.untyped_storage().data_ptr() not in kept
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("lengths", [[4, 3], [1, 0, 6]], ids=str)
+def test_second_derivatives_by_products(lengths: list[int], kv_heads: int) -> None:
+    """Of a loss that is linear in the result, and of another; torch has them for its math kernel."""
+    given = inputs(7, kv_heads)
+    weights = torch.randn(2, 4, 7, 8, dtype=torch.float64)
+    for power in (1, 2):
+        found = list[tuple[Tensor, ...]]()
+        for results in (lambda: whole(*given), lambda: parts(*given, lengths)):
+            with sdpa_kernel(SDPBackend.MATH):
+                first = torch.autograd.grad((results() ** power * weights).sum(), given, create_graph=True)
+            found.append(torch.autograd.grad(sum(x.square().sum() for x in first), given))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
 
 
 def test_under_transforms() -> None:
