@@ -72,13 +72,22 @@ class ModelLibrary:
         """Returns what to write so that a model does not draw from `random` or `numpy.random`; "" for other models."""
         return ""
 
-    def during_capture(self) -> AbstractContextManager[None]:
-        """Returns a region in which models of the library compute in a capture what they compute on one device."""
+    def during_capture(self, exactly: bool) -> AbstractContextManager[None]:
+        """Returns a region in which models of the library compute in a capture what they compute on one device.
+
+        Args:
+            exactly: whether each of the model's questions is answered by a look at the values. Without it those are
+                left out whose answer makes no difference; raises `CapturedExactly` where this is not known.
+        """
         return nullcontext()
 
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns a function that computes what a torch.autograd.Function does, by operators; None if there is none."""
         return None
+
+
+class CapturedExactly(Exception):
+    """The model has to be captured with `exactly`: see `ModelLibrary.during_capture`."""
 
 
 _MAKERS: list[Callable[[], ModelLibrary]] = []
@@ -128,11 +137,15 @@ def instead_of_python_random(model: Any) -> str:
 
 
 @contextmanager
-def during_capture() -> Iterator[None]:
-    """A region in which models of all libraries compute in a capture what they compute on one device."""
+def during_capture(exactly: bool) -> Iterator[None]:
+    """A region in which models of all libraries compute in a capture what they compute on one device.
+
+    Args:
+        exactly: as for `ModelLibrary.during_capture`.
+    """
     with ExitStack() as stack:
         for it in libraries():
-            stack.enter_context(it.during_capture())
+            stack.enter_context(it.during_capture(exactly))
         yield
 
 

@@ -92,9 +92,9 @@ class Transformers(ModelLibrary):
         masks_steps = any(getattr(c, "apply_spec_augment", hasattr(c, "mask_time_prob")) for c in configs)
         return "model.config.apply_spec_augment = False" if masks_steps else ""
 
-    def during_capture(self) -> AbstractContextManager[None]:
+    def during_capture(self, exactly: bool) -> AbstractContextManager[None]:
         """Attention leaves out the masks that it leaves out on one device, where this makes a difference."""
-        return masks.as_on_one_device()
+        return masks.as_on_one_device(exactly)
 
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns the formula of the head that TRL's trainers put into a model."""

@@ -1,12 +1,16 @@
 """Masks of transformers during a capture: attention computes what it computes on one device.
 
 NOTE [Masks that transformers leaves out]
-On one device transformers looks at the padding. Without any it makes no mask, and attention with sdpa then asks its
+On one device transformers looks at the padding, and whether positions are those of several sequences. Without any it
+makes no mask, and attention with sdpa then asks its
 module whether it is causal. While a graph is captured it always makes the mask. Both are the same for a causal mask and
 a causal module, and for a bidirectional mask and a module that is not causal. Some models mix them. In transformers
 5.17 UMT5 gives bidirectional masks to modules that count as causal, and PaliGemma causal masks to modules that are not.
 So without padding they compute something else. There the look at the padding stays, as a guard
 (`passes/capture/guards/values.py`).
+
+Other models compute with the mask themselves: Doge adds its own to it, and without one its attention is not causal at
+all. What they compute is unknown here. So they are captured `exactly`: each look at the padding stays.
 """
 
 from __future__ import annotations
@@ -18,12 +22,19 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
-from autotp.passes.capture.repeats.record import outside_of
+from autotp.model_library import CapturedExactly
+from autotp.passes.capture.repeats.record import again, begin, end, outside_of
 
 MASKS, ATTENTION = "transformers.masking_utils", "transformers.modeling_utils"
 LEAVES_OUT = {"_ignore_causal_mask_sdpa": True, "_ignore_bidirectional_mask_sdpa": False}
 """Function of transformers that says whether a mask is left out -> whether that mask is causal."""
+KNOWN_WITHOUT = {"__get__", "dim", "size", "is_floating_point", "numel"}
+"""Functions that read no numbers: a property such as `shape` is `__get__`."""
+RECORDING = (begin, end, again)
+"""A block's arguments and results pass through these."""
 
 
 class _Made(NamedTuple):
@@ -40,9 +51,46 @@ class _Made(NamedTuple):
     left_out: Callable[[], bool]
 
 
+class _OfOthers(TorchFunctionMode):
+    """A mode that raises CapturedExactly where other functions than attention read a mask that may be left out.
+
+    Attributes:
+        made: the masks.
+        attends: whether attention runs.
+    """
+
+    def __init__(self, made: list[_Made]) -> None:
+        super().__init__()
+        self.made, self.attends = made, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        reads = not (self.attends or func in RECORDING or getattr(func, "__name__", "") in KNOWN_WITHOUT)
+        if reads and self._are_among(args, kwargs):
+            raise CapturedExactly
+        return func(*args, **kwargs)
+
+    def _are_among(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """True if one of the arguments is such a mask."""
+        if not self.made:
+            return False
+        return any(isinstance(x, Tensor) and _among(self.made, x) for x in pytree.tree_leaves((args, kwargs)))
+
+
+def _among(made: list[_Made], x: Any) -> _Made | None:
+    """Returns what is known of a mask; None for another tensor."""
+    mask = outside_of(x)
+    return next((one for one in made if one.mask is mask), None)
+
+
 @contextmanager
-def as_on_one_device() -> Iterator[None]:
-    """A region in which attention leaves a mask out where one device does. NOTE [Masks that transformers leaves out]"""
+def as_on_one_device(exactly: bool) -> Iterator[None]:
+    """A region in which attention leaves a mask out where one device does. NOTE [Masks that transformers leaves out]
+
+    Args:
+        exactly: whether transformers looks at the padding as on one device. Without it, it does so where this makes a
+            difference to attention; raises CapturedExactly if the model reads such a mask in another way.
+    """
     masks, attention = sys.modules.get(MASKS), sys.modules.get(ATTENTION)
     known = masks is not None and all(hasattr(masks, name) for name in (*LEAVES_OUT, "is_tracing"))
     if not known or not hasattr(attention, "AttentionInterface"):
@@ -51,12 +99,18 @@ def as_on_one_device() -> Iterator[None]:
     noted: list[tuple[bool, Callable[[], bool]]] = []
     made: list[_Made] = []
     with ExitStack() as stack:
+        if exactly:
+            stack.enter_context(_looking(masks))
+            yield
+            return
+        stack.enter_context(patch.object(masks, "is_tracing", _unanswered(masks.is_tracing, noted)))  # type: ignore[union-attr]
         for name, causal in LEAVES_OUT.items():
             stack.enter_context(patch.object(masks, name, _noting(masks, getattr(masks, name), causal, noted)))
+        others = stack.enter_context(_OfOthers(made))
         makers = masks.AttentionMaskInterface._global_mapping  # type: ignore[union-attr]
         stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], noted, made)}))
         readers = attention.AttentionInterface._global_mapping  # type: ignore[union-attr]
-        stack.enter_context(patch.dict(readers, {"sdpa": _reading(readers["sdpa"], made)}))
+        stack.enter_context(patch.dict(readers, {"sdpa": _reading(readers["sdpa"], others)}))
         yield
 
 
@@ -65,7 +119,7 @@ def _noting(masks: Any, real: Callable[..., bool], causal: bool, noted: list[Any
 
     def asked(*args: Any, **kwargs: Any) -> bool:
         def left_out() -> bool:
-            with patch.object(masks, "is_tracing", lambda *_: False):
+            with _looking(masks):
                 return bool(real(*args, **kwargs))
 
         noted.append((causal, left_out))
@@ -74,30 +128,54 @@ def _noting(masks: Any, real: Callable[..., bool], causal: bool, noted: list[Any
     return asked
 
 
+def _looking(masks: Any) -> Any:
+    """Returns a region in which transformers looks at the padding and at positions, as on one device."""
+    return patch.object(masks, "is_tracing", lambda *_: False)
+
+
+def _unanswered(real: Callable[..., bool], noted: list[Any]) -> Callable[..., bool]:
+    """Returns transformers' question whether it is traced, which notes that another look is left out: at positions.
+
+    It comes before causal masks only. Whether one device makes the mask is then not known.
+    """
+
+    def left_out() -> bool:
+        raise CapturedExactly
+
+    def asked(*args: Any) -> bool:
+        noted.append((True, left_out))
+        return real(*args)
+
+    return asked
+
+
 def _making(real: Callable[..., Any], noted: list[Any], made: list[_Made]) -> Callable[..., Any]:
     """Returns a function that makes a mask, and notes whether one device may leave it out."""
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        noted.clear()
         found = real(*args, **kwargs)
         if noted and isinstance(found, Tensor):
             made.append(_Made(found, *noted[-1]))
+        noted.clear()
         return found
 
     return mask
 
 
-def _reading(real: Callable[..., Any], made: list[_Made]) -> Callable[..., Any]:
+def _reading(real: Callable[..., Any], others: _OfOthers) -> Callable[..., Any]:
     """Returns an attention that asks whether a mask is left out, where this makes a difference."""
 
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        mask = outside_of(attention_mask)
-        known = next((one for one in made if one.mask is mask), None)
+        known = _among(others.made, attention_mask)
         if known is not None:
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             if bool(causal) != known.causal and query.shape[2] > 1 and known.left_out():
                 attention_mask = None
-        return real(module, query, key, value, attention_mask, *args, **kwargs)
+        others.attends = True
+        try:
+            return real(module, query, key, value, attention_mask, *args, **kwargs)
+        finally:
+            others.attends = False
 
     return attention

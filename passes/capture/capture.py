@@ -20,6 +20,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autotp.errors import Error
+from autotp.model_library import CapturedExactly
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.exported_program import convert_program, like
@@ -86,26 +87,10 @@ def capture(
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING, empty_caches(skeleton):
         call = _Call(skeleton, leaves, spec, autocast, wanted, symbols)
-        found = _reads(call, opened, values) if values.places else NO_VALUES
-        expected = found if isinstance(found, KnownValues) else NO_VALUES
-        while True:
-            try:
-                result = _captured_once(call, once, opened, expected)
-            except LongSize:
-                call = replace(call, symbols=FEWER[call.symbols])
-                continue
-            if isinstance(result, Captured):
-                return replace(result, places=expected.places)
-            if isinstance(result, _NeedsValues):
-                found = _reads(call, opened, KnownValues(expected.places | result.places, values.outcomes))
-                if isinstance(found, Error) or found.places == expected.places:
-                    return replace(result.without(found), places=expected.places)
-                expected = found
-                continue
-            if opened | result == opened:
-                names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(result.slots))
-                raise Error(f"forward writes into {names} in a way that a graph cannot", fix="a buffer")
-            opened |= result
+        try:
+            return _captured(call, once, opened, values)
+        except CapturedExactly:
+            return _captured(replace(call, exactly=True), once, opened, values)
 
 
 def _expect_plain_tensors(leaves: list[Any]) -> None:
@@ -126,7 +111,15 @@ def _expect_plain_tensors(leaves: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that is captured: the model on meta, its flattened arguments, the modes around it, its symbolic sizes."""
+    """A call that is captured.
+
+    Attributes:
+        skeleton: the model on meta.
+        leaves, spec: its flattened arguments.
+        autocast, wanted: the modes around it.
+        symbols: the sizes that are symbols.
+        exactly: as for `autotp.model_library.during_capture`.
+    """
 
     skeleton: nn.Module
     leaves: list[Any]
@@ -134,6 +127,7 @@ class _Call:
     autocast: Autocast
     wanted: GradientsWanted
     symbols: Symbols
+    exactly: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,6 +147,30 @@ class _NeedsValues:
         if isinstance(self.instead, Error):
             raise found if isinstance(found, Error) else self.instead
         return self.instead
+
+
+def _captured(call: _Call, once: bool, opened: Opened, values: KnownValues) -> Captured:
+    """Captures as often as a capture says what the next one needs. Arguments as for `capture`."""
+    found = _reads(call, opened, values) if values.places else NO_VALUES
+    expected = found if isinstance(found, KnownValues) else NO_VALUES
+    while True:
+        try:
+            result = _captured_once(call, once, opened, expected)
+        except LongSize:
+            call = replace(call, symbols=FEWER[call.symbols])
+            continue
+        if isinstance(result, Captured):
+            return replace(result, places=expected.places)
+        if isinstance(result, _NeedsValues):
+            found = _reads(call, opened, KnownValues(expected.places | result.places, values.outcomes))
+            if isinstance(found, Error) or found.places == expected.places:
+                return replace(result.without(found), places=expected.places)
+            expected = found
+            continue
+        if opened | result == opened:
+            names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(result.slots))
+            raise Error(f"forward writes into {names} in a way that a graph cannot", fix="a buffer")
+        opened |= result
 
 
 def _captured_once(call: _Call, once: bool, opened: Opened, expected: KnownValues) -> Captured | Opened | _NeedsValues:
@@ -203,7 +221,7 @@ def _flat(call: _Call, opened: Opened, reading: Reading) -> tuple[Flat, tuple[An
     model = copy_on(call.skeleton, call.autocast.device, originals)
     held = values_at(model, opened.slots, opened.numbers - opened.fixed)
     asked = GradientQueries(call.wanted)
-    flat = Flat(model, call.spec, call.leaves, list(held), asked, reading)
+    flat = Flat(model, call.spec, call.leaves, list(held), asked, reading, call.exactly)
     flat.originals = originals
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     return flat, _example([*tensors, *held.values()], call.autocast, call.wanted), asked
@@ -214,6 +232,8 @@ def _raised_plainly(call: _Call, opened: Opened, expected: KnownValues) -> Excep
     reading = InputValues(expected, call.autocast.device, {}, ())
     try:
         _run_plainly(call, opened, reading)
+    except CapturedExactly:
+        raise
     except Exception as error:
         return None if reads_values(error) else error
     return None
@@ -249,6 +269,8 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> KnownValues | Err
                 places |= more
             else:
                 blocked.add(error.place)
+        except CapturedExactly:
+            raise
         except Exception as error:
             needed = reading.places_of(error) - blocked
             last = next((i for i in reversed(reading.assumed) if i not in turned), None)
@@ -288,7 +310,7 @@ def _exported(flat: Flat, given: tuple[Any, ...], symbols: Symbols) -> ExportedP
         with short_sizes(symbols), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the exporter asks
             return export(flat, given, dynamic_shapes=dynamic, strict=False)
-    except (Entangled, Error):
+    except (Entangled, Error, CapturedExactly):
         raise
     except Exception as error:
         return error

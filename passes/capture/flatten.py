@@ -95,6 +95,7 @@ class Flat(nn.Module):
         opened: paths of the attributes' values that are inputs; they follow the arguments' tensors.
         asked: notes the model's questions about gradients.
         reading: gives the values that Python reads of tensors.
+        exactly: as for `autotp.model_library.during_capture`.
 
     Attributes:
         originals: `id` of a tensor that the model holds outside of its buffers -> the user's tensor, which it copies.
@@ -108,10 +109,11 @@ class Flat(nn.Module):
         opened: Sequence[Path],
         asked: GradientQueries,
         reading: Reading,
+        exactly: bool,
     ) -> None:
         super().__init__()
         self.model, self.spec, self.leaves, self.opened = model, spec, leaves, opened
-        self.asked, self.reading = asked, reading
+        self.asked, self.reading, self.exactly = asked, reading, exactly
         self.originals: dict[int, Tensor] = {}
         self.returned = Returned()  # The exporter undoes assignments to the module itself, but not to this object.
 
@@ -153,7 +155,7 @@ class Flat(nn.Module):
         before, buffers = Before(self.model), dict(self.model.named_buffers())
         of_names = NamedBefore(self.model)
         try:
-            with self.reading, around_forward(self.model, self.asked):
+            with self.reading, around_forward(self.model, self.asked, self.exactly):
                 changed = states((args, kwargs))
                 result = self.model(*args, **kwargs)
                 found, self.returned.spec = outcome(result, changed)

@@ -96,11 +96,15 @@ def around_export(model: nn.Module, repeats: Repeats | None) -> Iterator[Reads]:
 
 
 @contextmanager
-def around_forward(model: nn.Module, asked: GradientQueries) -> Iterator[None]:
-    """A region for one run of the model: behaviour that a graph would lose is noted or refused."""
+def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool) -> Iterator[None]:
+    """A region for one run of the model: behaviour that a graph would lose is noted or refused.
+
+    Args:
+        exactly: as for `autotp.model_library.during_capture`.
+    """
     with (
-        none_caught(), during_capture(), ReplacedFunctions(), nothing_lost(model), CertainComparisons(), asked,
-        asked.answering(), without_python_random(model), without_seeds(),
+        none_caught(), during_capture(exactly), ReplacedFunctions(), nothing_lost(model), CertainComparisons(),
+        asked, asked.answering(), without_python_random(model), without_seeds(),
     ):  # fmt: skip
         yield
 

@@ -12,6 +12,8 @@ from transformers import (
     BartModel,
     BertConfig,
     BertModel,
+    DogeConfig,
+    DogeModel,
     GemmaConfig,
     GemmaModel,
     LlamaConfig,
@@ -42,6 +44,11 @@ def bart() -> nn.Module:
     return BartModel(BartConfig(vocab_size=60, d_model=32, dropout=0.0, **sizes))
 
 
+def doge() -> nn.Module:
+    """Adds a mask of its own to the causal one; without a causal one its attention is not causal."""
+    return DogeModel(DogeConfig(**SIZES, num_key_value_heads=2, keep_window_size=64))
+
+
 class Mixed(GemmaModel):  # type: ignore[misc]
     """Gives causal masks to attention whose modules say that they are not causal, as PaliGemma."""
 
@@ -51,15 +58,15 @@ class Mixed(GemmaModel):  # type: ignore[misc]
             layer.self_attn.is_causal = False
 
 
-def call(model: nn.Module, mask: Tensor) -> dict[str, Any]:
-    given = {"input_ids": IDS, "attention_mask": mask}
+def call(model: nn.Module, mask: Tensor | None) -> dict[str, Any]:
+    given = {"input_ids": IDS, **({} if mask is None else {"attention_mask": mask})}
     return {**given, "decoder_input_ids": IDS} if isinstance(model, UMT5Model | BartModel) else given
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("mask", [FULL, PADDED], ids=["full", "padded"])
-@pytest.mark.parametrize("make", [umt5, bart, Mixed], ids=["umt5", "bart", "mixed"])
-def test_equal_to_one_device(make: Any, mask: Tensor) -> None:
+@pytest.mark.parametrize("mask", [FULL, PADDED, None], ids=["full", "padded", "none"])
+@pytest.mark.parametrize("make", [umt5, bart, Mixed, doge], ids=["umt5", "bart", "mixed", "doge"])
+def test_equal_to_one_device(make: Any, mask: Tensor | None) -> None:
     torch.manual_seed(0)
     model = make().eval()
     report = autotp.verify(model, 2, example_inputs=call(model, mask))
@@ -81,12 +88,14 @@ def test_no_look_at_the_padding(mask: Tensor) -> None:
 def test_a_look_where_it_makes_a_difference() -> None:
     assert set(reads(Mixed(), FULL)) == {True}
     assert set(reads(Mixed(), PADDED)) == {False}
+    assert set(reads(doge(), FULL)) == {True}
+    assert set(reads(doge(), PADDED)) == {False}
 
 
 def test_the_region_ends() -> None:
     from transformers import masking_utils, modeling_utils
 
     before = masking_utils._ignore_causal_mask_sdpa, modeling_utils.AttentionInterface._global_mapping["sdpa"]
-    with as_on_one_device():
+    with as_on_one_device(False):
         assert masking_utils._ignore_causal_mask_sdpa is not before[0]
     assert (masking_utils._ignore_causal_mask_sdpa, modeling_utils.AttentionInterface._global_mapping["sdpa"]) == before
