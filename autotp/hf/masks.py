@@ -10,7 +10,8 @@ So without padding they compute something else. There the look at the padding st
 (`passes/capture/guards/values.py`).
 
 Other models compute with the mask themselves: Doge adds its own to it, and without one its attention is not causal at
-all. What they compute is unknown here. So they are captured `exactly`: each look at the padding stays.
+all. What they compute is unknown here. So they are captured `exactly`: each look at the padding stays. So are models
+that fail in a capture, for the mask may be the cause.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autotp.errors import Error
 from autotp.model_library import CapturedExactly
+from autotp.passes.capture.guards.values import reads_values
 from autotp.passes.capture.repeats.record import again, begin, end, outside_of
 
 MASKS, ATTENTION = "transformers.masking_utils", "transformers.modeling_utils"
@@ -49,6 +52,24 @@ class _Made(NamedTuple):
     mask: Tensor
     causal: bool
     left_out: Callable[[], bool]
+
+
+class _Looks:
+    """The looks that a capture leaves out.
+
+    Attributes:
+        since: those since the last mask was made: whether it is causal, and what `_Made.left_out` is.
+        any: whether there were any.
+    """
+
+    def __init__(self) -> None:
+        self.since: list[tuple[bool, Callable[[], bool]]] = []
+        self.any = False
+
+    def note(self, causal: bool, left_out: Callable[[], bool]) -> None:
+        """Notes a look that is left out."""
+        self.since.append((causal, left_out))
+        self.any = True
 
 
 class _OfOthers(TorchFunctionMode):
@@ -96,25 +117,29 @@ def as_on_one_device(exactly: bool) -> Iterator[None]:
     if not known or not hasattr(attention, "AttentionInterface"):
         yield
         return
-    noted: list[tuple[bool, Callable[[], bool]]] = []
-    made: list[_Made] = []
+    looks, made = _Looks(), list[_Made]()
     with ExitStack() as stack:
         if exactly:
             stack.enter_context(_looking(masks))
             yield
             return
-        stack.enter_context(patch.object(masks, "is_tracing", _unanswered(masks.is_tracing, noted)))  # type: ignore[union-attr]
+        stack.enter_context(patch.object(masks, "is_tracing", _unanswered(masks.is_tracing, looks)))  # type: ignore[union-attr]
         for name, causal in LEAVES_OUT.items():
-            stack.enter_context(patch.object(masks, name, _noting(masks, getattr(masks, name), causal, noted)))
+            stack.enter_context(patch.object(masks, name, _noting(masks, getattr(masks, name), causal, looks)))
         others = stack.enter_context(_OfOthers(made))
         makers = masks.AttentionMaskInterface._global_mapping  # type: ignore[union-attr]
-        stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], noted, made)}))
+        stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], looks, made)}))
         readers = attention.AttentionInterface._global_mapping  # type: ignore[union-attr]
         stack.enter_context(patch.dict(readers, {"sdpa": _reading(readers["sdpa"], others)}))
-        yield
+        try:
+            yield
+        except Exception as error:  # For example a model's own test of a mask's shape.
+            if looks.any and not isinstance(error, Error | CapturedExactly) and not reads_values(error):
+                raise CapturedExactly from error
+            raise
 
 
-def _noting(masks: Any, real: Callable[..., bool], causal: bool, noted: list[Any]) -> Callable[..., bool]:
+def _noting(masks: Any, real: Callable[..., bool], causal: bool, looks: _Looks) -> Callable[..., bool]:
     """Returns a function that notes the question whether a mask is left out, and says no."""
 
     def asked(*args: Any, **kwargs: Any) -> bool:
@@ -122,7 +147,7 @@ def _noting(masks: Any, real: Callable[..., bool], causal: bool, noted: list[Any
             with _looking(masks):
                 return bool(real(*args, **kwargs))
 
-        noted.append((causal, left_out))
+        looks.note(causal, left_out)
         return False
 
     return asked
@@ -133,7 +158,7 @@ def _looking(masks: Any) -> Any:
     return patch.object(masks, "is_tracing", lambda *_: False)
 
 
-def _unanswered(real: Callable[..., bool], noted: list[Any]) -> Callable[..., bool]:
+def _unanswered(real: Callable[..., bool], looks: _Looks) -> Callable[..., bool]:
     """Returns transformers' question whether it is traced, which notes that another look is left out: at positions.
 
     It comes before causal masks only. Whether one device makes the mask is then not known.
@@ -143,20 +168,20 @@ def _unanswered(real: Callable[..., bool], noted: list[Any]) -> Callable[..., bo
         raise CapturedExactly
 
     def asked(*args: Any) -> bool:
-        noted.append((True, left_out))
+        looks.note(True, left_out)
         return real(*args)
 
     return asked
 
 
-def _making(real: Callable[..., Any], noted: list[Any], made: list[_Made]) -> Callable[..., Any]:
+def _making(real: Callable[..., Any], looks: _Looks, made: list[_Made]) -> Callable[..., Any]:
     """Returns a function that makes a mask, and notes whether one device may leave it out."""
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
-        if noted and isinstance(found, Tensor):
-            made.append(_Made(found, *noted[-1]))
-        noted.clear()
+        if looks.since and isinstance(found, Tensor):
+            made.append(_Made(found, *looks.since[-1]))
+        looks.since.clear()
         return found
 
     return mask

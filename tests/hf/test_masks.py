@@ -21,6 +21,7 @@ from transformers import (
     UMT5Config,
     UMT5Model,
 )
+from transformers.masking_utils import create_bidirectional_mask
 
 import autotp
 from autotp.compiler import analyse
@@ -90,6 +91,28 @@ def test_a_look_where_it_makes_a_difference() -> None:
     assert set(reads(Mixed(), PADDED)) == {False}
     assert set(reads(doge(), FULL)) == {True}
     assert set(reads(doge(), PADDED)) == {False}
+
+
+class Expecting(nn.Module):
+    """Takes no mask: on one device, without padding, transformers makes none. x: [rows, seq, 32]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.up = BertConfig(**SIZES, attn_implementation="eager"), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=x, attention_mask=padding)
+        if mask is not None:
+            raise ValueError(f"a mask of {mask.shape}")
+        return self.up(x).square().mean()
+
+
+def test_a_model_that_fails_with_a_mask() -> None:
+    """It runs as on one device; with padding it fails there, too."""
+    inputs = torch.randn(2, 7, 32), FULL
+    assert autotp.verify(Expecting(), 2, example_inputs=inputs).ok
+    with pytest.raises(autotp.Error, match="does not run on these inputs: ValueError: a mask of"):
+        autotp.verify(Expecting(), 2, example_inputs=(inputs[0], PADDED))
 
 
 def test_the_region_ends() -> None:
