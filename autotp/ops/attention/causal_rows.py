@@ -94,10 +94,9 @@ def _differentiable(
     query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, pieces: Pieces, scale: float | None
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of query, key and value by products, which have derivatives: no fused kernel has."""
-    read = tuple(x.view_as(x) for x in (query, key, value))
-    read = tuple(x if x.requires_grad else x.requires_grad_() for x in read)
-    weights, values = attention_weights(*read, _mask(key, pieces), False, scale, False)
-    return torch.autograd.grad(weights @ values, read, gradient, create_graph=True)
+    q, k, v = (x if x.requires_grad else x.requires_grad_() for x in map(torch.clone, (query, key, value)))
+    weights, values = attention_weights(q, k, v, _mask(k, pieces), False, scale, False)
+    return torch.autograd.grad(weights @ values, (q, k, v), gradient, create_graph=True)
 
 
 def _bias(query: Tensor, start: int, stop: int) -> Tensor:
