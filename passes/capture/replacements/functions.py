@@ -20,4 +20,7 @@ class ReplacedFunctions(TorchFunctionMode):
             func = Tensor.detach  # The exporter loses what `x.data` comes from.
         elif func in ctc_loss.REPLACED:
             func = ctc_loss.ctc_loss
-        return func(*args, **(kwargs or {}))
+        given = dict(kwargs or {})
+        if given.get("generator", func) is None:  # The operator with a generator takes no symbols as sizes.
+            del given["generator"]
+        return func(*args, **given)

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autotp
 from autotp.passes.capture.replacements.functions import ReplacedFunctions
 
 
@@ -38,3 +40,19 @@ def test_the_ctc_loss() -> None:
         torch.testing.assert_close(mine, F.ctc_loss(*given))
     assert "autotp::ctc_loss" in inside.names
     assert "autotp::ctc_loss" not in outside.names
+
+
+class Noisy(nn.Module):
+    """Adds noise of a symbolic size, from no generator of its own. x: [rows, 4]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn((x.shape[0], 8), generator=None, dtype=x.dtype)
+        return self.down(self.up(x).relu() + noise)
+
+
+def test_no_generator() -> None:
+    assert autotp.verify(Noisy(), 2, example_inputs=torch.randn(3, 4)).ok
