@@ -77,7 +77,7 @@ class ModelLibrary:
 
         Args:
             exactly: whether each of the model's questions is answered by a look at the values. Without it those are
-                left out whose answer makes no difference; raises `CapturedExactly` where this is not known.
+                left out whose answer makes no difference; raises `NeedsExactCapture` where this is not known.
         """
         return nullcontext()
 
@@ -86,7 +86,7 @@ class ModelLibrary:
         return None
 
 
-class CapturedExactly(Exception):
+class NeedsExactCapture(Exception):
     """The model has to be captured with `exactly`: see `ModelLibrary.during_capture`."""
 
 

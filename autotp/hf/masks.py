@@ -1,17 +1,16 @@
 """Masks of transformers during a capture: attention computes what it computes on one device.
 
 NOTE [Masks that transformers leaves out]
-On one device transformers looks at the padding, and whether positions are those of several sequences. Without any it
-makes no mask, and attention with sdpa then asks its
-module whether it is causal. While a graph is captured it always makes the mask. Both are the same for a causal mask and
-a causal module, and for a bidirectional mask and a module that is not causal. Some models mix them. In transformers
-5.17 UMT5 gives bidirectional masks to modules that count as causal, and PaliGemma causal masks to modules that are not.
-So without padding they compute something else. There the look at the padding stays, as a guard
-(`passes/capture/guards/values.py`).
+On one device transformers looks at the padding, and whether the positions are those of several packed sequences. If
+there is neither, it makes no mask, and attention with sdpa then asks its module whether it is causal. While a graph is
+captured, transformers always makes the mask. Both are the same for a causal mask and a causal module, and for a
+bidirectional mask and a module that is not causal. Some models mix them. In transformers 5.17 UMT5 gives bidirectional
+masks to modules that count as causal, and PaliGemma causal masks to modules that are not. So without padding they
+compute something else. There the look at the padding stays, as a guard (`passes/capture/guards/values.py`).
 
-Other models compute with the mask themselves: Doge adds its own to it, and without one its attention is not causal at
-all. What they compute is unknown here. So they are captured `exactly`: each look at the padding stays. So are models
-that fail in a capture, for the mask may be the cause.
+Other models compute with the mask themselves. Doge adds a mask of its own to it; without the causal mask its attention
+is not causal at all. What such a model computes is not known here, so it is captured `exactly`: each look stays. A
+model that fails in a capture is captured so once more, because the mask may be the cause.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.model_library import CapturedExactly
+from autotp.model_library import NeedsExactCapture
 from autotp.passes.capture.guards.values import reads_values
 from autotp.passes.capture.repeats.record import again, begin, end, outside_of
 
@@ -55,25 +54,25 @@ class _Made(NamedTuple):
 
 
 class _Looks:
-    """The looks that a capture leaves out.
+    """The looks at the padding and at positions that a capture leaves out.
 
     Attributes:
-        since: those since the last mask was made: whether it is causal, and what `_Made.left_out` is.
-        any: whether there were any.
+        since: those since the last mask was made: `causal` and `left_out` of the next mask, as in `_Made`.
+        ever: whether there was one.
     """
 
     def __init__(self) -> None:
         self.since: list[tuple[bool, Callable[[], bool]]] = []
-        self.any = False
+        self.ever = False
 
     def note(self, causal: bool, left_out: Callable[[], bool]) -> None:
         """Notes a look that is left out."""
         self.since.append((causal, left_out))
-        self.any = True
+        self.ever = True
 
 
 class _OfOthers(TorchFunctionMode):
-    """A mode that raises CapturedExactly where other functions than attention read a mask that may be left out.
+    """A mode that raises NeedsExactCapture where other functions than attention read a mask that may be left out.
 
     Attributes:
         made: the masks.
@@ -88,7 +87,7 @@ class _OfOthers(TorchFunctionMode):
         kwargs = kwargs or {}
         reads = not (self.attends or func in RECORDING or getattr(func, "__name__", "") in KNOWN_WITHOUT)
         if reads and self._are_among(args, kwargs):
-            raise CapturedExactly
+            raise NeedsExactCapture
         return func(*args, **kwargs)
 
     def _are_among(self, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -110,7 +109,7 @@ def as_on_one_device(exactly: bool) -> Iterator[None]:
 
     Args:
         exactly: whether transformers looks at the padding as on one device. Without it, it does so where this makes a
-            difference to attention; raises CapturedExactly if the model reads such a mask in another way.
+            difference to attention; raises NeedsExactCapture if the model reads such a mask in another way.
     """
     masks, attention = sys.modules.get(MASKS), sys.modules.get(ATTENTION)
     known = masks is not None and all(hasattr(masks, name) for name in (*LEAVES_OUT, "is_tracing"))
@@ -134,8 +133,8 @@ def as_on_one_device(exactly: bool) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # For example a model's own test of a mask's shape.
-            if looks.any and not isinstance(error, Error | CapturedExactly) and not reads_values(error):
-                raise CapturedExactly from error
+            if looks.ever and not isinstance(error, Error | NeedsExactCapture) and not reads_values(error):
+                raise NeedsExactCapture from error
             raise
 
 
@@ -159,13 +158,14 @@ def _looking(masks: Any) -> Any:
 
 
 def _unanswered(real: Callable[..., bool], looks: _Looks) -> Callable[..., bool]:
-    """Returns transformers' question whether it is traced, which notes that another look is left out: at positions.
+    """Returns transformers' question whether it is traced, which notes that a look is left out.
 
-    It comes before causal masks only. Whether one device makes the mask is then not known.
+    Transformers asks it before a look at positions, which are those of a causal mask. The answer of one device is not
+    known here.
     """
 
     def left_out() -> bool:
-        raise CapturedExactly
+        raise NeedsExactCapture
 
     def asked(*args: Any) -> bool:
         looks.note(True, left_out)

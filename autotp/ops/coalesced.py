@@ -6,7 +6,8 @@ NOTE [A gradient that some ranks lack] torch may leave out a gradient where a ra
 no position of a sequence. The ranks send the gradients of a block in one piece of memory, so each rank must send the
 same number of bytes. A rank sends zeros for a gradient that it lacks. These zeros are negative: IEEE 754 sums negative
 zeros to a negative zero, and any other sum to something else. So ranks see without another message whether all of them
-lack a gradient, as in a backward of a part of the graph. Then there is none here either, as on one device.
+lack a gradient, as in a backward of a part of the graph. Then there is none here either, as on one device. (Where a
+rank lacks a gradient that is -0.0 everywhere on the others, this rank has none, and the others have zeros.)
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autotp.errors import Error
-from autotp.model_library import CapturedExactly
+from autotp.model_library import NeedsExactCapture
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.exported_program import convert_program, like
@@ -89,7 +89,7 @@ def capture(
         call = _Call(skeleton, leaves, spec, autocast, wanted, symbols)
         try:
             return _captured(call, once, opened, values)
-        except CapturedExactly:
+        except NeedsExactCapture:
             return _captured(replace(call, exactly=True), once, opened, values)
 
 
@@ -232,7 +232,7 @@ def _raised_plainly(call: _Call, opened: Opened, expected: KnownValues) -> Excep
     reading = InputValues(expected, call.autocast.device, {}, ())
     try:
         _run_plainly(call, opened, reading)
-    except CapturedExactly:
+    except NeedsExactCapture:
         raise
     except Exception as error:
         return None if reads_values(error) else error
@@ -269,7 +269,7 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> KnownValues | Err
                 places |= more
             else:
                 blocked.add(error.place)
-        except CapturedExactly:
+        except NeedsExactCapture:
             raise
         except Exception as error:
             needed = reading.places_of(error) - blocked
@@ -310,7 +310,7 @@ def _exported(flat: Flat, given: tuple[Any, ...], symbols: Symbols) -> ExportedP
         with short_sizes(symbols), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the exporter asks
             return export(flat, given, dynamic_shapes=dynamic, strict=False)
-    except (Entangled, Error, CapturedExactly):
+    except (Entangled, Error, NeedsExactCapture):
         raise
     except Exception as error:
         return error
