@@ -24,8 +24,8 @@ from autotp.passes.builder import Builder
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import FORMS, localize
 from autotp.passes.plan.infer_axes import Axes, Bound, Factor, infer_axes
-from autotp.rules.call import outputs_of
-from autotp.rules.registry import USER_RULES
+from autotp.rules.call import call_of, outputs_of
+from autotp.rules.registry import USER_RULES, rule_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, Size, find, leaves, product, unify
@@ -50,7 +50,8 @@ def prove(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], t
             return [f"{op}: the rule does not fit: {type(error).__name__}: {error}"]
         bound = axes.bound.get(node)
         if bound is None or not bound.known:
-            return []
+            rule = None if bound is None else rule_of(call_of(node))
+            return [] if rule is None else [f"{op}: the rule does not fit: {rule}"]
         trial = _Trial(node, axes, bound, tp)
         if op in USER_RULES and not trial.repeats():
             return [f"{op}: two runs on the same numbers differ, and no rule can say how"]
