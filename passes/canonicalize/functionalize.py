@@ -241,7 +241,8 @@ def _form(op: OpOverload) -> OpOverload | None:
 
     The overload's name does not tell: `pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor.
     """
-    namespace, _, name = op._schema.name.removesuffix("_").partition("::")
+    namespace, _, written = op._schema.name.partition("::")
+    name = f"__{written[3:]}" if written.startswith("__i") else written.removesuffix("_")  # `__ior__` of `x |= y`.
     library, wanted = getattr(torch.ops, namespace), _types(op)
     packets = [getattr(library, n) for n in (name, f"{name}_functional") if hasattr(library, n)]
     found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]

@@ -107,6 +107,21 @@ def test_the_form_that_returns_a_tensor(target: Any, args: tuple[Any, ...]) -> N
     expect_same(graph, found, [X])
 
 
+@pytest.mark.parametrize("name", ["__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__"])
+def test_operators_that_python_writes_with_an_equals_sign(name: str) -> None:
+    """`mask |= other` and `mask[0] |= other` are operators of their own in a graph."""
+    given = torch.tensor([[5, 2, 1], [6, 0, 3]])
+
+    def make(call: Any, x: Any) -> Any:
+        y = call(aten.clone.default, x)
+        call(getattr(aten, name).Tensor, call(aten.select.int, y, 0, 0), torch.tensor([1, 2, 1]))
+        return y, call(getattr(aten, name).Scalar, y, 1)
+
+    graph = draft(make, x=given)
+    found, _ = functionalize(graph, [])
+    expect_same(graph, found, [given])
+
+
 def other_view(call: Any, x: Any) -> Any:
     """A view taken before the write, of the same memory, shows it; what was computed before does not."""
     y = call(aten.clone.default, x)
