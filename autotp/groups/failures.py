@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from autotp.errors import Error
 from autotp.groups.process_group import axis_of, called, process_group, seat
+from autotp.groups.shared_memory import APART
 
 Informed = Callable[[Callable[[int], str], Sequence[int]], str]
 """A function that returns why other ranks do not answer, or "".
@@ -75,6 +76,8 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
         seen = "a peer did not answer within the group's timeout"
     elif any(sign in text for sign in ("connection", "peer", "gloo/transport", "nccl", "socket", "broken pipe")):
         seen = "a peer closed its connection"
+    elif text.startswith(APART):
+        seen = str(error)
     else:
         return None
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import ProcessGroup
 
 from autotp.groups.process_group import process_group
+from autotp.groups.shared_memory import started_here
 
 METHODS = "send", "recv", "recv_anysource", "monitored_barrier"
 """The methods of a process group that some ranks may call alone, or in which ranks start different numbers."""
@@ -56,7 +57,7 @@ def install() -> Callable[[], None]:
 
 def _started(group: Any) -> int:
     try:
-        return int(group._get_sequence_number_for_group())
+        return int(group._get_sequence_number_for_group()) + started_here(group)
     except RuntimeError:  # Backends of others need not number what they start.
         return 0
 

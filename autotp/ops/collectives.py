@@ -27,7 +27,8 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from autotp.errors import Error
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of, process_group, seat
-from autotp.ops.eager_mode import apply_plain, is_kept, is_observed, is_plain
+from autotp.groups.shared_memory import channel_of
+from autotp.ops.eager_mode import apply_plain, is_computed, is_kept, is_observed, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
 
@@ -304,6 +305,17 @@ def communicate(name: str, *args: Any) -> Tensor:
         return _wait(*_launch(name, args))
 
 
+class Arrived:
+    """A collective whose result is there already."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+ARRIVED = Arrived()
+Work = dist.Work | Arrived
+_SMALL = {"all_reduce": "", "all_reduce_": "", "all_gather_into_tensor": "gather"}
+"""The collectives that run through shared memory for small tensors -> their kind there; "": the sum's operation."""
 Started = Callable[[], Tensor]
 """A running collective: a function that waits for the result and returns it."""
 
@@ -341,13 +353,40 @@ def _start(name: str, *args: Any) -> Started:
     return received
 
 
-def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
+def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
     own, x, rest = _GROUP_METHODS.get(name), in_memory(args[0]), args[1:]
-    if own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex():
+    observed = own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex()
+    if x.device.type == "cpu" and (found := _through_memory(name, x, rest, observed)) is not None:
+        return found, ARRIVED
+    if observed:
         name = "all_reduce" if name == "all_reduce_" and is_kept(x) else name  # A broadcast has to be in place.
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
+    assert own is not None
     return own(process_group(rest[-1]), x, *rest[:-1])
+
+
+def _through_memory(name: str, x: Tensor, rest: tuple[Any, ...], observed: bool) -> Tensor | None:
+    """Returns the result of a collective of a small tensor through memory that ranks share; None if it did not run."""
+    if not is_computed(x):
+        return None
+    group = process_group(rest[-1])
+    shared = channel_of(group)
+    if shared is None:
+        return None
+    kind = _SMALL.get(name)
+    if kind is None or not shared.takes(x):
+        shared.pass_by()
+        return None
+    kind = kind or rest[0]
+    if observed:
+        shared.leave_to_torch(group, x, kind)
+        return None
+    if kind == "gather":
+        found = x.new_empty((rest[0] * x.shape[0], *x.shape[1:]))
+        return found if shared.gather(group, x, found) else None
+    found = x if name == "all_reduce_" else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return found if shared.reduce(group, x, kind, found) else None
 
 
 def in_memory(x: Tensor) -> Tensor:
@@ -361,7 +400,7 @@ def in_memory(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg()
 
 
-def _wait(found: Tensor, work: dist.Work | None) -> Tensor:
+def _wait(found: Tensor, work: Work | None) -> Tensor:
     """Waits for a collective, and returns its result."""
     if work is not None:
         work.wait()
@@ -405,7 +444,7 @@ _GROUP_METHODS: dict[str, Callable[..., tuple[Tensor, dist.Work]]] = {
 
 
 # Where Dynamo does not compile a function, it tries those that this one calls; of a process group it makes an error.
-for _function in (_launch, _wait, *_GROUP_METHODS.values()):
+for _function in (_launch, _through_memory, _wait, *_GROUP_METHODS.values()):
     set_code_exec_strategy(_function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
@@ -413,7 +452,17 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """Returns the sums of several tensors over the group, in one collective. Raises Error as `communicate` does."""
     ops = torch.ops._c10d_functional
     with in_collective("all_reduce_coalesced", group):
+        for x in xs[:1]:
+            pass_by(group, x)
         return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced([in_memory(x) for x in xs], "sum", group)]
+
+
+def pass_by(group: str, x: Tensor) -> None:
+    """Tells ranks that share memory of a collective of `x` that does not go through it."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and is_computed(x):
+        shared = channel_of(process_group(group))
+        if shared is not None:
+            shared.pass_by()
 
 
 def _is_gloo(group: str, device_type: str) -> bool:

@@ -31,6 +31,16 @@ def is_observed(x: Tensor) -> bool:
     return depth > 0 and _has_function_mode(depth)
 
 
+_TRACING = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+
+
+def is_computed(x: Tensor) -> bool:
+    """True if operators on `x` compute numbers now, whoever observes them: it is no tensor of a trace or transform."""
+    if type(x) is not Tensor or torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 or all(torch._C._get_dispatch_mode(k) is None for k in _TRACING)
+
+
 def _has_function_mode(depth: int) -> bool:
     """True in a mode for torch's functions, other than that of `torch.set_default_device`, which keeps no tensor."""
     return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(depth))

@@ -95,13 +95,14 @@ def flatten(tree: Any, known: Sequence[Any] = ()) -> tuple[list[Any], Any]:
         Error: an object holds tensors, and torch does not know how to flatten it.
     """
     leaves, spec = pytree.tree_flatten(_opened(tree, known))
-    for leaf in leaves:
+    others = [leaf for leaf in leaves if type(leaf) not in PLAIN]
+    for leaf in others:
         if isinstance(leaf, Iterator):
             raise Error(
                 f"a {type(leaf).__name__} hands out its values once, and a graph runs many times",
                 fix="a list or a tuple of the values",
             )
-    closed = {type(leaf) for leaf in leaves if _holds_tensors(leaf)}
+    closed = {type(leaf) for leaf in others if _holds_tensors(leaf)}
     for kind in closed:
         if not dataclasses.is_dataclass(kind):
             raise Error(
@@ -114,8 +115,12 @@ def flatten(tree: Any, known: Sequence[Any] = ()) -> tuple[list[Any], Any]:
 
 def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
     """Returns the tree with its states as nodes of the structure."""
+    if type(tree) in PLAIN:
+        return tree
 
     def opened(x: Any) -> Any:
+        if type(x) in PLAIN:
+            return x
         places = [i for i, one in enumerate(known) if one is x]
         if isinstance(x, torch.Size):
             return _Sizes(tuple(x))
@@ -126,7 +131,7 @@ def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
 
 def is_node(x: Any) -> bool:
     """True for a value that torch rebuilds as another type (a `torch.Size` as a tuple) or does not take apart."""
-    return is_state(x) or isinstance(x, torch.Size)
+    return type(x) not in PLAIN and (is_state(x) or isinstance(x, torch.Size))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -184,8 +189,8 @@ def unflatten_outcome(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> 
     for state, now in zip(mine, changed, strict=True):
         vars(state).clear()
         vars(state).update(vars(now))
-    result = pytree.tree_unflatten(leaves[: of_result.num_leaves], of_result)
-    return pytree.tree_map_only(StateAt, lambda known: mine[known.at], result, is_leaf=is_node)
+    inside = [mine[leaf.at] if type(leaf) is StateAt else leaf for leaf in leaves[: of_result.num_leaves]]
+    return pytree.tree_unflatten(inside, of_result)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,335 @@
+"""shared_memory: ranks of one machine exchange small tensors through memory that they share, in place of sockets.
+
+gloo sends through sockets, and each collective wakes threads: that takes 0.3 ms, however small the tensor is, and more
+where the ranks have computed before. A token of a small model needs tens of sums, one after the other.
+
+Each rank has a line of counters, and two slots for values. For its collective number k a rank writes its operand into
+slot k % 2, then into its line what it does, then k. It waits until every rank has written k, and then reads all slots.
+A slot that is still read is not overwritten: a rank writes k + 2 after it has seen k + 1 of every rank, and a rank
+writes k + 1 after it has read the slots of k.
+
+NOTE [All ranks choose one way]
+What decides whether a collective goes this way is the same on all ranks: the group, and the operand's device, dtype and
+size. One thing may differ: if other code follows the operators of a rank, such as a profiler on the first rank, that
+rank has to start torch's own operator. It writes this into its line, and then all ranks start torch's operator.
+Collectives that do not go this way are counted. So a rank that waits here for a rank that has started another collective
+is told at once, and not after the group's timeout.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import select
+import time
+import weakref
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
+
+LIMIT = 2**17
+"""The most bytes of an operand. Each rank reads those of all ranks, so for large ones gloo is faster."""
+SPINS = 2000
+"""How often a rank looks for another one before it sleeps between two looks: about 0.1 ms."""
+FIRST_SLEEP, LAST_SLEEP = 2e-5, 1e-3
+"""Seconds between two looks: they double from the first to the last."""
+LOOK = 0.05
+"""Seconds between two questions whether the other rank is still there."""
+WORDS = 8
+"""The words of a rank's line. It is one line of the processor's cache."""
+HERE, ELSEWHERE, CLOSED, SAYS = 0, 1, 2, 3
+"""Places of words: how many collectives a rank has started here, how many of another way; 1 if it has left; and what it
+does with each of the two slots."""
+APART = "ranks are at different collectives"
+"""Begins the message of a RuntimeError."""
+CPUS = 1024
+"""The most cores of a machine."""
+KINDS = "sum", "max", "gather"
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
+)  # fmt: skip
+OTHER_WAY = 1
+"""The bit of a description that says that the rank starts torch's own operator."""
+KEPT_VIEWS = 64
+"""The sizes of operands whose views of the slots are kept."""
+
+
+class Channel:
+    """The shared memory of a process group, as one rank sees it. x: [...] or flat, at most `LIMIT` bytes.
+
+    Args:
+        memory: of all ranks, mapped.
+        rank, size: this rank, and the number of ranks.
+        processes: descriptors of the other ranks' processes, by rank, which become readable when a process ends.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, processes: dict[int, int]) -> None:
+        self.rank, self.size = rank, size
+        self._words = memoryview(memory)[: _header(size)].cast("q")
+        with torch.inference_mode(False):
+            self._slots = torch.frombuffer(memory, dtype=torch.uint8)[_header(size) :].view(2, size, LIMIT)
+        self._mine, self._others = rank * WORDS, [r * WORDS for r in range(size) if r != rank]
+        self._processes, self._count, self._elsewhere, self._failed = processes, 0, 0, ""
+        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+
+    @property
+    def started(self) -> int:
+        """The number of collectives that went this way."""
+        return self._count
+
+    def takes(self, x: Tensor) -> bool:
+        """True if a tensor in memory goes this way."""
+        return x.dtype in DTYPES and x.numel() * x.element_size() <= LIMIT
+
+    def pass_by(self) -> None:
+        """Counts a collective that goes another way. Raises RuntimeError after a failure."""
+        self._expect_whole()
+        self._elsewhere += 1
+        self._words[self._mine + ELSEWHERE] = self._elsewhere
+
+    def reduce(self, group: ProcessGroup, x: Tensor, op: str, out: Tensor) -> bool:
+        """Writes the sum of the ranks' `x`, or their maximum, to `out`, which is contiguous and may be `x`.
+
+        Returns:
+            False if all ranks have to call torch's operator instead.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's timeout, has ended, or does something else.
+        """
+        parts = self._exchanged(group, x, op)
+        if parts is None:
+            return False
+        flat = out.data.view(-1)  # As c10d, it writes what autograd does not count.
+        combined = torch.add if op == "sum" else torch.maximum
+        combined(parts[0], parts[1], out=flat)
+        for part in parts[2:]:
+            combined(flat, part, out=flat)
+        return True
+
+    def gather(self, group: ProcessGroup, x: Tensor, out: Tensor) -> bool:
+        """Writes the ranks' `x` one after the other to `out`, which is contiguous. Otherwise as `reduce`."""
+        parts = self._exchanged(group, x, "gather")
+        if parts is None:
+            return False
+        torch.cat(parts, out=out.data.view(-1))
+        return True
+
+    def leave_to_torch(self, group: ProcessGroup, x: Tensor, kind: str) -> None:
+        """Tells the other ranks to call torch's operator. NOTE [All ranks choose one way]"""
+        self._exchanged(group, x, kind, other_way=True)
+
+    def close(self) -> None:
+        """Tells the other ranks that this one does not come any more."""
+        self._words[self._mine + CLOSED] = 1
+        for process in self._processes.values():
+            with suppress(OSError):
+                os.close(process)
+
+    def _exchanged(self, group: ProcessGroup, x: Tensor, kind: str, other_way: bool = False) -> list[Tensor] | None:
+        """Returns the operands of all ranks, flat; None if some rank takes the other way."""
+        self._expect_whole()
+        self._count += 1
+        slot, words = self._count % 2, self._words
+        parts = self._parts(slot, x.numel(), x.dtype)
+        if not other_way:
+            parts[self.rank].view(x.shape).copy_(x.detach())
+        says = _description(kind, x)
+        words[self._mine + SAYS + slot] = says | other_way
+        words[self._mine + HERE] = self._count
+        asked = other_way
+        for place in self._others:
+            self._await(group, place)
+            theirs = words[place + SAYS + slot]
+            if theirs & ~OTHER_WAY != says:
+                self._fail(f"{APART}: {_said(says)} here, and {_said(theirs)} on {_rank(place)}")
+            asked = asked or bool(theirs & OTHER_WAY)
+        return None if asked else parts
+
+    def _parts(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        key = slot, numel, dtype
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= KEPT_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):
+                found = list(self._slots[slot, :, : numel * dtype.itemsize].view(dtype).unbind())
+            self._views[key] = found
+        return found
+
+    def _await(self, group: ProcessGroup, place: int) -> None:
+        """Waits until another rank has come as far as this one."""
+        words, at, count = self._words, place + HERE, self._count
+        for _ in range(SPINS):
+            if words[at] >= count:
+                return
+        began = time.monotonic()
+        limit, look, pause = None, began + LOOK, FIRST_SLEEP
+        while words[at] < count:
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_SLEEP)
+            if (now := time.monotonic()) > look:
+                limit = limit or group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                self._expect(place, now - began, limit)
+                look = now + LOOK
+
+    def _expect(self, place: int, waited: float, limit: float) -> None:
+        """Raises an error if the other rank does not come: it has ended or is elsewhere, or the time is over."""
+        words = self._words
+        ended = bool(words[place + CLOSED]) or _has_ended(self._processes[place // WORDS])
+        elsewhere = words[place + ELSEWHERE] > self._elsewhere
+        if words[place + HERE] >= self._count:  # It came, and left afterwards.
+            return
+        if elsewhere:
+            self._fail(f"{APART}: a small tensor here, and another collective on {_rank(place)}")
+        if ended:
+            self._fail(f"connection closed by peer {_rank(place)}, with which this rank shared memory")
+        if waited > limit:
+            self._fail(f"timed out after {limit:g} s: {_rank(place)} did not write to shared memory")
+
+    def _fail(self, why: str) -> NoReturn:
+        """Raises RuntimeError, now and in each later collective: they would meet other ones of the other ranks."""
+        self._failed = why
+        raise RuntimeError(why)
+
+    def _expect_whole(self) -> None:
+        if self._failed:
+            raise RuntimeError(self._failed)
+
+
+_channels: weakref.WeakKeyDictionary[ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
+
+
+def channel_of(group: ProcessGroup) -> Channel | None:
+    """Returns the shared memory of a group of gloo; None if there is none. The first call is one of all ranks.
+
+    There is none for ranks of several machines or containers, for more ranks than cores, and on other systems than
+    Linux on x86-64, where writes of one core reach the others in their order.
+    """
+    try:
+        return _channels[group]
+    except KeyError:
+        with _disable_current_modes():  # A mode that counts collectives counts those of the model.
+            found = _channels[group] = _opened(group)
+        return found
+
+
+def started_here(group: ProcessGroup) -> int:
+    """Returns the number of collectives of a group that went through shared memory."""
+    found = _channels.get(group)
+    return 0 if found is None else found.started
+
+
+def _opened(group: ProcessGroup) -> Channel | None:
+    if group._get_backend(torch.device("cpu")).name() != "gloo":
+        return None
+    rank, size = group.rank(), group.size()
+    own = _memory(size) if rank == 0 else None
+    told = torch.zeros(size, 3 + CPUS // 64, dtype=torch.int64, device="cpu")
+    told[rank, :3] = torch.tensor([os.getpid(), -1 if own is None else own, _machine()], device="cpu")
+    told[rank, 3:] = torch.tensor(_cores(), device="cpu")
+    group.allreduce([told]).wait()
+    everyone: list[list[int]] = told.tolist()
+    memory, processes = None, dict[int, int]()
+    if _is_one_machine(everyone):
+        memory = _mapped(f"/proc/{everyone[0][0]}/fd/{everyone[0][1]}", size)
+        with suppress(OSError, AttributeError):
+            processes = {r: os.pidfd_open(row[0]) for r, row in enumerate(everyone) if r != rank}
+    ready = torch.tensor([int(memory is not None and len(processes) == size - 1)], device="cpu")
+    group.allreduce([ready], dist.ReduceOp.MIN).wait()
+    if own is not None:
+        os.close(own)
+    if memory is None or not ready.item():
+        for process in processes.values():
+            os.close(process)
+        return None
+    channel = Channel(memory, rank, size, processes)
+    weakref.finalize(group, _close, channel, os.getpid())
+    return channel
+
+
+def _close(channel: Channel, process: int) -> None:
+    if os.getpid() == process:  # A process that was forked leaves no group.
+        channel.close()
+
+
+def _header(size: int) -> int:
+    """Returns the bytes before the slots."""
+    return -(-8 * WORDS * size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _memory(size: int) -> int | None:
+    """Returns a descriptor of new memory for a number of ranks, in no folder; None if the system has no such thing."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return None
+    with suppress(OSError, AttributeError):
+        found = os.memfd_create("autotp")
+        os.ftruncate(found, _header(size) + 2 * size * LIMIT)
+        return found
+    return None
+
+
+def _mapped(path: str, size: int) -> mmap.mmap | None:
+    length = _header(size) + 2 * size * LIMIT
+    with suppress(OSError, ValueError), open(path, "r+b", buffering=0) as file:
+        return mmap.mmap(file.fileno(), length)
+    return None
+
+
+def _machine() -> int:
+    """Returns a number of this machine, and of the container in which processes have their numbers; 0 if unknown."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        text = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+        return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
+    return 0
+
+
+def _cores() -> list[int]:
+    """Returns the cores that this process may use, as bits of words."""
+    with suppress(OSError, AttributeError):
+        cores = os.sched_getaffinity(0)
+        return [_word(sum(1 << c % 64 for c in cores if c // 64 == word)) for word in range(CPUS // 64)]
+    return [0] * (CPUS // 64)
+
+
+def _word(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def _is_one_machine(everyone: list[list[int]]) -> bool:
+    """True if all ranks are processes of one machine, the first one has memory, and there are cores for all."""
+    union = [0] * (CPUS // 64)
+    for row in everyone:
+        union = [a | b % 2**64 for a, b in zip(union, row[3:], strict=True)]
+    cores = sum(word.bit_count() for word in union)
+    same = len({row[2] for row in everyone}) == 1 and everyone[0][2] != 0
+    return same and everyone[0][1] >= 0 and cores >= dist.get_world_size()
+
+
+def _rank(place: int) -> str:
+    return f"rank {place // WORDS} of the group"
+
+
+def _has_ended(process: int) -> bool:
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _description(kind: str, x: Tensor) -> int:
+    return ((x.numel() * len(KINDS) + KINDS.index(kind)) * len(DTYPES) + DTYPES.index(x.dtype)) << 1
+
+
+def _said(description: int) -> str:
+    """Returns a description as text."""
+    rest, dtype = divmod(description >> 1, len(DTYPES))
+    numel, kind = divmod(rest, len(KINDS))
+    return f"`{KINDS[kind]}` of {numel} x {str(DTYPES[dtype]).removeprefix('torch.')}"
