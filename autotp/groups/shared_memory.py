@@ -12,7 +12,7 @@ NOTE [All ranks choose one way]
 What decides whether a collective goes this way is the same on all ranks: the group, and the operand's device, dtype and
 size. One thing may differ: if other code follows the operators of a rank, such as a profiler on the first rank, that
 rank has to start torch's own operator. It writes this into its line, and then all ranks start torch's operator.
-Collectives that do not go this way are counted. So a rank that waits here for a rank that has started another collective
+Collectives that do not go this way are counted. So a rank that waits here for one that has started another collective
 is told at once, and not after the group's timeout.
 """
 
