@@ -138,8 +138,8 @@ class Channel:
         self._expect_whole()
         self._count += 1
         slot, words = self._count % 2, self._words
-        parts = self._parts(slot, x.numel(), x.dtype)
-        if not other_way:
+        parts = None if other_way else self._parts(slot, x.numel(), x.dtype)  # A mode sees no operator but torch's.
+        if parts is not None:
             parts[self.rank].view(x.shape).copy_(x.detach())
         says = _description(kind, x)
         words[self._mine + SAYS + slot] = says | other_way
@@ -219,6 +219,11 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         with _disable_current_modes():  # A mode that counts collectives counts those of the model.
             found = _channels[group] = _opened(group)
         return found
+
+
+def is_shared(group: ProcessGroup) -> bool:
+    """Returns whether ranks of a group have exchanged tensors here before."""
+    return _channels.get(group) is not None
 
 
 def started_here(group: ProcessGroup) -> int:

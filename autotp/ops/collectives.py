@@ -27,7 +27,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from autotp.errors import Error
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of, process_group, seat
-from autotp.groups.shared_memory import channel_of
+from autotp.groups.shared_memory import channel_of, is_shared
 from autotp.ops.eager_mode import apply_plain, is_computed, is_kept, is_observed, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
@@ -299,10 +299,20 @@ def communicate(name: str, *args: Any) -> Tensor:
         Error: a rank died or did not answer within the group's timeout. (Compiled code raises c10d's error.)
     """
     if torch.compiler.is_compiling():
+        if name == "all_reduce" and args[0].device.type == "cpu" and _shares_memory(args[-1]):
+            summed: Tensor = torch.ops.autotp.all_reduce(args[0].resolve_conj().resolve_neg(), *args[1:])
+            return summed
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(getattr(ops, name)(args[0].resolve_conj().resolve_neg(), *args[1:]))
     with in_collective(name, args[-1]):
         return _wait(*_launch(name, args))
+
+
+# Compiled code sums through shared memory by an operator of its own, which torch takes for one that computes.
+_OPERATORS = torch.library.Library("autotp", "FRAGMENT")
+_OPERATORS.define("all_reduce(Tensor x, str op, str group) -> Tensor")
+_OPERATORS.impl("all_reduce", lambda x, op, group: communicate("all_reduce", x, op, group), "CPU")
+torch.library.register_fake("autotp::all_reduce", lambda x, op, group: torch.empty_like(x), lib=_OPERATORS)
 
 
 class Arrived:
@@ -469,7 +479,12 @@ def _is_gloo(group: str, device_type: str) -> bool:
     return backend_of(group, device_type) == "gloo"
 
 
-# Dynamo calls it while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
+def _shares_memory(group: str) -> bool:
+    return is_shared(process_group(group))
+
+
+# Dynamo calls them while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
+_shares_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

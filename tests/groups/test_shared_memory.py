@@ -133,6 +133,19 @@ def some_rank_is_observed(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def compiled_code(rank: int, n: int) -> None:
+    """Sums this way if eager code has before; so does the first rank, which is not compiled."""
+    name, group = group_of()
+    run = lambda x: communicate("all_reduce", 2 * x, "sum", name) + 1  # noqa: E731
+    communicate("all_reduce", torch.ones(2), "sum", name)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for call in (compiled, compiled if rank else run):
+        before = here(group)
+        assert call(torch.full((3,), float(rank))).eq(2 * sum(range(n)) + 1).all()
+        assert here(group) == before + 1
+
+
+@checks.on(2)
 def forked(rank: int, n: int) -> None:
     """A process that was forked does not close what its parent uses."""
     name, _ = group_of()
