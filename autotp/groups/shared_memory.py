@@ -24,7 +24,9 @@ import platform
 import select
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import NoReturn
@@ -34,6 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
+
+from autotp.errors import Error
 
 LIMIT = 2**17
 """The most bytes of an operand. Each rank reads those of all ranks, so for large ones gloo is faster."""
@@ -50,6 +54,8 @@ HERE, ELSEWHERE, CLOSED, SAYS = 0, 1, 2, 3
 does with each of the two slots."""
 APART = "ranks are at different collectives"
 """Begins the message of a RuntimeError."""
+FORKED = "a process that was forked uses the process group of its parent"
+FORKED_FIX = "call the model in the process that made its group, or start processes by `spawn` and make a group there"
 CPUS = 1024
 """The most cores of a machine."""
 KINDS = "sum", "max", "gather"
@@ -77,13 +83,14 @@ class Channel:
         with torch.inference_mode(False):
             self._slots = torch.frombuffer(memory, dtype=torch.uint8)[_header(size) :].view(2, size, LIMIT)
         self._mine, self._others = rank * WORDS, [r * WORDS for r in range(size) if r != rank]
-        self._processes, self._count, self._elsewhere, self._failed = processes, 0, 0, ""
+        self._processes, self._seen = processes, 0
+        self._failed: Callable[[], Exception] | None = None
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
     @property
     def started(self) -> int:
         """The number of collectives that went this way."""
-        return self._count
+        return int(self._words[self._mine + HERE])
 
     def takes(self, x: Tensor) -> bool:
         """True if a tensor in memory goes this way."""
@@ -92,8 +99,7 @@ class Channel:
     def pass_by(self) -> None:
         """Counts a collective that goes another way. Raises RuntimeError after a failure."""
         self._expect_whole()
-        self._elsewhere += 1
-        self._words[self._mine + ELSEWHERE] = self._elsewhere
+        self._words[self._mine + ELSEWHERE] += 1
 
     def reduce(self, group: ProcessGroup, x: Tensor, op: str, out: Tensor) -> bool:
         """Writes the sum of the ranks' `x`, or their maximum, to `out`, which is contiguous and may be `x`.
@@ -126,6 +132,10 @@ class Channel:
         """Tells the other ranks to call torch's operator. NOTE [All ranks choose one way]"""
         self._exchanged(group, x, kind, other_way=True)
 
+    def forbid(self) -> None:
+        """Makes each later collective an error, in a process that was forked: its parent uses the memory."""
+        self._failed = partial(Error, FORKED, fix=FORKED_FIX)
+
     def close(self) -> None:
         """Tells the other ranks that this one does not come any more."""
         self._words[self._mine + CLOSED] = 1
@@ -134,23 +144,34 @@ class Channel:
                 os.close(process)
 
     def _exchanged(self, group: ProcessGroup, x: Tensor, kind: str, other_way: bool = False) -> list[Tensor] | None:
-        """Returns the operands of all ranks, flat; None if some rank takes the other way."""
+        """Returns the operands of all ranks, flat; None if some rank takes the other way.
+
+        NOTE [An exception may come anywhere]
+        Ctrl-C raises one between any two lines. A collective has started with the one write of its number. If the
+        exception comes before, the next one has this number. If it comes afterwards, the others may still read what is
+        older: so the next collective first waits for them.
+        """
         self._expect_whole()
-        self._count += 1
-        slot, words = self._count % 2, self._words
+        words = self._words
+        if self._seen < self.started:
+            for place in self._others:
+                self._await(group, place, self.started)
+        count = self.started + 1
+        slot = count % 2
         parts = None if other_way else self._parts(slot, x.numel(), x.dtype)  # A mode sees no operator but torch's.
         if parts is not None:
             parts[self.rank].view(x.shape).copy_(x.detach())
         says = _description(kind, x)
         words[self._mine + SAYS + slot] = says | other_way
-        words[self._mine + HERE] = self._count
+        words[self._mine + HERE] = count
         asked = other_way
         for place in self._others:
-            self._await(group, place)
+            self._await(group, place, count)
             theirs = words[place + SAYS + slot]
             if theirs & ~OTHER_WAY != says:
                 self._fail(f"{APART}: {_said(says)} here, and {_said(theirs)} on {_rank(place)}")
             asked = asked or bool(theirs & OTHER_WAY)
+        self._seen = count
         return None if asked else parts
 
     def _parts(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -164,9 +185,9 @@ class Channel:
             self._views[key] = found
         return found
 
-    def _await(self, group: ProcessGroup, place: int) -> None:
-        """Waits until another rank has come as far as this one."""
-        words, at, count = self._words, place + HERE, self._count
+    def _await(self, group: ProcessGroup, place: int, count: int) -> None:
+        """Waits until another rank has come to this number."""
+        words, at = self._words, place + HERE
         for _ in range(SPINS):
             if words[at] >= count:
                 return
@@ -177,15 +198,15 @@ class Channel:
             pause = min(2 * pause, LAST_SLEEP)
             if (now := time.monotonic()) > look:
                 limit = limit or group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-                self._expect(place, now - began, limit)
+                self._expect(place, count, now - began, limit)
                 look = now + LOOK
 
-    def _expect(self, place: int, waited: float, limit: float) -> None:
+    def _expect(self, place: int, count: int, waited: float, limit: float) -> None:
         """Raises an error if the other rank does not come: it has ended or is elsewhere, or the time is over."""
         words = self._words
         ended = bool(words[place + CLOSED]) or _has_ended(self._processes[place // WORDS])
-        elsewhere = words[place + ELSEWHERE] > self._elsewhere
-        if words[place + HERE] >= self._count:  # It came, and left afterwards.
+        elsewhere = words[place + ELSEWHERE] > words[self._mine + ELSEWHERE]
+        if words[place + HERE] >= count:  # It came, and left afterwards.
             return
         if elsewhere:
             self._fail(f"{APART}: a small tensor here, and another collective on {_rank(place)}")
@@ -196,12 +217,13 @@ class Channel:
 
     def _fail(self, why: str) -> NoReturn:
         """Raises RuntimeError, now and in each later collective: they would meet other ones of the other ranks."""
-        self._failed = why
-        raise RuntimeError(why)
+        self._failed = partial(RuntimeError, why)
+        self._words[self._mine + CLOSED] = 1  # The others need not wait for this rank.
+        raise self._failed()
 
     def _expect_whole(self) -> None:
-        if self._failed:
-            raise RuntimeError(self._failed)
+        if self._failed is not None:
+            raise self._failed()
 
 
 _channels: weakref.WeakKeyDictionary[ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
@@ -256,13 +278,22 @@ def _opened(group: ProcessGroup) -> Channel | None:
             os.close(process)
         return None
     channel = Channel(memory, rank, size, processes)
-    weakref.finalize(group, _close, channel, os.getpid())
+    weakref.finalize(group, _close, channel, os.getpid()).atexit = False  # Functions of atexit may call the model.
     return channel
 
 
 def _close(channel: Channel, process: int) -> None:
     if os.getpid() == process:  # A process that was forked leaves no group.
         channel.close()
+
+
+def _forbid_all() -> None:
+    for channel in _channels.values():
+        if channel is not None:
+            channel.forbid()
+
+
+os.register_at_fork(after_in_child=_forbid_all)
 
 
 def _header(size: int) -> int:

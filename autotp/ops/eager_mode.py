@@ -34,9 +34,13 @@ def is_observed(x: Tensor) -> bool:
 _TRACING = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 
+_PLAIN = Tensor.__torch_dispatch__
+"""The attribute of classes of tensors, such as Parameter, whose operators run as those of Tensor."""
+
+
 def is_computed(x: Tensor) -> bool:
     """True if operators on `x` compute numbers now, whoever observes them: it is no tensor of a trace or transform."""
-    if type(x) is not Tensor or torch._C._are_functorch_transforms_active():
+    if type(x).__torch_dispatch__ is not _PLAIN or torch._C._are_functorch_transforms_active():
         return False
     return torch._C._len_torch_dispatch_stack() == 0 or all(torch._C._get_dispatch_mode(k) is None for k in _TRACING)
 

@@ -6,7 +6,9 @@ import os
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -146,6 +148,86 @@ def compiled_code(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def parameters_on_some_rank(rank: int, n: int) -> None:
+    """A Parameter is a plain tensor, for which torch's own operator runs: all ranks start that one."""
+    name, group = group_of(10)
+    x = torch.nn.Parameter(torch.ones(3)) if rank else torch.ones(3)
+    assert communicate("all_reduce", x, "sum", name).tolist() == [n] * 3
+    assert here(group) == 1
+
+
+@checks.on(2)
+def interrupted_before_it_started(rank: int, n: int) -> None:
+    """A rank that is interrupted before it has written its number has not started: nobody reads older values."""
+    name, group = group_of()
+    for _ in range(4):
+        communicate("all_reduce", torch.full((3,), 7.0), "sum", name)
+    channel = channel_of(group)
+    assert channel is not None
+    if rank:
+        with patch.object(channel, "_parts", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            communicate("all_reduce", torch.ones(3), "sum", name)
+        assert here(group) == 4
+    assert communicate("all_reduce", torch.full((3,), float(rank)), "sum", name).tolist() == [sum(range(n))] * 3
+
+
+@checks.on(2)
+def interrupted_while_it_waits(rank: int, n: int) -> None:
+    """The next collective does not write where another rank may still read."""
+    name, group = group_of()
+    communicate("all_reduce", torch.full((3,), 7.0), "sum", name)
+    channel = channel_of(group)
+    assert channel is not None
+    if rank == 0:
+        with patch.object(channel, "_await", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            communicate("all_reduce", torch.full((3,), 1.0), "sum", name)
+        waited_for = []
+        wait = channel._await
+        with patch.object(channel, "_await", side_effect=lambda *args: (waited_for.append(args[-1]), wait(*args))):
+            found = communicate("all_reduce", torch.full((3,), 10.0), "sum", name)
+        assert waited_for == [2, 3]
+    else:
+        assert communicate("all_reduce", torch.full((3,), 2.0), "sum", name).tolist() == [3] * 3
+        found = communicate("all_reduce", torch.full((3,), 20.0), "sum", name)
+    assert found.tolist() == [30] * 3
+
+
+@checks.on(2)
+def called_at_the_end_of_the_process(rank: int, n: int) -> None:
+    """Functions of atexit may run behind those of weakref."""
+    name, _ = group_of()
+    communicate("all_reduce", torch.ones(2), "sum", name)
+    of_others = [(f, info.atexit) for f, info in weakref.finalize._registry.items()]  # type: ignore[attr-defined]
+    for finalize, _ in of_others:
+        finalize.atexit &= finalize.peek() is not None and finalize.peek()[1] is shared_memory._close
+    weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+    for finalize, before in of_others:
+        if finalize.alive:
+            finalize.atexit = before
+    time.sleep(0.2 * rank)
+    assert communicate("all_reduce", torch.ones(2), "sum", name).tolist() == [n, n]
+
+
+@checks.on(2)
+def called_in_forked_processes(rank: int, n: int) -> None:
+    """It is an error there, and their parents' numbers are right."""
+    name, _ = group_of()
+    communicate("all_reduce", torch.ones(2), "sum", name)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = [message(partial(communicate, "all_reduce", torch.ones(k), "sum", name)) for k in (2, LIMIT)]
+        os.write(write, "\n".join(told).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 4000).decode().count("a process that was forked uses the process group of its parent") == 2
+    for end in read, write:
+        os.close(end)
+    for i in range(20):
+        assert communicate("all_reduce", torch.full((2,), float(rank + i)), "sum", name).tolist() == [1 + 2 * i] * 2
+
+
+@checks.on(2)
 def forked(rank: int, n: int) -> None:
     """A process that was forked does not close what its parent uses."""
     name, _ = group_of()
@@ -237,6 +319,24 @@ def test_the_groups_timeout() -> None:
     told, seconds = run_ranks(slow, 2)[0]
     assert "a peer did not answer within the group's timeout" in told
     assert 1 <= seconds < 3
+
+
+def after_a_failure(rank: int, n: int) -> tuple[str, float]:
+    name, group = group_of(20)
+    communicate("all_reduce", torch.ones(2), "sum", name)
+    channel = channel_of(group)
+    assert channel is not None
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            channel._fail("timed out")
+    began = time.monotonic()
+    return message(lambda: communicate("all_reduce", torch.ones(2), "sum", name)), time.monotonic() - began
+
+
+def test_ranks_do_not_wait_for_one_that_has_failed() -> None:
+    (own, _), (told, seconds) = run_ranks(after_a_failure, 2)
+    assert "a peer did not answer within the group's timeout" in own
+    assert "a peer closed its connection" in told and seconds < 5
 
 
 def left(rank: int, n: int, how: str) -> str:
