@@ -243,11 +243,6 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         return found
 
 
-def is_shared(group: ProcessGroup) -> bool:
-    """Returns whether ranks of a group have exchanged tensors here before."""
-    return _channels.get(group) is not None
-
-
 def started_here(group: ProcessGroup) -> int:
     """Returns the number of collectives of a group that went through shared memory."""
     found = _channels.get(group)

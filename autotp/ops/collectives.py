@@ -27,7 +27,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from autotp.errors import Error
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of, process_group, seat
-from autotp.groups.shared_memory import channel_of, is_shared
+from autotp.groups.shared_memory import channel_of
 from autotp.ops.eager_mode import apply_plain, is_computed, is_kept, is_observed, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
@@ -299,20 +299,43 @@ def communicate(name: str, *args: Any) -> Tensor:
         Error: a rank died or did not answer within the group's timeout. (Compiled code raises c10d's error.)
     """
     if torch.compiler.is_compiling():
-        if name == "all_reduce" and args[0].device.type == "cpu" and _shares_memory(args[-1]):
-            summed: Tensor = torch.ops.autotp.all_reduce(args[0].resolve_conj().resolve_neg(), *args[1:])
-            return summed
+        x = args[0].resolve_conj().resolve_neg()
+        if name in _OF_COMPILED_CODE and _may_share_memory(x, args[-1]):
+            received: Tensor = getattr(torch.ops.autotp, name)(x, *args[1:])
+            return received
         ops = torch.ops._c10d_functional
-        return ops.wait_tensor(getattr(ops, name)(args[0].resolve_conj().resolve_neg(), *args[1:]))
+        return ops.wait_tensor(getattr(ops, name)(x, *args[1:]))
     with in_collective(name, args[-1]):
         return _wait(*_launch(name, args))
 
 
-# Compiled code sums through shared memory by an operator of its own, which torch takes for one that computes.
+# NOTE [Compiled code does what eager code does]
+# One rank may be compiled while another is not, and each compiles at a time of its own. So where ranks may share
+# memory, compiled code calls operators that run the eager code, and leaves out none of them, although torch takes them
+# for operators that compute.
 _OPERATORS = torch.library.Library("autotp", "FRAGMENT")
-_OPERATORS.define("all_reduce(Tensor x, str op, str group) -> Tensor")
-_OPERATORS.impl("all_reduce", lambda x, op, group: communicate("all_reduce", x, op, group), "CPU")
-torch.library.register_fake("autotp::all_reduce", lambda x, op, group: torch.empty_like(x), lib=_OPERATORS)
+_OF_COMPILED_CODE: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "all_reduce": (
+        "(Tensor x, str op, str group) -> Tensor",
+        lambda x, op, group: communicate("all_reduce", x, op, group),
+        lambda x, op, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+    ),
+    "all_gather_into_tensor": (
+        "(Tensor x, int size, str group) -> Tensor",
+        lambda x, size, group: communicate("all_gather_into_tensor", x, size, group),
+        lambda x, size, group: x.new_empty((size * x.shape[0], *x.shape[1:])),
+    ),
+    "all_reduce_coalesced": (
+        "(Tensor[] xs, str group) -> Tensor[]",
+        lambda xs, group: communicate_all(xs, group),
+        lambda xs, group: [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs],
+    ),
+}
+for _name, (_schema, _run, _fake) in _OF_COMPILED_CODE.items():
+    _OPERATORS.define(_name + _schema)
+    _OPERATORS.impl(_name, _run, "CPU")
+    torch.library.register_fake(f"autotp::{_name}", _fake, lib=_OPERATORS)
+    torch.fx.node.has_side_effect(getattr(torch.ops.autotp, _name).default)
 
 
 class Arrived:
@@ -460,6 +483,11 @@ for _function in (_launch, _through_memory, _wait, *_GROUP_METHODS.values()):
 
 def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """Returns the sums of several tensors over the group, in one collective. Raises Error as `communicate` does."""
+    if torch.compiler.is_compiling() and xs and _may_share_memory(xs[0], group):
+        summed: list[Tensor] = torch.ops.autotp.all_reduce_coalesced(
+            [x.resolve_conj().resolve_neg() for x in xs], group
+        )
+        return summed
     ops = torch.ops._c10d_functional
     with in_collective("all_reduce_coalesced", group):
         for x in xs[:1]:
@@ -479,12 +507,11 @@ def _is_gloo(group: str, device_type: str) -> bool:
     return backend_of(group, device_type) == "gloo"
 
 
-def _shares_memory(group: str) -> bool:
-    return is_shared(process_group(group))
+def _may_share_memory(x: Tensor, group: str) -> bool:
+    return x.device.type == "cpu" and _is_gloo(group, "cpu")
 
 
 # Dynamo calls them while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
-_shares_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from errors import message
 from ranks import Checks, run_ranks
+from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from autotp.distributed.mesh import new_group
 from autotp.groups import shared_memory
 from autotp.groups.point_to_point import started_collectives
 from autotp.groups.shared_memory import DTYPES, LIMIT, channel_of, started_here
-from autotp.ops.collectives import communicate
+from autotp.ops.collectives import communicate, communicate_all
 
 pytestmark = pytest.mark.skipif(shared_memory._memory(2) is None, reason="the system has no such memory")
 
@@ -136,7 +137,7 @@ def some_rank_is_observed(rank: int, n: int) -> None:
 
 @checks.on(2)
 def compiled_code(rank: int, n: int) -> None:
-    """Sums this way if eager code has before; so does the first rank, which is not compiled."""
+    """Sums this way; so does the first rank, which is not compiled."""
     name, group = group_of()
     run = lambda x: communicate("all_reduce", 2 * x, "sum", name) + 1  # noqa: E731
     communicate("all_reduce", torch.ones(2), "sum", name)
@@ -145,6 +146,26 @@ def compiled_code(rank: int, n: int) -> None:
         before = here(group)
         assert call(torch.full((3,), float(rank))).eq(2 * sum(range(n)) + 1).all()
         assert here(group) == before + 1
+
+
+@checks.on(2)
+def compiled_on_some_rank(rank: int, n: int) -> None:
+    """It pairs with eager code from the first collective on, and makes each one, also those that nobody reads."""
+    name, group = group_of(10)
+
+    def run(x: Tensor) -> Tensor:
+        communicate("all_reduce", x, "sum", name).sin()
+        joined = communicate("all_gather_into_tensor", x, n, name)
+        one, other = communicate_all([x, 2 * x], name)
+        return joined.sum() + one + other + communicate("all_reduce", 3 * x, "sum", name)
+
+    call = torch.compile(run, backend="aot_eager", fullgraph=True) if rank else run
+    for i in range(3):
+        whole = sum(range(n)) + n * i
+        assert call(torch.full((3,), float(rank + i))).eq(3 * whole + 3 * whole + 3 * whole).all()
+    time.sleep(0.2 * (1 - rank))
+    assert communicate("all_reduce", torch.ones(3), "sum", name).tolist() == [n] * 3
+    assert here(group) == 10
 
 
 @checks.on(2)
