@@ -17,10 +17,12 @@ class ModelLibrary:
     Attributes:
         packages: its names in Python. In its code only classes of modules are followed (`code_names.py`).
         rules: name of an operator, such as `library::name` -> rule function, for operators that the library registers.
+        numpy_random: names of those that draw from `numpy.random`.
     """
 
     packages: tuple[str, ...] = ()
     rules: Mapping[str, Callable[..., Any]] = {}
+    numpy_random: frozenset[str] = frozenset()
 
     def classes_before(self, original: type) -> tuple[type, ...]:
         """Returns the classes that come before `original` in the class of a parallel model."""
@@ -114,6 +116,11 @@ def is_of_models(package: str) -> bool:
 def rule_function_of(operator: str) -> Callable[..., Any] | None:
     """Returns the rule function of a library's operator, by its name; None if there is none."""
     return next((it.rules[operator] for it in libraries() if operator in it.rules), None)
+
+
+def draws_from_numpy(operator: str) -> bool:
+    """True for a library's operator, by its name, that draws from `numpy.random`."""
+    return any(operator in it.numpy_random for it in libraries())
 
 
 def classes_before(original: type) -> tuple[type, ...]:

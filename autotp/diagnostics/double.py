@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autotp.ops.grouped_mm import grouped_mm
+from autotp.ops.random_state import forked
 from autotp.passes.capture.guards.attribute_paths import everything
 
 
@@ -80,7 +81,7 @@ def moved(model: nn.Module) -> nn.Module:
     for _, value in everything(model):
         if isinstance(value, nn.Module):
             value.double()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), forked():
         torch.manual_seed(0)
         for module in model.modules():  # `.double()` does not convert tensors in plain attributes.
             plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}

@@ -20,6 +20,7 @@ from autotp.ops.async_linear import async_linear, products
 from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
+from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, attach_parameters, places
 from autotp.passes.emit.recompute import Recomputed
@@ -134,9 +135,10 @@ def _collective(kind: Callable[..., Any], arguments: Sequence[Sequence[Any]], cp
 
 def _each(nodes: Sequence[fx.Node], envs: Sequence[dict[str, Any]]) -> list[Any]:
     """Runs an ordinary node on every rank, always from the same random state."""
-    state, found = torch.get_rng_state(), []
+    cpu = torch.device("cpu")
+    state, found = random_state_of(cpu), []
     for node, env in zip(nodes, envs, strict=True):
-        torch.set_rng_state(state)
+        set_random_state(cpu, state)
         args, kwargs = _arguments(node, env)
         found.append(node.target(*args, **kwargs))  # type: ignore[operator]
     return found

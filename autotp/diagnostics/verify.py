@@ -35,6 +35,7 @@ from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.estimation.seconds.schedule import actions_of
 from autotp.model_library import keep_activations, recomputes
+from autotp.ops.random_state import forked, seed
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt, contradicted
@@ -221,7 +222,7 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
     if not trial.graphs:
         return Report(trial.plan, (), (), ())
     analysis = trial.analysis
-    with all_double(), empty_caches(trial.model), torch.random.fork_rng(devices=[]):
+    with all_double(), empty_caches(trial.model), forked():
         model, inputs = copied(trial.model), _inputs(trial)
         ranks = [_rank(trial, i % analysis.tp) for i in range(len(trial.graphs))]
         modules = [
@@ -229,13 +230,13 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
             for i, graph in enumerate(trial.graphs)
         ]
         placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
-        torch.manual_seed(0)
+        seed(0)
         ran = run_lockstep(modules, placed, analysis.options.cp)
         known = len(analysis.call.values.outcomes)
         if (outcomes := contradicted(analysis.captured, ran[0], known)) is not None:
             raise OtherValues(KnownValues(analysis.captured.places, outcomes))
         found = [[_as_tensor(x) for x in row] for row in ran]
-        torch.manual_seed(0)
+        seed(0)
         expected, names, others = _returned(model, trial, inputs)
         outputs = [
             _output(i, names.get(i, f"{i}"), value, [row[i] for row in found], analysis)
@@ -542,8 +543,8 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
         program, first, proof = prove(model, inputs, sizes, training)
         proof = replace(proof, not_computed="the model is on meta")
         return Report(report(program, name, first), (), (), (), mesh=proof)
-    with all_double(), empty_caches(model), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with all_double(), empty_caches(model), forked():
+        seed(0)
         whole, training = moved(copied(model).cpu().double()).train(), replace(training, randomness="exact")
         keep_activations(whole)
         inputs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, inputs)
@@ -587,7 +588,7 @@ def _compared_calls(
         return found
     with all_double(), empty_caches(model):  # The second call reads the attributes that the first has set.
         called, changed = copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), forked():
             called(*changed[0], **changed[1])
     return _joined(found, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
 
@@ -595,8 +596,8 @@ def _compared_calls(
 def _read_by_one_device(trial: Trial) -> KnownValues:
     """Runs the model on one device, with the random numbers of `compare`; returns what Python reads."""
     places = trial.analysis.captured.places
-    with all_double(), empty_caches(trial.model), torch.random.fork_rng(devices=[]), Listing(places) as listing:
-        torch.manual_seed(0)
+    with all_double(), empty_caches(trial.model), forked(), Listing(places) as listing:
+        seed(0)
         _returned(copied(trial.model), trial, _inputs(trial))
     return KnownValues(places, tuple(listing.outcomes))
 

@@ -27,6 +27,7 @@ from autotp.groups.one_thread import in_collective
 from autotp.groups.point_to_point import count_from_here
 from autotp.groups.process_group import process_group
 from autotp.ops.collectives import communicate, gather
+from autotp.ops.random_state import numpy_state, set_numpy_state
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -230,6 +231,12 @@ def follow_first_random_state(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         state = torch.cuda.get_rng_state(mesh.device).to(mesh.device)
         torch.cuda.set_rng_state(broadcast_from_first(state, mesh).cpu(), mesh.device)
+
+
+def follow_first_numpy_state(mesh: Mesh) -> None:
+    """Gives every rank the state of `numpy.random` on the first rank."""
+    if mesh.everyone.size > 1:
+        set_numpy_state(broadcast_from_first(numpy_state().to(mesh.device), mesh).cpu())
 
 
 FRAME = 64

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from autotp.hf import caches, masks, overrides, quantized
+from autotp.hf import caches, masks, overrides, quantized, spec_augment
 from autotp.hf.loops import (
     accelerate_calls,
     accelerate_state,
@@ -20,6 +20,7 @@ from autotp.hf.loops import (
 )
 from autotp.hf.loops.after_import import after_import
 from autotp.model_library import ModelLibrary
+from autotp.rules.common import whole
 from autotp.rules.products import grouped_mm
 
 WATCHED = (
@@ -33,7 +34,11 @@ class Transformers(ModelLibrary):
     """The models, caches and operators of transformers."""
 
     packages = ("transformers", "peft")
-    rules = {"transformers::grouped_mm_fallback": grouped_mm}  # noqa: RUF012  It is never changed.
+    rules = {  # noqa: RUF012  It is never changed.
+        "transformers::grouped_mm_fallback": grouped_mm,
+        spec_augment.NAME: whole,
+    }
+    numpy_random = frozenset({spec_augment.NAME})
 
     def classes_before(self, original: type) -> tuple[type, ...]:
         """Returns the classes whose methods replace those of transformers and peft on a parallel model."""
@@ -92,9 +97,14 @@ class Transformers(ModelLibrary):
         masks_steps = any(getattr(c, "apply_spec_augment", hasattr(c, "mask_time_prob")) for c in configs)
         return "model.config.apply_spec_augment = False" if masks_steps else ""
 
-    def during_capture(self, exactly: bool) -> AbstractContextManager[None]:
-        """Attention leaves out the masks that it leaves out on one device, where this makes a difference."""
-        return masks.as_on_one_device(exactly)
+    @contextmanager
+    def during_capture(self, exactly: bool) -> Iterator[None]:
+        """Attention leaves out the masks that it leaves out on one device, where this makes a difference.
+
+        Masks of SpecAugment are operators.
+        """
+        with masks.as_on_one_device(exactly), spec_augment.as_operators():
+            yield
 
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns the formula of the head that TRL's trainers put into a model."""

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from autotp import model_library
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Row, Trait
 from autotp.rules.table import ROWS
@@ -37,6 +38,12 @@ def draws(node: fx.Node) -> bool:
         node.target is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
     )
     return not (any(idle) or nothing or arguments.get("dropout_p") == 0)
+
+
+def draws_from_numpy(node: fx.Node) -> bool:
+    """True for a call that takes numbers from `numpy.random`."""
+    name: str = getattr(node.target, "_name", "")
+    return model_library.draws_from_numpy(name.removesuffix(".default"))
 
 
 def sparse_argument(node: fx.Node) -> str:

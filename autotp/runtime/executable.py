@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autotp.compiler import CallState, analyse, warn_of_whole_sequences
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.gather import mark, marked
-from autotp.distributed.mesh import Mesh
+from autotp.distributed.mesh import Mesh, follow_first_numpy_state
 from autotp.distributed.peers.in_step import begin_call, end_call
 from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
@@ -244,6 +244,9 @@ class Executable:
 
     def _run(self, entry: GraphEntry, called: FlatCall, held: Mapping[str, Tensor]) -> _Ran:
         """Runs a graph on a call's tensors and the model's."""
+        if entry.numpy_random:
+            follow = self.uncompiled if torch.compiler.is_compiling() else _call
+            follow(follow_first_numpy_state, self.mesh)
         state = random_state_of(self.mesh.device) if entry.assumes and entry.random else None
         tensors, shapes = self._given(entry.analysis.captured, called.tensors)
         mine = self._written_into(entry.analysis.captured, tensors)

@@ -23,7 +23,7 @@ from autotp.passes.emit.attach_parameters import ParameterPlace, attach_paramete
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.python_calls import call_python
 from autotp.rules.call import returned
-from autotp.rules.traits import draws
+from autotp.rules.traits import draws, draws_from_numpy
 from autotp.runtime.graph_digest import order_of
 
 
@@ -38,6 +38,7 @@ class GraphEntry:
         updated: names of the buffers whose new values are the last outputs.
         held: the layout of each output tensor.
         random: whether it draws random numbers.
+        numpy_random: whether it draws some from `numpy.random`.
         order: a checksum of its collectives in order.
         module: the graph for one model, whose blocks read their own parameters.
         operands: the first arguments of `module`, before the inputs, as in `sources`.
@@ -55,6 +56,7 @@ class GraphEntry:
     updated: list[str]
     held: list[OutputLayout]
     random: bool
+    numpy_random: bool = False
     order: int = 0
     module: fx.GraphModule = field(default_factory=lambda: fx.GraphModule(nn.Module(), fx.Graph()))
     operands: Sequence[str | Tensor] = ()
@@ -195,7 +197,9 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     updated = [captured.buffers[name] for name in analysis.updated]
     count = len(returned(lowered)) - len(updated)
     held = [OutputLayout(analysis.local_outputs.get(i), mesh) for i in range(count)]
-    random = any(draws(node) for node in lowered.nodes)
+    random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
     values = _input_values(captured, mesh.device)
-    entry = GraphEntry(analysis, module, sources, updated, held, random, order_of(lowered), input_values=values)
+    entry = GraphEntry(
+        analysis, module, sources, updated, held, random, of_numpy, order_of(lowered), input_values=values
+    )
     return replace(entry, assumed_reads=AssumedReads(lowered, captured, mesh)) if entry.assumes else entry

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
+from autotp.ops.random_state import forked
 from autotp.passes.capture.pytree import map_leaves
 from autotp.passes.capture.skeleton import copy_on
 
@@ -186,7 +187,7 @@ def _returns_loss(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """True if a floating scalar is among the outputs; None if the model fails on meta."""
     args, kwargs = map_leaves(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.no_grad(), forked(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = skeleton(*args, **kwargs)
     except Exception:  # The model's own code may raise anything on shapes that do not fit.

@@ -25,7 +25,7 @@ from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
-from autotp.rules.traits import draws, has
+from autotp.rules.traits import draws, draws_from_numpy, has
 
 aten = torch.ops.aten
 
@@ -37,11 +37,13 @@ class Recomputed(nn.Module):
         super().__init__()
         self.inner: nn.Module = inner
         self.draws = any(draws(node) for node in inner.graph.nodes)
+        # `checkpoint` keeps torch's random state, and not numpy's.
+        self.again = not any(draws_from_numpy(node) for node in inner.graph.nodes)
 
     def forward(self, *args: Any) -> Any:
         """Runs the graph. Under transforms of torch.func, which do not support recomputation, everything is kept."""
         plain = all(is_plain(x) for x in args if isinstance(x, Tensor)) or torch.compiler.is_compiling()
-        if not plain or not torch.is_grad_enabled():
+        if not plain or not torch.is_grad_enabled() or not self.again:
             return self.inner(*args)
         if torch.compiler.is_compiling():
             return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=self.draws)

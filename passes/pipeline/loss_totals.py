@@ -21,7 +21,7 @@ from autotp.errors import Error
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.row import Trait
-from autotp.rules.traits import has
+from autotp.rules.traits import draws_from_numpy, has
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
@@ -210,6 +210,13 @@ def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
             fix="in the model, x.shape[0] as it is, without int(); or autotp.parallelize, for whole batches",
         )
     for node in graph.nodes:
+        if draws_from_numpy(node):
+            raise Error(
+                f"`{node.target}` draws from `numpy.random` for all rows of a batch together, and parts of a batch "
+                "would draw other numbers",
+                at=line_of(node),
+                fix="config.apply_spec_augment = False, for a model of sound; or autotp.parallelize, for whole batches",
+            )
         if node.op == "call_function" and outputs_of(node) and not _only_lengths(node, rows):
             raise Error(
                 f"`{node.target}` computes with the number of rows, which differs in each part of a batch",
