@@ -54,8 +54,6 @@ HERE, ELSEWHERE, CLOSED, SAYS = 0, 1, 2, 3
 does with each of the two slots."""
 APART = "ranks are at different collectives"
 """Begins the message of a RuntimeError."""
-FORKED = "a process that was forked uses the process group of its parent"
-FORKED_FIX = "call the model in the process that made its group, or start processes by `spawn` and make a group there"
 CPUS = 1024
 """The most cores of a machine."""
 KINDS = "sum", "max", "gather"
@@ -134,7 +132,7 @@ class Channel:
 
     def forbid(self) -> None:
         """Makes each later collective an error, in a process that was forked: its parent uses the memory."""
-        self._failed = partial(Error, FORKED, fix=FORKED_FIX)
+        self._failed = _forked
 
     def close(self) -> None:
         """Tells the other ranks that this one does not come any more."""
@@ -286,6 +284,13 @@ def _forbid_all() -> None:
     for channel in _channels.values():
         if channel is not None:
             channel.forbid()
+
+
+def _forked() -> Error:
+    return Error(
+        "a process that was forked uses the process group of its parent",
+        fix="call the model in the process that made its group, or start processes by `spawn` and make a group there",
+    )
 
 
 os.register_at_fork(after_in_child=_forbid_all)
