@@ -292,8 +292,8 @@ def _sharing(node: fx.Node, fixed: FakeTensorMode, symbolic: FakeTensorMode) -> 
 
     try:
         return tried(fixed, {n: at_captured_sizes(value, fixed) for n, value in examples.items()})
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        return tried(symbolic, examples)
+    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, ValueError):
+        return tried(symbolic, examples)  # Sizes that depend on values are made up, and may not fit each other.
 
 
 @cache

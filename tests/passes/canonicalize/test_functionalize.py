@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from graphs import draft, expect_same, lines, ops, run, some
+from torch import Tensor, nn
 
+import autotp
 from autotp.errors import Error
 from autotp.passes.canonicalize.functionalize import functionalize
 
@@ -356,3 +358,25 @@ def test_an_input_that_may_be_written_is_a_new_value_and_no_update() -> None:
     assert lines(found) == ["add(x, 1)", "return add, add"]
     assert not updated
     expect_same(graph, found, [X])
+
+
+class Picks(nn.Module):
+    """Writes into a tensor, and reshapes rows whose number depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        y = self.down(self.up(x).relu())
+        first = torch.zeros_like(y)
+        first[0] = 1.0
+        rows = keep.nonzero().flatten()
+        picked = y.index_select(0, rows).reshape(rows.shape[0] * 2, 3).exp()
+        return (first + y).sum() + picked.sum()
+
+
+def test_sizes_that_depend_on_values() -> None:
+    """What a view shares is tried on sizes; those of values are made up, and need not fit each other."""
+    given = torch.randn(5, 6), torch.tensor([1, 0, 1, 1, 0])
+    assert autotp.verify(Picks(), 2, example_inputs=given).ok
