@@ -174,7 +174,7 @@ def test_packed_rows_stay_apart() -> None:
 
 @pytest.mark.parametrize("name", ["Wav2Vec2", "Data2VecAudio"])
 def test_steps_that_are_masked_at_random(name: str) -> None:
-    """The setting that switches SpecAugment off is named, also where a configuration does not have it."""
+    """SpecAugment draws its masks from numpy; it can be switched off, also where a configuration does not say so."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     layers = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
     config = getattr(transformers, f"{name}Config")(
@@ -182,7 +182,6 @@ def test_steps_that_are_masked_at_random(name: str) -> None:
     )
     model = getattr(transformers, f"{name}Model")(config).train()
     given = {"input_values": torch.randn(2, 4000)}
-    with pytest.raises(autotp.Error, match=r"numpy.random[^$]*apply_spec_augment = False"):
-        autotp.explain(model, 2, example_inputs=given)
+    assert autotp.verify(model, 2, example_inputs=given).ok
     model.config.apply_spec_augment = False
     assert autotp.verify(model, 2, example_inputs=given).ok
