@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autotp.errors import Error
 
 LIMIT = 2**17
-"""The most bytes of an operand. Each rank reads those of all ranks, so for large ones gloo is faster."""
+"""The most bytes of an operand. gloo sends larger ones while the rank computes; here a rank waits for the others."""
 SPINS = 2000
 """How often a rank looks for another one before it sleeps between two looks: about 0.1 ms."""
 FIRST_SLEEP, LAST_SLEEP = 2e-5, 1e-3
@@ -261,7 +261,8 @@ def _opened(group: ProcessGroup) -> Channel | None:
     if _is_one_machine(everyone):
         memory = _mapped(f"/proc/{everyone[0][0]}/fd/{everyone[0][1]}", size)
         with suppress(OSError, AttributeError):
-            processes = {r: os.pidfd_open(row[0]) for r, row in enumerate(everyone) if r != rank}
+            for r in (r for r in range(size) if r != rank):
+                processes[r] = os.pidfd_open(everyone[r][0])
     ready = torch.tensor([int(memory is not None and len(processes) == size - 1)], device="cpu")
     group.allreduce([ready], dist.ReduceOp.MIN).wait()
     if own is not None:
