@@ -234,9 +234,20 @@ def follow_first_random_state(mesh: Mesh) -> None:
 
 
 def follow_first_numpy_state(mesh: Mesh) -> None:
-    """Gives every rank the state of `numpy.random` on the first rank."""
+    """Gives every rank the state of `numpy.random` on the first rank.
+
+    Raises:
+        Error: on every rank, if the first rank has another generator there than numpy's own.
+    """
     if mesh.everyone.size > 1:
-        set_numpy_state(broadcast_from_first(numpy_state().to(mesh.device), mesh).cpu())
+        state = broadcast_from_first(numpy_state().to(mesh.device), mesh).cpu()
+        if not state.any():
+            raise Error(
+                "the model draws from `numpy.random`, whose generator was replaced, so ranks cannot draw the same "
+                "numbers",
+                fix="no np.random.set_bit_generator",
+            )
+        set_numpy_state(state)
 
 
 FRAME = 64

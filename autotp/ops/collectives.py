@@ -511,7 +511,7 @@ def _may_share_memory(x: Tensor, group: str) -> bool:
     return x.device.type == "cpu" and _is_gloo(group, "cpu")
 
 
-# Dynamo calls them while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
+# Dynamo calls it while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
 _is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,6 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
@@ -292,7 +291,7 @@ def _sharing(node: fx.Node, fixed: FakeTensorMode, symbolic: FakeTensorMode) -> 
 
     try:
         return tried(fixed, {n: at_captured_sizes(value, fixed) for n, value in examples.items()})
-    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, ValueError):
+    except (RuntimeError, ValueError):
         return tried(symbolic, examples)  # Sizes that depend on values are made up, and may not fit each other.
 
 

@@ -101,6 +101,19 @@ def three_calls(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def another_generator_of_numpy(rank: int, n: int) -> None:
+    """Ranks would draw different masks: it is an error on all of them."""
+    given = {"input_values": X.double()}
+    split, own = autotp.parallelize(built(), n, example_inputs=given), np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(rank))
+    try:
+        with pytest.raises(autotp.Error, match=r"draws from `numpy.random`, whose generator was replaced"):
+            split(**given)
+    finally:
+        np.random.set_bit_generator(own)
+
+
+@checks.on(2)
 def evaluation_draws_nothing(rank: int, n: int) -> None:
     given = {"input_values": X.double()}
     split = autotp.parallelize(built(), n, example_inputs=given).eval()
