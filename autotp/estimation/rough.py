@@ -7,10 +7,11 @@ in two halves that of Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sectio
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from autotp.estimation.counts.activations import StageMemory, stage_memory
+from autotp.estimation.counts.activations import stage_memory
 from autotp.estimation.layout import Layout
 from autotp.estimation.price import Prices, beside_times, cast_seconds, exchange_seconds, itemsize_of, update_seconds
 from autotp.estimation.seconds.schedule import engine_of
@@ -25,24 +26,35 @@ class Rough:
     memory: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rows:
-    """A microbatch in all pieces: its times, its memory, and the bytes between pieces."""
+    """A microbatch in all pieces.
 
-    times: Times
-    memory: StageMemory
+    Attributes:
+        forward, backward, weights: seconds, as of `Times`.
+        kept: bytes that backward reads.
+        live: bytes beside them at the fullest moment.
+        boundaries: bytes between pieces.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+    kept: float
+    live: float
     boundaries: float
 
 
 class RoughPrices:
-    """The rough prices of one number of tensor-parallel ranks.
+    """The rough prices of a number of tensor-parallel ranks, and of context-parallel ranks.
 
     Args:
         prices: those without full recomputation, whose costs follow from them.
+        rows: the number of rows of a microbatch -> its numbers; by default those of `prices`.
     """
 
-    def __init__(self, prices: Prices) -> None:
-        self._prices = prices
+    def __init__(self, prices: Prices, rows: Callable[[int], Rows] | None = None) -> None:
+        self._prices, self._find_rows = prices, self._recorded_rows if rows is None else rows
         self._rows: dict[int, Rows] = {}
         self._names: dict[int, frozenset[str]] = {}
         self._exchanges: dict[tuple[int, ...], tuple[float, float]] = {}
@@ -50,17 +62,46 @@ class RoughPrices:
         self._casts: dict[tuple[int, int, int], float] = {}
         self._totals: dict[int, tuple[float, float, float]] = {}
 
+    def divided(self, cp: int, known: RoughPrices, ranks: int, one: RoughPrices) -> RoughPrices:
+        """Returns rough prices of these tensor-parallel ranks on each of `cp` ranks, without their graph.
+
+        They are low. The seconds change by the factor by which they change from one rank to `ranks`, and are divided
+        evenly from there, as if smaller kernels were as fast; the bytes are divided by `cp`, as if no rank gathered.
+
+        Args:
+            known: those of `ranks` context-parallel ranks, on one tensor-parallel rank.
+            one: those of one rank.
+        """
+
+        def rows(count: int) -> Rows:
+            mine, more, less = self.rows(count), known.rows(count), one.rows(count)
+            return Rows(
+                forward=mine.forward * more.forward / less.forward * ranks / cp,
+                backward=mine.backward * more.backward / less.backward * ranks / cp,
+                weights=mine.weights, kept=mine.kept / cp, live=mine.live / cp, boundaries=mine.boundaries / cp,
+            )  # fmt: skip
+
+        return RoughPrices(self._prices, rows)
+
     @cached_property
     def _blocks(self) -> int:
         return len(self._prices.pieces(1).pieces)
 
-    def _of_rows(self, rows: int) -> Rows:
-        if rows not in self._rows:
-            found, times = self._prices.pieces(rows), self._prices.times(rows)
-            sent = [v.bytes for p in found.pieces for v in found.records[p.kind].sent[: p.boundary]]
-            total = sum((times[piece.kind] for piece in found.pieces), Times())
-            self._rows[rows] = Rows(total, stage_memory(found.pieces, found), float(sum(sent)))
-        return self._rows[rows]
+    def rows(self, count: int) -> Rows:
+        """Returns the numbers of a microbatch of `count` rows."""
+        if count not in self._rows:
+            self._rows[count] = self._find_rows(count)
+        return self._rows[count]
+
+    def _recorded_rows(self, count: int) -> Rows:
+        found, times = self._prices.pieces(count), self._prices.times(count)
+        sent = [v.bytes for p in found.pieces for v in found.records[p.kind].sent[: p.boundary]]
+        total = sum((times[piece.kind] for piece in found.pieces), Times())
+        memory = stage_memory(found.pieces, found)
+        return Rows(
+            forward=total.forward, backward=total.backward, weights=total.weights, kept=float(memory.kept),
+            live=float(max(memory.forward, memory.backward)), boundaries=float(sum(sent)),
+        )  # fmt: skip
 
     def _parameters(self, count: int) -> frozenset[str]:
         """Returns the names of the parameters of the first pieces, which are the most."""
@@ -71,14 +112,14 @@ class RoughPrices:
 
     def rough(self, layout: Layout) -> Rough:
         """Returns the rough price of a layout."""
-        rows, kind = self._of_rows(layout.micro_batch), engine_of(layout.schedule, layout.interleave)
+        rows, kind = self.rows(layout.micro_batch), engine_of(layout.schedule, layout.interleave)
         rounds = kind.rounds if layout.pp > 1 else 1
         count = math.ceil(self._blocks / (layout.pp * rounds)) * rounds
-        again = rows.times.forward * (layout.recompute == "full")
-        whole = rows.times.forward + rows.times.backward + again
+        again = rows.forward * (layout.recompute == "full")
+        whole = rows.forward + rows.backward + again
         work = (whole * count / self._blocks + self._beside(layout, count)) * layout.microbatches
         work += self._cast(layout, count)
-        filled = rows.times.weights * kind.halves * (2 + kind.folded)  # Weights' gradients are computed meanwhile.
+        filled = rows.weights * kind.halves * (2 + kind.folded)  # Weights' gradients are computed meanwhile.
         idle = (layout.pp - 1) / rounds * max(0.0, whole - filled) / layout.pp
         exchange, update = self._once(layout, count)
         exchange = max(0.0, exchange - work) if layout.zero == 3 else exchange
@@ -126,9 +167,8 @@ class RoughPrices:
         flights = float(min(layout.microbatches, layout.pp)) if layout.pp > 1 else 1.0
         if layout.interleave:
             flights *= 1 + (layout.pp - 1) / layout.pp / layout.interleave
-        kept = rows.boundaries if layout.recompute == "full" else rows.memory.kept
+        kept = rows.boundaries if layout.recompute == "full" else rows.kept
         copies = 0.0 if layout.zero == 3 else copy
         state = (weights + 2 * learnt * itemsize) / divided
         gradients = learnt * itemsize / (divided if layout.zero > 1 else 1)
-        live = max(rows.memory.forward, rows.memory.backward)
-        return state + gradients + copies + kept * count / self._blocks * flights + live
+        return state + gradients + copies + kept * count / self._blocks * flights + rows.live

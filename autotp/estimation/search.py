@@ -1,13 +1,15 @@
 """`search`: the fastest layouts of a model on a number of devices, and why the obvious ones are not among them.
 
-The model is captured once, and lowered once for each number of tensor-parallel and context-parallel ranks; then each
-micro-batch is recorded once. All layouts get a rough price from these records; the best of them are priced as
-`estimate` does, until five are found that fit.
+The model is captured once, and lowered once for each number of tensor-parallel ranks; then each micro-batch is recorded
+once. All layouts get a rough price from these records. The best of them are priced as `estimate` does, until five are
+found that fit. Where sequences are cut, a low price is made of the records of two ranks; the model is lowered for other
+context-parallel ranks only where their low price is among the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,6 +194,7 @@ class Layouts:
         self._practice, self._call = practice, call_of(model, sequence, given)
         self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
         self._rough: dict[tuple[int, int, Recompute], RoughPrices] = {}
+        self._low: dict[tuple[int, int, Recompute], RoughPrices] = {}
         self.pipelines = True
 
     def prices(self, tp: int, cp: int, recompute: Recompute, halves: bool = False) -> Prices:
@@ -235,13 +238,12 @@ class Layouts:
         arguments = self.prices(1, 1, "none").model.arguments.values()
         if max((max(x.shape[1:], default=0) for x in arguments), default=0) < LONG:
             return [1]
-        found = [1]
-        for cp in (n for n in CONTEXTS[1:] if ranks % n == 0):
+        found = [cp for cp in CONTEXTS if ranks % cp == 0]
+        if found[1:]:
             try:
-                self.prices(1, cp, "none")
+                self.prices(1, CONTEXTS[1], "none")
             except Error:  # There is no sequence to cut.
-                return found
-            found.append(cp)
+                return [1]
         return found
 
     def row(self) -> str:
@@ -258,14 +260,39 @@ class Layouts:
     def rough_prices(self, tp: int, cp: int, recompute: Recompute) -> RoughPrices:
         """Returns the rough prices for what `prices` takes; they serve for halves of backward, too."""
         which: Recompute = "selective" if recompute == "selective" else "none"
+        if self.is_lowered(tp, cp):
+            return self._recorded(tp, cp, which)
+        if (tp, cp, which) not in self._low:
+            one, two = self._recorded(1, 1, which), self._recorded(1, CONTEXTS[1], which)
+            self._low[tp, cp, which] = self._recorded(tp, 1, which).divided(cp, two, CONTEXTS[1], one)
+        return self._low[tp, cp, which]
+
+    def _recorded(self, tp: int, cp: int, which: Recompute) -> RoughPrices:
+        """Returns the rough prices of the graph of these ranks."""
         if (tp, cp, which) not in self._rough:
             self._rough[tp, cp, which] = RoughPrices(self.prices(tp, cp, which))
         return self._rough[tp, cp, which]
 
+    def is_lowered(self, tp: int, cp: int) -> bool:
+        """True if rough prices of these ranks are those of their graph, and not low ones."""
+        return cp == 1 or (tp, cp, "none", False) in self._prices
+
+    def refine(self, found: Sequence[tuple[Layout, Rough]], tp: int, cp: int) -> list[tuple[Layout, Rough]]:
+        """Returns the layouts, with the rough prices of the graph of these ranks; without those that are refused."""
+        try:
+            self.prices(tp, cp, "none")
+        except Error:
+            return [pair for pair in found if (pair[0].tp, pair[0].cp) != (tp, cp)]
+        return [(x, self.rough(x) if (x.tp, x.cp) == (tp, cp) else r) for x, r in found]
+
+    def rough(self, layout: Layout) -> Rough:
+        """Returns the rough price of a layout."""
+        return self.rough_prices(layout.tp, layout.cp, layout.recompute).rough(layout)
+
     def legal(self, gpus: int, batch: int) -> Iterator[Layout]:
         """Yields the layouts of a number of devices whose sizes multiply out."""
         for tp, cp in ((n, cp) for n in self.ranks(gpus) for cp in self.contexts(gpus // n)):
-            model = self.prices(tp, cp, "none").model
+            model = self.prices(tp, 1, "none").model
             blocks = max(1, len(model.order)) if self.pipelines else 1
             for pp in (n for n in range(1, blocks + 1) if gpus // tp // cp % n == 0):
                 dp = gpus // tp // cp // pp
@@ -295,28 +322,47 @@ def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, i
 
 def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
     limit = memory * layouts.device.memory
-    found = [(x, layouts.rough_prices(x.tp, x.cp, x.recompute).rough(x)) for x in layouts.legal(gpus, batch)]
+    found = [(x, layouts.rough(x)) for x in layouts.legal(gpus, batch)]
     if not found:
         raise Error(f"a batch of {batch} rows is not divided evenly by any layout of {gpus} devices", fix="batch=gpus")
-    best = _fastest(layouts, found, limit)
+    best, known = _fastest(layouts, found, limit)
     if not best:
-        _raise_nothing_fits(layouts, found, limit)
-    lost = _slower(layouts, found, best, limit)
+        _raise_nothing_fits(layouts, known, limit)
+    lost = _slower(layouts, known, best, limit)
     return Search(best=tuple(best), lost=tuple(lost), tried=len(found), row=layouts.row())
 
 
-def _fastest(layouts: Layouts, found: Sequence[tuple[Layout, Rough]], limit: float) -> list[Estimate]:
-    """Returns the fastest layouts that fit. A rough price is not exact, so more are priced than are wanted."""
-    likely = sorted((r.seconds, i) for i, (_, r) in enumerate(found) if r.memory <= 1.1 * limit)
-    priced: list[Estimate] = []
-    for seconds, i in likely[:PRICED]:
-        enough = sorted(est.seconds for est in priced)[SHOWN - 1 : SHOWN]
-        if enough and seconds > 1.1 * enough[0]:
+def _fastest(
+    layouts: Layouts, found: Sequence[tuple[Layout, Rough]], limit: float
+) -> tuple[list[Estimate], Sequence[tuple[Layout, Rough]]]:
+    """Returns the fastest layouts that fit, and all layouts with the rough prices that are known then.
+
+    A rough price is not exact, so more are priced than are wanted. Those with low prices come last: what is refused or
+    slower even then is not lowered.
+    """
+    priced: dict[Layout, Estimate] = {}
+    while len(priced) < PRICED:
+        fitting = _fitting(priced.values(), limit)
+        enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
+        next_ones = (pair for pair in found if pair[0] not in priced and pair[1].memory <= 1.1 * limit)
+        known, low = list[tuple[Layout, Rough]](), list[tuple[Layout, Rough]]()
+        for layout, rough in next_ones:
+            is_known = layouts.is_lowered(layout.tp, layout.cp)
+            if rough.seconds < (1.1 if is_known else 1.0) * enough:
+                (known if is_known else low).append((layout, rough))
+        if not known and not low:
             break
-        est = layouts.price(found[i][0])
-        if _most(est) <= limit:
-            priced.append(est)
-    return sorted(priced, key=lambda est: est.seconds)[:SHOWN]
+        layout, _ = min(known or low, key=lambda pair: pair[1].seconds)
+        if known:
+            priced[layout] = layouts.price(layout)
+        else:
+            found = layouts.refine(found, layout.tp, layout.cp)
+    return _fitting(priced.values(), limit), found
+
+
+def _fitting(priced: Iterable[Estimate], limit: float) -> list[Estimate]:
+    """Returns the fastest estimates that fit, the fastest first."""
+    return sorted((est for est in priced if _most(est) <= limit), key=lambda est: est.seconds)[:SHOWN]
 
 
 def _most(est: Estimate) -> float:
@@ -340,7 +386,7 @@ def _slower(
     """Yields the obvious layouts that are not among the best, each in its fastest variant that fits."""
     won = best[0]
     for name, which in _obvious(won.layout, layouts.device.node).items():
-        mine = [(layout, r) for layout, r in found if which(layout)]
+        mine = [(layout, r) for layout, r in found if which(layout) and layouts.is_lowered(layout.tp, layout.cp)]
         if not mine or any(which(est.layout) for est in best):
             continue
         fitting = [pair for pair in mine if pair[1].memory <= limit]

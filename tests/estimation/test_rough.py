@@ -7,6 +7,7 @@ from autotp.estimation.estimate import captured
 from autotp.estimation.layout import AUTOTP, Layout
 from autotp.estimation.price import Prices, price
 from autotp.estimation.rough import RoughPrices
+from autotp.estimation.search import Layouts
 from autotp.estimation.seconds.hardware import KINDS
 from autotp.models.gpt import GPT, GPTConfig
 
@@ -30,3 +31,18 @@ def test_a_rough_price_is_near_the_full_one(prices: Prices, given: dict[str, int
     found, full = RoughPrices(prices).rough(layout), price(prices, layout)
     assert found.seconds == pytest.approx(full.seconds, rel=0.12)
     assert found.memory == pytest.approx(max(rank.total for rank in full.memory), rel=0.2)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 2), (2, 4), (4, 2)])
+def test_a_price_without_a_graph_is_low(tp: int, cp: int) -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=2048, vocab_size=8192, n_layer=4, n_head=16, n_embd=2048, dropout=0.0))
+    layouts = Layouts(model, KINDS["a100-80gb"], AUTOTP, BF16, None, None)
+    low = layouts.rough_prices(tp, cp, "none")
+    layouts.prices(tp, cp, "none")
+    true = layouts.rough_prices(tp, cp, "none")
+    for rows in (1, 4):
+        layout = Layout(batch=rows, tp=tp, cp=cp, micro_batch=rows, dtype=BF16, sequence_parallel=tp > 1)
+        guess, known = low.rough(layout), true.rough(layout)
+        assert 0.4 * known.seconds < guess.seconds < 1.01 * known.seconds
+        assert 0.6 * known.memory < guess.memory < 1.01 * known.memory

@@ -137,6 +137,24 @@ def test_long_sequences_may_be_cut() -> None:
     assert all(est.layout.cp == 1 for est in plain.best)
 
 
+@pytest.mark.parametrize("batch", [1, 16])
+def test_low_prices_lose_no_layout(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a search that lowers all numbers of ranks: one row, where cuts of the sequence win, and many rows."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=8192, vocab_size=512, n_layer=2, n_head=4, n_embd=256, dropout=0.0))
+    lowered = list[tuple[int, int]]()
+    kept = search_module.lowered_for
+    monkeypatch.setattr(search_module, "lowered_for", lambda call, x: lowered.append((x.tp, x.cp)) or kept(call, x))
+    few = autotp.search(model, gpus=8, gpu="a100-80gb", batch=batch, dtype=torch.bfloat16)
+    pairs = set(lowered)
+    monkeypatch.setattr(Layouts, "is_lowered", lambda *_: True)
+    lowered.clear()
+    whole = autotp.search(model, gpus=8, gpu="a100-80gb", batch=batch, dtype=torch.bfloat16)
+    assert [est.layout for est in few.best] == [est.layout for est in whole.best]
+    assert few.tried == whole.tried and (pairs == set(lowered)) == (batch == 1)
+    assert any(est.layout.cp > 1 for est in few.best) == (batch == 1)
+
+
 def test_the_model_is_captured_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is lowered once for each tp and kind of backward, and pieces are emitted once for all micro-batches."""
     captures, lowerings, emissions = list[Any](), list[int](), list[Any]()
