@@ -13,6 +13,7 @@ other way, a function of torch or Python is replaced. This happens in the region
         (`python_state.py`).
 - `torch.default_generator`, as torch's own functions read it: forward may not seed it (`python_state.py`).
 - `nn.TransformerEncoder.forward`, and torch's test whether a mask is causal (`transformer_layers.py`).
+- `F.scaled_dot_product_attention`: a size may say whether it is causal (`functions.py`).
 - `ShapeEnv.evaluate_expr`: a question about sizes of too many terms ends the capture (`long_sizes.py`).
 - `torch.SymInt`'s text and hash: a size that is used as text or as a key becomes a number (`sizes_as_keys.py`).
 - the exporter's exceptions that say that a value is not known: the model may not catch them (`tensor_values.py`).
@@ -55,7 +56,7 @@ from autotp.passes.capture.guards.guard import Reads
 from autotp.passes.capture.guards.python_state import GradientQueries, without_python_random, without_seeds
 from autotp.passes.capture.inline import rows_first
 from autotp.passes.capture.repeats.repeats import Repeats
-from autotp.passes.capture.replacements.functions import ReplacedFunctions
+from autotp.passes.capture.replacements.functions import ReplacedFunctions, known_causality
 from autotp.passes.capture.replacements.transformer_layers import slow_path
 from autotp.passes.capture.unsupported.lost_gradients import nothing_lost
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
@@ -103,8 +104,8 @@ def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool) -> I
         exactly: as for `autotp.model_library.during_capture`.
     """
     with (
-        none_caught(), during_capture(exactly), ReplacedFunctions(), nothing_lost(model), CertainComparisons(),
-        asked, asked.answering(), without_python_random(model), without_seeds(),
+        none_caught(), during_capture(exactly), ReplacedFunctions(), known_causality(), nothing_lost(model),
+        CertainComparisons(), asked, asked.answering(), without_python_random(model), without_seeds(),
     ):  # fmt: skip
         yield
 

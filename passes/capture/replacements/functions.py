@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -24,3 +29,20 @@ class ReplacedFunctions(TorchFunctionMode):
         if given.get("generator", func) is None:  # The operator with a generator takes no symbols as sizes.
             del given["generator"]
         return func(*args, **given)
+
+
+@contextmanager
+def known_causality() -> Iterator[None]:
+    """A region in which attention may be told by a size whether it is causal, such as `is_causal=x.shape[1] > 1`.
+
+    Torch's function takes no symbol for a truth value. The symbol is asked for its value, which makes a guard.
+    """
+    attention = F.scaled_dot_product_attention
+
+    def asked(*args: Any, **kwargs: Any) -> Tensor:
+        known = [bool(x) if isinstance(x, torch.SymBool) else x for x in args]
+        named = {name: bool(x) if isinstance(x, torch.SymBool) else x for name, x in kwargs.items()}
+        return attention(*known, **named)
+
+    with patch.object(F, "scaled_dot_product_attention", asked):
+        yield
