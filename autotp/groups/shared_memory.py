@@ -1,6 +1,6 @@
 """shared_memory: ranks of one machine exchange small tensors through memory that they share, in place of sockets.
 
-gloo sends through sockets, and each collective wakes threads: that takes 0.3 ms, however small the tensor is, and more
+gloo sends through sockets, and each collective wakes threads: that takes 0.4 ms, however small the tensor is, and more
 where the ranks have computed before. A token of a small model needs tens of sums, one after the other.
 
 Each rank has a line of counters, and two slots for values. For its collective number k a rank writes its operand into

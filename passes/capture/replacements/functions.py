@@ -37,12 +37,13 @@ def known_causality() -> Iterator[None]:
 
     Torch's function takes no symbol for a truth value. The symbol is asked for its value, which makes a guard.
     """
-    attention = F.scaled_dot_product_attention
+    attention: Any = F.scaled_dot_product_attention
 
     def asked(*args: Any, **kwargs: Any) -> Tensor:
         known = [bool(x) if isinstance(x, torch.SymBool) else x for x in args]
         named = {name: bool(x) if isinstance(x, torch.SymBool) else x for name, x in kwargs.items()}
-        return attention(*known, **named)
+        found: Tensor = attention(*known, **named)
+        return found
 
     with patch.object(F, "scaled_dot_product_attention", asked):
         yield
