@@ -1,6 +1,7 @@
 """Measures the seconds to analyse a GPT on `meta`, by stage and by depth: the work of `parallelize` before it cuts.
 
     OMP_NUM_THREADS=1 python benchmarks/capture.py
+    OMP_NUM_THREADS=1 python benchmarks/capture.py --classes CvtModel Sam2Model   # small models of transformers
 
 Each depth runs in a separate process, which times the stages one by one, in processor seconds: the work uses one
 thread, so on a free core these equal the seconds of the clock. A stage that calls another stage counts only its own
@@ -68,6 +69,19 @@ def gpt(config: GPTConfig) -> Make:
     return make
 
 
+def of_transformers(name: str) -> Make:
+    """Returns a function that builds a small model of a class of transformers, as examples/hf_coverage.py does."""
+
+    def make(layers: int) -> tuple[nn.Module, Any]:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+        from support.hf_shrink import smallest
+
+        model, call = smallest(name)
+        return model.to("meta"), call
+
+    return make
+
+
 def llama_70b(use_cache: bool) -> Make:
     """Returns a function that builds Llama 3 70B, as in Grattafiori et al. 2024, arXiv 2407.21783, table 3."""
 
@@ -111,18 +125,31 @@ def measure(make: Make, layers: int, tp: int) -> dict[str, float]:
     return found
 
 
-def in_a_process(model: GPTConfig | bool, layers: int, tp: int) -> dict[str, float]:
+def in_a_process(model: GPTConfig | bool | str, layers: int, tp: int) -> dict[str, float]:
     """Runs `measure` in a separate process.
 
     Args:
-        model: the GPT's config, or for the Llama whether it makes a cache.
+        model: the GPT's config, for the Llama whether it makes a cache, or a class of transformers.
     """
-    which = model if isinstance(model, bool) else asdict(model)
+    which = model if isinstance(model, bool | str) else asdict(model)
     command = [sys.executable, __file__, "--one", json.dumps([which, layers, tp])]
     found: dict[str, float] = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
     )
     return found
+
+
+def maker(which: Any) -> Make:
+    """Returns what builds the model that `in_a_process` names."""
+    if isinstance(which, bool):
+        return llama_70b(which)
+    return of_transformers(which) if isinstance(which, str) else gpt(GPTConfig(**which))
+
+
+def line(row: dict[str, float]) -> str:
+    """Returns the seconds of all stages, and of each."""
+    cells = ", ".join(f"{stage} {row[stage]:.2f}" for stage in STAGES)
+    return f"{sum(row[stage] for stage in STAGES):.2f} s ({cells}), {row['peak']:.0f} MB"
 
 
 def memory() -> float:
@@ -149,11 +176,16 @@ def main() -> None:
     parser.add_argument("--size", default="1.2B", help="the published size that has the width, heads and vocabulary")
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--llama", action="store_true", help="Llama 3 70B as well")
+    parser.add_argument("--classes", nargs="+", help="small models of these classes of transformers instead, tp=2")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)  # measures in this process, prints JSON
     args = parser.parse_args()
     if args.one is not None:
         which, layers, tp = args.one
-        print(json.dumps(measure(llama_70b(which) if isinstance(which, bool) else gpt(GPTConfig(**which)), layers, tp)))
+        print(json.dumps(measure(maker(which), layers, tp)))
+        return
+    for name in args.classes or ():
+        print(f"{name:40} {line(in_a_process(name, 0, 2))}", flush=True)
+    if args.classes:
         return
     print(f"{platform.processor() or platform.machine()}, GPT-2 {args.size} width, tp={args.tp}, processor seconds")
     print(f"{'layers':>6}" + "".join(f"{stage:>13}" for stage in (*STAGES, "total", "a layer", "wall", "MB", "+MB")))
@@ -173,10 +205,7 @@ def main() -> None:
     k = exponent(args.layers[1:], totals[1:])
     print(f"linear {k:.2f}; without check {rows[-1]:.3f} s a layer at {args.layers[-1]} layers, target {TARGET}")
     for use_cache in (False, True) if args.llama else ():
-        row = in_a_process(use_cache, 80, 8)
-        total = sum(row[stage] for stage in STAGES)
-        cells = ", ".join(f"{stage} {row[stage]:.2f}" for stage in STAGES)
-        print(f"Llama 3 70B, 80 layers, tp=8, use_cache={use_cache}: {total:.2f} s ({cells}), {row['peak']:.0f} MB")
+        print(f"Llama 3 70B, 80 layers, tp=8, use_cache={use_cache}: {line(in_a_process(use_cache, 80, 8))}")
 
 
 if __name__ == "__main__":

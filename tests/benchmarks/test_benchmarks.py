@@ -112,6 +112,12 @@ def test_every_stage_takes_time():
     assert all(found[stage] > 0 for stage in capture.STAGES)
 
 
+def test_a_class_of_transformers_is_measured():
+    found = capture.measure(capture.maker("BertModel"), 0, TP)
+    assert 0 < found["parameters"] < 1e6
+    assert capture.line(found).startswith(f"{sum(found[stage] for stage in capture.STAGES):.2f} s (capture ")
+
+
 # --- growth.py
 
 
