@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, wraps
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class Part(nn.Module):
             return super().__setattr__(name, value)
         state.tree.version += self._is_known(name, value, state.tree)
         if name == "forward":  # The next capture uses it: a call of this module runs a graph.
-            state.own[name] = value
+            _hold_forward(self, value)
         else:
             super().__setattr__(name, value)
 
@@ -121,7 +121,6 @@ class Part(nn.Module):
             state.tree.version += 1
             if name == "forward" and name in state.own:
                 del state.own[name]
-                return
         super().__delattr__(name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -520,11 +519,41 @@ def adopt(
 def _give(module: nn.Module, kind: type[Part], tree: Tree, held: Mapping[str, Layout]) -> None:
     """Makes one module a module of a parallel model."""
     attributes = vars(module)
-    own = {name: attributes.pop(name) for name in (*FORWARD_HOOKS, "forward") if name in attributes}
-    attributes.update({name: OrderedDict() for name in FORWARD_HOOKS if name in own})
+    own = {name: attributes.pop(name) for name in FORWARD_HOOKS if name in attributes}
+    attributes.update({name: OrderedDict() for name in own})
+    given = attributes.pop("forward", None)
     state = give_state(module, ModuleState(tree, held, own))
     state.known = {key: p for key, p in module._parameters.items() if p is not None}
     vars(object)["__class__"].__set__(module, kind)  # Not by assignment: the module's `__setattr__` may do anything.
+    if given is not None:
+        _hold_forward(module, given)
+
+
+def call_through(model: ParallelModule, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has calls of a parallel model go through another function, outside of its graph.
+
+    Args:
+        around: takes the function of `model.forward`, without `self`, and returns the one that is called.
+    """
+    vars(model)["forward"] = MethodType(around(model.forward.__func__), model)  # type: ignore[attr-defined]
+
+
+def _hold_forward(module: nn.Module, given: Any) -> None:
+    """Keeps a `forward` that the user gave to one module.
+
+    The next capture runs it. Who reads `model.forward`, to put another function around it, gets a function that stands
+    for it: a call of it on the parallel model runs the graph, and a call on the copy for capture runs what was given.
+    """
+    state = state_of(module)
+    assert state is not None
+    run = type(module).forward
+
+    @wraps(given)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return given(*args, **kwargs) if state_of(self) is None else run(self, *args, **kwargs)
+
+    state.own["forward"] = given
+    vars(module)["forward"] = MethodType(forward, module)
 
 
 # ---- later changes of a parallel model

@@ -24,7 +24,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.options import Options, Recompute, expect_choices
 from autotp.passes.capture.guards.attribute_paths import STATE
 from autotp.passes.capture.guards.guard import looked_up
-from autotp.passes.capture.skeleton import close_over, stand_ins
+from autotp.passes.capture.skeleton import close_over, methods_of_copies, stand_ins
 from autotp.passes.emit.async_tensor_parallel import FusedPairs
 from autotp.sharding.layout import Layout
 
@@ -132,13 +132,16 @@ def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
     memo |= {id(module): copied for module, copied in new.items()}  # First: modules refer to each other.
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     own = [value for state in states for value in state.own.values()]
-    close_over(memo, model, [one for value in own for one in (value.values() if isinstance(value, dict) else [value])])
-    for module, kind in kinds.items():
-        attributes, state = {key: value for key, value in vars(module).items() if not _is_torchs(key)}, state_of(module)
-        if state is not None:
-            del attributes[STATE]
-            attributes |= {key: OrderedDict() for key in attributes if key.endswith("_hooks")} | state.own
-        copied(module, kind, attributes, memo)
+    given = [one for value in own for one in (value.values() if isinstance(value, dict) else [value])]
+    with methods_of_copies():
+        close_over(memo, model, given)
+        for module, kind in kinds.items():
+            attributes = {key: value for key, value in vars(module).items() if not _is_torchs(key)}
+            if (state := state_of(module)) is not None:
+                del attributes[STATE]
+                attributes.pop("forward", None)
+                attributes |= {key: OrderedDict() for key in attributes if key.endswith("_hooks")} | state.own
+            copied(module, kind, attributes, memo)
     return new[model]
 
 

@@ -7,10 +7,11 @@ import gc
 import types
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +43,9 @@ def copy_on(model: nn.Module, device: str, originals: dict[int, Tensor] | None =
     """
     try:
         memo = stand_ins(model, device, originals=originals)
-        close_over(memo, model)
-        return copy.deepcopy(model, memo)
+        with methods_of_copies():
+            close_over(memo, model)
+            return copy.deepcopy(model, memo)
     except Error:
         raise
     except Exception as error:
@@ -184,8 +186,9 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
                 fix="the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`",
             )
     hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
-    every = [x for _, x in reached(model)] + [x for one in (*hooks, *aside) for x in (one, *hidden(one))]
-    functions = {id(x): x for x in every if isinstance(x, types.FunctionType) and x.__closure__}
+    functions = {
+        id(x): x for _, x in reached(model, (*hooks, *aside)) if isinstance(x, types.FunctionType) and x.__closure__
+    }
     found = [function for function in functions.values() if _holds(function, own, set())]
     for function in found:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
@@ -199,6 +202,17 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
         for cell, was in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # An empty cell.
                 cell.cell_contents = copy.deepcopy(was.cell_contents, memo)
+
+
+@contextmanager
+def methods_of_copies() -> Iterator[None]:
+    """A region in which a deep copy of a bound method binds the copy of its function, if `close_over` made one."""
+
+    def copied(method: types.MethodType, memo: dict[int, Any]) -> types.MethodType:
+        return types.MethodType(copy.deepcopy(method.__func__, memo), copy.deepcopy(method.__self__, memo))
+
+    with patch.dict(vars(copy)["_deepcopy_dispatch"], {types.MethodType: copied}):
+        yield
 
 
 def _holds(value: Any, own: set[int], seen: set[int]) -> bool:

@@ -229,21 +229,30 @@ def test_on_ranks(n: int, name: str) -> None:
 
 
 def accelerated_bfloat16(rank: int, n: int) -> None:
-    """accelerate's autocast, which it puts around `forward`."""
+    """accelerate's autocast, which it puts around `forward`, is the same as autocast around the call."""
     whole, parallel = pair(n, torch.float32)
+    _, plain = pair(n, torch.float32)
     made = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model, x = made.prepare_model(parallel), X[torch.float32]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (whole, parallel)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (whole, plain, parallel)]
     for _ in range(STEPS):
+        assert not torch.equal(plain(x), model(x)), "autocast is on"
         with torch.autocast("cpu", torch.bfloat16):
-            losses = [whole(x)]
+            losses = [whole(x), plain(x)]
         losses.append(model(x))
         for loss, optimizer in zip(losses, optimizers, strict=True):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
-        assert not torch.equal(losses[0], copy.deepcopy(whole)(x)), "autocast is on"
+        torch.testing.assert_close(losses[2], losses[0], rtol=2e-3, atol=0)
+        assert torch.equal(losses[2], losses[1])
+    other = copy.deepcopy(parallel)  # A copy is in the same precision, and runs its own weights.
+    with torch.no_grad():
+        for p in parallel.parameters():
+            p.zero_()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = plain(x)
+        assert torch.equal(other(x), expected)
     assert dist.get_world_size() == n
 
 

@@ -28,7 +28,7 @@ from autotp.distributed.mesh import Mesh, gather_ints, group_of
 from autotp.errors import Error
 from autotp.hf.loops.accelerate_state import showing
 from autotp.hf.loops.replicas import done_by_all, is_one_replica, of_all, own_ranks, replicas
-from autotp.runtime.module import ParallelModule
+from autotp.runtime.module import ParallelModule, call_through
 
 Method = Callable[..., Any]
 WRAPPERS = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -93,12 +93,32 @@ def _prepared(method: Method) -> Method:
                 "this Accelerator has a parallelism_config of its own",
                 fix="Accelerator(), without parallelism_config, or after autotp.parallelize",
             )
-        if axis.size == 1:  # Only in training would it put DistributedDataParallel around the model.
-            return method(self, model, device_placement, evaluation_mode=True)
-        with _averaging_over(self, group_of(axis)):
-            return method(self, model, device_placement, evaluation_mode)
+        with _in_precision(self, model):
+            if axis.size == 1:  # Only in training would it put DistributedDataParallel around the model.
+                return method(self, model, device_placement, evaluation_mode=True)
+            with _averaging_over(self, group_of(axis)):
+                return method(self, model, device_placement, evaluation_mode)
 
     return prepare_model
+
+
+@contextmanager
+def _in_precision(accelerator: Any, model: ParallelModule) -> Iterator[None]:
+    """A region in which accelerate does not set `model.forward` for mixed precision, as that is done here.
+
+    It would make autocast a part of the model's forward, and objects of it cannot be copied for capture. Calls of the
+    model go through the same two functions: one turns autocast on, the other returns outputs in float32.
+    """
+    mixed = accelerator.native_amp
+    if mixed:
+        modeling, operations = (sys.modules[f"accelerate.utils.{name}"] for name in ("modeling", "operations"))
+        context = modeling.get_mixed_precision_context_manager(mixed, accelerator.autocast_handler)
+        call_through(model, lambda forward: operations.convert_outputs_to_fp32(context(forward)))
+    accelerator.native_amp = False
+    try:
+        yield
+    finally:
+        accelerator.native_amp = mixed
 
 
 class _HandlerOverReplicas:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import types
 import warnings
 import weakref
 from collections import ChainMap, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,8 @@ def children(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, nn.Module):
         weights = isinstance(value, nn.RNNBase)  # torch keeps lists of its weights, and rebuilds them by itself.
         held = [(key, item) for key, item in vars(value).items() if not is_internal(key)]
+        if STATE in vars(value):  # Its `forward` runs the graph. What the user gave is in the state.
+            held = [pair for pair in held if pair[0] != "forward"]
         return [pair for pair in held if not (weights and pair[0].startswith("_flat_weight"))]
     items: list[tuple[Any, Any]] = []
     if isinstance(value, (list, tuple, deque)):
@@ -194,10 +197,14 @@ def everything(model: nn.Module) -> Iterator[tuple[Path, Any]]:
             yield from below(item, (path, key), seen)
 
 
-def reached(model: nn.Module) -> Iterator[tuple[Path, Any]]:
-    """Yields the same as `everything`, and the objects that functions among these hold (`hidden`)."""
+def reached(model: nn.Module, aside: Iterable[Any] = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields the same as `everything`, and the objects that functions among these hold (`hidden`).
+
+    Args:
+        aside: values that are not among the model's attributes. Their path is empty.
+    """
     seen: set[int] = set()
-    for path, value in everything(model):
+    for path, value in itertools.chain(everything(model), (((), one) for one in aside)):
         queue = [value]
         while queue and len(seen) < LARGEST:
             one = queue.pop()

@@ -53,7 +53,9 @@ def words() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
 
 
-def trained(rank: int, n: int, folder: Path, kind: str, tp: int | None = None) -> list[dict[str, float]]:
+def trained(
+    rank: int, n: int, folder: Path, kind: str, tp: int | None = None, bf16: bool = False
+) -> list[dict[str, float]]:
     from datasets import Dataset
 
     def text(i: int, length: int) -> str:
@@ -62,7 +64,7 @@ def trained(rank: int, n: int, folder: Path, kind: str, tp: int | None = None) -
     def model(seed: int) -> Any:
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(**LLAMA, bos_token_id=0, eos_token_id=1, pad_token_id=2)
-        made = transformers.LlamaForCausalLM(config).double()
+        made = transformers.LlamaForCausalLM(config).to(torch.float32 if bf16 else torch.float64)
         return autotp.parallelize(made, tp or n) if (tp or n) > 1 else made
 
     if kind == "sft":
@@ -76,7 +78,7 @@ def trained(rank: int, n: int, folder: Path, kind: str, tp: int | None = None) -
     make, settings, more = kinds[kind]
     arguments = settings(
         str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1,
-        report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, learning_rate=1e-2,
+        report_to=[], use_cpu=True, bf16=bf16, gradient_checkpointing=bf16, disable_tqdm=True, learning_rate=1e-2,
         adam_epsilon=1e-2, max_length=16, save_strategy="no",
     )  # fmt: skip
     trainer = make(
@@ -94,6 +96,18 @@ def test_trainers(kind: str, tmp_path: Path) -> None:
     assert expected[0].keys() >= {"loss", "grad_norm", "mean_token_accuracy"}
     for found in run_ranks(trained, 2, tmp_path / "two", kind, timeout=250, fresh=True):
         expect_close(found, expected)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_the_settings_that_are_trls_own(kind: str, tmp_path: Path) -> None:
+    """In bfloat16, with checkpoints: TRL sets `model.forward`, and accelerate puts autocast around that."""
+    expected = trained(0, 1, tmp_path / "one", kind, bf16=True)
+    for found in run_ranks(trained, 2, tmp_path / "two", kind, None, True, timeout=250, fresh=True):
+        assert len(found) == len(expected)
+        for row, other in zip(found, expected, strict=True):
+            assert row == pytest.approx(other, rel=0.02, abs=0.02)
 
 
 @pytest.mark.rare

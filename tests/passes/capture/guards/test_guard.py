@@ -246,10 +246,24 @@ def wrapped(model: Any) -> None:
     model.forward = lambda *args, **given: inner(*args, **given) * 2
 
 
+def scaled(function: Callable[..., Any], factor: float) -> Callable[..., Any]:
+    return lambda *args: function(*args) * factor
+
+
+def methodical(model: Any) -> None:
+    """As accelerate does: functions around the function of the method, each bound again."""
+    for factor in (0.5, 3.0):
+        inner = model.forward
+        is_bound = hasattr(inner, "__func__")
+        model.forward = types.MethodType(scaled(inner.__func__, factor), model) if is_bound else scaled(inner, factor)
+
+
 FUNCTIONS: dict[str, Callable[[Any], object]] = {
     "nothing": lambda m: None,
     "a setting": lambda m: setattr(m, "k", 0.5),
     "forward around forward": wrapped,
+    "forward around both": wrapped,
+    "a method around a function": methodical,
     "a hook that goes": lambda m: m.handle.remove(),
 }
 
