@@ -161,7 +161,7 @@ def _called(
         return found(*given[0], **{**given[1], **settings, **fewer})
     except (Error, WrongUse):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # A script may end itself.
         raise WrongUse(f"{name} raised {type(error).__name__}: {_first_line(error)}") from error
 
 
@@ -185,7 +185,7 @@ def _object(name: str) -> Any:
         found: Any = _file(Path(where)) if where.endswith(".py") else _module(where)
     except WrongUse:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WrongUse(f"{where} cannot be imported: {type(error).__name__}: {_first_line(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -222,7 +222,7 @@ def _file(path: Path) -> ModuleType:
     return module
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 

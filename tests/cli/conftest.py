@@ -62,6 +62,8 @@ def models(tmp_path: Path) -> Path:
 
 
 FACTORIES = """
+import sys
+
 import torch
 from torch import nn
 
@@ -76,6 +78,10 @@ def inputs():
 
 def fails():
     raise ValueError("no such size")
+
+
+def exits():
+    sys.exit()
 
 
 def reads_a_value():

@@ -74,6 +74,8 @@ def test_example_inputs(models: Path, inputs: str | None) -> None:
         ("own_models.py:number", {}, "is a int, and cannot be called"),
         ("own_models.py:inputs", {}, "returned a Tensor, and no torch.nn.Module"),
         ("own_models.py:fails", {}, "raised ValueError: no such size"),
+        ("own_models.py:exits", {}, "raised SystemExit"),
+        ("script.py:mlp", {}, "script.py cannot be imported: SystemExit: 0"),
         ("own_models.py:mlp", {"settings": {"depth": 3}}, "raised TypeError"),
         ("own_models.py:reads_a_value", {"layers": 2}, "takes no number of layers"),
         ("own_models.py:mlp(open('x'))", {}, "arguments in MODEL are literals"),
@@ -84,12 +86,13 @@ def test_example_inputs(models: Path, inputs: str | None) -> None:
         ("own_models.py:mlp", {"attention": "eager"}, "--attention is for models of transformers"),
     ],
     ids=[
-        "hub", "file", "module", "name", "number", "tensor", "raises", "arguments", "layers", "call", "stars", "twice",
-        "open", "made", "attention",
+        "hub", "file", "module", "name", "number", "tensor", "raises", "exits", "script", "arguments", "layers", "call",
+        "stars", "twice", "open", "made", "attention",
     ],
 )  # fmt: skip
 def test_wrong(models: Path, monkeypatch: pytest.MonkeyPatch, text: str, given: dict[str, Any], told: str) -> None:
     monkeypatch.chdir(models.parent)
+    Path("script.py").write_text("import sys\n\nsys.exit(0)\n")
     with pytest.raises(WrongUse, match=told):
         with_values(argument(text, **given)) if told.startswith("returned") else argument(text, **given).model(False)
 

@@ -135,6 +135,51 @@ def test_a_mixture_of_experts_an_encoder_decoder_and_lora_need_no_formula() -> N
     assert found[2].memory[0].gradients <= 4 * learns < found[2].memory[0].weights / 4
 
 
+@pytest.mark.parametrize("gpu", ["h100-80gb", "cpu-gloo"])
+def test_values_may_have_another_width_than_keys(gpu: str) -> None:
+    """Latent attention: a GPU runs the memory-efficient operator."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 24,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+    one, two = (estimated(model, gpu=gpu, tp=tp, sequence=64) for tp in (1, 2))
+    assert one.flops == pytest.approx(two.flops) and two.memory[0].activations > 0
+
+
+def test_a_backward_of_the_models_own() -> None:
+    """Bloom's GeLU is a torch.autograd.Function: FLOPs of one device are counted with it."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.BloomForCausalLM(
+            transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4)
+        )
+    one, two = (estimated(model, tp=tp, sequence=64) for tp in (1, 2))
+    assert one.flops == pytest.approx(two.flops) and one.flops > 0
+
+
+@pytest.mark.rare
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_every_family_is_estimated_or_refused() -> None:
+    pytest.importorskip("transformers")
+    from support.hf_families import FAMILIES
+
+    refused = {}
+    for name, make in FAMILIES.items():
+        model, call = make()
+        try:
+            found = autotp.estimate(model, gpu="h100-80gb", tp=2, batch=4, dtype=BF16, example_inputs=call)
+        except autotp.Error as error:
+            refused[name] = str(error)
+        else:
+            assert found.seconds > 0, name
+    assert len(refused) <= 2, refused
+
+
 def test_a_mixture_in_float32_multiplies_groups_by_an_operator_of_its_library() -> None:
     """It loops over groups whose lengths are numbers; the FLOPs are those of bfloat16, where torch has an operator."""
     transformers = pytest.importorskip("transformers")

@@ -58,7 +58,9 @@ def test_the_first_screen() -> None:
     of_libraries = (PAGE.parent / "docs" / "coverage_libraries.md").read_text()
     assert f"| {of_libraries.split('**')[1].removesuffix(' models are right.')} equal one device in the loss" in TEXT
     of_all = re.search(r"\*\*(\d+) of the (\d+) classes", (PAGE.parent / "docs" / "coverage_all.md").read_text())
-    assert of_all and f"of the {of_all[2]} that could be built small, {of_all[1]} equal one device" in TEXT
+    assert of_all
+    right, built = (f"{int(n):,}" for n in of_all.groups())
+    assert f"of the {built} that could be built small, {right} equal one device" in TEXT
     assert "torchrun --nproc-per-node 2 examples/one_line.py" in TEXT.split("|---|---|")[0]
 
 

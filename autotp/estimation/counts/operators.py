@@ -154,8 +154,12 @@ def arithmetic_of(packet: Any, kwargs: Any) -> float:
 
 
 def _attention(packet: Any, args: Any) -> tuple[tuple[int, int, int, int], float]:
-    """Returns the shape of the product of queries and keys, and the FLOPs of all products of an attention."""
+    """Returns the shape of the product of queries and keys, and the FLOPs of all products of an attention.
+
+    Half of the products have the width of keys, and half that of values.
+    """
     first = 1 if "backward" in str(packet) else 0
-    query, key = args[first], args[first + 1]
+    query, key, value = args[first : first + 3]
     batch, rows, columns, width = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
-    return (batch, rows, columns, width), 2.0 * ATTENTION[packet][0] * batch * rows * columns * width
+    flops = float(ATTENTION[packet][0] * batch * rows * columns * (width + value.shape[-1]))
+    return (batch, rows, columns, width), flops

@@ -17,6 +17,7 @@ from autotp.compiler import Captures, Program, emitted, rank_graph
 from autotp.errors import Error
 from autotp.estimation.counts.depth import renamed, shorten, whole_order
 from autotp.estimation.counts.record import META, Reads, Record, Value, record
+from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import COMMUNICATING
@@ -223,7 +224,8 @@ def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = 
 def whole_flops(model: Lowered, rows: int) -> float:
     """Returns the FLOPs of products of a microbatch on one device with the whole model, without what is recomputed."""
     one = replace(model, program=replace(model.program, layouts=_uncut(model.program)))
-    found = _recorded(one, _divided(one, model.program.whole or model.program.graph), rows, True)
+    graph = fuse(model.program.whole or model.program.graph)
+    found = _recorded(one, _divided(one, graph), rows, True)
     counts = [sum(op.flops for op in each.ops if op.phase != "again") for each in found.records]
     return sum(counts[piece.kind] for piece in found.pieces)
 

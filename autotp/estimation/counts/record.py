@@ -190,18 +190,22 @@ def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False,
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns attention in one operator, which keeps no scores. query: [batch heads seq width]"""
+    """Returns attention in one operator, which keeps no scores. query: [batch heads seq width]
+
+    Flash attention needs values of the keys' width; the memory-efficient one does not.
+    """
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
-    if mask is None:
+    if mask is None and value.shape[-1] == query.shape[-1]:
         return aten._scaled_dot_product_flash_attention.default(query, key, value, p, causal, scale=scale)[0]
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    if mask is None:
+        return efficient(query, key, value, None, True, p, causal, scale=scale)[0]
     weights = (*query.shape[:-1], key.shape[-2])
     bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
     bias = bias.expand(weights)
-    return aten._scaled_dot_product_efficient_attention.default(query, key, value, bias, True, p, causal, scale=scale)[
-        0
-    ]
+    return efficient(query, key, value, bias, True, p, causal, scale=scale)[0]
 
 
 def fused_causal_rows(
@@ -243,11 +247,11 @@ def cpu_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False,
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns attention as a CPU computes it: in one operator, but for dropout and for a mask that learns.
+    """Returns attention as a CPU computes it: in one operator, but for dropout, other widths, and a mask that learns.
 
     query: [batch heads seq width]
     """
-    if p or (mask is not None and mask.requires_grad):
+    if p or value.shape[-1] != query.shape[-1] or (mask is not None and mask.requires_grad):
         found: Tensor = aten.scaled_dot_product_attention.default(
             query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa
         )

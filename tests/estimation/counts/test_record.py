@@ -46,6 +46,17 @@ def test_attention_is_one_operator_where_it_is_fused() -> None:
     assert sum(op.flops for op in found.ops if op.phase == "backward") == 2 * forward.flops
 
 
+def test_values_of_another_width_need_the_memory_efficient_operator() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True)
+
+    found = run(attention, (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 6))
+    assert names(found, "forward") == ["_scaled_dot_product_efficient_attention"]
+    (forward,) = [op for op in found.ops if op.phase == "forward"]
+    assert forward.flops == 2 * 8 * 16 * 16 * (8 + 6)
+    assert sum(op.flops for op in found.ops if op.phase == "backward") == 2 * forward.flops
+
+
 def test_causal_attention_of_a_balanced_part_reads_half_of_the_keys() -> None:
     """The same for each rank; also where a rank has no rows, or a piece is empty."""
 
