@@ -167,7 +167,42 @@ class Adapts:
         )
 
     disable_adapter = merge_adapter = unmerge_adapter = merge_and_unload = unload = _raise_error
-    add_adapter = delete_adapter = load_adapter = add_weighted_adapter = _raise_error
+    add_adapter = delete_adapter = add_weighted_adapter = _raise_error
+
+    def load_adapter(self, folder: str | os.PathLike[str], adapter_name: str, *_: Any, **__: Any) -> Any:
+        """Reads the weights of an adapter that the model has, as a resumed Trainer does. Call it on every rank.
+
+        Args:
+            folder: what `save_pretrained` wrote, on every rank.
+            adapter_name: the adapter of the model.
+
+        Raises:
+            Error: on every rank, and nothing is changed: the model has no such adapter, or the folder has another kind.
+        """
+
+        def read() -> Any:
+            from peft import PeftConfig, load_peft_weights
+
+            mine: Any = getattr(self, "peft_config", {}).get(adapter_name)
+            theirs = PeftConfig.from_pretrained(str(folder))
+            if mine is None or _kind_of_adapter(mine) != _kind_of_adapter(theirs):
+                raise Error(
+                    f"a parallel model takes the weights of its own adapters, and {adapter_name!r} of {folder} is none",
+                    fix="PeftModel.from_pretrained(model, folder), and parallelize it then",
+                )
+            return load_peft_weights(str(folder), device="cpu")
+
+        model: Any = self
+        weights = agree(model.mesh, read)
+        from peft import set_peft_model_state_dict
+
+        return set_peft_model_state_dict(model, weights, adapter_name=adapter_name)
+
+
+def _kind_of_adapter(config: Any) -> dict[str, Any]:
+    """Returns the settings of an adapter that decide on its weights."""
+    free = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
+    return {key: x for key, x in config.to_dict().items() if key not in free}
 
 
 def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state: Any, given: Mapping[str, Any]) -> None:

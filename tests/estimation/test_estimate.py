@@ -163,6 +163,7 @@ def test_a_backward_of_the_models_own() -> None:
 
 
 @pytest.mark.rare
+@pytest.mark.timeout(500)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_every_family_is_estimated_or_refused() -> None:
     pytest.importorskip("transformers")

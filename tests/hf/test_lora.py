@@ -89,6 +89,65 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {it.name for it in (tmp_path / "parallel").iterdir()}
 
 
+def read_again(rank: int, n: int, folder: Path) -> None:
+    """A model reads the weights of the adapter that it has, as a resumed Trainer does; another adapter is refused."""
+    whole, inputs = adapted("llama", modules_to_save=["lm_head"])
+    first: Any = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
+    expected = {name: value.clone() for name, value in first.state_dict().items()}
+    first.save_pretrained(folder / "own")
+    dist.barrier()
+    loss = first(**inputs).loss
+    with torch.no_grad():
+        for p in first.parameters():
+            if p.requires_grad:
+                p.mul_(0.5)
+    assert not torch.equal(first(**inputs).loss, loss)
+    first.load_adapter(folder / "own", "default", is_trainable=True)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    assert torch.equal(first(**inputs).loss, loss)
+    second: Any = autotp.parallelize(adapted("llama")[0], n, example_inputs=inputs)
+    before = {name: value.clone() for name, value in second.state_dict().items()}
+    for at, name in ((folder / "own", "default"), (folder / "own", "other")):
+        with pytest.raises(autotp.Error, match="takes the weights of its own adapters"):
+            second.load_adapter(at, name)
+    assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
+
+
+def test_adapters_are_read_again(tmp_path: Path) -> None:
+    run_ranks(read_again, 2, tmp_path, timeout=100)
+
+
+def resumed(rank: int, n: int, folder: Path) -> list[list[dict[str, float]]]:
+    """The losses of a Trainer that goes through, and of one that goes on in the middle."""
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.arange(24 * 8).view(24, 8) * 7 % 90 + 3
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=2, max_steps=4, save_steps=2, logging_steps=1, report_to=[],
+        use_cpu=True, disable_tqdm=True, learning_rate=1e-2,
+    )  # fmt: skip
+    found = []
+    for start in (None, str(folder / "checkpoint-2")):
+        model, inputs = adapted("llama")
+        model = autotp.parallelize(model, n, example_inputs=inputs) if n > 1 else model
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=start)
+        kept = ("loss", "grad_norm")
+        found.append([{key: row[key] for key in kept if key in row} for row in trainer.state.log_history])
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_a_trainer_resumes(tmp_path: Path) -> None:
+    expected = resumed(0, 1, tmp_path / "one")
+    assert len(expected[0]) > 4 and "loss" in expected[0][3]
+    for found in run_ranks(resumed, 2, tmp_path / "two", timeout=150):
+        for through in (*found, expected[1]):
+            for row, other in zip(through, expected[0], strict=True):
+                assert row == pytest.approx(other, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "kept"),
     [
