@@ -27,7 +27,15 @@ from autotp.cli.flags import (
 from autotp.cli.model_argument import ModelArgument, on_meta, settings_of, with_values
 from autotp.cli.output import DIFFERENT, arguments_in_use, console, print_json
 from autotp.diagnostics.bisect import Blame, bisect
-from autotp.diagnostics.verify import Report, compare_calls, expect_blocks, expect_layout, training_of, verify
+from autotp.diagnostics.verify import (
+    Report,
+    compare_calls,
+    expect_blocks,
+    expect_layout,
+    microbatches_of,
+    training_of,
+    verify,
+)
 from autotp.display.sheet import coloured
 from autotp.errors import within
 from autotp.options import Options
@@ -50,7 +58,9 @@ def verify_command(
     evaluation: Evaluation = False,
     pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks, as of `autotp.distribute`")] = 1,
     dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas")] = 1,
-    microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Parts of a replica's batch")] = 1,
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", min=1, help="Parts of a replica's batch; default: --pp")
+    ] = None,
     schedule: Annotated[ScheduleName, typer.Option("--schedule", help="The order of microbatches")] = PLAIN,
     zero: Annotated[int, typer.Option("--zero", min=0, max=3, help="The stage of ZeRO")] = 0,
     meta: Annotated[bool, typer.Option("--meta", help="Prove it on meta, without values")] = False,
@@ -71,8 +81,9 @@ def verify_command(
     """
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
     settings, given = Options(**chosen), argument.example_inputs()
-    mesh = {"pp": pp, "dp": dp, "microbatches": microbatches, "schedule": schedule.value, "zero": zero}
-    training = training_of(settings, microbatches, schedule.value, cast(Any, zero))
+    parts = microbatches_of(pp) if microbatches is None else microbatches
+    mesh = {"pp": pp, "dp": dp, "microbatches": parts, "schedule": schedule.value, "zero": zero}
+    training = training_of(settings, parts, schedule.value, cast(Any, zero))
     with arguments_in_use():
         for size in tp:
             expect_layout(settings, training, (size, pp, dp))
@@ -81,7 +92,7 @@ def verify_command(
         expect_blocks(built, training, pp)
     found: list[Result] = []
     for size in tp:
-        if (pp, dp, microbatches) != (1, 1, 1):
+        if (pp, dp, parts) != (1, 1, 1):
             found.append((verify(built, size, example_inputs=given, **mesh, **chosen), None))
         else:
             report, call = _verified(built, given, size, settings)

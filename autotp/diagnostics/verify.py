@@ -448,7 +448,7 @@ def verify(
     *,
     pp: int = 1,
     dp: int = 1,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     schedule: Schedule = "1F1B",
     zero: Literal[0, 1, 2, 3] = 0,
     example_inputs: Any = None,
@@ -473,8 +473,9 @@ def verify(
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: the number of ranks.
-        pp, dp, microbatches, schedule, zero: as for `distribute`. The step that is compared is made of the rows of the
-            example inputs, which are those of a microbatch. What torch's `fully_shard` does is not verified.
+        pp, dp, schedule, zero: as for `distribute`. What torch's `fully_shard` does is not verified.
+        microbatches: as for `distribute`; by default as many as pipeline ranks. The step that is compared is made of
+            the rows of the example inputs, which are those of a microbatch.
         example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without: as for `parallelize`.
 
     Raises:
@@ -487,18 +488,24 @@ def verify(
     """
 
     settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp)
-    training = training_of(settings, microbatches, schedule, zero)
+    parts = microbatches_of(pp) if microbatches is None else microbatches
+    training = training_of(settings, parts, schedule, zero)
 
     def run() -> Report:
         expect_usable("verify", model, tp, settings)
         expect_layout(settings, training, (tp, pp, dp))
-        if (pp, dp, microbatches) == (1, 1, 1):
+        if (pp, dp, parts) == (1, 1, 1):
             return compare_calls(model, find_inputs(model, example_inputs), tp, settings)
         expect_blocks(model, training, pp)
         return compare_mesh(model, find_inputs(model, example_inputs), (tp, pp, dp), training)
 
     sizes = f", cp={cp}" * (cp != 1) + f", pp={pp}, dp={dp}" * ((pp, dp) != (1, 1))
     return within(f"verify({type(model).__name__}, tp={tp}{sizes})", run)
+
+
+def microbatches_of(pp: int) -> int:
+    """Returns the least number of microbatches that every schedule of `pp` pipeline ranks can run."""
+    return max(1, pp) if isinstance(pp, int) else 1
 
 
 def training_of(settings: Options, microbatches: int, schedule: Schedule, zero: Literal[0, 1, 2, 3]) -> Training:

@@ -39,7 +39,7 @@ def test_a_mesh(autotp_command, llama: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--pp", 2), "this schedule on 2 ranks cannot run 1 microbatches"),
+        (("--pp", 2, "--microbatches", 1), "this schedule on 2 ranks cannot run 1 microbatches"),
         (("--pp", 3, "--microbatches", 3), "3 stages, and the model has 2 blocks"),
         (("--zero", 1), "schedule and zero are options of distribute, and this is one call of a model"),
         (("--dp", 2, "--outputs", "full"), "outputs and experts are options of parallelize"),

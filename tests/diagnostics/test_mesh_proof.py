@@ -49,8 +49,9 @@ def test_a_mesh_on_meta() -> None:
 def test_bytes_across_a_boundary() -> None:
     model, rows, length = on_meta(), 2, 8
     x = torch.zeros(rows, length, dtype=torch.long)
-    proof = autotp.verify(model, 2, pp=2, microbatches=2, example_inputs=(x, x)).mesh
-    assert proof is not None and proof.sent == ((1, rows * length * SIZES["n_embd"] * 4),)
+    proof = autotp.verify(model, 2, pp=2, example_inputs=(x, x)).mesh  # As many microbatches as pipeline ranks.
+    assert proof is not None and proof.microbatches == 2
+    assert proof.sent == ((1, rows * length * SIZES["n_embd"] * 4),)
 
 
 @pytest.mark.parametrize("schedule", ENGINES)
@@ -140,7 +141,7 @@ def test_ranks_that_divide_differently(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pp": 2, "schedule": "2F2B"}, "schedule='2F2B'"),
         ({"pp": 2, "zero": 4}, "zero=4"),
         ({"pp": 5, "microbatches": 5}, "5 stages, and the model has 4 blocks"),
-        ({"pp": 2}, "this schedule on 2 ranks cannot run 1 microbatches"),
+        ({"pp": 2, "microbatches": 1}, "this schedule on 2 ranks cannot run 1 microbatches"),
         ({"zero": 1}, "schedule and zero are options of distribute"),
         ({"schedule": "GPipe"}, "schedule and zero are options of distribute"),
         ({"pp": 2, "outputs": "full"}, "outputs and experts are options of parallelize"),
