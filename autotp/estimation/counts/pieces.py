@@ -389,6 +389,12 @@ def _run(
             f"an operator of `{'`, `'.join(stage.blocks)}` cannot run on meta: {str(error).splitlines()[0]}",
             fix="register_fake of a custom operator, with autograd",
         ) from error
+    except RuntimeError as error:
+        raise Error(
+            "the model computes something else for other numbers of rows, and costs are counted for one, two and three "
+            f"rows: {str(error).splitlines()[0]}",
+            fix="a part of the model whose rows are independent",
+        ) from error
 
 
 def _groups(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:
