@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from autotp.errors import BeginAgain
+
 
 class ModelLibrary:
     """The answers for models without a library.
@@ -88,7 +90,7 @@ class ModelLibrary:
         return None
 
 
-class NeedsExactCapture(Exception):
+class NeedsExactCapture(BeginAgain):
     """The model has to be captured with `exactly`: see `ModelLibrary.during_capture`."""
 
 

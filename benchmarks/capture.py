@@ -1,7 +1,7 @@
 """Measures the seconds to analyse a GPT on `meta`, by stage and by depth: the work of `parallelize` before it cuts.
 
     OMP_NUM_THREADS=1 python benchmarks/capture.py
-    OMP_NUM_THREADS=1 python benchmarks/capture.py --classes CvtModel Sam2Model   # small models of transformers
+    OMP_NUM_THREADS=1 python benchmarks/capture.py --classes CvtModel MaskFormerModel   # small models of transformers
 
 Each depth runs in a separate process, which times the stages one by one, in processor seconds: the work uses one
 thread, so on a free core these equal the seconds of the clock. A stage that calls another stage counts only its own

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.errors import Error
+from autotp.errors import BeginAgain, Error
 from autotp.model_library import NeedsExactCapture
 from autotp.passes.capture.guards.values import reads_values
 from autotp.passes.capture.repeats.record import again, begin, end, outside_of
@@ -133,7 +133,7 @@ def as_on_one_device(exactly: bool) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # For example a model's own test of a mask's shape.
-            if looks.ever and not isinstance(error, Error | NeedsExactCapture) and not reads_values(error):
+            if looks.ever and not isinstance(error, Error | BeginAgain) and not reads_values(error):
                 raise NeedsExactCapture from error
             raise
 

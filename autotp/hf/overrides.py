@@ -169,12 +169,16 @@ class Adapts:
     disable_adapter = merge_adapter = unmerge_adapter = merge_and_unload = unload = _raise_error
     add_adapter = delete_adapter = add_weighted_adapter = _raise_error
 
-    def load_adapter(self, folder: str | os.PathLike[str], adapter_name: str, *_: Any, **__: Any) -> Any:
+    def load_adapter(self, folder: str | os.PathLike[str], adapter_name: str, is_trainable: bool = False) -> Any:
         """Reads the weights of an adapter that the model has, as a resumed Trainer does. Call it on every rank.
 
         Args:
             folder: what `save_pretrained` wrote, on every rank.
             adapter_name: the adapter of the model.
+            is_trainable: as of peft: without it, the model is in eval mode then.
+
+        Returns:
+            What `load_state_dict` returns.
 
         Raises:
             Error: on every rank, and nothing is changed: the model has no such adapter, or the folder has another kind.
@@ -183,8 +187,9 @@ class Adapts:
         def read() -> Any:
             from peft import PeftConfig, load_peft_weights
 
-            mine: Any = getattr(self, "peft_config", {}).get(adapter_name)
-            theirs = PeftConfig.from_pretrained(str(folder))
+            if not os.path.isdir(folder):  # peft would ask a hub.
+                raise Error(f"there is no folder {folder}", fix="the folder that model.save_pretrained wrote")
+            mine, theirs = self.peft_config.get(adapter_name), PeftConfig.from_pretrained(str(folder))
             if mine is None or _kind_of_adapter(mine) != _kind_of_adapter(theirs):
                 raise Error(
                     f"a parallel model takes the weights of its own adapters, and {adapter_name!r} of {folder} is none",
@@ -196,7 +201,10 @@ class Adapts:
         weights = agree(model.mesh, read)
         from peft import set_peft_model_state_dict
 
-        return set_peft_model_state_dict(model, weights, adapter_name=adapter_name)
+        found = set_peft_model_state_dict(model, weights, adapter_name=adapter_name)
+        if not is_trainable:
+            model.eval()
+        return found
 
 
 def _kind_of_adapter(config: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import time
@@ -38,11 +37,6 @@ def ways() -> dict[str, Callable[[Tensor], object]]:
     if channel is not None:
         found["shared memory"] = lambda x: channel.reduce(group, x, "sum", x)
     return found
-
-
-def has_shared_memory() -> bool:
-    """True if two ranks of this machine may exchange small tensors through memory."""
-    return sys.platform == "linux" and platform.machine() == "x86_64" and len(os.sched_getaffinity(0)) >= 2
 
 
 def work() -> Callable[[], object]:

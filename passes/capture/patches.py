@@ -2,7 +2,8 @@
 
 NOTE [What is patched during capture]
 A graph has operators only, so anything else that a model does must be observed while it runs. Where torch offers no
-other way, a function of torch or Python is replaced. This happens in the regions of this file only, and ends with them:
+other way, a function of torch or Python is replaced. This happens in the regions of this file only, and ends with them.
+(`skeleton.py` replaces how Python copies bound methods, while it copies a model.)
 - `nn.Module.__getattribute__`: notes the attributes that are read (`guard.py`).
 - `nn.Module.__getattribute__`, `__setattr__` and `__delattr__`, `forward` of blocks' classes, all methods of the
         classes of objects that blocks are given: blocks that are alike are captured once (`repeats.py`, `queries.py`).

@@ -7,6 +7,8 @@ import torch
 from calls import small_sums
 from ranks import run_ranks
 
+from autotp.groups import shared_memory
+
 
 def measured(rank: int, tp: int) -> tuple[list[str], list[float]]:
     ways = small_sums.ways()
@@ -18,9 +20,8 @@ def measured(rank: int, tp: int) -> tuple[list[str], list[float]]:
     return small_sums.measure(512, rounds=1), sums
 
 
+@pytest.mark.skipif(shared_memory._memory(2) is None, reason="the system has no such memory")
 def test_both_ways_are_measured() -> None:
-    if not small_sums.has_shared_memory():
-        pytest.skip("ranks share memory on Linux, on x86-64, with a core for each")
     for lines, sums in run_ranks(measured, 2):
         assert sums == [3.0, 3.0]
         assert [line.split("numbers")[1].split()[0] for line in lines] == ["gloo", "shared"]

@@ -308,3 +308,19 @@ def test_one_row_has_no_halves() -> None:
 )
 def test_halves_are_refused_as_in_distribute(given: dict[str, Any], expected: str) -> None:
     assert expected in message(lambda: estimated(**{"overlap": "batch", **given}))
+
+
+def test_a_model_that_compares_its_rows_is_refused() -> None:
+    """Its graph has the number of rows that were captured."""
+
+    class Comparing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one, two = self.up(x).split(1)
+            return (one - two).square().mean()
+
+    with pytest.raises(autotp.Error, match="the graph of 2 rows does not run for 1: "):
+        estimated(Comparing(), example_inputs=torch.ones(2, 4, 8))

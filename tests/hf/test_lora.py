@@ -105,7 +105,11 @@ def read_again(rank: int, n: int, folder: Path) -> None:
     first.load_adapter(folder / "own", "default", is_trainable=True)
     for name, value in first.state_dict().items():
         assert torch.equal(value, expected[name]), name
-    assert torch.equal(first(**inputs).loss, loss)
+    assert first.training and torch.equal(first(**inputs).loss, loss)
+    first.load_adapter(folder / "own", "default")
+    assert not first.training  # As peft does it.
+    with pytest.raises(autotp.Error, match="there is no folder"):
+        first.load_adapter(folder / "nothing", "default")
     second: Any = autotp.parallelize(adapted("llama")[0], n, example_inputs=inputs)
     before = {name: value.clone() for name, value in second.state_dict().items()}
     for at, name in ((folder / "own", "default"), (folder / "own", "other")):

@@ -18,6 +18,8 @@ from transformers import (
     GemmaModel,
     LlamaConfig,
     LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
     UMT5Config,
     UMT5Model,
 )
@@ -84,6 +86,17 @@ def test_no_look_at_the_padding(mask: Tensor) -> None:
     """Causal masks for causal modules, bidirectional ones for the others: the graph is right for all padding."""
     assert reads(LlamaModel(LlamaConfig(**SIZES)), mask) == []
     assert reads(BertModel(BertConfig(**SIZES)), mask) == []
+
+
+def test_no_look_where_blocks_are_captured_one_by_one() -> None:
+    """Blocks that are alike, and cannot be captured once, are no reason to look: such a model may be distributed."""
+    config = T5Config(
+        vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4, decoder_start_token_id=0
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    given = {"input_ids": IDS, "labels": IDS, "decoder_input_ids": IDS, "attention_mask": PADDED}
+    found = analyse(skeleton_of(model), (), {**given, "decoder_attention_mask": PADDED}, 2)
+    assert not found.captured.asked
 
 
 def test_a_look_where_it_makes_a_difference() -> None:

@@ -253,6 +253,9 @@ def accelerated_bfloat16(rank: int, n: int) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(x)
         assert torch.equal(other(x), expected)
+    with torch.no_grad():
+        made.unwrap_model(other, keep_fp32_wrapper=False)
+        assert torch.equal(other(x), plain(x))
     assert dist.get_world_size() == n
 
 

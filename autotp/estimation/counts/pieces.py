@@ -276,7 +276,16 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
         key = tuple((value, reads) for _, value, reads in read), divided.texts[i]
         if key not in known:
             known[key] = len(records)
-            records.append(_run(i, divided, model, read, on_gpu, early_stop))
+            try:
+                records.append(_run(i, divided, model, read, on_gpu, early_stop))
+            except Exception as error:
+                if isinstance(error, Error) or rows == CAPTURED_ROWS:
+                    raise
+                _recorded(model, divided, CAPTURED_ROWS, on_gpu, early_stop)  # It raises what is no matter of rows.
+                raise Error(
+                    f"the graph of {CAPTURED_ROWS} rows does not run for {rows}: {str(error).splitlines()[0]}",
+                    fix="a part of the model whose rows are independent",
+                ) from error
         kind = known[key]
         sent = [*(node.name for node in returned(stage.graph)), *divided.shared[i]]
         values.update(zip(sent, records[kind].sent, strict=False))
@@ -388,12 +397,6 @@ def _run(
         raise Error(
             f"an operator of `{'`, `'.join(stage.blocks)}` cannot run on meta: {str(error).splitlines()[0]}",
             fix="register_fake of a custom operator, with autograd",
-        ) from error
-    except RuntimeError as error:
-        raise Error(
-            "the model computes something else for other numbers of rows, and costs are counted for one, two and three "
-            f"rows: {str(error).splitlines()[0]}",
-            fix="a part of the model whose rows are independent",
         ) from error
 
 

@@ -113,6 +113,8 @@ def _in_precision(accelerator: Any, model: ParallelModule) -> Iterator[None]:
     if mixed:
         modeling, operations = (sys.modules[f"accelerate.utils.{name}"] for name in ("modeling", "operations"))
         context = modeling.get_mixed_precision_context_manager(mixed, accelerator.autocast_handler)
+        own: Any = model.forward
+        model._original_forward = own.__func__  # `unwrap_model(model, keep_fp32_wrapper=False)` sets it again.
         call_through(model, lambda forward: operations.convert_outputs_to_fp32(context(forward)))
     accelerator.native_amp = False
     try:

@@ -38,7 +38,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.errors import Error
+from autotp.errors import BeginAgain, Error
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.source_location import is_library
 
@@ -79,7 +79,7 @@ class Place(NamedTuple):
     function: str
 
 
-class NeedsNumber(Exception):
+class NeedsNumber(BeginAgain):
     """The model makes a Python number of an activation at this place, or a loop ends when an activation says so."""
 
     def __init__(self, place: Place) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autotp.errors import BeginAgain
 from autotp.passes.capture.guards.comparison import (
     SYMBOLIC,
     Frozen,
@@ -43,7 +44,7 @@ from autotp.passes.capture.guards.comparison import (
 ATTRIBUTES = ("__getattribute__", "__setattr__", "__delattr__")
 
 
-class Entangled(Exception):
+class Entangled(BeginAgain):
     """Raised if a block does something to its surroundings that is not recorded: its blocks are captured one by one."""
 
 

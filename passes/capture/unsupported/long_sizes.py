@@ -23,6 +23,8 @@ import sympy
 from torch.fx.experimental import symbolic_shapes
 from torch.utils import _sympy
 
+from autotp.errors import BeginAgain
+
 Symbols = Literal["all", "first", "none"]
 """The dimensions of inputs that are symbols: all of them, the first of each input, or none."""
 FEWER: dict[Symbols, Symbols] = {"all": "first", "first": "none"}
@@ -31,7 +33,7 @@ LONGEST = 200
 HOMES = (str(Path(sympy.__file__).parent), str(Path(_sympy.__path__[0])))
 
 
-class LongSize(Exception):
+class LongSize(BeginAgain):
     """A question about sizes has too many terms."""
 
 

@@ -80,7 +80,7 @@ def test_the_estimate_is_that_of_the_whole_model(given: dict[str, Any], monkeypa
 
 def test_an_encoder_and_a_decoder_are_both_short(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
-    t5 = transformers.T5Config(d_model=64, d_ff=96, num_layers=5, num_heads=4, d_kv=16, vocab_size=128)
+    t5 = transformers.T5Config(d_model=64, d_ff=96, num_layers=6, num_heads=4, d_kv=16, vocab_size=128)
     with torch.device("meta"):
         model = transformers.T5ForConditionalGeneration(t5)
     short = estimated(model, tp=2)

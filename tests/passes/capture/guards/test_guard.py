@@ -264,6 +264,7 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
     "forward around forward": wrapped,
     "forward around both": wrapped,
     "a method around a function": methodical,
+    "forward of a part, twice": lambda m: [wrapped(m.up), methodical(m.up)],
     "a hook that goes": lambda m: m.handle.remove(),
 }
 
