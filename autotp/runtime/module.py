@@ -9,8 +9,9 @@ import sys
 from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache, wraps
+from inspect import Parameter, signature
 from types import FrameType, MethodType
 from typing import Any
 
@@ -548,10 +549,15 @@ def _hold_forward(module: nn.Module, given: Any) -> None:
     assert state is not None
     run = type(module).forward
 
-    @wraps(given)
+    @wraps(given, updated=())
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return given(*args, **kwargs) if state_of(self) is None else run(self, *args, **kwargs)
 
+    with suppress(ValueError, TypeError):  # Not every callable has one.
+        arguments = signature(given)  # Of `model.forward`, too: a Trainer chooses columns of data by it.
+        own = Parameter("module", Parameter.POSITIONAL_ONLY)
+        shown: Any = forward
+        shown.__signature__ = arguments.replace(parameters=[own, *arguments.parameters.values()])
     state.own["forward"] = given
     vars(module)["forward"] = MethodType(forward, module)
 

@@ -24,7 +24,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.options import Options, Recompute, expect_choices
 from autotp.passes.capture.guards.attribute_paths import STATE
 from autotp.passes.capture.guards.guard import looked_up
-from autotp.passes.capture.skeleton import close_over, methods_of_copies, stand_ins
+from autotp.passes.capture.skeleton import close_over, copying, stand_ins
 from autotp.passes.emit.async_tensor_parallel import FusedPairs
 from autotp.sharding.layout import Layout
 
@@ -133,7 +133,7 @@ def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     own = [value for state in states for value in state.own.values()]
     given = [one for value in own for one in (value.values() if isinstance(value, dict) else [value])]
-    with methods_of_copies():
+    with copying():
         close_over(memo, model, given)
         for module, kind in kinds.items():
             attributes = {key: value for key, value in vars(module).items() if not _is_torchs(key)}

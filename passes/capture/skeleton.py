@@ -41,19 +41,10 @@ def copy_on(model: nn.Module, device: str, originals: dict[int, Tensor] | None =
     Raises:
         Error: an attribute cannot be copied, or is a view of a parameter or buffer.
     """
-    try:
+    with copying():
         memo = stand_ins(model, device, originals=originals)
-        with methods_of_copies():
-            close_over(memo, model)
-            return copy.deepcopy(model, memo)
-    except Error:
-        raise
-    except Exception as error:
-        first = str(error).strip().splitlines()[0]
-        raise Error(
-            f"copy.deepcopy fails on the model: {first}",
-            fix="delete computed tensors and open handles from its attributes before the call",
-        ) from error
+        close_over(memo, model)
+        return copy.deepcopy(model, memo)
 
 
 def stand_ins(
@@ -205,14 +196,27 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
 
 
 @contextmanager
-def methods_of_copies() -> Iterator[None]:
-    """A region in which a deep copy of a bound method binds the copy of its function, if `close_over` made one."""
+def copying() -> Iterator[None]:
+    """A region in which a model is copied. A copy of a bound method binds the copy of its function, if there is one.
+
+    Raises:
+        Error: an attribute cannot be copied.
+    """
 
     def copied(method: types.MethodType, memo: dict[int, Any]) -> types.MethodType:
         return types.MethodType(copy.deepcopy(method.__func__, memo), copy.deepcopy(method.__self__, memo))
 
     with patch.dict(vars(copy)["_deepcopy_dispatch"], {types.MethodType: copied}):
-        yield
+        try:
+            yield
+        except Error:
+            raise
+        except Exception as error:
+            first = str(error).strip().splitlines()[0]
+            raise Error(
+                f"copy.deepcopy fails on the model: {first}",
+                fix="delete computed tensors and open handles from its attributes before the call",
+            ) from error
 
 
 def _holds(value: Any, own: set[int], seen: set[int]) -> bool:

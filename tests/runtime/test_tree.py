@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from inspect import signature
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -92,6 +94,9 @@ def test_a_forward_on_the_module() -> None:
     assert table_of(model, "scale") is vars(model)
     assert vars(model)["forward"].__wrapped__ is own.own["forward"]  # It stands for it.
     assert original_of(model, {}).forward(X) is X
+    for given in (lambda x, scale=2: x, MethodType(lambda self, x, scale=2: x, model)):
+        model.forward = given
+        assert list(signature(model.forward).parameters) == ["x", "scale"]
 
 
 @pytest.mark.parametrize("how", ["selective", "none"])

@@ -253,6 +253,10 @@ def accelerated_bfloat16(rank: int, n: int) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(x)
         assert torch.equal(other(x), expected)
+    inner = parallel.forward
+    parallel.forward = lambda *args: inner(*args) * 2
+    with pytest.raises(autotp.Error, match="autocast|automatic mixed precision"):
+        model(x)
     with torch.no_grad():
         made.unwrap_model(other, keep_fp32_wrapper=False)
         assert torch.equal(other(x), plain(x))
