@@ -1,4 +1,4 @@
-"""Error: the one exception of autotp that reaches its users. It names the public call that raised it."""
+"""Error: the one exception of autotp, which names the public call that raised it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from typing import TypeVar
 T = TypeVar("T")
 TRACEBACK = "AUTOTP_TRACEBACK"
 """An environment variable: with "full", an Error's traceback also has the lines of autotp."""
-
-
-class BeginAgain(Exception):
-    """Ends a capture that has to begin again in another way. It says nothing about the model, and reaches no user."""
 
 
 class Error(RuntimeError):

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from autotp.errors import BeginAgain
-
 
 class ModelLibrary:
     """The answers for models without a library.
@@ -88,6 +86,10 @@ class ModelLibrary:
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns a function that computes what a torch.autograd.Function does, by operators; None if there is none."""
         return None
+
+
+class BeginAgain(Exception):
+    """Ends a capture that has to begin again in another way. It says nothing about the model, and reaches no user."""
 
 
 class NeedsExactCapture(BeginAgain):

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.errors import BeginAgain, Error
-from autotp.model_library import NeedsExactCapture
+from autotp.errors import Error
+from autotp.model_library import BeginAgain, NeedsExactCapture
 from autotp.passes.capture.guards.values import reads_values
 from autotp.passes.capture.repeats.record import again, begin, end, outside_of
 

@@ -255,7 +255,7 @@ def accelerated_bfloat16(rank: int, n: int) -> None:
         assert torch.equal(other(x), expected)
     inner = parallel.forward
     parallel.forward = lambda *args: inner(*args) * 2
-    with pytest.raises(autotp.Error, match="autocast|automatic mixed precision"):
+    with pytest.raises(autotp.Error, match=r"autocast|automatic mixed precision"):
         model(x)
     with torch.no_grad():
         made.unwrap_model(other, keep_fp32_wrapper=False)

@@ -38,7 +38,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.errors import BeginAgain, Error
+from autotp.errors import Error
+from autotp.model_library import BeginAgain
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.source_location import is_library
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autotp.errors import BeginAgain
+from autotp.model_library import BeginAgain
 from autotp.passes.capture.guards.comparison import (
     SYMBOLIC,
     Frozen,

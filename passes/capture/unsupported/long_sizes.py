@@ -23,7 +23,7 @@ import sympy
 from torch.fx.experimental import symbolic_shapes
 from torch.utils import _sympy
 
-from autotp.errors import BeginAgain
+from autotp.model_library import BeginAgain
 
 Symbols = Literal["all", "first", "none"]
 """The dimensions of inputs that are symbols: all of them, the first of each input, or none."""
