@@ -90,6 +90,11 @@ class Channel:
         """The number of collectives that went this way."""
         return int(self._words[self._mine + HERE])
 
+    @property
+    def address(self) -> int:
+        """The address of the memory, which is no rank's own: see `shared_addresses`."""
+        return self._slots.untyped_storage().data_ptr()
+
     def takes(self, x: Tensor) -> bool:
         """True if a tensor in memory goes this way."""
         return x.dtype in DTYPES and x.numel() * x.element_size() <= LIMIT
@@ -245,6 +250,11 @@ def started_here(group: ProcessGroup) -> int:
     """Returns the number of collectives of a group that went through shared memory."""
     found = _channels.get(group)
     return 0 if found is None else found.started
+
+
+def shared_addresses() -> set[int]:
+    """Returns where storages begin that the groups share. Their size does not depend on the model."""
+    return {channel.address for channel in _channels.values() if channel is not None}
 
 
 def _opened(group: ProcessGroup) -> Channel | None:
