@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from autotp.compiler import Program, captured_program, emitted, expect_typed, graphs_after_passes, programs_after_passes
 from autotp.diagnostics.graph_text import INDENT, graph_text, size_text, sizes_of, type_text
@@ -18,7 +17,7 @@ from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
-from autotp.passes.capture.pytree import signature_of, states
+from autotp.passes.capture.pytree import named_leaves, signature_of, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.recompute import Recomputed
 from autotp.passes.lower.local_sizes import Target
@@ -105,8 +104,7 @@ def _names_of_inputs(call: Any, program: Program) -> dict[str, str]:
     """Placeholder -> the caller's name of the input: `tokens`, `batch.mask`. Empty for a call with a cache."""
     if states(call):
         return {}
-    paths = [path for path, leaf in pytree.tree_flatten_with_path(call)[0] if isinstance(leaf, torch.Tensor)]
-    names = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]) for path in paths]
+    names = [".".join(path[1:]) for path, leaf in named_leaves(call) if isinstance(leaf, torch.Tensor)]
     return dict(zip(program.captured.inputs, names, strict=False))
 
 

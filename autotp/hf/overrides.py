@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -93,12 +94,42 @@ class Saves:
         left_out = {id(table.weight) for table in tables if exclude_embeddings}
         return whole_size(model, lambda p: id(p) not in left_out and (p.requires_grad or not only_trainable))
 
-    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Sets `recompute="full"`, as in `parallelize`: backward computes the activations of a block again."""
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Sets `recompute="full"`, as in `parallelize`: backward computes the activations of a block again.
+
+        Args:
+            activation_checkpointing_kwargs: of `torch.utils.checkpoint`; autotp has one way to compute again.
+            every_n_layers: all blocks are computed again; another number than 1 is a warning.
+            offload: what is kept stays where it is; True is a warning.
+        """
+        if every_n_layers != 1 or offload:
+            warnings.warn(
+                "every block of a parallel model is computed again, and nothing is moved to the CPU: every_n_layers "
+                "and offload have no effect",
+                stacklevel=2,
+            )
         self.recompute = "full"
 
-    def gradient_checkpointing_disable(self) -> None:
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """The same, by its name before transformers 5.24."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
+
+    def activation_checkpointing_disable(self) -> None:
         """Sets `recompute="none"`, as in `parallelize`."""
+        self.recompute = "none"
+
+    def gradient_checkpointing_disable(self) -> None:
+        """The same, by its name before transformers 5.24."""
         self.recompute = "none"
 
     @property

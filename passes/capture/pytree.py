@@ -178,8 +178,30 @@ def outcome(result: Any, changed: Sequence[Any]) -> tuple[list[Any], Any]:
 
 def leaf_names(spec: Any) -> list[str]:
     """Returns the keys and positions that lead to each leaf of a structure, joined by dots."""
-    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
-    return [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in paths]
+    return [".".join(path) for path, _ in named_leaves(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))]
+
+
+def named_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the path of each leaf, and the leaf. Classes may be registered without names of their children."""
+
+    def is_below(x: Any) -> bool:
+        return x is not tree
+
+    try:
+        below = [(_key(*keys), x) for keys, x in pytree.tree_flatten_with_path(tree, is_leaf=is_below)[0] if keys]
+    except ValueError:
+        children = pytree.tree_leaves(tree, is_leaf=is_below)
+        names = list(tree) if isinstance(tree, Mapping) and len(tree) == len(children) else range(len(children))
+        below = [(str(name), x) for name, x in zip(names, children, strict=True)]
+    if not below and pytree.tree_is_leaf(tree):
+        yield path, tree
+    for name, x in below:
+        yield from named_leaves(x, (*path, name))
+
+
+def _key(key: Any) -> str:
+    """Returns how a user calls a child: by its key, its position or its attribute."""
+    return str(next((getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)), key))
 
 
 def unflatten_outcome(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> Any:

@@ -340,12 +340,13 @@ def everything_returned(rank: int, n: int) -> None:
 def refusals(rank: int, n: int) -> None:
     """What a parallel model does not have is said in one error; a length of the cache is not guessed."""
     _, parallel = gpt2_and_twin(n)
-    with pytest.raises(autotp.Error) as raised:
-        parallel.generate(**prompt(), cache_implementation="offloaded", **GREEDY)
-    assert str(raised.value) == (
-        "GPT2LMHeadModel.generate: a cache that is offloaded cannot be cut\n"
-        '  try      cache_implementation="dynamic" or "static"'
-    )
+    if torch.version.cuda is None or torch.cuda.is_available():  # Else transformers asks for a stream of a GPU before.
+        with pytest.raises(autotp.Error) as raised:
+            parallel.generate(**prompt(), cache_implementation="offloaded", **GREEDY)
+        assert str(raised.value) == (
+            "GPT2LMHeadModel.generate: a cache that is offloaded cannot be cut\n"
+            '  try      cache_implementation="dynamic" or "static"'
+        )
     with pytest.raises(autotp.Error, match="continuous batching of a parallel model is not supported yet"):
         parallel.generate_batch([[1, 2]])
 

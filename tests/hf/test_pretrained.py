@@ -21,8 +21,9 @@ from hugging_face import LAYOUTS, expect_same, family, files_of, saved
 from ranks import Checks, shared
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import core_model_loading
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Chunk, Interleave, Transpose, WeightConverter
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 from transformers.utils import logging as theirs
 
 import autotp
@@ -162,11 +163,13 @@ def names_of_older_files(rank: int, n: int) -> None:
 @checks.on(2)
 def conversions_of_whole_tensors(rank: int, n: int) -> None:
     """Files that hold weights cut, turned and shuffled, of which no part can be computed alone."""
-    shuffled = [Interleave(0), Chunk(0)]
+    shuffle = [core_model_loading.Interleave(0)] if hasattr(core_model_loading, "Interleave") else []  # From 5.1 on.
     mapping = [
-        WeightConverter("mlp.w13.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], shuffled),
-        WeightConverter("self_attn.wq.weight", "self_attn.q_proj.weight", [Interleave(0)]),
-        WeightConverter("mlp.w2.weight", "mlp.down_proj.weight", [Transpose(0, 1)]),
+        WeightConverter(
+            "mlp.w13.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[*shuffle, Chunk(0)]
+        ),
+        WeightConverter("self_attn.wq.weight", "self_attn.q_proj.weight", operations=shuffle or [Transpose(0, 1)]),
+        WeightConverter("mlp.w2.weight", "mlp.down_proj.weight", operations=[Transpose(0, 1)]),
     ]
     register_checkpoint_conversion_mapping("olmo", mapping)  # a family that no other test here has
     model, _, given = family("olmo")

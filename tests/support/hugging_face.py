@@ -35,6 +35,11 @@ def tiny(family: str, attention: str | None = None) -> tuple[nn.Module, dict[str
     return model.train(), inputs
 
 
+def checkpoint_blocks(model: Any) -> None:
+    """Asks a model of transformers for gradient checkpointing. It has another name from transformers 5.24 on."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
 def adapted(family: str, dropout: float = 0.0, **given: Any) -> tuple[nn.Module, dict[str, Any]]:
     """The same under LoRA adapters that change what it computes."""
     peft = pytest.importorskip("peft")

@@ -12,11 +12,20 @@ import torch
 from errors import message
 from graphs import Function, run
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import autotp
 from autotp.model_library import libraries
 from autotp.passes.capture.capture import capture
-from autotp.passes.capture.pytree import flatten, flatten_call, outcome, signature_of, states, unflatten_outcome
+from autotp.passes.capture.pytree import (
+    flatten,
+    flatten_call,
+    leaf_names,
+    outcome,
+    signature_of,
+    states,
+    unflatten_outcome,
+)
 
 X, Y = torch.ones(2), torch.zeros(3)
 
@@ -162,6 +171,31 @@ def test_a_state_keeps_its_identity() -> None:
     result = unflatten_outcome(leaves, spec, [cache])
     assert result[0] is X and result[1] is cache
     assert cache.layers[0].keys.equal(made)
+
+
+class Two:
+    """A class whose children have no names for torch."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
+
+
+class Record(dict[str, Any]):
+    """As the outputs of transformers 5.0 are registered: a mapping whose children have no names for torch."""
+
+
+pytree.register_pytree_node(Two, lambda x: ([x.first, x.second], None), lambda below, _: Two(*below))
+pytree.register_pytree_node(
+    Record, lambda x: (list(x.values()), list(x)), lambda below, keys: Record(zip(keys, below, strict=True))
+)
+Point = namedtuple("Point", "x y")
+
+
+def test_names_of_leaves() -> None:
+    tree = {"a": Two(X, [Y, None]), "b": Record(loss=X, more=(Y,)), "c": Point(X, {}), "d": torch.Size([2, 3])}
+    leaves, spec = flatten(tree)
+    assert leaf_names(spec) == ["a.0", "a.1.0", "a.1.1", "b.loss", "b.more.0", "c.x", "d.0", "d.1"]
+    assert len(leaves) == 8 and leaf_names(flatten(X)[1]) == [""]
 
 
 class Doubling(Tensor):

@@ -175,10 +175,12 @@ def it_may_be_switched(rank: int, n: int) -> None:
 def as_hugging_face_says_it(rank: int, n: int) -> None:
     """`gradient_checkpointing_enable()`, before and after."""
     transformers = pytest.importorskip("transformers")
+    from hugging_face import checkpoint_blocks
+
     sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM(config).train()
-    model.gradient_checkpointing_enable()
+    checkpoint_blocks(model)
     x = torch.arange(12).view(2, 6)
     cut = autotp.parallelize(model, n, example_inputs={"input_ids": x, "labels": x})
     assert cut.recompute == "full" and cut.is_gradient_checkpointing and cut.is_activation_checkpointing
@@ -186,7 +188,13 @@ def as_hugging_face_says_it(rank: int, n: int) -> None:
     assert cut.recompute == "none" and not cut.is_gradient_checkpointing
     loss = cut(input_ids=x, labels=x).loss
     cut.gradient_checkpointing_enable()
+    assert cut.recompute == "full"
     torch.testing.assert_close(cut(input_ids=x, labels=x).loss, loss)
+    cut.activation_checkpointing_disable()
+    assert cut.recompute == "none"
+    with pytest.warns(UserWarning, match="every_n_layers and offload have no effect"):
+        cut.activation_checkpointing_enable(every_n_layers=2)
+    assert cut.recompute == "full"
 
 
 @checks.on(2, rare=True)
