@@ -62,6 +62,13 @@ def test_the_first_screen() -> None:
     right, built = (f"{int(n):,}" for n in of_all.groups())
     assert f"of the {built} that could be built small, {right} equal one device" in TEXT
     assert "torchrun --nproc-per-node 2 examples/one_line.py" in TEXT.split("|---|---|")[0]
+    measured = (PAGE.parent / "benchmarks" / "README.md").read_text()
+    of_floor = re.search(r"the median is ([\d.]+), ([\d.]+) and ([\d.]+) of the floor", measured)
+    of_peers = re.findall(r"([\d.]+), ([\d.]+) and ([\d.]+) of the\s+time of", measured)
+    assert of_floor and len(of_peers) == 2
+    floor, torchs, tp_plan = (median(map(float, runs)) for runs in (of_floor.groups(), *of_peers))
+    told = f"{floor:.2f} of the time; {torchs:.2f} of PyTorch's `parallelize_module`, {tp_plan:.2f} of transformers'"
+    assert told in TEXT
 
 
 def test_adding_an_operator(registry: None) -> None:
