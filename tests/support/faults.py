@@ -430,9 +430,10 @@ class Case:
     experts: Any = "width"
     sequence_parallel: bool = False
     without: tuple[str, ...] = ()
+    overlap: Any = "none"
 
     def analysed(self) -> Program:
-        choices = Options(self.outputs, self.experts, self.sequence_parallel, self.without)
+        choices = Options(self.outputs, self.experts, self.sequence_parallel, self.without, overlap=self.overlap)
         return analyse(skeleton_of(self.model), (), self.inputs, self.tp, choices, CallState(layouts=self.layouts))
 
     def target(self, analysis: Program, rank: int) -> Target:
@@ -475,6 +476,11 @@ def decoder(tp: int, train: bool = True, outputs: str = "auto", randomness: str 
     return Case(made(Decoder(heads), train), inputs, tp, outputs, randomness)
 
 
+def one_row(found: Case) -> Case:
+    """The same rows, one behind the other: a batch of one row."""
+    return replace(found, inputs={name: x.reshape(1, -1) for name, x in found.inputs.items()})
+
+
 def encoder(tp: int, train: bool = True, randomness: str = "exact") -> Case:
     padding = torch.tensor([[1, 1, 1], [1, 1, 0]])
     inputs = {"tokens": tokens(61), "kinds": tokens(2), "padding": padding, "labels": tokens(61, 3)}
@@ -500,6 +506,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "decoder-fast": lambda: decoder(2, randomness="fast"),
     "sequence": lambda: replace(decoder(2), sequence_parallel=True),
     "sequence-fast": lambda: replace(encoder(3, randomness="fast"), sequence_parallel=True),
+    "halves": lambda: replace(decoder(2), overlap="batch"),
+    "halves-of-a-row": lambda: replace(one_row(decoder(2)), overlap="batch"),
+    "halves-bare": lambda: replace(encoder(2), overlap="batch", without=OPTIONAL),
     "decoder-bare": lambda: replace(decoder(2), without=OPTIONAL),
     "sequence-bare": lambda: replace(decoder(2), sequence_parallel=True, without=OPTIONAL),
     "decoder-eval": lambda: decoder(3, train=False),
@@ -524,6 +533,8 @@ PARTS = 3  # One node of so many is broken in a test.
 RARE = (
     "gathering",
     "decoder-fast",
+    "halves-of-a-row",
+    "halves-bare",
     "decoder-eval",
     "decoder-bare",
     "sequence-bare",

@@ -15,6 +15,7 @@ from autotp.diagnostics.lockstep import run_lockstep
 from autotp.errors import Error
 from autotp.ops import collectives, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
+from autotp.ops.batch_halves.halves import halves, joined
 from autotp.ops.coalesced import together
 from autotp.ops.losses import cross_entropy
 from autotp.passes.emit.bind import bind
@@ -114,6 +115,7 @@ def test_every_conjugate_is_broken() -> None:
     }
     assert seen > forms
     assert seen > {together, placement_moves.place, placement_moves.first, routing.dispatch, routing.combine}
+    assert seen > {halves, joined}
 
 
 def test_the_pass_that_broke_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
