@@ -9,7 +9,8 @@ other. A thread sleeps for this time, so that the link takes no time of a proces
 First the steps run over a link that takes no time ("free"). The bytes of a step say how fast the link has to be for
 communication to take 10, 25, 50 and 100 % of this time. "hidden" is the part of the link's time that a step does not
 wait for: 1 - (seconds - seconds with a free link) / seconds of the link. All ways have the link on which autotp's
-communication has this share. All times are medians of steps in turn.
+communication has this share. With `--latency 1` each collective takes a millisecond beside the time of its bytes; a
+share that is less than the latencies of a step has them alone. All times are medians of steps in turn.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ class Link:
             self.until = max(self.until, time.perf_counter()) + self.latency + size * self.seconds_per_byte
             return self.until
 
-    def reset(self, seconds_per_byte: float = 0.0) -> None:
+    def reset(self, seconds_per_byte: float = 0.0, latency: float = 0.0) -> None:
         """Makes it a link of this speed, with nothing under way."""
-        self.seconds_per_byte, self.until, self.bytes, self.number = seconds_per_byte, 0.0, 0.0, 0
+        self.seconds_per_byte, self.latency = seconds_per_byte, latency
+        self.until, self.bytes, self.number = 0.0, 0.0, 0
 
 
 LINK = Link()
@@ -173,8 +175,26 @@ class Row:
 HEADER = f"{'shape':<12}{'way':<17}{'share':>5}{'free ms':>9}{'ms':>9}{'link ms':>9}{'hidden':>8}"
 
 
-def measure(name: str, config: Shape, batch: int, rounds: int, shares: Sequence[float] = SHARES) -> list[Row]:
-    """Returns the rows of a shape."""
+@dataclass(frozen=True)
+class Sent:
+    """What a step sends: bytes, in a number of collectives."""
+
+    bytes: float
+    number: int
+
+    def seconds(self, seconds_per_byte: float, latency: float) -> float:
+        """Returns how long a link takes for it."""
+        return self.bytes * seconds_per_byte + self.number * latency
+
+    def speed(self, seconds: float, latency: float) -> float:
+        """Returns the seconds for a byte with which a link of this latency takes `seconds`; 0 if none is as fast."""
+        return max(0.0, seconds - self.number * latency) / self.bytes
+
+
+def measure(
+    name: str, config: Shape, batch: int, rounds: int, shares: Sequence[float] = SHARES, latency: float = 0.0
+) -> list[Row]:
+    """Returns the rows of a shape. latency: seconds of each collective, beside the time that its bytes take."""
     plain, inputs = build(config, batch, "cpu")
     models = ways(config, batch)
     LINK.reset()
@@ -184,16 +204,16 @@ def measure(name: str, config: Shape, batch: int, rounds: int, shares: Sequence[
     free = _medians(steps, rounds)
     rows = []
     for share in shares:
-        speed = _agreed(share * free[OURS] / sent[OURS])
-        LINK.reset(speed)
+        speed = _agreed(sent[OURS].speed(share * free[OURS], latency))
+        LINK.reset(speed, latency)
         found = _medians(steps, rounds)
-        rows += [Row(name, way, share, free[way], found[way], sent[way] * speed) for way in steps]
+        rows += [Row(name, way, share, free[way], found[way], sent[way].seconds(speed, latency)) for way in steps]
     LINK.reset()
     return rows
 
 
-def _sent(step: Step) -> float:
-    """Returns the bytes that a step sends.
+def _sent(step: Step) -> Sent:
+    """Returns what a step sends.
 
     Raises:
         RuntimeError: the link did not carry all collectives of the step.
@@ -204,7 +224,7 @@ def _sent(step: Step) -> float:
     made = collectives(step).number
     if made > LINK.number:  # What dist.all_reduce sends is not seen there.
         raise RuntimeError(f"a step has {made} collectives, and the link carried {LINK.number}")
-    return LINK.bytes
+    return Sent(LINK.bytes, LINK.number)
 
 
 def _medians(steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
@@ -224,11 +244,13 @@ def main() -> None:
     parser.add_argument("--shape", default="gpt-30M", choices=list(SHAPES))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10, help="how many steps of each way to time, at each speed")
+    parser.add_argument("--latency", type=float, default=0.0, help="milliseconds that each collective takes")
     args = parser.parse_args()
     connect(timeout=timedelta(minutes=5))
-    rows = measure(args.shape, SHAPES[args.shape], args.batch, args.rounds)
+    rows = measure(args.shape, SHAPES[args.shape], args.batch, args.rounds, latency=args.latency / 1e3)
     if dist.get_rank() == 0:
-        print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, batch {args.batch}, {args.rounds} rounds",
+        print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, batch {args.batch}, {args.rounds} rounds, "
+              f"latency {args.latency:g} ms",
               HEADER, *rows, sep="\n")  # fmt: skip
     dist.destroy_process_group()
 

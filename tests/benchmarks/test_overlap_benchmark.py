@@ -10,7 +10,7 @@ import overlap
 import pytest
 import torch
 import torch.distributed as dist
-from overlap import LINK, Row
+from overlap import LINK, Row, Sent
 from ranks import run_ranks
 
 from autotp.models.gpt import GPTConfig
@@ -94,6 +94,16 @@ def sent_beside(rank: int, n: int, folder: Path) -> None:
 def test_a_step_that_the_link_does_not_carry_is_refused(tmp_path: Path) -> None:
     """torch sends an `all_gather_into_tensor` past a process group in Python."""
     run_ranks(sent_beside, 2, tmp_path, alone=True)
+
+
+def test_latency_is_a_part_of_what_a_link_takes() -> None:
+    sent = Sent(bytes=1000.0, number=4)
+    assert sent.seconds(sent.speed(0.5, 0.1), 0.1) == pytest.approx(0.5)
+    assert sent.speed(0.3, 0.1) == 0 and sent.seconds(0.0, 0.1) == pytest.approx(0.4)
+    link = overlap.Link()
+    link.reset(0.001, latency=0.5)
+    start = time.perf_counter()
+    assert link.carry(1000) - start >= 1.5 and link.carry(0) - start >= 2
 
 
 def test_hidden() -> None:
