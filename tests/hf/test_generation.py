@@ -147,6 +147,16 @@ def static_cache(rank: int, n: int) -> None:
 
 
 @checks.on(2, rare=True)
+def compiled_blocks(rank: int, n: int) -> None:
+    """Blocks that torch.compile made, with both caches; greedy and drawn tokens."""
+    whole, parallel = both(n, "llama")
+    parallel.compile_blocks(backend="aot_eager")
+    for kind in ("dynamic", "static"):
+        expect_same(whole, parallel, prompt(), cache_implementation=kind, **GREEDY)
+        expect_same(whole, parallel, prompt(9), cache_implementation=kind, do_sample=True, max_new_tokens=5)
+
+
+@checks.on(2, rare=True)
 def caches(rank: int, n: int) -> None:
     """One that is the user's, and a static one: over two turns."""
     whole, parallel = both(n, "llama")

@@ -133,6 +133,26 @@ def test_layout(layout: tuple[int, int, int], schedule: str, along: bool) -> Non
     run_ranks(each_model, tp * pp * dp, MODELS, layout, schedule, along, timeout=280)
 
 
+def in_halves(rank: int, n: int, names: Sequence[str], layout: tuple[int, int, int], schedule: str) -> None:
+    for name in names:
+        steps(rank, n, name, layout, schedule, overlap="batch")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        pytest.param(*case, marks=pytest.mark.rare)
+        for case in [((2, 1, 1), "1F1B"), ((2, 2, 1), "1F1B"), ((2, 2, 1), "interleaved"), ((2, 1, 2), "1F1B")]
+    ],
+    ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else it,
+)
+def test_microbatches_in_halves(layout: tuple[int, int, int], schedule: str) -> None:
+    """Each microbatch is computed in two halves that take turns."""
+    tp, pp, dp = layout
+    run_ranks(in_halves, tp * pp * dp, MODELS, layout, schedule, timeout=280)
+
+
 def sharded(rank: int, n: int, names: Sequence[str], layout: tuple[int, int, int], zero: int, schedule: str) -> None:
     for name in names:
         steps(rank, n, name, layout, schedule, zero=zero)

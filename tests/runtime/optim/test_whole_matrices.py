@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from trainers import mine, wide_muon
 
 import autotp
+from autotp.diagnostics.double import all_double
 from autotp.models.bert import BERT, BERTConfig
 
 BATCH, STEPS, TOLERANCE = 8, 10, 1e-12
@@ -32,9 +34,31 @@ def built(name: str) -> nn.Module:
         return BERT(BERTConfig(**SIZES, dropout=0.0)).double()
     if name == "mixture":
         return Experts().double()
+    if name in LOW:
+        transformers: Any = pytest.importorskip("transformers")
+        made = getattr(transformers, f"{name}Config")(**LOW[name], vocab_size=97, use_cache=False, dropout_rate=0.0)
+        kind = transformers.AutoModelForSeq2SeqLM if name == "T5" else transformers.AutoModelForCausalLM
+        with all_double():
+            return kind.from_config(made).train()
     if name == "mixtral":
         return Language("MixtralConfig", num_local_experts=4).double()
     return Language("LlamaConfig", tie_word_embeddings=name == "llama-tied").double()
+
+
+LOW: dict[str, dict[str, Any]] = {
+    "T5": {"d_model": 16, "d_kv": 4, "d_ff": 26, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    "DeepseekV3": {
+        "hidden_size": 16, "intermediate_size": 26, "moe_intermediate_size": 10, "num_hidden_layers": 2, "n_group": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 6, "v_head_dim": 6,
+        "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "experts_implementation": "batched_mm",
+    },
+}  # fmt: skip
+"""Models of transformers that compute in float32 in places: they run in `all_double`."""
+
+
+def exactly(name: str) -> AbstractContextManager[None]:
+    return all_double() if name in LOW else nullcontext()
 
 
 class Language(nn.Module):
@@ -110,7 +134,7 @@ def on_one_device(rank: int, n: int, name: str) -> dict[str, Tensor]:
     """The state of a model after some steps of torch's own optimizers."""
     model = built(name)
     some = optimizers(model.parameters(), torch.optim.Muon)
-    with wide_muon():
+    with wide_muon(), exactly(name):
         for step in range(STEPS):
             loss_of(model(**batch_of(name, step))).backward()
             for optimizer in some:
@@ -121,9 +145,10 @@ def on_one_device(rank: int, n: int, name: str) -> dict[str, Tensor]:
 
 def parallel(rank: int, n: int, name: str, tp: int, cp: int) -> dict[str, Tensor]:
     example = {key: x[:2] for key, x in batch_of(name, 0).items()}
-    model = autotp.parallelize(built(name), tp, cp=cp, example_inputs=example)
+    with exactly(name):
+        model = autotp.parallelize(built(name), tp, cp=cp, example_inputs=example)
     some = optimizers(model.parameters(), autotp.whole_matrices(torch.optim.Muon))
-    with wide_muon():
+    with wide_muon(), exactly(name):
         for step in range(STEPS):
             loss_of(model(**batch_of(name, step))).backward()
             for optimizer in some:
@@ -137,11 +162,12 @@ def distributed(rank: int, n: int, name: str, layout: tuple[int, int, int, int],
     parts = 2
     example = {key: x[: BATCH // (dp * parts)] for key, x in batch_of(name, 0).items()}
     axes = {"cp": cp} if cp > 1 else {}
-    trainer = autotp.distribute(
-        built(name), tp=tp, pp=pp, dp=dp, microbatches=parts, zero=zero, example_inputs=example, **axes
-    )
+    with exactly(name):
+        trainer = autotp.distribute(
+            built(name), tp=tp, pp=pp, dp=dp, microbatches=parts, zero=zero, example_inputs=example, **axes
+        )
     some = optimizers(trainer.parameters(), autotp.whole_matrices(torch.optim.Muon))
-    with wide_muon():
+    with wide_muon(), exactly(name):
         for step in range(STEPS):
             trainer.step(**mine(batch_of(name, step), trainer.mesh["dp"].get_local_rank(), dp))
             for optimizer in some:
@@ -200,6 +226,7 @@ def test_the_same_gradients_give_the_same_bits(name: str, tp: int) -> None:
 PARALLEL = [("gpt-three-heads", 2, 1), ("llama-tied", 4, 1), ("gpt", 2, 2)]
 PARALLEL_TOO = [
     ("gpt", 2, 1), ("gpt", 3, 1), ("llama", 3, 1), ("bert", 2, 1), ("mixture", 2, 1), ("llama", 2, 2), ("gpt", 1, 2),
+    ("T5", 2, 1), ("T5", 3, 1), ("DeepseekV3", 2, 1), ("DeepseekV3", 3, 1),
 ]  # fmt: skip
 RARE = pytest.mark.rare
 
@@ -218,6 +245,7 @@ DISTRIBUTED_TOO = [
     ("gpt", (2, 2, 1, 2), 1), ("gpt-three-heads", (2, 1, 1, 2), 3), ("gpt", (2, 2, 2, 1), 0),
     ("mixture", (2, 1, 1, 2), 2), ("mixture", (2, 1, 1, 2), 3), ("mixtral", (2, 1, 1, 2), 2),
     ("mixtral", (2, 1, 1, 2), 3), ("mixtral", (2, 1, 2, 1), 0), ("gpt", (1, 2, 1, 1), 0), ("gpt", (1, 2, 1, 2), 3),
+    ("T5", (2, 1, 1, 2), 3), ("DeepseekV3", (2, 1, 1, 2), 3), ("gpt", (2, 2, 2, 2), 1),
 ]  # fmt: skip
 
 
