@@ -8,6 +8,7 @@ context-parallel ranks only where their low price is among the best.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from autotp.estimation.start_lines import limits_of, python_line, torchrun_line
 from autotp.options import Recompute
 from autotp.training.pipeline.schedules import ENGINES
 
-MICRO_BATCHES = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (1, 2, 4, 8)
 """The numbers of ranks that long sequences may be cut over."""
 LONG = 8192
@@ -37,6 +38,8 @@ LONG = 8192
 INTERLEAVES = (2, 3, 4, 6, 8)
 SHOWN = 5
 """The layouts that a search returns."""
+FAR = 1.1
+"""What a rough price may exceed the memory by: it is not exact."""
 PRICED = 60
 """The layouts that are priced in full, at most."""
 
@@ -137,8 +140,8 @@ def search(
     """Returns the fastest layouts of a training step of `model` on `gpus` devices, by `estimate`.
 
     It tries all numbers of tensor-parallel ranks that divide `gpus`, up to two nodes; all numbers of stages and
-    replicas; for sequences of 8,192 tokens or more, 2, 4 and 8 context-parallel ranks; micro-batches of 1 to 8 rows;
-    the schedules 1F1B, interleaved and zero-bubble; recomputation; and ZeRO 0, 1 and 3.
+    replicas; for sequences of 8,192 tokens or more, 2, 4 and 8 context-parallel ranks; micro-batches of 1 to 32 rows;
+    the schedules 1F1B, interleaved and zero-bubble; recomputation; ZeRO 0 and 1, and without a pipeline 2 and 3, too.
     Sequence parallelism is on wherever there are tensor-parallel ranks: over NCCL it sends as many bytes, and saves
     memory.
 
@@ -290,21 +293,32 @@ class Layouts:
         return self.rough_prices(layout.tp, layout.cp, layout.recompute).rough(layout)
 
     def legal(self, gpus: int, batch: int) -> Iterator[Layout]:
-        """Yields the layouts of a number of devices whose sizes multiply out."""
+        """Yields the layouts of a number of devices whose sizes multiply out.
+
+        Those that differ only in the micro-batch come one after the other, the smallest micro-batch first.
+        """
         for tp, cp in ((n, cp) for n in self.ranks(gpus) for cp in self.contexts(gpus // n)):
             model = self.prices(tp, 1, "none").model
             blocks = max(1, len(model.order)) if self.pipelines else 1
             for pp in (n for n in range(1, blocks + 1) if gpus // tp // cp % n == 0):
                 dp = gpus // tp // cp // pp
-                for micro in (n for n in MICRO_BATCHES if batch % (dp * n) == 0):
-                    for schedule, interleave in _schedules(pp, blocks, batch // dp // micro):
-                        for zero in (0, 1, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,):
-                            for recompute in self.recomputes(tp):
-                                yield Layout(
-                                    batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule,
-                                    interleave=interleave, zero=zero, recompute=recompute,
-                                    sequence_parallel=tp > 1, dtype=self.dtype,
-                                )  # fmt: skip
+                micro_batches = [n for n in MICRO_BATCHES if batch % (dp * n) == 0]
+                ways = dict.fromkeys(way for n in micro_batches for way in _schedules(pp, blocks, batch // dp // n))
+                for (schedule, interleave), zero, recompute in itertools.product(
+                    ways, _stages(dp, pp), self.recomputes(tp)
+                ):
+                    for micro in micro_batches:
+                        if (schedule, interleave) in _schedules(pp, blocks, batch // dp // micro):
+                            yield Layout(
+                                batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule,
+                                interleave=interleave, zero=zero, recompute=recompute,
+                                sequence_parallel=tp > 1, dtype=self.dtype,
+                            )  # fmt: skip
+
+
+def _stages(dp: int, pp: int) -> tuple[int, ...]:
+    """Returns the stages of ZeRO that are tried. In a pipeline 2 and 3 would communicate for each microbatch."""
+    return (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
 
 
 def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, int | None]]:
@@ -322,14 +336,29 @@ def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, i
 
 def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
     limit = memory * layouts.device.memory
-    found = [(x, layouts.rough(x)) for x in layouts.legal(gpus, batch)]
+    found, tried = _priced_roughly(layouts, gpus, batch, limit)
     if not found:
         raise Error(f"a batch of {batch} rows is not divided evenly by any layout of {gpus} devices", fix="batch=gpus")
     best, known = _fastest(layouts, found, limit)
     if not best:
         _raise_nothing_fits(layouts, known, limit)
     lost = _slower(layouts, known, best, limit)
-    return Search(best=tuple(best), lost=tuple(lost), tried=len(found), row=layouts.row())
+    return Search(best=tuple(best), lost=tuple(lost), tried=tried, row=layouts.row())
+
+
+def _priced_roughly(layouts: Layouts, gpus: int, batch: int, limit: float) -> tuple[list[tuple[Layout, Rough]], int]:
+    """Returns rough prices of the legal layouts, and how many are legal. A layout that is far from fitting has no price
+    for larger micro-batches, which take more.
+    """
+    found, tried, full = list[tuple[Layout, Rough]](), 0, None
+    for layout in layouts.legal(gpus, batch):
+        tried += 1
+        if full is not None and replace(layout, micro_batch=full.micro_batch) == full:
+            continue
+        rough = layouts.rough(layout)
+        found.append((layout, rough))
+        full = layout if rough.memory > FAR * limit else None
+    return found, tried
 
 
 def _fastest(
@@ -344,7 +373,7 @@ def _fastest(
     while len(priced) < PRICED:
         fitting = _fitting(priced.values(), limit)
         enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
-        next_ones = (pair for pair in found if pair[0] not in priced and pair[1].memory <= 1.1 * limit)
+        next_ones = (pair for pair in found if pair[0] not in priced and pair[1].memory <= FAR * limit)
         known, low = list[tuple[Layout, Rough]](), list[tuple[Layout, Rough]]()
         for layout, rough in next_ones:
             is_known = layouts.is_lowered(layout.tp, layout.cp)
@@ -384,13 +413,16 @@ def _slower(
     layouts: Layouts, found: Sequence[tuple[Layout, Rough]], best: Sequence[Estimate], limit: float
 ) -> Iterator[Lost]:
     """Yields the obvious layouts that are not among the best, each in its fastest variant that fits."""
-    won = best[0]
+    won, shown = best[0], set[Layout]()
     for name, which in _obvious(won.layout, layouts.device.node).items():
         mine = [(layout, r) for layout, r in found if which(layout) and layouts.is_lowered(layout.tp, layout.cp)]
         if not mine or any(which(est.layout) for est in best):
             continue
         fitting = [pair for pair in mine if pair[1].memory <= limit]
         layout, _ = min(fitting or mine, key=lambda pair: pair[1].seconds if fitting else pair[1].memory)
+        if layout in shown:
+            continue
+        shown.add(layout)
         yield Lost(f"{name}: {layout}", _why(layouts.price(layout), won, layouts.device, limit))
 
 

@@ -84,6 +84,32 @@ def test_obvious_layouts_say_why_they_lost(found: autotp.Search) -> None:
     assert not any(other.layout.endswith(str(found.best[0].layout)) for other in found.lost)
 
 
+def test_no_obvious_layout_is_named_twice(found: autotp.Search) -> None:
+    layouts = [other.layout.split(": ", 1)[1] for other in found.lost]
+    assert len(layouts) > 1 and len(set(layouts)) == len(layouts)
+
+
+def test_large_micro_batches_and_all_stages_of_zero_are_tried() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=32, vocab_size=512, n_layer=2, n_head=4, n_embd=128))
+    found = searched(model, gpus=2, batch=64, memory=0.5)
+    assert found.best[0].layout.micro_batch == 32  # The products of a few rows are small.
+    layouts = Layouts(model, hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
+    legal = list(layouts.legal(4, 128))
+    assert {x.zero for x in legal if x.pp == 1 and x.dp > 1} == {0, 1, 2, 3}
+    assert len(set(legal)) == len(legal)
+
+
+def test_only_layouts_that_are_far_from_fitting_have_no_price() -> None:
+    layouts = Layouts(gpt(), hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
+    limit = 0.9 * layouts.device.memory
+    found, tried = search_module._priced_roughly(layouts, 8, 32, limit)
+    legal = list(layouts.legal(8, 32))
+    priced = {layout for layout, _ in found}
+    assert tried == len(legal) > len(priced)
+    assert all(layouts.rough(x).memory > search_module.FAR * limit for x in legal if x not in priced)
+
+
 def test_scores_may_be_recomputed_selectively_where_they_are_kept() -> None:
     kept = searched(gpt(dropout=0.1))
     assert kept.tried > searched().tried
