@@ -17,6 +17,7 @@ other way, a function of torch or Python is replaced. This happens in the region
 - `F.scaled_dot_product_attention`: a size may say whether it is causal (`functions.py`).
 - `ShapeEnv.evaluate_expr`: a question about sizes of too many terms ends the capture (`long_sizes.py`).
 - `torch.SymInt`'s text and hash: a size that is used as text or as a key becomes a number (`sizes_as_keys.py`).
+- `nn.Module._apply`: a conversion of a module in forward changes nothing, or is refused (`conversions.py`).
 - the exporter's exceptions that say that a value is not known: the model may not catch them (`tensor_values.py`).
 - what a library of models asks for (`model_library.py`): transformers' masks.
 - logging and stderr: the exporter prints a page about each error.
@@ -59,6 +60,7 @@ from autotp.passes.capture.inline import rows_first
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.replacements.functions import ReplacedFunctions, known_causality
 from autotp.passes.capture.replacements.transformer_layers import slow_path
+from autotp.passes.capture.unsupported.conversions import none_converted
 from autotp.passes.capture.unsupported.lost_gradients import nothing_lost
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
 from autotp.passes.capture.unsupported.sizes_as_keys import known_sizes
@@ -107,6 +109,7 @@ def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool) -> I
     with (
         none_caught(), during_capture(exactly), ReplacedFunctions(), known_causality(), nothing_lost(model),
         CertainComparisons(), asked, asked.answering(), without_python_random(model), without_seeds(),
+        none_converted(model),
     ):  # fmt: skip
         yield
 

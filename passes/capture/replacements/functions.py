@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from autotp.ops.losses import ctc_loss
 
@@ -18,9 +19,44 @@ DATA = getattr(Tensor, "data").__get__  # noqa: B009  mypy sees a tensor.
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """A mode in which each of these functions is another one, which gives the same."""
+    """A mode in which each of these functions is another one, which gives the same.
+
+    NOTE [Functions that return their operand]
+    `x.float()` is x itself where x has this dtype, and so are `x.to(x.device)`, dropout in evaluation and others. Under
+    `torch.no_grad()` the exporter writes `detach(x.float())` into the graph, and takes this for x from then on: x would
+    have no gradient in the rest of the model. So a function gets `x.detach()` there, and if it returns this, the result
+    is x.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch._C.is_grad_enabled() and not _changes_operands(func, kwargs or {}):
+            return self._without_gradients(func, args, kwargs or {})
+        return self._replaced(func, args, kwargs)
+
+    def _without_gradients(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """NOTE [Functions that return their operand]"""
+        if func in DROPOUTS:  # The exporter makes a new tensor of it.
+            given = dict(zip(DROPOUTS[func], args, strict=False)) | kwargs
+            if not given.get(DROPOUTS[func][2], True) or given.get("p") == 0:
+                return given["input"]
+        detached: dict[int, tuple[Tensor, Tensor]] = {}  # the operand's id -> the operand, and what stands for it
+        with torch._C.DisableTorchFunction():
+            for x in pytree.tree_leaves((args, kwargs)):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    detached.setdefault(id(x), (x, x.detach()))
+        if not detached:
+            return self._replaced(func, args, kwargs)
+
+        def inside(x: Any) -> Any:
+            return detached[id(x)][1] if id(x) in detached else x
+
+        def outside(x: Any) -> Any:
+            return next((operand for operand, one in detached.values() if one is x), x)
+
+        args, kwargs = pytree.tree_map(inside, (args, kwargs))
+        return pytree.tree_map(outside, self._replaced(func, args, kwargs))
+
+    def _replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func == DATA:
             func = Tensor.detach  # The exporter loses what `x.data` comes from.
         elif func in ctc_loss.REPLACED:
@@ -29,6 +65,18 @@ class ReplacedFunctions(TorchFunctionMode):
         if given.get("generator", func) is None:  # The operator with a generator takes no symbols as sizes.
             del given["generator"]
         return func(*args, **given)
+
+
+def _changes_operands(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """True for functions that write into an operand or look at the object itself."""
+    name = getattr(func, "__name__", "_")
+    return kwargs.get("out") is not None or name.endswith("_") or name in OF_OBJECTS
+
+
+DROPOUTS = {F.dropout: ("input", "p", "training", "inplace"), torch.dropout: ("input", "p", "train")}
+"""Function -> its arguments. In evaluation, and with p=0, it returns its input."""
+OF_OBJECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"})
+"""Functions that change what autograd knows of a tensor. Others that do have names that end in `_`."""
 
 
 @contextmanager

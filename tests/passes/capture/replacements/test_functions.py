@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,3 +89,66 @@ def test_the_answer_is_a_guard() -> None:
     for length in (5, 9, 6, 13):
         x = torch.randn(2, length, 8)
         torch.testing.assert_close(parallel(x), model(x))
+
+
+def conversions(x: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Functions that return `x` itself."""
+    return {
+        "float": lambda: x.float(),
+        "to": lambda: x.to(x.device, x.dtype),
+        "type_as": lambda: x.type_as(x),
+        "cpu": lambda: x.cpu(),
+        "positive": lambda: +x,
+        "real": lambda: torch.real(x),
+        "atleast_1d": lambda: torch.atleast_1d(x),
+        "broadcast": lambda: torch.broadcast_tensors(x, x)[0],
+        "dropout": lambda: F.dropout(x, 0.1, False),
+    }
+
+
+class Normed(nn.Module):
+    """Divides by a largest element, which has no gradient; or goes on with what the region gives. x: [rows, 6]"""
+
+    def __init__(self, name: str, region: Any, of: str, goes_on: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 24), nn.Linear(24, 6)
+        self.name, self.region, self.of, self.goes_on = name, region, of, goes_on
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        one = {"input": x, "weight": self.up.weight, "value": hidden}[self.of]
+        with self.region():
+            found = conversions(one)[self.name]()
+            largest = found.abs().max()
+        if self.goes_on:
+            hidden = found
+        return self.down(hidden.relu() / largest)
+
+
+@pytest.mark.parametrize(("of", "goes_on"), [("input", False), ("weight", False), ("value", False), ("value", True)])
+@pytest.mark.parametrize("name", conversions(torch.ones(1)))
+def test_what_a_region_without_gradients_gives_back_keeps_its_gradient(name: str, of: str, goes_on: bool) -> None:
+    """NOTE [Functions that return their operand]"""
+    model = Normed(name, torch.no_grad, of, goes_on)
+    report = autotp.verify(model, 2, example_inputs=torch.randn(3, 6))
+    assert report.ok, report
+
+
+def test_the_gradient_is_there_in_training() -> None:
+    """In float32, where `float()` changes nothing, on the path that training takes."""
+    torch.manual_seed(0)
+    whole, x = Normed("float", torch.no_grad, "value", False), torch.randn(3, 6)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=x)
+    for model in (whole, parallel):
+        model(x).square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(parallel.get_parameter(name).grad, parameter.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_in_place_functions_write_into_their_operand() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with ReplacedFunctions(), torch.no_grad():
+        x.add_(1)
+        torch.mul(x, 2, out=x)
+        x[0] = 7
+    assert x.tolist() == [7, 4] and x.requires_grad
