@@ -1,12 +1,11 @@
 """Takes pictures of the site's pages in headless Chromium: light and dark, wide and narrow.
 
 `make docs`, then `python docs/photograph.py` writes `build/pictures/limits-dark-narrow-1.png` and so on. A long page
-has several pictures, from top to bottom. `--pages limits start` and `--modes dark-narrow` take some only. It prints what
-a picture does not show, and ends with status 1 for it: a page that is wider than the window, an error of a script, and
-what is fetched from elsewhere. The first of these pictures to look at are the narrow ones.
+has several pictures, from top to bottom. `--pages limits start` and `--modes dark-narrow` take some only. It prints
+what pictures do not show, and ends with status 1 for it: a page that is wider than the window, or in the wrong colours,
+an error of a script, and what is fetched from elsewhere.
 
-Chromium is asked through a pipe, and not by `--screenshot`: its window is never narrower than 500, and a start for
-each picture takes ten times as long.
+Chromium is asked through a pipe rather than by `--screenshot`: that has a window of 500 at least, and cuts the picture.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +21,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedReader, BufferedWriter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ OPTIONS = (
 MEASURE = """new Promise((done) => {
   const seen = () => done({
     width: document.documentElement.scrollWidth, window: innerWidth, height: document.documentElement.scrollHeight,
+    ground: getComputedStyle(document.body).backgroundColor,
   });
   document.readyState === "complete" ? setTimeout(seen, 100) : addEventListener("load", () => setTimeout(seen, 100));
 })"""
@@ -49,8 +51,8 @@ MEASURE = """new Promise((done) => {
 class Browser:
     """A Chromium that shows one page at a time. It speaks the protocol of its developer tools on a pipe."""
 
-    def __init__(self, read: int, write: int) -> None:
-        self.read, self.write = os.fdopen(read, "rb"), os.fdopen(write, "wb")
+    def __init__(self, read: BufferedReader, write: BufferedWriter) -> None:
+        self.read, self.write = read, write
         self.messages = self._messages()
         self.count, self.session = 0, ""
         self.told: list[str] = []  # errors of scripts, and addresses elsewhere, of the page that is shown
@@ -97,8 +99,8 @@ class Browser:
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.told.append(f"{params['entry']['text']} {params['entry'].get('url', '')}".rstrip())
 
-    def show(self, page: Path, mode: str) -> tuple[dict[str, int], list[str]]:
-        """Shows a page; returns its width, that of the window and its height, and what is wrong with it.
+    def show(self, page: Path, mode: str) -> tuple[int, list[str]]:
+        """Shows a page; returns its height, and what is wrong with it.
 
         Args:
             mode: one of MODES.
@@ -113,9 +115,12 @@ class Browser:
         )  # fmt: skip
         self.ask("Page.navigate", url=page.as_uri())
         asked = {"expression": MEASURE, "awaitPromise": True, "returnByValue": True}
-        size = self.ask("Runtime.evaluate", **asked)["result"]["value"]
-        wide = [f"is {size['width']} wide in a window of {size['window']}"] if size["width"] > size["window"] else []
-        return size, [*wide, *self.told]
+        seen = self.ask("Runtime.evaluate", **asked)["result"]["value"]
+        wrong = [f"is {seen['width']} wide in a window of {seen['window']}"] if seen["width"] > seen["window"] else []
+        ground = [float(number) for number in re.findall(r"[\d.]+", seen["ground"])][:3]
+        if (max(ground) < 100) != (colour == "dark"):
+            wrong.append(f"has the ground {seen['ground']}")
+        return seen["height"], [*wrong, *self.told]
 
     def picture(self, width: int, top: int, height: int) -> bytes:
         """Returns a part of the page that is shown, as PNG."""
@@ -127,9 +132,13 @@ class Browser:
 def browser(program: str) -> Iterator[Browser]:
     """A region in which a browser runs."""
     commands, answers = os.pipe(), os.pipe()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        os.fdopen(answers[0], "rb") as read,
+        os.fdopen(commands[1], "wb") as write,
+    ):
         # A browser reads its commands from file 3, and answers in file 4.
-        words = ["sh", "-c", f'exec "$@" 3<&{commands[0]} 4>&{answers[1]}', "sh", program]
+        words = ["bash", "-c", f'exec "$@" 3<&{commands[0]} 4>&{answers[1]}', "bash", program]
         process = subprocess.Popen(
             [*words, *OPTIONS, f"--user-data-dir={profile}"],
             pass_fds=(commands[0], answers[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -137,7 +146,7 @@ def browser(program: str) -> Iterator[Browser]:
         os.close(commands[0])
         os.close(answers[1])
         try:
-            shown = Browser(answers[0], commands[1])
+            shown = Browser(read, write)
             yield shown
             shown.ask("Browser.close")
         finally:
@@ -173,7 +182,7 @@ def arguments(words: Sequence[str] | None = None) -> Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Takes the pictures; returns how many pages are wrong in a mode, at most 1."""
+    """Takes the pictures; returns 1 if something is wrong with a page, else 0."""
     args = arguments(words)
     found = pages(args.site.resolve(), args.pages)
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -183,12 +192,12 @@ def main(words: Sequence[str] | None = None) -> int:
     wrong = False
     with browser(program) as shown:
         for (name, page), mode in product(found.items(), args.modes):
-            size, told = shown.show(page, mode)
+            height, told = shown.show(page, mode)
             for line in told:
                 print(f"{name}, {mode}: {line}")
             wrong |= bool(told)
-            for part, top in enumerate(range(0, size["height"], PART)[: args.parts], 1):
-                data = shown.picture(size["window"], top, min(PART, size["height"] - top))
+            for part, top in enumerate(range(0, height, PART)[: args.parts], 1):
+                data = shown.picture(WIDTHS[mode.split("-")[1]], top, min(PART, height - top))
                 (args.out / f"{name.replace('/', '-')}-{mode}-{part}.png").write_bytes(data)
     return int(wrong)
 
