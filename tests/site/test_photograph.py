@@ -122,3 +122,19 @@ def test_pages_fit_their_window_in_its_colours(browser: photograph.Browser, site
     """And no script of theirs fails or fetches."""
     told = {name: browser.show(page, mode)[1] for name, page in photograph.pages(site).items()}
     assert {name: lines for name, lines in told.items() if lines} == {} and len(told) > 28
+
+
+@pytest.mark.system
+def test_tables_are_not_cut_on_paper(browser: photograph.Browser, site: Path) -> None:  # type: ignore[name-defined]
+    """A4 has 718 pixels between its margins. The page of a plan has a style of its own: tests/page tests it."""
+    beyond = """[...document.querySelectorAll("th, td, td *")].filter(
+      (each) => each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.textContent)"""
+    cut: dict[str, list[str]] = {}
+    for name, page in photograph.pages(site).items():
+        if name == "figures/plan_page":
+            continue
+        browser.show(page, "light-wide")
+        browser.ask("Emulation.setEmulatedMedia", media="print")
+        browser.ask("Emulation.setDeviceMetricsOverride", width=718, height=1000, deviceScaleFactor=1, mobile=False)
+        cut[name] = browser.ask("Runtime.evaluate", expression=beyond, returnByValue=True)["result"]["value"]
+    assert {name: found[:3] for name, found in cut.items() if found} == {}
