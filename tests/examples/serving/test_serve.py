@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 import transformers
+from hugging_face import write_llama
 from serving import serve
-from text_models import write_llama
 
 GOOD = {"prompt": "a dog sees", "max_new_tokens": 5}
 BAD: tuple[tuple[Any, str], ...] = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_on_cpu import as_on_gpus
+from graphs import as_on_gpus
 from ranks import run_ranks
 from small_models import gpt
 from torch import Tensor, fx, nn
