@@ -25,6 +25,8 @@ CODE_OR_LINK = re.compile(
     r"|(?<!\[)(?P<tick>`?)(?P<page>(?:docs/|benchmarks/)?\w+\.md)(?P=tick)(?![\w`\]/])",
     re.DOTALL | re.MULTILINE,
 )
+SHORT = re.compile(r"<code>([^<\n]{1,24})</code>")
+"""A name, an option or a word of code in a sentence, which stays in one line."""
 FETCHED = {"script": "src", "img": "src", "source": "src", "iframe": "src", "link": "href"}
 """Tag -> the attribute whose address a browser fetches by itself."""
 
@@ -74,6 +76,10 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     file = page.file.src_uri
     return with_links(markdown, file if file in OTHERS else f"docs/{file}", named(config.nav))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    return SHORT.sub(r'<code class="short">\1</code>', html)
 
 
 class Fetched(HTMLParser):

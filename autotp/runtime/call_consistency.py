@@ -18,6 +18,9 @@ from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.pytree import is_dense
 from autotp.sharding.layout import Layout
 
+COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+"""The dtypes that operators compute in, and that have a zero of either sign."""
+
 
 def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool, parts: int = 0) -> None:
     """Raises Error on every rank if some rank has other inputs or another mode, or would draw other random numbers.
@@ -114,6 +117,11 @@ def shown(leaf: Any) -> Any:
 
 
 def _print(leaf: Any) -> Any:
-    """Returns the same with a tensor's values, except for `Sharded` tensors, whose parts differ between ranks."""
-    valued = isinstance(leaf, Tensor) and is_dense(leaf) and not isinstance(leaf, Sharded)
-    return (*shown(leaf), checksum(leaf)) if valued else shown(leaf)
+    """Returns the same with a tensor's values, except for `Sharded` tensors, whose parts differ between ranks.
+
+    Values are compared as numbers: zeros of either sign are equal. Each rank computes the whole keys in its cache by
+    itself, and the sign of a zero among them may differ.
+    """
+    if not isinstance(leaf, Tensor) or not is_dense(leaf) or isinstance(leaf, Sharded):
+        return shown(leaf)
+    return *shown(leaf), checksum(leaf.detach() + 0 if leaf.dtype in COMPUTED else leaf)

@@ -40,6 +40,16 @@ def test_it_says_where_the_device_differs() -> None:
     assert found.device.vector_flops == CPU.vector_flops / 2 and found.device.latency == 2 * CPU.latency
 
 
+def test_the_page_shows_what_is_printed_of_its_numbers() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "estimate.md").read_text()
+    shown = page.partition("```\nautotp calibrate --save device.json\n```\n\n```\n")[2].partition("```")[0]
+    found = replace(
+        AS_KNOWN, half=0.517e12, single=0.1122e12, double=0.05675e12, copy=54.57e9, add=50.51e9, call=21.002e-6,
+        memory=11.77 * GIB,
+    )  # fmt: skip
+    assert f"{compared(CPU, found, Link(ranks=2, bandwidth=3.06e9, latency=70.1e-6), None)}\n" == shown
+
+
 def test_a_gpu_keeps_the_sustained_parts_of_its_kind() -> None:
     """So the line has the peak of a data sheet, and an estimate comes to what was measured."""
     half, copy = H100.matrix_flops * H100.matrix_sustained, H100.memory_bandwidth * H100.memory_sustained

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import io
 import re
+import runpy
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from statistics import median
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import job
+from ranks import job, run_ranks
 
 import autotp
 
@@ -38,6 +39,21 @@ def test_every_block_runs_as_pasted(tmp_path: Path) -> None:
     with job(tmp_path / "here", "blocks.py", [str(PAGE)], 0) as ranks:
         said, _ = ranks.communicate(timeout=150)
     assert ranks.returncode == 0 and f"{len(PYTHON)} blocks ran" in said, said[-3000:]
+
+
+def one_line(rank: int, n: int) -> str:
+    """What examples/one_line.py prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(PAGE.parent / "examples" / "one_line.py"))
+    return out.getvalue()
+
+
+def test_the_first_command_prints_what_is_shown() -> None:
+    """The losses below the plan, but for their last two digits, which are round-off."""
+    (_, command), (_, shown) = BLOCKS[:2]
+    assert command.startswith("torchrun --nproc-per-node 2 examples/one_line.py ")
+    found, expected = (re.sub(r"(\.\d{3})\d\d\b", r"\1", text) for text in (run_ranks(one_line, 2)[0], shown))
+    assert found.endswith(f"\n{expected}") and len(expected.splitlines()) == 2
 
 
 def test_the_picture_is_the_plan_of_today() -> None:

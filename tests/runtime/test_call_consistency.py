@@ -19,6 +19,15 @@ def test_tensors_are_compared_by_value() -> None:
     assert shown(X) == ((2, 3), "torch.float32") and _printed([torch.ones(0)]) != _printed([torch.ones(0, 2)])
 
 
+def test_zeros_of_either_sign_are_equal() -> None:
+    """A key of a padded token is 0 times a cosine: its sign depends on where the kernel found the operands."""
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        zeros = torch.zeros(3, dtype=dtype)
+        assert _printed([zeros]) == _printed([-zeros]) != _printed([zeros + 1])
+    assert _printed([torch.zeros(3, dtype=torch.float8_e4m3fn)]) != _printed([torch.ones(3, dtype=torch.float8_e4m3fn)])
+    assert _printed([torch.zeros(3, dtype=torch.bool)]) != _printed([torch.ones(3, dtype=torch.bool)])
+
+
 def test_of_what_is_cut_each_rank_has_other_values() -> None:
     layout = Layout((4, 3), 0, (((0, 2),), ((2, 4),)))
     first, second = (Sharded(local, layout, Mesh("tp", 2, rank)) for rank, local in enumerate((X, X + 1)))

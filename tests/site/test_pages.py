@@ -4,13 +4,18 @@
 - A block with a title (`python title="train.py"`) is a file. A line `torchrun --nproc-per-node 2 train.py ...` of a
   later block runs it on two ranks. A file that is not run must be imported by another.
 - A block of plain text directly behind a block of Python, or behind a command, is what that prints: of a command what
-  its first rank prints.
+  its first rank prints. Of what MEASURED names, the numbers may be others.
 - A block whose title ends in "(not run)" needs a library that is not here; it has to be Python, no more.
+- A title with a folder is a file of the repository, which has its own tests.
+- GIVEN says what else a page needs: files of the reader's own, GPUs.
+
+Other commands are looked at: their files, options and targets have to exist.
 """
 
 from __future__ import annotations
 
 import ast
+import configparser
 import contextlib
 import inspect
 import io
@@ -20,7 +25,9 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -30,11 +37,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import as_on_gpus
 from ranks import run_ranks
-from torch import Tensor
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -47,11 +53,27 @@ PAGES = (
     "options",
     "long_sequences",
     "questions",
+    "works_with",
+    "serving",
+    "distributed",
+    "estimate",
+    "performance",
 )
-SHELL = sorted({*PAGES, "serving", "distributed"})
+MADE = ("complaints", "stages")
+"""Scripts write these: tests/project/test_complaints_page.py and tests/diagnostics/test_stages.py compare them."""
+ELSEWHERE = ("README", "command_line")
+"""tests/project/test_readme.py and tests/project/test_command_line.py run the blocks of these."""
+SHELL = sorted({*PAGES, *ELSEWHERE, "complaints"})
+MEASURED = ("watch.py",)
+TYPED = "Once upon a time\nThe end\nstop\n"
+"""What is typed for a script that asks."""
 BLOCK = re.compile(r"^```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^```\n", re.MULTILINE | re.DOTALL)
 NOT_RUN = "(not run)"
 STARTERS = ("torchrun", "python", "srun", "mpirun")
+BEGINNINGS = (*STARTERS, "make", "autotp", "pip", "git")
+"""How a block of commands begins."""
+NOTATION = ("Before: ", "model -> capture", "linear  ", "files -> lazy tensors")
+"""How the blocks begin that are neither code nor printed: of Performance and of Design."""
 COMMAND = "torchrun --nproc-per-node 2 "
 
 
@@ -66,14 +88,19 @@ class Block:
     @property
     def commands(self) -> list[list[str]]:
         """The words of the commands of a block without a language; a line may go on behind a backslash."""
-        if self.language not in ("", "sh"):
+        if self.language != "sh" and (self.language or not self.code.startswith(tuple(f"{s} " for s in BEGINNINGS))):
             return []
         lines = self.code.replace("\\\n", " ").splitlines()
         return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
+def source(page: str) -> Path:
+    """The file of a page, in `docs/` or above it."""
+    return next(path for path in (ROOT / "docs" / f"{page}.md", ROOT / f"{page}.md") if path.is_file())
+
+
 def blocks(page: str) -> list[Block]:
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = source(page).read_text()
     found, matches = [], list(BLOCK.finditer(text))
     for match, after in zip_longest(matches, matches[1:]):
         behind = after is not None and not text[match.end() : after.start()].strip()
@@ -85,7 +112,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def is_run(block: Block) -> bool:
-    return block.language == "python" and not block.title.endswith(NOT_RUN)
+    return block.language == "python" and not block.title.endswith(NOT_RUN) and "/" not in block.title
 
 
 def without_round_off(text: str) -> str:
@@ -93,10 +120,37 @@ def without_round_off(text: str) -> str:
     return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}", text)
 
 
+def without_numbers(text: str) -> str:
+    return " ".join(re.sub(r"[-+]?\d+(\.\d+)?", "N", text).split())
+
+
+def alike(file: str, text: str) -> str:
+    """What a file has printed, as far as it is the same each time."""
+    return without_numbers(text) if file in MEASURED else without_round_off(text)
+
+
 def files_of(page: str, folder: Path) -> None:
     for block in blocks(page):
         if is_run(block) and block.title:
             (folder / block.title).write_text(block.code)
+
+
+@contextlib.contextmanager
+def with_a_model() -> Iterator[None]:
+    """In a folder with a model and a tokenizer of the reader's own."""
+    from hugging_face import write_llama  # It needs transformers, which other pages do not.
+
+    if int(os.environ["RANK"]) == 0:
+        write_llama(Path("path/to/model"))
+    dist.barrier()
+    yield
+
+
+GIVEN: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "serving": with_a_model,
+    "performance": as_on_gpus,
+}
+"""Page -> the region in which its commands run."""
 
 
 class Script:
@@ -133,25 +187,25 @@ def within(folder: Path) -> Any:
 
 def run_commands(rank: int, n: int, page: str, folder: str, commands: list[list[str]]) -> list[str]:
     """What this rank prints in each command."""
-    return [printed(folder, command) for command in commands]
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set", UserWarning)  # of torch, where no GPU is
+    with within(Path(folder)), GIVEN.get(page, contextlib.nullcontext)():
+        return [printed(folder, command) for command in commands]
 
 
 def printed(folder: str, command: list[str]) -> str:
     file, *words = command
     code = Path(folder, file).read_text()
-    before = sys.argv
-    sys.argv = [file, *words]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [file, *words])
+        patch.setattr(sys, "stdin", io.StringIO(TYPED))
         with within(Path(folder)), contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(code, file, "exec"), {"__name__": "__main__"})
-    finally:
-        sys.argv = before
     return out.getvalue()
 
 
 def on_two_ranks(page: str) -> list[tuple[Block, list[str]]]:
     """The commands of a page that run a file of it, with their blocks."""
-    files = {block.title for block in blocks(page)}
+    files = {block.title for block in blocks(page) if is_run(block)}
     words = len(COMMAND.split())
     return [
         (block, command[words:])
@@ -170,7 +224,7 @@ def test_commands_and_scripts_print_what_is_shown(page: str, tmp_path: Path, reg
         given = [command for _, command in commands]
         said = run_ranks(run_commands, 2, page, str(tmp_path), given, timeout=110)[0]
     for (block, command), text in zip(commands, said, strict=True):
-        assert without_round_off(text) == without_round_off(block.shown or text), command
+        assert alike(command[0], text) == alike(command[0], block.shown or text), command
     script = Script(page)
     torch.manual_seed(0)
     for block in blocks(page):
@@ -189,10 +243,31 @@ def test_each_file_is_run_or_imported(page: str) -> None:
     assert {name for name in files if name not in run and name[:-3] not in imported} == set()
 
 
+def test_no_block_is_left_out() -> None:
+    """Each is Python that runs, a command, what one of these prints, a message (test_refused.py), or a notation."""
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"README"}
+    assert pages >= {*PAGES, *ELSEWHERE, *MADE}
+    for page in sorted(pages - {*MADE}):
+        before: Block | None = None
+        for block in blocks(page):
+            runs = block.language == "python" and page in (*PAGES, *ELSEWHERE)
+            printed = before is not None and before.shown == block.code and (before.language or before.commands)
+            told = block.language == "text" and page == "refused"
+            assert runs or printed or told or block.commands or block.code.startswith(NOTATION), (page, block.line)
+            before = block
+
+
 def test_what_is_not_run() -> None:
     """Two libraries that need GPUs, on one page."""
     found = {(page, block.title) for page in SHELL for block in blocks(page) if block.title.endswith(NOT_RUN)}
     assert found == {("from_others", "Megatron-LM (not run)"), ("from_others", "DeepSpeed (not run)")}
+
+
+YOURS = "train.py"
+"""A script of the reader's own, which a page need not show."""
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+EXTRAS = set(SETUP["options.extras_require"])
 
 
 def scripts(words: list[str]) -> list[tuple[str, list[str]]]:
@@ -207,13 +282,26 @@ def test_files_and_options_of_commands_exist(page: str) -> None:
     for block in blocks(page):
         for words in block.commands:
             for file, rest in scripts(words) if words[0] in STARTERS else []:
-                text = own.get(file) or ((ROOT / file).read_text() if (ROOT / file).is_file() else "")
-                assert text, f"{page}.md:{block.line}: {file}"
-                assert all(word.partition("=")[0] in text for word in rest if word.startswith("--")), words
+                text = own.get(file) or code_of(ROOT / file)
+                if file != YOURS:
+                    assert text, f"{page}.md:{block.line}: {file}"
+                    assert all(word.partition("=")[0] in text for word in rest if word.startswith("--")), words
             if words[0] == "make":
                 assert f"\n{words[1]}:" in makefile, words
             if words[0] == "torchrun":
                 known(words[words.index("torchrun") + 1 :])
+            if words[0] == "pip":
+                assert (ROOT / words[words.index("-c") + 1]).is_file(), words
+                extras = re.fullmatch(r"\.\[([\w,]+)\]", words[words.index("-e") + 1])
+                assert extras is not None and {*extras[1].split(",")} <= EXTRAS, words
+
+
+def code_of(file: Path) -> str:
+    """A script of the repository, and what it imports of the folders beside it; "" if there is none."""
+    if not file.is_file():
+        return ""
+    folders = {file.parent / name for name in re.findall(r"^from (\w+)", file.read_text(), re.MULTILINE)}
+    return "".join(path.read_text() for path in [file, *(path for each in folders for path in each.glob("*.py"))])
 
 
 def known(words: list[str]) -> None:
@@ -228,47 +316,6 @@ def known(words: list[str]) -> None:
 def test_a_job_script_is_bash(block: Block, tmp_path: Path) -> None:
     (tmp_path / "job").write_text(block.code)
     subprocess.run(["bash", "-n", tmp_path / "job"], check=True)
-
-
-class Enough(Exception):
-    """The rows of a loop without end are over."""
-
-
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows of a language model, for two steps of 64."""
-
-    def __init__(self) -> None:
-        self.left = 128
-
-    def __len__(self) -> int:
-        return 128
-
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        if self.left == 0:
-            raise Enough
-        self.left -= 1
-        tokens = (torch.arange(8) + row) % 31
-        return {"tokens": tokens, "labels": tokens}
-
-
-def test_the_loops_of_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a world of one process on the CPU, with the sizes of the layout set to 1."""
-    monkeypatch.chdir(tmp_path)
-    sizes = GPTConfig(block_size=8, vocab_size=31, n_layer=2, n_head=2, n_embd=16)
-    loader = torch.utils.data.DataLoader
-    names = {"torch": torch, "autotp": autotp, "DataLoader": loader, "dataset": Rows(), "model": GPT(sizes)}
-    first, second, muon, _ = (block.code for block in blocks("distributed") if block.language == "python")
-    alone = [re.sub(r"\b(tp|pp|dp)=\d", r"\1=1", code) for code in (first, second)]
-    alone[1] = alone[1].replace("GradScaler()", 'GradScaler("cpu")')
-    try:
-        with pytest.raises(Enough):
-            exec(alone[0], names)
-        assert names["trainer"].steps == 2  # type: ignore[attr-defined]
-        exec(alone[1], names | {"model": GPT(sizes)})
-        exec(muon, {})
-        assert (tmp_path / "muon").is_dir()
-    finally:
-        dist.destroy_process_group()
 
 
 OPTION = re.compile(r"^\| `(?P<name>\w+)` \| (?:`(?P<default>.*?)`)? ?\| \S", re.MULTILINE)

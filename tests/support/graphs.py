@@ -13,11 +13,12 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from autotp import compiler
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.estimation.counts.record import Reads, Record, Value, record
 from autotp.model_library import libraries
-from autotp.ops import channels
+from autotp.ops import channels, collectives
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import ctc_loss
 from autotp.options import OPTIONAL
@@ -46,6 +47,7 @@ from autotp.passes.capture.capture import capture
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.rules.registry import USER_RULES
+from autotp.runtime import executable
 
 
 def draft(make: Callable[..., Any], **inputs: Tensor) -> fx.Graph:
@@ -590,3 +592,42 @@ def recorded_run(
         for shape, reads in zip(shapes, places, strict=True)
     ]
     return record(_Calls(function) if groups else fx.symbolic_trace(function), values, groups or {}, on_gpu)
+
+
+# ---- blocks that torch fuses: symmetric memory needs GPUs, so its fallbacks run
+
+
+def without_code(graph: fx.GraphModule, inputs: Any, **how: Any) -> Any:
+    """What Inductor does with a graph before it generates code; then the graph runs as it is."""
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.virtualized import V
+
+    view_to_reshape(graph)
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        post_grad_passes(graph, how.get("is_inference", False))
+    graph.recompile()
+    return make_boxed_func(graph.forward)
+
+
+@contextmanager
+def as_on_gpus(generates_code: bool = False) -> Iterator[None]:
+    """A region in which torch fuses on the CPU, with its fallbacks, and sums by the backend's own reduce-scatter."""
+    from torch._inductor import compile_fx
+    from torch.distributed import _symmetric_memory as memory
+
+    operators = torch.library.Library("symm_mem", "IMPL")
+    operators.impl("fused_all_gather_matmul", memory._fused_all_gather_matmul_fallback, "CPU")
+    operators.impl("fused_matmul_reduce_scatter", memory._fused_matmul_reduce_scatter_fallback, "CPU")
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Raw SymInt value")  # Of torch's own pass.
+        stack.enter_context(memory._test_mode())
+        stack.enter_context(patch("torch.distributed.is_nccl_available", lambda: True))
+        stack.enter_context(patch.object(executable, "_prepare_async_tp", lambda *_: None))
+        stack.enter_context(patch.object(collectives, "_is_gloo", lambda *_: False))
+        if not generates_code:
+            short = partial(compile_fx.compile_fx, inner_compile=without_code)
+            stack.enter_context(patch.object(compile_fx, "compile_fx", short))
+        yield

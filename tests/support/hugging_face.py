@@ -178,3 +178,25 @@ def llama_in_float64(**more: Any) -> Any:
 def expect_close(found: Any, expected: Any) -> None:
     """In models of transformers norms and losses compute in float32."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- a folder with a model and a tokenizer
+
+
+WORDS = ("a", "dog", "sees", "the", "old", "house", "and", "runs")
+
+
+def write_llama(folder: Path) -> None:
+    """Writes a Llama of random weights, and a tokenizer of a few words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {word: i for i, word in enumerate(("<unk>", *WORDS))}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>").save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, max_position_embeddings=32, initializer_range=0.5, eos_token_id=None, pad_token_id=0,
+        bos_token_id=None,
+    )  # fmt: skip
+    transformers.set_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)

@@ -17,11 +17,10 @@ import autotp
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-import tokenizers
 import transformers
+from hugging_face import write_llama
 from serving import serve
 
-WORDS = ("a", "dog", "sees", "the", "old", "house", "and", "runs")
 GOOD = {"prompt": "a dog sees", "max_new_tokens": 5}
 BAD: tuple[tuple[Any, str], ...] = (
     ("no JSON", "Expecting value"),
@@ -30,21 +29,6 @@ BAD: tuple[tuple[Any, str], ...] = (
     ({**GOOD, "max_new_tokens": -1}, "ValueError: "),
     ({"prompt": "a " * 100}, ""),
 )
-
-
-def written(folder: Path) -> None:
-    """A Llama of random weights, and a tokenizer of a few words."""
-    vocabulary = {word: i for i, word in enumerate(("<unk>", *WORDS))}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>").save_pretrained(folder)
-    config = transformers.LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=3, max_position_embeddings=32, initializer_range=0.5, eos_token_id=None, pad_token_id=0,
-        bos_token_id=None,
-    )  # fmt: skip
-    transformers.set_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def sent(port: int, request: Any) -> tuple[int, dict[str, Any]]:
@@ -87,7 +71,7 @@ def served(rank: int, n: int, folder: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def test_two_ranks_answer_as_one_device(tmp_path: Path) -> None:
-    written(tmp_path)
+    write_llama(tmp_path)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     text = serve.generator(model, transformers.AutoTokenizer.from_pretrained(tmp_path))(GOOD)
     first, second = run_ranks(served, 2, str(tmp_path), timeout=110)
