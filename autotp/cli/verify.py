@@ -36,7 +36,7 @@ from autotp.diagnostics.verify import (
     training_of,
     verify,
 )
-from autotp.display.sheet import coloured
+from autotp.display.sheet import rich_lines
 from autotp.errors import within
 from autotp.options import Options
 from autotp.passes.capture.example_inputs import Inputs
@@ -119,7 +119,7 @@ def _verified(model: nn.Module, given: Any, tp: int, settings: Options) -> tuple
 
 def _text(report: Report, blame: Blame | None) -> Iterator[Text]:
     """Yields the lines of a report, the verdict in green or red, and what a difference comes from."""
-    yield from coloured(report.sheet())
+    yield from rich_lines(report.sheet())
     if blame is None:
         return
     cut = blame.weights[0] if blame.weights else "none: the difference stays when nothing is cut"

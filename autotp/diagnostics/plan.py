@@ -98,9 +98,9 @@ class Traffic:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """The plan for a model on `tp` ranks, returned by `explain`; `str(plan)` is a table of at most 100 columns.
+    """The plan for a model on `tp` ranks, returned by `explain`; `print(plan)` is a table of at most 100 columns.
 
-    `rich.print(plan)` prints it in colour, and a notebook shows it as HTML.
+    On a terminal it is in colour, and a notebook shows it as HTML. `f"{plan}"` is plain: write that into files and logs.
 
     Attributes:
         model: the name of the model's class.

@@ -121,7 +121,7 @@ def _pages(model: nn.Module, program: Program, given: Mapping[str, str]) -> Iter
             canonical = False
         program = later
     yield "axes", graph_text(program.graph, names, given, lambda node: _axes_of(node, program))
-    yield "plan", str(report(program, type(model).__name__))
+    yield "plan", f"{report(program, type(model).__name__)}"
     to = Target("tp", program.tp, 0, "fast", frozenset(program.local_outputs))
     *_, (_, lowered) = graphs_after_passes(program, to)
     yield "lower", graph_text(lowered, names, given)

@@ -59,9 +59,9 @@ from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, stag
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """The differences of a parallel model from the original, returned by `verify`; `str(report)` is a text to read.
+    """The differences of a parallel model from the original, returned by `verify`; `print(report)` is a text to read.
 
-    `rich.print(report)` prints it in colour, and a notebook shows it as HTML.
+    On a terminal it is in colour, and a notebook shows it as HTML. `f"{report}"` is plain, for files and logs.
 
     Attributes:
         plan: the plan that was verified; its sizes in bytes are those of float64.

@@ -34,7 +34,7 @@ def stamp_data(subject: Subject, report: Report | None = None) -> dict[str, Any]
         )
     return {
         "proved": proved if report.ok else [], "open": _open(subject, report), "by": "by autotp.verify",
-        "error": None if report.ok else str(report),
+        "error": None if report.ok else f"{report}",
     }  # fmt: skip
 
 

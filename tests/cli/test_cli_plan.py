@@ -74,7 +74,7 @@ def test_several_values_of_one_option(given: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_on_a_terminal(width: int) -> None:
+def test_on_a_terminal(in_colours: None, width: int) -> None:
     """In colour, and no line is broken by the terminal."""
     plan = autotp.explain(
         nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)), 2, example_inputs=torch.ones(2, 4)
