@@ -87,7 +87,6 @@ def _data(found: Environment) -> dict[str, Any]:
     by, exchange = found.launched, found.exchange
     return {
         "ok": not found.problems,
-        "autotp": autotp.__version__,
         "python": found.python,
         "packages": {
             p.name: {"version": p.found or None, "tested": p.tested or None, "state": p.state,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from autotp.cli.json_text import json_text
 from autotp.errors import Error
 
-RIGHT, DIFFERENT, WRONG_USE = 0, 1, 2
+RIGHT, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """The exit statuses."""
 
 
@@ -36,9 +36,9 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=False)
 
 
-def print_json(data: Any) -> None:
-    """Prints plain data as JSON."""
-    print(json.dumps(data, indent=2, allow_nan=False))
+def print_json(data: Mapping[str, Any]) -> None:
+    """Prints plain data as JSON, with the versions of the format and of autotp."""
+    print(json_text(data))
 
 
 def show(found: Any, json: bool) -> None:

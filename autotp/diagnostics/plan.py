@@ -100,7 +100,7 @@ class Traffic:
 class Plan(Shown):
     """The plan for a model on `tp` ranks, returned by `explain`; `print(plan)` is a table of at most 100 columns.
 
-    On a terminal it is in colour, and a notebook shows it as HTML. `f"{plan}"` is plain: write that into files and logs.
+    On a terminal it is in colour, and a notebook shows it as HTML. `f"{plan}"` is plain, for files and logs.
 
     Attributes:
         model: the name of the model's class.

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
+DATA_VERSION = 1
+"""The version of the plain data of all results, and of what commands print with `--json`: it changes if a key gets
+another meaning."""
 Kind = Literal["", "cut", "whole", "sent", "note", "good", "bad"]
 """What a text is about: what is cut, what stays whole, what is sent between ranks, a note; good or bad news."""
 

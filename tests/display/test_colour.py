@@ -27,14 +27,13 @@ pytestmark = pytest.mark.usefixtures("in_colours")
 def on_a_terminal(run: Callable[[], object]) -> str:
     """Runs with a stdout that is a terminal; returns what the terminal got."""
     master, slave = os.openpty()
-    with open(master, "rb", buffering=0) as screen:
-        with open(slave, "w") as terminal, redirect_stdout(terminal):
-            run()
-            terminal.write("\0")
-            terminal.flush()
-            got = b""
-            while not got.endswith(b"\0"):
-                got += screen.read(65536)
+    with open(master, "rb", buffering=0) as screen, open(slave, "w") as terminal, redirect_stdout(terminal):
+        run()
+        terminal.write("\0")
+        terminal.flush()
+        got = b""
+        while not got.endswith(b"\0"):
+            got += screen.read(65536)
     return got[:-1].decode().replace("\r\n", "\n")
 
 
