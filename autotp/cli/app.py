@@ -16,9 +16,17 @@ from autotp.cli.convert import convert
 from autotp.cli.doctor import doctor
 from autotp.cli.estimate import estimate_command, search_command
 from autotp.cli.flags import Command
-from autotp.cli.json_text import error_text
-from autotp.cli.output import DIFFERENT, INTERRUPTED, RIGHT, WRONG_USE, WrongUse, complain, warnings_on_stderr
-from autotp.cli.plan import plan
+from autotp.cli.output import (
+    DIFFERENT,
+    INTERRUPTED,
+    RIGHT,
+    WRONG_USE,
+    WrongUse,
+    complain,
+    error_text,
+    warnings_on_stderr,
+)
+from autotp.cli.plan import plan, stages_command
 from autotp.cli.verify import verify_command
 from autotp.errors import Error, full_tracebacks
 
@@ -29,6 +37,7 @@ app.command("plan", cls=Command)(plan)
 app.command("verify", cls=Command)(verify_command)
 app.command("estimate")(estimate_command)
 app.command("search")(search_command)
+app.command("stages", cls=Command)(stages_command)
 app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor)
 app.command("convert")(convert)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from autotp.cli.json_text import error_text
+from autotp.cli.output import error_text
 
 NEEDED = ("typer", "rich")
 

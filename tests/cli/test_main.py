@@ -43,7 +43,7 @@ def test_wrong_use_is_one_line(autotp_command, args: tuple[str, ...], told: str)
     assert done.status == 2 and done.out == "" and done.err.startswith(told) and done.err.count("\n") == 1
 
 
-COMMANDS = ("plan", "verify", "estimate", "search", "doctor", "convert", "calibrate")
+COMMANDS = ("plan", "verify", "estimate", "search", "stages", "doctor", "convert", "calibrate")
 GPT = """
 from autotp.models.gpt import GPT, GPTConfig
 
