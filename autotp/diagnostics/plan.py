@@ -119,8 +119,8 @@ class Plan(Shown):
         in_halves: the number of operators that compute the batch, or one row's sequence, in halves; None without
             `overlap="batch"`.
         types: the types of the values that these operators return, such as `[b, s@cp, 3072@tp]` -> how many have it.
-        source: the captured model, which `save_page` draws; only in what `explain` returns, and not a part of what is
-            compared, copied by pickle or printed.
+        source: the captured model, which `save_page` draws; only in what `explain` and `verify` return, and not a part
+            of what is compared, copied by pickle or printed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
