@@ -1,4 +1,4 @@
-"""The calls that take long have a line: capture, verify, halving, proof, reading and writing of weights and checkpoints.
+"""The calls that take long have a line: capture, verify, halving, proof, reading and writing files.
 
 Nothing waits here for five seconds: the delay is 0, and a step of the call waits until the terminal shows the line.
 """
