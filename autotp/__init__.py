@@ -19,9 +19,9 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.checkpoint.save import save_checkpoint as save_checkpoint
     from autotp.checkpoint.state_dict import full_state_dict as full_state_dict
     from autotp.checkpoint.state_dict import load_full_state_dict as load_full_state_dict
+    from autotp.diagnostics.pass_by_pass.stages import Stages as Stages
+    from autotp.diagnostics.pass_by_pass.stages import stages as stages
     from autotp.diagnostics.plan import Plan as Plan
-    from autotp.diagnostics.stages import Stages as Stages
-    from autotp.diagnostics.stages import stages as stages
     from autotp.diagnostics.verify import Report as Report
     from autotp.diagnostics.verify import verify as verify
     from autotp.distributed.gather import gather as gather
@@ -56,7 +56,7 @@ _HOMES = {
     "Report": "diagnostics.verify",
     "Sampler": "training.sampler",
     "Search": "estimation.search",
-    "Stages": "diagnostics.stages",
+    "Stages": "diagnostics.pass_by_pass.stages",
     "Trainer": "training.trainer",
     "calibrate": "estimation.calibrate",
     "clip_grad_norm_": "runtime.grad_norm",
@@ -75,7 +75,7 @@ _HOMES = {
     "save_pretrained": "hf.pretrained",
     "save_trace": "page.save_page",
     "search": "estimation.search",
-    "stages": "diagnostics.stages",
+    "stages": "diagnostics.pass_by_pass.stages",
     "verify": "diagnostics.verify",
     "weight_decay_groups": "training.weight_decay_groups",
     "whole_matrices": "runtime.optim.whole_matrices",

@@ -37,8 +37,9 @@ STAGES = {
 
 OPENING = """`print(autotp.stages(model, tp=2))` prints what a model becomes on its way, stage by stage, on any machine
 and without processes; `autotp.stages(model, tp=2)["plan"]` is one stage. Each stage is a folder of `passes/`. Look here
-first when you change a pass, or want to know why something is cut, or is not. `python docs/stages.py` writes this
-page."""
+first when you change a pass, or want to know why something is cut, or is not. `autotp stages MODEL --tp 2` prints what
+each pass did, and with `--pass NAME` the code before and after one ([command_line.md](command_line.md#stages)). `python
+docs/stages.py` writes this page."""
 
 
 class MLP(nn.Module):

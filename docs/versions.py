@@ -40,7 +40,7 @@ TESTS = (
     "tests/passes/capture/guards/test_guard.py",
     "tests/passes/lower/test_lower.py",
     "tests/diagnostics/test_verify.py",
-    "tests/diagnostics/test_stages.py",
+    "tests/diagnostics/pass_by_pass/test_stages.py",
     "tests/runtime/test_module.py",
     "tests/training/test_distribute.py",
     "tests/training/pipeline/test_schedules.py",

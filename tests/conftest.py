@@ -124,6 +124,22 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def without_colours() -> Iterator[None]:
+    """Texts are plain, also with `-s` on a terminal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_COLOR", "1")
+        yield
+
+
+@pytest.fixture
+def in_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable says whether texts have colours."""
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
 @pytest.fixture
 def registry() -> Iterator[None]:
     """The rules are, after the test, what they were; users have none before it."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,8 +16,17 @@ from autotp.cli.convert import convert
 from autotp.cli.doctor import doctor
 from autotp.cli.estimate import estimate_command, search_command
 from autotp.cli.flags import Command
-from autotp.cli.output import DIFFERENT, RIGHT, WRONG_USE, WrongUse, complain, warnings_on_stderr
-from autotp.cli.plan import plan
+from autotp.cli.output import (
+    DIFFERENT,
+    INTERRUPTED,
+    RIGHT,
+    WRONG_USE,
+    WrongUse,
+    complain,
+    error_text,
+    warnings_on_stderr,
+)
+from autotp.cli.plan import plan, stages_command
 from autotp.cli.verify import verify_command
 from autotp.errors import Error, full_tracebacks
 
@@ -30,6 +37,7 @@ app.command("plan", cls=Command)(plan)
 app.command("verify", cls=Command)(verify_command)
 app.command("estimate")(estimate_command)
 app.command("search")(search_command)
+app.command("stages", cls=Command)(stages_command)
 app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor)
 app.command("convert")(convert)
@@ -58,34 +66,34 @@ def run(args: Sequence[str]) -> int:
     try:
         with warnings_on_stderr(), full_tracebacks() if debug else nullcontext():
             status = app(args=list(args) or ["--help"], prog_name="autotp", standalone_mode=False)
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
+        if status == INTERRUPTED:  # typer has caught it.
+            raise KeyboardInterrupt
+    except (Exception, KeyboardInterrupt) as error:
         return _failed(error, args)
-    except KeyboardInterrupt:
-        complain("interrupted")
-        return 130
     finally:
         logging.disable(before)
     return (status if isinstance(status, int) else RIGHT) if args else WRONG_USE
 
 
-def _failed(error: Exception, args: Sequence[str]) -> int:
+def _failed(error: BaseException, args: Sequence[str]) -> int:
     """Prints an error, in JSON as well if that was asked for; returns the exit status."""
     said = error.__cause__ if isinstance(error, WrongUse) and isinstance(error.__cause__, Error) else error
+    expected = isinstance(error, Error | WrongUse | KeyboardInterrupt) or hasattr(error, "format_message")
+    if "--debug" in args or not expected:
+        traceback.print_exception(error)
     if isinstance(said, Error):
         complain(str(said))
-        facts: dict[str, Any] = {"call": said.call, "problem": said.problem, "facts": said.facts}
-        status = DIFFERENT if said is error else WRONG_USE
-    elif isinstance(error, WrongUse) or hasattr(error, "format_message"):  # The second are those of typer.
-        text = str(error) if isinstance(error, WrongUse) else error.format_message()
+        text, status = error_text(said.problem, said.call, said.facts), DIFFERENT if said is error else WRONG_USE
+    elif isinstance(error, KeyboardInterrupt):
+        complain("interrupted")
+        text, status = error_text("interrupted"), INTERRUPTED
+    elif expected:
+        problem = str(error) if isinstance(error, WrongUse) else error.format_message()  # type: ignore[attr-defined]
         command = [arg for arg in args[:1] if arg.isalpha()]
-        complain(f"{' '.join(text.split()).rstrip('.')}; see {' '.join(['autotp', *command, '--help'])}")
-        facts, status = {"call": "", "problem": text, "facts": {}}, WRONG_USE
-    elif "--debug" in args:
-        return DIFFERENT
+        complain(f"{' '.join(problem.split()).rstrip('.')}; see {' '.join(['autotp', *command, '--help'])}")
+        text, status = error_text(problem), WRONG_USE
     else:
-        raise error
+        text, status = error_text(f"{type(error).__name__}: {error}"), DIFFERENT
     if "--json" in args:
-        print(json.dumps({"ok": False, "error": facts}, indent=2), file=sys.stdout)
+        print(text)
     return status

@@ -13,7 +13,7 @@ import autotp
 from autotp.cli.flags import Debug, Json
 from autotp.cli.output import DIFFERENT, console, print_json
 from autotp.diagnostics.environment import LIBRARIES, Environment, examine
-from autotp.display.sheet import Table, coloured_table
+from autotp.display.sheet import Table, lines_of_table, rich_line
 from autotp.display.text_table import WIDTH
 from autotp.errors import within
 
@@ -44,8 +44,8 @@ def _text(found: Environment, width: int) -> Iterator[Text]:
     yield Text(f"autotp {autotp.__version__}, Python {found.python}", style="bold")
     head = ("library", "here", "tests", "what works")
     rows = tuple((p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in found.packages)
-    for line in coloured_table(Table(head, rows, ("", "good", "", "note")), width):
-        yield Text("  ").append(line)
+    for line in lines_of_table(Table(head, rows, ("", "good", "", "note")), width):
+        yield Text("  ").append(rich_line(line))
     if untested := _untested(found):
         yield Text(f"  not the versions that were tested together: {', '.join(untested)}", style="yellow")
     yield Text("\nstarted", style="bold")
@@ -87,7 +87,6 @@ def _data(found: Environment) -> dict[str, Any]:
     by, exchange = found.launched, found.exchange
     return {
         "ok": not found.problems,
-        "autotp": autotp.__version__,
         "python": found.python,
         "packages": {
             p.name: {"version": p.found or None, "tested": p.tested or None, "state": p.state,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from autotp.cli.output import error_text
+
 NEEDED = ("typer", "rich")
 
 
@@ -14,6 +16,9 @@ def main() -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in NEEDED:
             raise
-        print(f"autotp: the command line needs {error.name}: pip install 'autotp[cli]'", file=sys.stderr)
+        problem = f"the command line needs {error.name}: pip install 'autotp[cli]'"
+        print(f"autotp: {problem}", file=sys.stderr)
+        if "--json" in sys.argv:
+            print(error_text(problem))
         return 2
     return run(sys.argv[1:])

@@ -1,20 +1,26 @@
-"""output: what a command prints. Results go to stdout, as text or JSON; all else goes to stderr."""
+"""output: what a command prints. Results go to stdout, as text or JSON; all else goes to stderr.
+
+What every command prints with `--json` has the versions of the format and of autotp before its data.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
+import autotp
+from autotp.display.sheet import DATA_VERSION
 from autotp.errors import Error
 
-RIGHT, DIFFERENT, WRONG_USE = 0, 1, 2
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RIGHT, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """The exit statuses."""
 
 
@@ -33,12 +39,24 @@ def arguments_in_use() -> Iterator[None]:
 
 def console() -> Console:
     """Returns the console of stdout: in colour on a terminal, unless NO_COLOR is set."""
+    from rich.console import Console  # `main` says that it is missing with what stands here.
+
     return Console(highlight=False, soft_wrap=False)
 
 
-def print_json(data: Any) -> None:
-    """Prints plain data as JSON."""
-    print(json.dumps(data, indent=2, allow_nan=False))
+def json_text(data: Mapping[str, Any]) -> str:
+    """Returns plain data as JSON, with `version` and `autotp` before it."""
+    return json.dumps({"version": DATA_VERSION, "autotp": autotp.__version__, **data}, indent=2, allow_nan=False)
+
+
+def error_text(problem: str, call: str = "", facts: Mapping[str, str] | None = None) -> str:
+    """Returns the JSON of an error: the public call that raised it, the problem, and the lines below it."""
+    return json_text({"ok": False, "error": {"call": call, "problem": problem, "facts": dict(facts or {})}})
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Prints plain data as JSON, with the versions of the format and of autotp."""
+    print(json_text(data))
 
 
 def show(found: Any, json: bool) -> None:

@@ -1,10 +1,12 @@
-"""plan: the command that prints `autotp.explain` of a model."""
+"""plan: the commands that print the plan of a model, and what each pass of the compiler does to it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from autotp.api import explain
 from autotp.cli.flags import (
@@ -21,7 +23,10 @@ from autotp.cli.flags import (
     with_options_of,
 )
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
-from autotp.cli.output import expect_writable, show
+from autotp.cli.output import WrongUse, console, expect_writable, show
+from autotp.diagnostics.pass_by_pass.pass_table import names_of_passes, pass_table
+from autotp.diagnostics.pass_by_pass.stages import stages
+from autotp.options import Options
 from autotp.page.save_page import save_page
 
 
@@ -54,3 +59,50 @@ def plan(
     if html is not None:
         save_page(found, html)
     show(found, json)
+
+
+@with_options_of(stages)
+def stages_command(
+    model: Model,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="The number of ranks")],
+    shown: Annotated[
+        str | None, typer.Option("--pass", metavar="NAME", help="Print the code before and after this pass, too")
+    ] = None,
+    layers: Layers = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="The dtype of the parameters: bfloat16, ...")] = None,
+    attention: Attention = None,
+    model_class: ModelClass = None,
+    kwargs: Kwargs = None,
+    inputs: InputsOf = None,
+    evaluation: Evaluation = False,
+    json: Json = False,
+    debug: Debug = False,
+    *,
+    chosen: dict[str, Any],
+) -> None:
+    """Prints what each pass does, from the model to what the first of TP ranks runs. Needs no GPU, weights or ranks.
+
+    Example: autotp stages file.py:factory --tp 2 --pass fuse_bias
+    """
+    options = Options(**chosen)
+    if shown is not None and shown not in (known := names_of_passes(options)):
+        raise WrongUse(f"--pass {shown}: no such pass runs with these options; they are {', '.join(known)}")
+    argument = ModelArgument(
+        model, settings_of(kwargs), layers, dtype_named(dtype), attention, model_class, inputs, evaluation
+    )
+    found = pass_table(on_meta(argument), tp, options, argument.example_inputs(), shown or "")
+    show(found, json)
+    for name, (before, after) in found.code.items() if not json else ():
+        console().print(*_code(name, before.splitlines(), after.splitlines()), sep="\n", soft_wrap=True)
+
+
+def _code(name: str, before: list[str], after: list[str]) -> Iterator[Text]:
+    """Yields the code of a pass, before and after it; lines that the other does not have are in colour."""
+    if before == after:
+        yield Text(f"\n==== before and after {name}", style="bold")
+        yield from map(Text, before)
+        return
+    for when, lines, others, style in (("before", before, after, "yellow"), ("after", after, before, "green")):
+        yield Text(f"\n==== {when} {name}", style="bold")
+        known = set(others)
+        yield from (Text(line, style="" if line in known else style) for line in lines)

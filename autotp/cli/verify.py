@@ -15,6 +15,7 @@ from autotp.cli.flags import (
     Attention,
     Debug,
     Evaluation,
+    Html,
     InputsOf,
     Json,
     Kwargs,
@@ -25,7 +26,7 @@ from autotp.cli.flags import (
     with_options_of,
 )
 from autotp.cli.model_argument import ModelArgument, on_meta, settings_of, with_values
-from autotp.cli.output import DIFFERENT, arguments_in_use, console, print_json
+from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, console, expect_writable, print_json
 from autotp.diagnostics.bisect import Blame, bisect
 from autotp.diagnostics.verify import (
     Report,
@@ -36,9 +37,10 @@ from autotp.diagnostics.verify import (
     training_of,
     verify,
 )
-from autotp.display.sheet import coloured
+from autotp.display.sheet import rich_lines
 from autotp.errors import within
 from autotp.options import Options
+from autotp.page.save_page import save_report
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.runtime.build import expect_usable
@@ -65,6 +67,7 @@ def verify_command(
     zero: Annotated[int, typer.Option("--zero", min=0, max=3, help="The stage of ZeRO")] = 0,
     meta: Annotated[bool, typer.Option("--meta", help="Prove it on meta, without values")] = False,
     bisects: Annotated[bool, typer.Option("--bisect/--no-bisect", help="Find what a difference comes from")] = True,
+    html: Html = None,
     json: Json = False,
     debug: Debug = False,
     *,
@@ -79,6 +82,9 @@ def verify_command(
     compares the step that `autotp.distribute` would train:
     autotp verify path/to/config.json --tp 8 --pp 16 --dp 64 --microbatches 16 --meta
     """
+    expect_writable(html)
+    if html is not None and len(tp) > 1:
+        raise WrongUse("--html writes the page of one number of ranks: --tp 2")
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
     settings, given = Options(**chosen), argument.example_inputs()
     parts = microbatches_of(pp) if microbatches is None else microbatches
@@ -99,6 +105,8 @@ def verify_command(
             found.append((report, bisect(built, call, size, settings) if bisects and not report.ok else None))
         if not json:
             console().print(*_text(*found[-1]), sep="\n", soft_wrap=True)
+    if html is not None:
+        save_report(*found[0], html)
     right = all(report.ok for report, _ in found)
     if json:
         print_json({"ok": right, "reports": [_data(*row) for row in found]})
@@ -119,7 +127,7 @@ def _verified(model: nn.Module, given: Any, tp: int, settings: Options) -> tuple
 
 def _text(report: Report, blame: Blame | None) -> Iterator[Text]:
     """Yields the lines of a report, the verdict in green or red, and what a difference comes from."""
-    yield from coloured(report.sheet())
+    yield from rich_lines(report.sheet())
     if blame is None:
         return
     cut = blame.weights[0] if blame.weights else "none: the difference stays when nothing is cut"

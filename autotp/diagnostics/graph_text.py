@@ -137,6 +137,12 @@ class _Page:
         return f"{local[node]} = {operator_text(node)}({', '.join(given)})" + (f": {typed}" if typed else "")
 
 
+def operators_of(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the operators of a graph: no parameters, no inputs, no sizes and no items of tuples."""
+    calls: Any = [node for node in graph.nodes if node.op in ("call_function", "call_module")]
+    return [node for node in calls if not _is_size(node) and node.target is not operator.getitem]
+
+
 def _alike_text(blocks: Sequence[str], printed: str) -> str:
     """Returns the line for blocks with the same text as a printed block."""
     return f"{blocks[0]} {'is' if len(blocks) == 1 else f'... {blocks[-1]} are'} as {printed}"

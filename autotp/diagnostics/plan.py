@@ -34,8 +34,26 @@ class CutRow:
 
 
 @dataclass(frozen=True)
+class Cause:
+    """A step to the cause why a parameter stays whole. operator: "" for a step that is about an axis"""
+
+    operator: str
+    at: str
+    why: str
+
+    def __str__(self) -> str:
+        place = self.at.split("  ")[0]
+        return f"`{self.operator}` ({place}) {self.why}" if self.operator else self.why
+
+
+@dataclass(frozen=True)
 class WholeRow:
-    """A parameter that every rank holds whole, or (`operator`) an operator without a rule."""
+    """A parameter that every rank holds whole, or (`operator`) an operator without a rule.
+
+    Attributes:
+        at: the source line of its reader.
+        because: where its reader is not cut: the reader, then the operators that lead to the last one, the cause.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -43,6 +61,7 @@ class WholeRow:
     reason: str
     in_block: bool = False
     operator: bool = False
+    because: tuple[Cause, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,9 +117,9 @@ class Traffic:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """The plan for a model on `tp` ranks, returned by `explain`; `str(plan)` is a table of at most 100 columns.
+    """The plan for a model on `tp` ranks, returned by `explain`; `print(plan)` is a table of at most 100 columns.
 
-    `rich.print(plan)` prints it in colour, and a notebook shows it as HTML.
+    On a terminal it is in colour, and a notebook shows it as HTML. `f"{plan}"` is plain, for files and logs.
 
     Attributes:
         model: the name of the model's class.
@@ -119,8 +138,8 @@ class Plan(Shown):
         in_halves: the number of operators that compute the batch, or one row's sequence, in halves; None without
             `overlap="batch"`.
         types: the types of the values that these operators return, such as `[b, s@cp, 3072@tp]` -> how many have it.
-        source: the captured model, which `save_page` draws; only in what `explain` returns, and not a part of what is
-            compared, copied by pickle or printed.
+        source: the captured model, which `save_page` draws; only in what `explain` and `verify` return, and not a part
+            of what is compared, copied by pickle or printed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -187,7 +206,9 @@ class Plan(Shown):
             "cp": self.cp,
             "cuts": [_cut_data(row) for row in self.cuts],
             "whole": [
-                {"name": row.name, "shape": list(row.shape), "why": row.reason, "at": row.at} for row in self.whole
+                {"name": row.name, "shape": list(row.shape), "why": row.reason, "at": row.at,
+                 "because": [vars(cause) for cause in row.because]}
+                for row in self.whole
             ],
             "bytes_total": self.bytes_total,
             "bytes_rank": self.bytes_rank,
@@ -200,7 +221,7 @@ class Plan(Shown):
             "types": dict(self.types),
             "along_sequence": self.along_sequence,
             "outputs_that_stay_cut": [str(layout).replace("-1", "?") for layout in self.outputs],
-        }
+        }  # fmt: skip
 
 
 def _traffic_data(traffic: Traffic) -> dict[str, Any]:

@@ -59,9 +59,9 @@ from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, stag
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """The differences of a parallel model from the original, returned by `verify`; `str(report)` is a text to read.
+    """The differences of a parallel model from the original, returned by `verify`; `print(report)` is a text to read.
 
-    `rich.print(report)` prints it in colour, and a notebook shows it as HTML.
+    On a terminal it is in colour, and a notebook shows it as HTML. `f"{report}"` is plain, for files and logs.
 
     Attributes:
         plan: the plan that was verified; its sizes in bytes are those of float64.
@@ -110,7 +110,7 @@ class Report(Shown):
     def summary(self) -> str:
         """Returns the verdict, with the largest difference of a gradient."""
         worst = f", worst gradient {self.worst}" if self.gradients else ""
-        return f"{self._title()}: {self.verdict}{worst}"
+        return f"{self.title}: {self.verdict}{worst}"
 
     def sheet(self) -> Sheet:
         """Returns the verdict, the largest differences, and the collectives of a step."""
@@ -119,9 +119,11 @@ class Report(Shown):
         if self.mesh is not None:
             tables = (self.mesh.table(), self.mesh.not_proved())
             parts = (*parts, ("",), *(table for table in tables if table is not None))
-        return Sheet(f"{self._title()}: {self.verdict}{how}", parts, "good" if self.ok else "bad", apart=False)
+        return Sheet(f"{self.title}: {self.verdict}{how}", parts, "good" if self.ok else "bad", apart=False)
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """The model, and the sizes of the mesh."""
         sizes = "" if self.mesh is None else f", pp={self.mesh.pp}, dp={self.mesh.dp}"
         return f"{self.plan.model} on {self.plan.sizes}{sizes}"
 
@@ -183,7 +185,7 @@ def make_trial(
         settings = replace(settings, recompute="full")
     if _on_meta(model):
         analysis = analyse(skeleton_of(model), args, kwargs, tp, settings, amend=amend)
-        return Trial(model, args, kwargs, analysis, (), report(analysis, name), settings)
+        return Trial(model, args, kwargs, analysis, (), _plan(analysis, name), settings)
     with all_double(), empty_caches(model):
         whole = moved(copied(model).cpu().double())
         keep_activations(whole)
@@ -197,8 +199,13 @@ def make_trial(
         programs = [analyse(skeleton, args, kwargs, tp, settings, call, amend, rank) for rank in range(settings.cp)]
         graphs, analysis = [graph for program in programs for graph in flat_graphs(program, "exact")], programs[0]
         expect_one_order(list(map(communication, graphs)))
-        plan = report(analysis, name, graphs[0])
+        plan = _plan(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings, of_inputs)
+
+
+def _plan(program: Program, name: str, first: fx.Graph | None = None) -> Plan:
+    """Returns the plan of a program, with the program for the page. Arguments as for `report`."""
+    return replace(report(program, name, first), source=program)
 
 
 class OtherValues(Exception):
@@ -549,14 +556,14 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
     if not computes:
         program, first, proof = prove(model, inputs, sizes, training)
         proof = replace(proof, not_computed="the model is on meta")
-        return Report(report(program, name, first), (), (), (), mesh=proof)
+        return Report(_plan(program, name, first), (), (), (), mesh=proof)
     with all_double(), empty_caches(model), forked():
         seed(0)
         whole, training = moved(copied(model).cpu().double()).train(), replace(training, randomness="exact")
         keep_activations(whole)
         inputs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, inputs)
         program, first, proof = prove(whole, inputs, sizes, training, stages)
-        plan = report(program, name, first)
+        plan = _plan(program, name, first)
         if any(map(draws, program.graph.nodes)):  # In a microbatch it draws others than one device for all rows.
             proof = replace(proof, not_computed="the model draws random numbers, such as dropout's")
             return Report(plan, (), (), (), mesh=proof)

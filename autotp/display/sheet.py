@@ -1,28 +1,41 @@
-"""sheet: describes a result once; it is drawn as text, in colour by rich, and as HTML in a notebook."""
+"""sheet: describes a result once; it is drawn as text, in the colours of a terminal, by rich, and as HTML.
+
+NOTE [str is in colour on a terminal]
+`print(result)` gets its text from `str(result)`, and cannot say where it goes. So `str` has colours if the stdout of
+the process is a terminal, and is plain if that is a file, a pipe or a notebook. What is not for stdout has to be plain
+everywhere: autotp writes it as `f"{result}"`, which never has colours, and the docs tell users to do so.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotp.display.text_table import WIDTH, table, table_cells
+from autotp.display.colour import in_colour, painted
+from autotp.display.text_table import WIDTH, table_cells
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
+DATA_VERSION = 1
+"""The version of the plain data of all results, and of what commands print with `--json`: it changes if a key gets
+another meaning."""
 Kind = Literal["", "cut", "whole", "sent", "note", "good", "bad"]
 """What a text is about: what is cut, what stays whole, what is sent between ranks, a note; good or bad news."""
 
-RICH = {"": "", "cut": "green", "whole": "yellow", "sent": "cyan", "note": "dim", "good": "green", "bad": "bold red"}
-"""The style of each kind in rich."""
+STYLES = {"": "", "cut": "green", "whole": "yellow", "sent": "cyan", "note": "dim", "good": "green", "bad": "bold red"}
+"""The style of each kind on a terminal, in the words of rich."""
 CSS = {
     "": "", "cut": "color:#1f8a4c", "whole": "color:#a87800", "sent": "color:#0e8aa0", "note": "opacity:.7",
     "good": "color:#1f8a4c", "bad": "color:#d0342c;font-weight:bold",
 }  # fmt: skip
 """The style of each kind in HTML: colours that are readable on white and on black."""
+Line = list[tuple[str, str]]
+"""A line as texts, each with its style."""
 CELL = "text-align:left;vertical-align:top;padding:.1em 1em .1em 0;border:none;background:none;white-space:normal"
 
 
@@ -52,7 +65,11 @@ class Sheet:
 
 
 class Shown:
-    """A result that a person reads: `str` is text, `repr` one line; rich prints it in colour, a notebook as HTML."""
+    """A result that a person reads.
+
+    `str` is a text, in colour if stdout is a terminal; in an f-string it is the plain text. `repr` is one line. rich
+    prints it in colour, a notebook shows it as HTML.
+    """
 
     def sheet(self) -> Sheet:
         """Returns what is shown."""
@@ -63,7 +80,11 @@ class Shown:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n".join(text_lines(self.sheet()))
+        paint = painted if in_colour(sys.stdout) else lambda text, style: text
+        return "\n".join("".join(paint(*part) for part in line) for line in lines_of(self.sheet()))
+
+    def __format__(self, spec: str) -> str:
+        return format("\n".join("".join(text for text, _ in line) for line in lines_of(self.sheet())), spec)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.summary()})"
@@ -72,40 +93,41 @@ class Shown:
         return html(self.sheet())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        return coloured(self.sheet(), options.max_width)
+        return rich_lines(self.sheet(), options.max_width)
 
 
-def text_lines(sheet: Sheet) -> Iterator[str]:
-    """Yields the lines of a sheet as plain text."""
-    yield sheet.title
+def lines_of(sheet: Sheet, width: int = WIDTH) -> Iterator[Line]:
+    """Yields the lines of a sheet. width: the most characters of a line of a table"""
+    yield [(sheet.title, STYLES[sheet.kind] or "bold")]
     for part in sheet.parts:
         if sheet.apart:
-            yield ""
-        yield from table(part.head, list(part.rows)) if isinstance(part, Table) else part
+            yield []
+        yield from lines_of_table(part, width) if isinstance(part, Table) else ([(text, "")] for text in part)
 
 
-def coloured(sheet: Sheet, width: int = WIDTH) -> Iterator[Text]:
-    """Yields the lines of a sheet as texts of rich. width: the most characters of a line of a table"""
-    from rich.text import Text
-
-    yield Text(sheet.title, style=RICH[sheet.kind] or "bold")
-    for part in sheet.parts:
-        if sheet.apart:
-            yield Text()
-        yield from coloured_table(part, width) if isinstance(part, Table) else map(Text, part)
-
-
-def coloured_table(part: Table, width: int = WIDTH) -> Iterator[Text]:
-    """Yields the lines of a table as texts of rich. width: the most characters of a line"""
-    from rich.text import Text
-
+def lines_of_table(part: Table, width: int = WIDTH) -> Iterator[Line]:
+    """Yields the lines of a table. width: the most characters of a line"""
     titles = len(list(table_cells(part.head, [], width)))
     for i, cells in enumerate(table_cells(part.head, part.rows, width)):
-        line = Text(no_wrap=True)
-        for cell, kind in zip(cells, part.kinds, strict=True):
-            line.append(cell, "bold" if i < titles else RICH[kind]).append("  ")
-        line.rstrip()
+        last = max((at for at, cell in enumerate(cells) if cell.strip()), default=-1)
+        line: Line = []
+        for at, (cell, kind) in enumerate(zip(cells[: last + 1], part.kinds, strict=False)):
+            text = cell.rstrip()
+            line.append((text, "bold" if i < titles else STYLES[kind]))
+            line.append((" " * (len(cell) - len(text) + 2) * (at < last), ""))
         yield line
+
+
+def rich_lines(sheet: Sheet, width: int = WIDTH) -> Iterator[Text]:
+    """Yields the lines of a sheet as texts of rich. width: the most characters of a line of a table"""
+    return map(rich_line, lines_of(sheet, width))
+
+
+def rich_line(line: Line) -> Text:
+    """Returns a line as a text of rich."""
+    from rich.text import Text
+
+    return Text.assemble(*line)
 
 
 def html(sheet: Sheet) -> str:

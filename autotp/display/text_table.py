@@ -57,14 +57,10 @@ def _range(numbers: list[int]) -> str:
     return text if len(numbers) == 1 else "{" + text + "}"
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Yields the lines of a table of at most WIDTH characters; breaks the text of the widest columns over lines."""
-    for parts in table_cells(head, rows, WIDTH):
-        yield "  ".join(parts).rstrip()
-
-
 def table_cells(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int) -> Iterator[list[str]]:
     """Yields the cells of each line of a table, padded to the widths of the columns; two spaces belong between them.
+
+    It breaks the text of the widest columns over lines.
 
     Args:
         width: the most characters of a line.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autotp.arguments import expect_arguments
-from autotp.display.sheet import Sheet, Shown, Table
+from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.distributed.launch import launch
 from autotp.distributed.mesh import start
 from autotp.errors import Error, within
@@ -128,8 +128,8 @@ class Calibration(Shown):
         ]
         device = {name: getattr(self.device, name) for name in NUMBERS}
         return {
-            "version": 1, "known": self.known.name, "ranks": self.ranks, "line": self.line(), "device": device,
-            "numbers": rows,
+            "version": DATA_VERSION, "known": self.known.name, "ranks": self.ranks, "line": self.line(),
+            "device": device, "numbers": rows,
         }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotp.display.sheet import Sheet, Shown, Table
+from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.errors import within
 from autotp.estimation.error_bars import memory_bar, root_mean_square, row_bar, step_bar
 from autotp.estimation.layout import Layout
@@ -206,7 +206,7 @@ class Estimate(Shown):
         """Returns the estimate as plain data, for JSON; bytes, seconds and FLOPs."""
         layout = {key: str(v).removeprefix("torch.") if key == "dtype" else v for key, v in vars(self.layout).items()}
         return {
-            "version": 1,
+            "version": DATA_VERSION,
             "layout": layout,
             "device": self.device.name,
             "seconds": self.seconds,

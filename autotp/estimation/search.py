@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autotp.arguments import expect_arguments
-from autotp.display.sheet import Sheet, Shown, Table
+from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.estimation.estimate import call_of, lowered_for
 from autotp.estimation.layout import AUTOTP, COMPILED, Layout, Practice
@@ -117,7 +117,7 @@ class Search(Shown):
         """Returns the result as plain data, for JSON."""
         lost = [{"layout": other.layout, "why": other.why} for other in self.lost]
         return {
-            "version": 1,
+            "version": DATA_VERSION,
             "tried": self.tried,
             "row": self.row,
             "best": [est.to_dict() for est in self.best],

@@ -128,7 +128,7 @@ def symbol_names(subject: Subject) -> dict[str, str]:
     first = next((nodes[name] for name in captured.inputs if name in nodes and nodes[name].meta["val"].dim()), None)
     shape: Sequence[Any] = () if first is None else first.meta["val"].shape
     names = zip(("batch", "sequence"), shape, strict=False)
-    return {str(size): name for name, size in names if not isinstance(size, int)}
+    return {str(size): name for name, size in names if Size.of(size).symbols}
 
 
 def axis_names(subject: Subject) -> dict[int, str]:

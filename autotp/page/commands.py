@@ -11,16 +11,20 @@ def torchrun_line(subject: Subject) -> str:
     estimate = subject.estimate
     if estimate is not None:
         return start_lines.torchrun_line(estimate.layout.devices, estimate.device.node)
-    devices = subject.program.tp * subject.program.options.cp
+    devices = subject.mesh.ranks if subject.mesh is not None else subject.program.tp * subject.program.options.cp
     return start_lines.torchrun_line(devices, node=devices)
 
 
 def python_line(subject: Subject) -> str:
-    """Returns the call of `distribute`, or of `parallelize` for a plan."""
+    """Returns the call of `distribute`; for a plan, and a report without a mesh, that of `parallelize`."""
     if subject.estimate is not None:
         return start_lines.python_line(subject.estimate.layout)
     options = subject.program.options
     along = f", cp={options.cp}" * (options.cp > 1) + ", sequence_parallel=True" * options.sequence_parallel
+    if (mesh := subject.mesh) is not None:
+        given = f"tp={mesh.tp}, pp={mesh.pp}, dp={mesh.dp}{along}, microbatches={mesh.microbatches}"
+        given += f', schedule="{mesh.schedule}"' * (mesh.schedule != "1F1B") + f", zero={mesh.zero}" * bool(mesh.zero)
+        return f"trainer = autotp.distribute(model, {given})"
     return f"model = autotp.parallelize(model, tp={subject.program.tp}{along})"
 
 

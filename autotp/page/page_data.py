@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import autotp
+from autotp.diagnostics.bisect import Blame
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.verify import Report
 from autotp.estimation.error_bars import memory_bar, row_bar
@@ -16,6 +17,7 @@ from autotp.estimation.seconds.hardware import GIB
 from autotp.page.axes import LETTERS, PageAxes, symbol_names
 from autotp.page.blocks import block_data
 from autotp.page.commands import limits_of, python_line, torchrun_line
+from autotp.page.differences import difference_data
 from autotp.page.ranks import rank_data
 from autotp.page.source_lines import source_data
 from autotp.page.stamp import stamp_data
@@ -31,16 +33,19 @@ STRONG, QUIET = 7, 6
 """The colours for axes that are cut, and for others; page.css has them."""
 
 
-def page_data(found: Plan | Estimate | Search, proof: Report | None = None) -> dict[str, Any]:
+def page_data(
+    found: Plan | Estimate | Search | Report, proof: Report | None = None, blame: Blame | None = None
+) -> dict[str, Any]:
     """Returns the data of the page of a result; of a search that of its best layout, and why others lost.
 
     Args:
         proof: what `verify` returned for the same layout.
+        blame: of a report: what a difference comes from, if it was looked for.
 
     Raises:
         Error: the result was not made by autotp in this process, or the proof is of another layout.
     """
-    subject = subject_of(found)
+    subject, compared = subject_of(found), found if isinstance(found, Report) else None
     axes, estimate = PageAxes(subject), subject.estimate
     blocks = block_data(subject, axes)
     source, ranks = source_data(subject, axes, blocks), rank_data(subject, axes, blocks)
@@ -48,12 +53,13 @@ def page_data(found: Plan | Estimate | Search, proof: Report | None = None) -> d
         "version": VERSION,
         "autotp": autotp.__version__,
         "model": subject.model,
-        "title": _title(subject),
+        "title": _title(subject) if compared is None else compared.title,
         "layout": [] if estimate is None else _layout(estimate),
         "spent": [] if estimate is None else _spent(estimate),
         "memory": None if estimate is None else _memory(estimate),
         "sizes": _sizes(subject),
-        "proof": stamp_data(subject, proof),
+        "report": None if compared is None else difference_data(compared, blame),
+        "proof": stamp_data(subject, proof or compared),
         "axes": _coloured(axes.data(), {n for row in ranks["parameters"] for n in row["value"]["axes"]}),
         "source": source,
         "blocks": blocks,

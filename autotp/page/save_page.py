@@ -13,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from autotp.arguments import expect_arguments
+from autotp.diagnostics.bisect import Blame
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.verify import Report
 from autotp.display.text_table import bytes_text
@@ -24,15 +25,18 @@ from autotp.page.page_data import page_data
 from autotp.page.timeline import packed, trace_events
 
 
-def save_page(found: Plan | Estimate | Search, path: str | os.PathLike[str], *, proof: Report | None = None) -> None:
-    """Writes the page of a plan, an estimate, or the best layout of a search: one file of HTML that needs no network.
+def save_page(
+    found: Plan | Estimate | Search | Report, path: str | os.PathLike[str], *, proof: Report | None = None
+) -> None:
+    """Writes the page of a plan, an estimate, the best layout of a search, or a report: one file of HTML.
 
-    It shows the layout with its error bars, what is proved; the model's source lines with the shape of each value; a
-    block with what it sends, forward and backward; the ranks with their parameters and memory; the schedule; and what
-    stayed whole. The file is written under another name first: there is a whole page, or the one before.
+    It needs no network. It shows the layout with its error bars, what is proved, and what was compared; the model's
+    source lines with the shape of each value; a block with what it sends, forward and backward; the ranks with their
+    parameters and memory; the schedule; and what stayed whole. The file is written under another name first: there is a
+    whole page, or the one before.
 
     Args:
-        found: what `explain`, `estimate` or `search` returned in this process.
+        found: what `explain`, `estimate`, `search` or `verify` returned in this process.
         path: the file.
         proof: what `verify` returned for the same layout: stages, schedule and replicas are proved, too. Without it,
             the page says what the checker proves of tensor-parallel ranks.
@@ -51,6 +55,15 @@ def save_page(found: Plan | Estimate | Search, path: str | os.PathLike[str], *, 
         _write(Path(path), page_text(page_data(found, proof)))
 
     within("save_page", run)
+
+
+def save_report(report: Report, blame: Blame | None, path: Path) -> None:
+    """Writes the page of a report, with what a difference comes from.
+
+    Raises:
+        Error: the file cannot be written.
+    """
+    within("save_page", lambda: _write(path, page_text(page_data(report, blame=blame))))
 
 
 def save_trace(estimate: Estimate, path: str | os.PathLike[str]) -> None:

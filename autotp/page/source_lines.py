@@ -58,7 +58,9 @@ def _note(node: fx.Node, lines: dict[tuple[str, int], Line], subject: Subject, a
         return
     line = lines.setdefault(place[:2], {"values": [], "weights": [], "sent": []})
     if is_conjugate(node):
-        _add(line["sent"], sent_row(node, subject, axes))
+        sent = sent_row(node, subject, axes)
+        if sent["forward"] or sent["backward"]:
+            _add(line["sent"], sent)
         return
     for weight in weights_of(node, subject, axes, block):
         _add(line["weights"], weight)

@@ -34,7 +34,7 @@ def stamp_data(subject: Subject, report: Report | None = None) -> dict[str, Any]
         )
     return {
         "proved": proved if report.ok else [], "open": _open(subject, report), "by": "by autotp.verify",
-        "error": None if report.ok else str(report),
+        "error": None if report.ok else f"{report}",
     }  # fmt: skip
 
 
@@ -65,7 +65,8 @@ def _typed(subject: Subject) -> list[str]:
 
 def _open(subject: Subject, report: Report | None = None) -> list[str]:
     """Returns what was not proved."""
-    layout, mesh = None if subject.estimate is None else subject.estimate.layout, report and report.mesh
+    layout = None if subject.estimate is None else subject.estimate.layout
+    mesh = None if report is None else report.mesh
     found = []
     if report is None or not report.gradients:
         found.append("The numbers. autotp verify compares a model that has values with one device, in float64.")
@@ -75,8 +76,11 @@ def _open(subject: Subject, report: Report | None = None) -> list[str]:
         found.append("What stages send each other, and the order of the schedule: autotp verify proves them.")
     if layout is not None and layout.dp > 1 and mesh is None:
         found.append("The sums of gradients over replicas: autotp verify proves that they are those of the batch.")
-    if layout is not None and layout.dp > 1 and layout.zero:
-        found.append(f"ZeRO {layout.zero}: {NOT_PROVED}.")
+    zero = 0 if mesh is None or not mesh.divides else mesh.zero
+    if layout is not None:
+        zero = layout.zero if layout.dp > 1 else 0
+    if zero:
+        found.append(f"ZeRO {zero}: {NOT_PROVED}.")
     if layout is not None:
         found.append("Seconds and bytes of memory are estimates, with their error bars.")
     return found

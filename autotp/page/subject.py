@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from autotp.compiler import Program, expect_typed, flat_graphs, graphs_after_passes
+from autotp.diagnostics.mesh_proof import MeshProof
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
+from autotp.diagnostics.verify import Report
 from autotp.errors import Error
 from autotp.estimation.price import Prices
 from autotp.estimation.result import Estimate
@@ -37,7 +39,8 @@ class Subject:
         sizes: symbol of a size -> its length: rows of a microbatch, tokens of a sequence.
         learning: the values of the graph that a gradient flows through.
         proof: the error of the checker; None if all ranks are proved.
-        estimate: the predicted step; None for a plan.
+        estimate: the predicted step; None for a plan and a report.
+        mesh: of a report: what was proved of pipeline ranks and replicas; None if there were none.
     """
 
     model: str
@@ -50,6 +53,7 @@ class Subject:
     learning: frozenset[fx.Node]
     proof: Error | None
     estimate: Estimate | None
+    mesh: MeshProof | None = None
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -64,19 +68,25 @@ class Subject:
         return total
 
 
-def subject_of(found: Plan | Estimate | Search) -> Subject:
+def subject_of(result: Plan | Estimate | Search | Report) -> Subject:
     """Returns what the page of a result is about; of a search it is its best layout.
 
     Raises:
-        Error: the result is not from `explain`, `estimate` or `search` of this process.
+        Error: the result is not from `explain`, `estimate`, `search` or `verify` of this process.
     """
+    if isinstance(result, Report):
+        return replace(_subject_of(result.plan, "Report"), mesh=result.mesh)
+    return _subject_of(result, type(result).__name__)
+
+
+def _subject_of(found: Plan | Estimate | Search, kind: str) -> Subject:
     estimate = found.best[0] if isinstance(found, Search) else found if isinstance(found, Estimate) else None
     source: Program | Prices | None = found.source if estimate is None and isinstance(found, Plan) else None
     source = estimate.source if estimate is not None else source
     if source is None:
         raise Error(
-            f"this {type(found).__name__} has no model with it: it was not made by autotp in this process",
-            fix="autotp.explain, autotp.estimate or autotp.search, then autotp.save_page",
+            f"this {kind} has no model with it: it was not made by autotp in this process",
+            fix="autotp.explain, autotp.estimate, autotp.search or autotp.verify, then autotp.save_page",
         )
     if isinstance(source, Program):
         return _subject(source, found.model if isinstance(found, Plan) else "", (), 0, None)

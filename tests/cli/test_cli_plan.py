@@ -28,7 +28,7 @@ def test_json_is_the_plan(autotp_command, models: Path) -> None:
     done = autotp_command("plan", f"{models}:mlp:inputs", "--tp", 3, "--json")
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)))
     expected = autotp.explain(model, 3, example_inputs=torch.ones(3, 4))
-    assert done.json == expected.to_dict()
+    assert done.json == {"version": 1, "autotp": autotp.__version__, **expected.to_dict()}
     assert done.json["cuts"][0] == {
         "name": "0.0.weight", "shape": [16, 4], "dim": 0, "layout": "[16@tp, 4]", "forward": "", "backward": "",
         "why": "16 width: linear -> activation -> linear",
@@ -74,7 +74,7 @@ def test_several_values_of_one_option(given: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_on_a_terminal(width: int) -> None:
+def test_on_a_terminal(in_colours: None, width: int) -> None:
     """In colour, and no line is broken by the terminal."""
     plan = autotp.explain(
         nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)), 2, example_inputs=torch.ones(2, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,38 @@ def test_a_difference_in_json(autotp_command, models: Path, different: None) -> 
         ]
         is None
     )
+
+
+def test_the_page_of_a_report(autotp_command, models: Path, tmp_path: Path) -> None:
+    html = tmp_path / "report.html"
+    done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 2, "--html", html)
+    text = html.read_text()
+    assert done.status == 0 and "Sequential on tp=2: equal to one device" in text and "Proved by autotp.verify" in text
+    assert all(f">{name}<" in text for name in ("0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias", "input 0"))
+    assert "guilty</b>" not in text and 'class="wrong"' not in text
+
+
+def test_the_page_of_a_difference(autotp_command, models: Path, different: None, tmp_path: Path) -> None:
+    """The file is there although the exit status is 1."""
+    html = tmp_path / "report.html"
+    done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 2, "--html", html)
+    text = html.read_text()
+    assert done.status == 1 and "Sequential on tp=2: DIFFERENT from one device" in text and "Not proved" in text
+    (row,) = re.findall(r'<tr class="wrong">(.*?)</tr>', text, re.DOTALL)
+    assert "0.0.weight" in row and "guilty</b>" in row and "<td>nan</td>" in row
+    rows = dict(re.findall(r'<tr><th>(.*?)</th><td class="name">(.*?)</td></tr>', text))
+    assert rows == {
+        "guilty weight": "0.0.weight", "cut with it": "0.0.bias (linear -&gt; activation -&gt; linear)",
+        "guilty pass": "bucket", "guilty rule": "none", "found by": "12 comparisons",
+    }  # fmt: skip
+
+
+def test_the_page_is_of_one_number_of_ranks(autotp_command, models: Path, tmp_path: Path) -> None:
+    done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 2, 3, "--html", tmp_path / "report.html")
+    assert (done.status, done.out) == (2, "") and "--html writes the page of one number of ranks" in done.err
+    done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 2, "--html", tmp_path)
+    assert (done.status, done.out) == (2, "") and "cannot be written" in done.err
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_what_verify_refuses(autotp_command, models: Path) -> None:

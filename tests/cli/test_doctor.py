@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
+
+from autotp.diagnostics import environment
+from autotp.diagnostics.environment import LIBRARIES, TESTED
 
 
 def test_alone(autotp_command) -> None:
@@ -19,6 +23,47 @@ def test_alone(autotp_command) -> None:
         data["ok"] and data["launcher"] is None and data["all_reduce"] is None and data["backend"] in ("gloo", "nccl")
     )
     assert data["packages"]["torch"]["state"] in ("tested", "untested")
+
+
+def column(out: str, name: str) -> dict[str, str]:
+    """Returns a column of the table of libraries: library -> its cell, of all lines of its row."""
+    lines = out.split("\n\n")[0].splitlines()[1:]
+    head = lines[0]
+    names = ["library", "here", "tests", "what works"]
+    starts = [head.index(each) for each in names]
+    at, end = starts[names.index(name)], [*starts, None][names.index(name) + 1]
+    found, library = dict[str, str](), ""
+    for line in lines[1:]:
+        library = line[starts[0] : starts[1]].strip() or library
+        found[library] = f"{found.get(library, '')} {line[at:end].strip()}".strip()
+    return found
+
+
+def test_what_works_with_each_library(autotp_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the table, in JSON, and in the variables that say what is not there."""
+    version = environment.version
+
+    def without_peft(name: str) -> str:
+        if name == "peft":
+            raise PackageNotFoundError(name)
+        return version(name) if name != "tqdm" else "0.0.1"
+
+    monkeypatch.setattr(environment, "version", without_peft)
+    done = autotp_command("doctor")
+    told = column(done.out, "what works")
+    assert set(LIBRARIES) <= set(told) and told["torch"] == ""
+    assert {name: told[name].replace(" ", "") for name in LIBRARIES} == {
+        name: text.replace(" ", "") for name, text in LIBRARIES.items()
+    }
+    here, tested = column(done.out, "here"), column(done.out, "tests")
+    assert (here["peft"], tested["peft"]) == ("missing", TESTED["peft"]) and tested["deepspeed"] == "none"
+    assert here["tqdm"] == "0.0.1" and "not the versions that were tested together: tqdm" in done.out
+    data = autotp_command("doctor", "--json").json["packages"]
+    assert {name: data[name]["works"] for name in LIBRARIES} == LIBRARIES
+    assert data["peft"] == {
+        "version": None, "tested": TESTED["peft"], "state": "missing", "works": LIBRARIES["peft"],
+    }  # fmt: skip
+    assert (data["tqdm"]["state"], data["torch"]["works"]) == ("untested", "")
 
 
 def test_a_problem(autotp_command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import autotp
+from autotp.cli import doctor
+from autotp.cli.app import app
 from autotp.cli.main import main
 
 
@@ -40,7 +43,7 @@ def test_wrong_use_is_one_line(autotp_command, args: tuple[str, ...], told: str)
     assert done.status == 2 and done.out == "" and done.err.startswith(told) and done.err.count("\n") == 1
 
 
-COMMANDS = ("plan", "verify", "estimate", "search", "doctor", "convert")
+COMMANDS = ("plan", "verify", "estimate", "search", "stages", "doctor", "convert", "calibrate")
 GPT = """
 from autotp.models.gpt import GPT, GPTConfig
 
@@ -61,8 +64,47 @@ def test_the_example_of_the_help_runs(
     torch.save({"up.weight": torch.ones(2, 3)}, tmp_path / "model.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "file", raising=False)
-    done = autotp_command(*found[1].split())
+    words = found[1].replace("--seconds 4", "--seconds 1").split()
+    done = autotp_command(*words, *["--json"] * ("--json" not in words))
     assert done.status == 0 or command == "doctor", done.err
+    expect_versions(done.json)
+
+
+def expect_versions(data: dict[str, Any]) -> None:
+    """They are its first keys."""
+    assert list(data)[:2] == ["version", "autotp"]
+    assert (data["version"], data["autotp"]) == (1, autotp.__version__)
+
+
+def test_every_command_is_tried(autotp_command) -> None:
+    assert {command.name for command in app.registered_commands} == {*COMMANDS}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_option_is_an_error_in_json(autotp_command, command: str) -> None:
+    done = autotp_command(command, "--json", "--no-such-option")
+    assert done.status == 2 and list(done.json) == ["version", "autotp", "ok", "error"] and not done.json["ok"]
+    assert "No such option: --no-such-option" in done.json["error"]["problem"]
+    expect_versions(done.json)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "interrupted"])
+@pytest.mark.parametrize("json_", [True, False], ids=["json", "text"])
+def test_what_no_command_expects(
+    autotp_command, monkeypatch: pytest.MonkeyPatch, error: BaseException, json_: bool
+) -> None:
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(doctor, "examine", fails)
+    done = autotp_command("doctor", *["--json"] * json_)
+    bug = isinstance(error, RuntimeError)
+    assert done.status == (1 if bug else 130) and ("Traceback" in done.err) is bug
+    assert bool(done.out) is json_ and (bug or done.err == "autotp: interrupted\n")
+    if json_:
+        problem = "RuntimeError: a bug" if bug else "interrupted"
+        assert done.json["error"] == {"call": "", "problem": problem, "facts": {}}
+        expect_versions(done.json)
 
 
 def test_an_error_says_what_to_write_and_has_no_traceback(autotp_command, models: Path) -> None:
@@ -82,16 +124,26 @@ def test_an_error_in_json(autotp_command, models: Path) -> None:
     done = autotp_command("plan", f"{models}:Branches:inputs", "--tp", 2, "--json")
     assert done.status == 1 and not done.json["ok"]
     assert done.json["error"]["call"] == "explain(Branches, tp=2)" and "try" in done.json["error"]["facts"]
+    expect_versions(done.json)
     wrong = autotp_command("plan", "nothing", "--tp", 2, "--json")
     assert wrong.status == 2 and "nothing is fetched" in wrong.json["error"]["problem"]
+    expect_versions(wrong.json)
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("json_", [True, False], ids=["json", "text"])
+def test_what_is_missing_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], json_: bool
+) -> None:
     for name in [name for name in sys.modules if name.startswith(("typer", "autotp.cli."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["autotp", "doctor", *["--json"] * json_])
     assert main() == 2
-    assert capsys.readouterr().err == "autotp: the command line needs typer: pip install 'autotp[cli]'\n"
+    done, problem = capsys.readouterr(), "the command line needs typer: pip install 'autotp[cli]'"
+    assert done.err == f"autotp: {problem}\n" and bool(done.out) is json_
+    if json_:
+        assert json.loads(done.out)["error"]["problem"] == problem
+        expect_versions(json.loads(done.out))
 
 
 @pytest.mark.system

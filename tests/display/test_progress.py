@@ -77,6 +77,25 @@ def test_nothing_before_its_time(terminal: Terminal, monkeypatch: pytest.MonkeyP
     assert not terminal.getvalue()
 
 
+class Ended:
+    """An event of a clock that does not run: the second look at it finds that the work has ended."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        return len(self.waits) == 2
+
+
+def test_a_line_comes_after_five_seconds() -> None:
+    """Then it is drawn anew twice a second."""
+    pytest.importorskip("tqdm")
+    ended, terminal = Ended(), Terminal()
+    module._show(module.Line("one", 4, "", done=1), ended, terminal)  # type: ignore[arg-type]
+    assert ended.waits == [5.0, 0.5] and "one:" in terminal.getvalue() and "1/4" in terminal.getvalue()
+
+
 def test_without_tqdm(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with redirect_stderr(terminal), progress("two"):

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 import autotp
-from autotp.display.sheet import CSS, RICH, Kind, Sheet, Shown, Table, coloured
+from autotp.display.sheet import CSS, STYLES, Kind, Sheet, Shown, Table, rich_lines
 from autotp.passes.pipeline.stages import Division
 
 MODEL = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -68,7 +68,7 @@ def test_rich() -> None:
     out = io.StringIO()
     Console(file=out, width=60).print(Drawn())
     assert [line.rstrip() for line in out.getvalue().splitlines()] == str(Drawn()).splitlines()
-    assert RICH.keys() == CSS.keys()
+    assert STYLES.keys() == CSS.keys()
 
 
 def test_results_of_the_library() -> None:
@@ -98,8 +98,8 @@ def test_a_plan_names_operators_without_a_rule_in_its_line() -> None:
 
 
 @pytest.mark.parametrize(("kind", "colour"), [("good", "\x1b[32m"), ("bad", "\x1b[1;31m")])
-def test_a_verdict_has_a_colour(kind: Kind, colour: str) -> None:
+def test_a_verdict_has_a_colour(in_colours: None, kind: Kind, colour: str) -> None:
     out = io.StringIO()
-    text = coloured(Sheet("title", (), kind))
+    text = rich_lines(Sheet("title", (), kind))
     Console(file=out, force_terminal=True, color_system="standard").print(*text)
     assert colour in out.getvalue()

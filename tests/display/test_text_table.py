@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotp.display.text_table import WIDTH, bytes_text, folded, table
+from autotp.display.text_table import WIDTH, bytes_text, folded, table_cells
 
 
 @pytest.mark.parametrize(
@@ -26,16 +26,20 @@ def test_rows_that_differ_elsewhere_stay_apart() -> None:
     assert folded([("h.0.a", ("[8]",)), ("h.1.a", ("[4]",))]) == [("h.0.a", "[8]"), ("h.1.a", "[4]")]
 
 
+def lines(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return ["  ".join(cells).rstrip() for cells in table_cells(head, rows, WIDTH)]
+
+
 def test_columns() -> None:
-    assert list(table(("name", "why"), [("a", "one"), ("bcdef", "")])) == ["name   why", "a      one", "bcdef"]
+    assert lines(("name", "why"), [("a", "one"), ("bcdef", "")]) == ["name   why", "a      one", "bcdef"]
 
 
 def test_no_line_is_wider_than_the_page() -> None:
     """The widest column is broken: behind a space, a dot or a comma, or anywhere if there is none."""
     long, why = "a_module_of_a_long_name." * 6 + "weight", "every rank needs all of its result " * 5
-    lines = list(table(("name", "why"), [(long, why), ("x" * 150, "")]))
-    assert max(map(len, lines)) <= WIDTH
-    found = [line.split("  ")[0].strip() for line in lines[1:]]
+    every = lines(("name", "why"), [(long, why), ("x" * 150, "")])
+    assert max(map(len, every)) <= WIDTH
+    found = [line.split("  ")[0].strip() for line in every[1:]]
     assert "".join(found) == long + "x" * 150
     assert all(part.endswith(".") for part in found[:2])
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
@@ -38,6 +39,14 @@ def estimate() -> autotp.Estimate:
 def uneven() -> autotp.Plan:
     """Three heads on two ranks."""
     return autotp.explain(gpt(2, 3), tp=2)
+
+
+@pytest.fixture(scope="session")
+def report() -> autotp.Report:
+    """What `verify` found of an MLP in two blocks on two ranks."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)) for _ in range(2))
+    return autotp.verify(nn.Sequential(*blocks), 2, example_inputs=torch.ones(3, 4))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,9 @@ import pytest
 
 import autotp
 from autotp.cli.model_argument import ModelArgument, on_meta
-from autotp.models.gpt import GPT
+from autotp.diagnostics.bisect import Blame
+from autotp.diagnostics.differences import Difference
+from autotp.models.gpt import GPT, GPTConfig
 from autotp.page import save_page as module
 from autotp.page.page_data import page_data
 from autotp.page.save_page import page_text
@@ -47,8 +49,10 @@ class Tags(HTMLParser):
             self.wrong.append(tag)
 
 
-def test_it_is_one_file_that_loads_nothing(estimate: autotp.Estimate, uneven: autotp.Plan, tmp_path: Path) -> None:
-    for found in (estimate, uneven):
+def test_it_is_one_file_that_loads_nothing(
+    estimate: autotp.Estimate, uneven: autotp.Plan, report: autotp.Report, tmp_path: Path
+) -> None:
+    for found in (estimate, uneven, report):
         autotp.save_page(found, tmp_path / "plan.html")
         text = (tmp_path / "plan.html").read_text()
         assert FETCHED.findall(text) == [] and "default-src 'none'" in text
@@ -155,10 +159,26 @@ addEventListener('load', () => {
   found.overflow = document.documentElement.scrollWidth - innerWidth;
   found.ready = document.body.dataset.ready;
   found.wrong = window.wrong;
+  Object.assign(found, window.more);
   document.body.innerHTML = '<pre id="found"></pre>';
   $('#found').textContent = JSON.stringify(found);
 });
 </script>"""
+
+
+BARS = """<script>
+addEventListener('load', () => {
+  const all = (s) => [...document.querySelectorAll(s)], place = (node) => node.getBoundingClientRect();
+  const wide = place(document.querySelector('.power')).width, line = document.querySelector('.power i');
+  window.more = {
+    bars: [...all('.far').at(-1).querySelectorAll('.power span')].map((node) => place(node).width / wide),
+    tolerance: (place(line).left - place(line.parentNode).left) / wide,
+    roles: all('.role').map((node) => node.textContent),
+    outcome: getComputedStyle(document.querySelector('.outcome')).color,
+  };
+}, {capture: true});
+</script>"""
+"""Runs before ASK, which takes along what it found."""
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +224,22 @@ def test_a_plan_in_a_browser(browser: str, uneven: autotp.Plan, tmp_path: Path) 
     assert found["width"]["sent"] == ["copy", "reduce"]
     (row,) = (row for row in found["shares"] if row[0] == "attn.c_proj.weight")
     assert row == ["attn.c_proj.weight", "48 x 48", "48 x 16", "33.3 %", "3.1 KB x 2"]
+
+
+def test_a_report_in_a_browser(browser: str, tmp_path: Path) -> None:
+    """The axes light up as on the page of a plan, and a bar is as long as its power of ten says."""
+    report = autotp.verify(GPT(GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64)), 2)
+    name = "h.0.mlp.c_fc.weight"
+    others = tuple(row for row in report.gradients if row.name != name)
+    spoilt = replace(report, gradients=(Difference(name, 1e-4), *others))
+    blame = Blame((name, "h.0.mlp.c_fc.bias"), "linear -> activation -> linear", ("bucket",), "", 12)
+    text = page_text(page_data(spoilt, blame=blame)).replace("</body>", f"{BARS}</body>")
+    found = asked(browser, text, tmp_path, 1200)
+    assert found["wrong"] == [] and found["ready"] == "yes" and found["cells"] == 2 and found["overflow"] <= 0
+    assert found["width"]["sent"] == ["copy", "reduce"]
+    assert found["bars"][0] == pytest.approx(1 - 4 / 17, abs=0.01) and max(found["bars"][1:]) < 0.2
+    assert found["tolerance"] == pytest.approx(1 - 9 / 17, abs=0.02)
+    assert sorted(found["roles"]) == ["cut with it", "guilty"] and found["outcome"] == "rgb(192, 54, 44)"
 
 
 def test_a_pipeline_of_many_ranks_in_a_browser(browser: str, make_gpt: Callable[..., GPT], tmp_path: Path) -> None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from textwrap import indent
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autotp.compiler import Program, captured_program, emitted, expect_typed, graphs_after_passes, programs_after_passes
-from autotp.diagnostics.graph_text import INDENT, graph_text, size_text, sizes_of, type_text
+from autotp.compiler import Program
+from autotp.diagnostics.graph_text import size_text, sizes_of, type_text
+from autotp.diagnostics.pass_by_pass.steps import Step, run_steps
 from autotp.diagnostics.report import report
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Experts, Options, Outputs, Overlap, Recompute
-from autotp.passes.capture.example_inputs import example_inputs as find_inputs
-from autotp.passes.capture.pytree import named_leaves, signature_of, states
-from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.recompute import Recomputed
-from autotp.passes.lower.local_sizes import Target
 from autotp.runtime.build import expect_usable
 from autotp.sharding.axis import find, leaves
-from autotp.source_location import block_of
 
 
 @dataclass(frozen=True)
@@ -92,47 +86,32 @@ def stages(
     def run() -> Stages:
         expect_usable("stages", model, tp, options)
         with uncollected():
-            args, kwargs = find_inputs(model, example_inputs)
-            args, kwargs = signature_of(model).by_name(args, kwargs)
-            program = captured_program(skeleton_of(model), args, kwargs, tp, options)
-            return Stages(dict(_pages(model, program, _names_of_inputs((args, kwargs), program))))
+            return Stages(dict(_pages(model, run_steps(model, tp, options, example_inputs))))
 
     return within(f"stages({type(model).__name__}, tp={tp}{f', cp={cp}' * (cp != 1)})", run)
 
 
-def _names_of_inputs(call: Any, program: Program) -> dict[str, str]:
-    """Placeholder -> the caller's name of the input: `tokens`, `batch.mask`. Empty for a call with a cache."""
-    if states(call):
-        return {}
-    names = [".".join(path[1:]) for path, leaf in named_leaves(call) if isinstance(leaf, torch.Tensor)]
-    return dict(zip(program.captured.inputs, names, strict=False))
-
-
-def _pages(model: nn.Module, program: Program, given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    names = program.captured.parameters | program.captured.buffers
+def _pages(model: nn.Module, steps: Iterable[Step]) -> Iterator[tuple[str, str]]:
     yield "model", str(model)
-    yield "capture", graph_text(program.graph, names, given)
-    canonical = True
-    for each, later in programs_after_passes(program):
-        if canonical and each.stage != "canonicalize" and each.name == "decouple":
-            yield "canonicalize", graph_text(program.graph, names, given)
-            canonical = False
-        program = later
-    yield "axes", graph_text(program.graph, names, given, lambda node: _axes_of(node, program))
-    yield "plan", str(report(program, type(model).__name__))
-    to = Target("tp", program.tp, 0, "fast", frozenset(program.local_outputs))
-    *_, (_, lowered) = graphs_after_passes(program, to)
-    yield "lower", graph_text(lowered, names, given)
-    types = expect_typed(lowered, program, to)
-    proved = next(iter(types)).graph
-    letters = sizes_of(program.graph)
+    for step in steps:
+        if step.name == "capture":
+            yield "capture", step.became()
+        elif step.name == "decouple":
+            yield "canonicalize", step.was()
+        elif step.name == "lower":
+            yield from _decided(step, type(model).__name__)
+        elif step.name == "check":
+            yield "lower", step.was()
+            yield "check", step.became()
+        elif step.name == "emit":
+            yield "emit", step.became()
 
-    def type_of(node: fx.Node) -> str:
-        return ", ".join(size_text(typed, letters) for typed in types.get(node, ()))
 
-    yield "check", graph_text(proved, names, given, type_of)
-    module = emitted(lowered, program, program.options, torch.device("cpu"), {})
-    yield "emit", "\n\n".join(_modules(module, names, given))
+def _decided(step: Step, model: str) -> Iterator[tuple[str, str]]:
+    """Yields what was decided before the first rank's graph is made."""
+    program = step.program
+    yield "axes", step.names.text(program.graph, lambda node: _axes_of(node, program))
+    yield "plan", f"{report(program, model)}"
 
 
 def _axes_of(node: fx.Node, program: Program) -> str:
@@ -147,14 +126,3 @@ def _axes_of(node: fx.Node, program: Program) -> str:
         size = size_text(find(axis).size, letters)
         sizes.append("*".join(f"{part}" for part in parts if part) + f":{size}" if any(parts) else size)
     return type_text(node.meta["val"].dtype, sizes)
-
-
-def _modules(module: fx.GraphModule, names: Mapping[str, str], given: Mapping[str, str]) -> Iterator[str]:
-    """Yields the text of the graph, and of each block that it calls."""
-    yield graph_text(module.graph, names, given)
-    for name, part in module.named_children():
-        again = isinstance(part, Recomputed)
-        inner = cast(fx.GraphModule, part.inner if again else part)
-        block = next(block_of(node) for node in inner.graph.nodes if block_of(node))
-        text = graph_text(inner.graph, names, block=block)
-        yield f"{name}{', computed again in backward' * again}:\n" + indent(text, INDENT)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autotp
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = ["model", "capture", "canonicalize", "axes", "plan", "lower", "check", "emit"]
 X = torch.ones(2, 5, 8)
 

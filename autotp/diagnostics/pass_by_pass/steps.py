@@ -1,0 +1,171 @@
+"""steps: runs a model through the compiler pass by pass, and times each; its graph before and after it, as text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from textwrap import indent
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import fx, nn
+
+from autotp.compiler import (
+    Pass,
+    Program,
+    captured_program,
+    emitted,
+    expect_typed,
+    graphs_after_passes,
+    programs_after_passes,
+)
+from autotp.diagnostics.graph_text import INDENT, graph_text, size_text, sizes_of
+from autotp.options import Options
+from autotp.passes.capture.example_inputs import example_inputs as find_inputs
+from autotp.passes.capture.pytree import named_leaves, signature_of, states
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.emit.recompute import Recomputed
+from autotp.passes.lower.local_sizes import Target
+from autotp.source_location import block_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of placeholders in texts. held: parameters and buffers; given: inputs"""
+
+    held: Mapping[str, str]
+    given: Mapping[str, str]
+
+    def text(self, graph: fx.Graph, types: Callable[[fx.Node], str] | None = None) -> str:
+        """Returns the text of a graph. types: as for `graph_text`"""
+        return graph_text(graph, self.held, self.given, types)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pass that has run.
+
+    Attributes:
+        stage: the folder of `passes/` with its file.
+        name: its name.
+        seconds: that it took.
+        before: the program that it got; None for the capture.
+        program: the program after it.
+        graphs: the graphs before it and after it: from the pass `lower` on those of the first rank, after `emit` also
+            those of its blocks. There is none before the capture.
+        names: the names of the graphs' placeholders.
+        was, became: return the text of what it got, and of what it returned.
+        types: the values that the check has typed.
+    """
+
+    stage: str
+    name: str
+    seconds: float
+    before: Program | None
+    program: Program
+    graphs: tuple[tuple[fx.Graph, ...], tuple[fx.Graph, ...]]
+    names: Names
+    was: Callable[[], str]
+    became: Callable[[], str]
+    types: Collection[fx.Node] = ()
+
+
+def run_steps(model: nn.Module, tp: int, options: Options, example_inputs: Any) -> Iterator[Step]:
+    """Yields the capture, each pass, the check and the emission for the first of `tp` ranks, in order.
+
+    Args:
+        example_inputs: as for `autotp.stages`.
+    """
+    args, kwargs = find_inputs(model, example_inputs)
+    args, kwargs = signature_of(model).by_name(args, kwargs)
+    skeleton = skeleton_of(model)
+    seconds, program = _timed(lambda: captured_program(skeleton, args, kwargs, tp, options))
+    captured = program.captured
+    names = Names(captured.parameters | captured.buffers, _names_of_inputs((args, kwargs), program))
+    first = partial(names.text, program.graph)
+    yield Step("capture", "capture", seconds, None, program, ((), (program.graph,)), names, partial(str, model), first)
+    for seconds, (each, later) in _each_timed(programs_after_passes(program)):
+        graphs = program.graph, later.graph
+        yield _step(each, seconds, program, later, graphs, names)
+        program = later
+    to = Target("tp", program.tp, 0, "fast", frozenset(program.local_outputs))
+    graph = program.graph
+    for seconds, (each, lowered) in _each_timed(graphs_after_passes(program, to)):
+        yield _step(each, seconds, program, program, (graph, lowered), names)
+        graph = lowered
+    yield _check(program, graph, to, names)
+    yield _emit(program, graph, names)
+
+
+def _step(
+    each: Pass, seconds: float, before: Program, after: Program, graphs: tuple[fx.Graph, fx.Graph], names: Names
+) -> Step:
+    was, became = (partial(names.text, graph) for graph in graphs)
+    return Step(each.stage, each.name, seconds, before, after, ((graphs[0],), (graphs[1],)), names, was, became)
+
+
+def _check(program: Program, graph: fx.Graph, to: Target, names: Names) -> Step:
+    seconds, types = _timed(lambda: expect_typed(graph, program, to))
+    proved, letters = next(iter(types)).graph, sizes_of(program.graph)
+
+    def type_of(node: fx.Node) -> str:
+        return ", ".join(size_text(typed, letters) for typed in types.get(node, ()))
+
+    was, became = partial(names.text, graph), partial(names.text, proved, type_of)
+    return Step("check", "check", seconds, program, program, ((graph,), (graph,)), names, was, became, types)
+
+
+def _emit(program: Program, graph: fx.Graph, names: Names) -> Step:
+    seconds, module = _timed(lambda: emitted(graph, program, program.options, torch.device("cpu"), {}))
+    graphs = (module.graph, *(part.graph for _, part, _ in _blocks(module)))
+
+    def became() -> str:
+        return "\n\n".join(_modules(module, names))
+
+    return Step(
+        "emit", "emit", seconds, program, program, ((graph,), graphs), names, partial(names.text, graph), became
+    )
+
+
+def _timed(run: Callable[[], T]) -> tuple[float, T]:
+    began = time.perf_counter()
+    found = run()
+    return time.perf_counter() - began, found
+
+
+def _each_timed(rows: Iterable[T]) -> Iterator[tuple[float, T]]:
+    """Yields what an iterator yields, with the seconds that each row took."""
+    queue, end = iter(rows), object()
+    while True:
+        seconds, row = _timed(lambda: next(queue, end))
+        if row is end:
+            return
+        yield seconds, cast(T, row)
+
+
+def _names_of_inputs(call: Any, program: Program) -> dict[str, str]:
+    """Placeholder -> the caller's name of the input: `tokens`, `batch.mask`. Empty for a call with a cache."""
+    if states(call):
+        return {}
+    names = [".".join(path[1:]) for path, leaf in named_leaves(call) if isinstance(leaf, torch.Tensor)]
+    return dict(zip(program.captured.inputs, names, strict=False))
+
+
+def _blocks(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule, bool]]:
+    """Yields the blocks that a graph calls: name, graph, and whether backward computes it again."""
+    for name, part in module.named_children():
+        again = isinstance(part, Recomputed)
+        yield name, cast(fx.GraphModule, part.inner if again else part), again
+
+
+def _modules(module: fx.GraphModule, names: Names) -> Iterator[str]:
+    """Yields the text of the graph, and of each block that it calls."""
+    yield names.text(module.graph)
+    for name, inner, again in _blocks(module):
+        block = next(block_of(node) for node in inner.graph.nodes if block_of(node))
+        text = graph_text(inner.graph, names.held, block=block)
+        yield f"{name}{', computed again in backward' * again}:\n" + indent(text, INDENT)
