@@ -63,7 +63,7 @@ day."""
 CAUSES = """What is known of the failures. torch 2.12 is older than setup.cfg asks for: its `torch.export` fixes sizes
 that torch 2.13 leaves open, so most models would be captured again for each length. The failures under transformers 5.0
 and the newest, and under torch 2.14, have been mended since the day of their rows: with torch 2.13, the tests of
-transformers' calls, of LoRA and of checkpoints passed beside transformers 5.0.0 (without test_generation) and 5.24.0 on
+transformers' calls, of LoRA, generation and checkpoints passed beside transformers 5.0.0 and 5.24.0 on
 2026-11-27, but for one that is skipped, because transformers 5.24 asks for peft 0.22 there. Their causes were: a test
 that imported `Interleave`, which 5.0 does not have; outputs of 5.0 that have no names for torch's pytree; another name
 of gradient checkpointing in 5.24; torch 2.14's warning of `torch.jit.script`, which DeBERTa uses; and a wheel of torch
