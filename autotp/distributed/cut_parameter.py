@@ -22,6 +22,8 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import FrameType
@@ -77,6 +79,25 @@ class Cut:
     warned: bool = False
 
 
+_refuse: ContextVar[Callable[[str, str], Error] | None] = ContextVar("refuse", default=None)
+
+
+@contextmanager
+def shown_by_wholes(refuse: Callable[[str, str], Error]) -> Iterator[None]:
+    """A region in which parts have the sizes of the wholes, for code that makes other tensors by them.
+
+    In this region an operator that uses a part as the whole raises an Error.
+
+    Args:
+        refuse: takes the names of the operator and of the parameter, and returns the Error.
+    """
+    token = _refuse.set(refuse)
+    try:
+        yield
+    finally:
+        _refuse.reset(token)
+
+
 def _removes(frame: FrameType) -> bool:
     """True for torch's `zero_grad` of a module: in each step it asks each parameter for its gradient, to remove it."""
     return frame.f_code is nn.Module.zero_grad.__code__
@@ -100,6 +121,8 @@ class CutTensor(Tensor):
         if kind in (Kind.GRADIENT, Kind.SET) and _removes(sys._getframe(1)):
             return torch._C._disabled_torch_function_impl(func, types, args, {})
         if kind is Kind.SIZE:
+            if _refuse.get() is not None:
+                return _of_whole(args[0], func, *args[1:], **(kwargs or {}))
             _warn_of_size(args[0], func, sys._getframe(1))
         if kind in (Kind.SIZE, Kind.ABOUT):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
@@ -162,6 +185,8 @@ def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | 
         found = func(*args, **kwargs)
     except (RuntimeError, IndexError) as error:
         wholes = [x for x in given if not isinstance(x, CutTensor) and _goes_with_whole(x, cut)]
+        if wholes and (refuse := _refuse.get()) is not None:
+            raise refuse(_name_of(func), cut.name) from error
         if wholes:
             raise _whole_given(cut, func, wholes[0].shape) from error
         if asked is not None and _is_of_index(error):
@@ -175,6 +200,11 @@ def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | 
         _mark_each(found, (*args, *kwargs.values()))
         return found
     return _marked(found, func, source, asked)
+
+
+def _of_whole(tensor: CutTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the size of a part's whole that an operator asks for."""
+    return func(torch.empty(tensor.autotp_cut.layout.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
 
 
 RESULTS = (Kind.EACH, Kind.GRADIENT, Kind.GRADIENTS)
@@ -349,6 +379,9 @@ def _expect_right(kind: Kind, func: Any, cut: Cut, args: Any, kwargs: Any, asked
     """Warns if an operator uses a part as the whole. Raises Error if a part would be overwritten with the whole."""
     if kind is Kind.REPLICAS:
         _expect_replicas(func.__name__, cut, kwargs.get("group"))
+    refuse = _refuse.get()
+    if kind is Kind.WHOLE and refuse is not None and cut.mesh.size > 1:
+        raise refuse(_name_of(func), cut.name)
     if asked is None:
         return
     if kind is Kind.SET and isinstance(args[1], Tensor) and args[0].shape != args[1].shape == cut.layout.shape:
@@ -463,7 +496,8 @@ def _out_of_part(cut: Cut, func: Any, error: Exception) -> Error:
 
 def _name_of(func: Any) -> str:
     """Returns the name of an operator, or of the attribute that it reads or sets."""
-    return getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+    held = func.__self__ if func.__name__ in ("__get__", "__set__", "__delete__") else func
+    return str(held.__name__)
 
 
 # ---- results of parts are parts

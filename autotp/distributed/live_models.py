@@ -30,6 +30,14 @@ def watch(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
     return model
 
 
+def watch_instead(model: Model, inside: nn.Module) -> Model:
+    """Notes that a model is parallel in the place of a parallel model that became a part of it, and returns it."""
+    for number in [number for number, one in _models.items() if one is inside]:
+        _models[number] = model
+    weakref.finalize(model, _left).atexit = False
+    return model
+
+
 def models() -> list[nn.Module]:
     """Returns the live parallel models in the order in which they were made, which is the same on all ranks."""
     return list(_models.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.hf import caches, masks, overrides, quantized, spec_augment
+from autotp.hf import adapters, caches, masks, overrides, quantized, spec_augment
 from autotp.hf.loops import (
     accelerate_calls,
     accelerate_state,
@@ -26,6 +26,7 @@ from autotp.rules.products import grouped_mm
 WATCHED = (
     "accelerate.accelerator", "accelerate.scheduler", "accelerate.local_sgd", "transformers.training_args",
     "transformers.trainer", "trl.trainer.utils", *lightning_calls.WATCHED, torchmetrics_calls.WATCHED,
+    *adapters.WATCHED,
 )  # fmt: skip
 """Modules of other libraries that are changed once they are imported."""
 
@@ -119,6 +120,7 @@ def _watch() -> None:
     trl_heads.watch_trl()
     lightning_calls.watch_lightning()
     torchmetrics_calls.watch_torchmetrics()
+    adapters.watch_peft()
 
 
 def _modules(model: Any) -> list[nn.Module]:

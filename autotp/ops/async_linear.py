@@ -148,7 +148,8 @@ def _input_gradient(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Seque
 
 def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the gradients of the weights, then of the biases. grads: [rows out] each"""
-    rows, n, needed = _rows(whole), len(grads), ctx.needs_input_grad[5:]
+    rows = _rows(whole if ctx.flattened is None else whole.flatten(*ctx.flattened))
+    n, needed = len(grads), ctx.needs_input_grad[5:]
     found: list[Tensor | None] = [None] * (2 * n)
     for i, grad in enumerate(grads):
         if grad is not None:

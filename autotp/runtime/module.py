@@ -24,7 +24,7 @@ from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree
 from autotp.distributed.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, warn_of_parts
-from autotp.distributed.live_models import watch
+from autotp.distributed.live_models import models, watch, watch_instead
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.distributed.peers.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.replica_check import common_ranks, ranks_of
@@ -46,6 +46,7 @@ FORWARD_HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 
 
 SETTERS = (
@@ -377,6 +378,7 @@ def executable_of(module: nn.Module) -> Executable:
     state = state_of(module)
     assert state is not None
     if state.executable is None:
+        renew(module, state.tree)
         state.executable = Executable(module, state.tree)
     found: Executable = state.executable
     if found.seen != state.tree.version:
@@ -565,6 +567,41 @@ def _hold_forward(module: nn.Module, given: Any) -> None:
 # ---- later changes of a parallel model
 
 
+def expect_own_calls(model: ParallelModule) -> None:
+    """Raises Error if calls of a parallel model go through other functions, as after `call_through`."""
+    state = state_of(model)
+    assert state is not None
+    if "forward" in vars(model) and "forward" not in state.own:
+        raise Error(
+            f"calls of this {type(model).__name__} go through functions of a training loop, which would be lost",
+            fix="put other modules around the model first, and give it to the loop then",
+        )
+
+
+def put_around(outer: nn.Module, inner: ParallelModule) -> ParallelModule:
+    """Makes a module the parallel model, in place, that was put around a parallel model; `inner` is a part of it then.
+
+    What is new in it is whole on every rank, with the first rank's values. All ranks call this, after
+    `expect_own_calls`.
+    """
+    expect_copyable(outer)
+    state, attributes = state_of(inner), vars(inner)
+    assert state is not None
+    for name in HOOKS:  # They ran outside of its graph. They are a part of the outer model's.
+        if later := attributes.get(name):
+            earlier = state.own.get(name) or later  # The same dict, as handles have it.
+            earlier.update(later)
+            state.own[name], attributes[name] = earlier, OrderedDict()
+    original: Any = original_class(type(inner))
+    vars(object)["__class__"].__set__(inner, _made(original, Submodule))
+    state.executable = None
+    _give(outer, _class_of(outer, ParallelModule), state.tree, {})
+    state.tree.version += 1
+    found: Any = watch_instead(outer, inner)
+    executable_of(found)
+    return found
+
+
 def renew(model: nn.Module, tree: Tree) -> None:
     """Takes in modules and parameters that were put into a parallel model: whole, with the first rank's values.
 
@@ -578,6 +615,8 @@ def renew(model: nn.Module, tree: Tree) -> None:
         state, added = state_of(module), list[Tensor]()
         if state is not None:
             _expect_unparametrized(path, module)
+            if state.tree is not tree and all(_tree_of(other) is not state.tree for other in models()):
+                state.tree = tree  # A copy of a part came with a copy of the tree.
         else:
             _give(module, _class_of(module, Submodule), tree, {})
             state = state_of(module)
@@ -593,6 +632,11 @@ def renew(model: nn.Module, tree: Tree) -> None:
         state.known, state.held = now, {key: layout for key, layout in state.held.items() if key in now}
         for tensor in added:
             tensor.data = broadcast_from_first(tensor.data.to(tree.mesh.device), tree.mesh)
+
+
+def _tree_of(model: nn.Module) -> Tree | None:
+    state = state_of(model)
+    return None if state is None else state.tree
 
 
 def _expect_unparametrized(path: str, module: nn.Module) -> None:

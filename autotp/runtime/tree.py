@@ -96,6 +96,7 @@ class ModuleState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         """Returns the state for a copied model, which captures new graphs: it may change before its first call."""
         memo[id(self)] = new = ModuleState(copy.deepcopy(self.tree, memo), self.held, copy.deepcopy(self.own, memo))
+        new.known = copy.deepcopy(self.known, memo)
         return new
 
 

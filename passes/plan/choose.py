@@ -205,6 +205,7 @@ def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int, grids: Sequence
         f"this call uses a tensor {list(layout.shape)} in a way that does not fit its cut by {layout.axis}",
         at=line_of(next(iter(node.users), node)),
         fix="give parallelize this call's arguments as example_inputs",
+        alternative="what was changed in the model since, as peft does, before autotp.parallelize",
     )
 
 

@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 import autotp
-from autotp.distributed.cut_parameter import CutTensor
+from autotp.distributed.cut_parameter import CutTensor, shown_by_wholes
 from autotp.runtime.torch_hooks.optimizer_guard import CHECKED_STEPS
 
 checks = Checks()
@@ -245,6 +245,26 @@ def sizes_are_of_parts(rank: int, n: int) -> None:
             parallel.down.bias.numel()
             sum(p.numel() for p in copy.deepcopy(parallel).parameters())
         parallel.up.weight.autotp_cut.in_model.of_sizes = False
+
+
+@checks.on(2)
+def wholes_have_their_sizes(rank: int, n: int) -> None:
+    """In a region, for code that makes other tensors by them: it may copy parts, and use none as the whole."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    w = parallel.up.weight
+    with silence(), shown_by_wholes(lambda operator, name: autotp.Error(f"{operator} of {name}")):
+        sizes = (tuple(w.shape), w.size(0), w.numel(), len(w), w.nbytes)
+        made, zeros, copied = torch.zeros(w.shape, dtype=w.dtype), torch.zeros_like(w), copy.deepcopy(parallel.up)
+        for operator, wrong in (
+            ("linalg_svd", lambda: torch.linalg.svd(w.detach())),
+            ("__getitem__", lambda: w[0]),
+            ("add", lambda: w + made),
+        ):
+            with pytest.raises(autotp.Error, match=f"^{operator} of up.weight$"):
+                wrong()
+        parallel.down.bias.norm()  # It is whole.
+    assert sizes == ((30, 8), 30, 240, 30, 1920) and made.shape == (30, 8)
+    assert zeros.shape == copied.weight.shape == w.shape == (15, 8)
 
 
 @checks.on(2)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autotp.distributed import live_models
-from autotp.distributed.live_models import models, sorted_by_model, watch
+from autotp.distributed.live_models import models, sorted_by_model, watch, watch_instead
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,20 @@ def test_hooks_live_as_long_as_any_model() -> None:
     assert said == ["in", "out"]
     third = watch(nn.Linear(2, 2), [install])
     assert models() == [third] and said == ["in", "out", "in"]
+
+
+def test_a_model_around_another_takes_its_place() -> None:
+    said: list[str] = []
+    one, two = watch(nn.Linear(2, 2), [lambda: lambda: said.append("out")]), watch(nn.Linear(2, 2))
+    around = watch_instead(nn.Sequential(one), one)
+    assert models() == [around, two]
+    assert list(sorted_by_model([one.weight])[0]) == [around]
+    del two
+    gc.collect()
+    assert models() == [around] and not said
+    del around
+    gc.collect()
+    assert said == ["out"]
 
 
 def test_tensors_by_model() -> None:

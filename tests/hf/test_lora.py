@@ -63,10 +63,10 @@ def llama_and_twin(n: int) -> tuple[nn.Module, Any]:
 
 @checks.on(2)
 def what_is_done_before(rank: int, n: int) -> None:
-    """Adapters of a parallel model are not merged or exchanged: one error, that says what to do."""
+    """Adapters of a parallel model are not merged or taken out: one error, that says what to do."""
     _, parallel = llama_and_twin(n)
-    for name in ("merge_adapter", "merge_and_unload", "disable_adapter", "add_adapter"):
-        with pytest.raises(autotp.Error, match="adapters of a parallel model are not merged"):
+    for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload", "add_weighted_adapter"):
+        with pytest.raises(autotp.Error, match="adapters of a parallel model are not merged or taken out"):
             getattr(parallel, name)()
 
 
@@ -93,7 +93,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
 
 
 def read_again(rank: int, n: int, folder: Path) -> None:
-    """A model reads the weights of the adapter that it has, as a resumed Trainer does; another adapter is refused."""
+    """A model reads its adapter again, as a resumed Trainer does; or one more. Not an adapter of another kind."""
     whole, inputs = adapted("llama", modules_to_save=["lm_head"])
     first: Any = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
     expected = {name: value.clone() for name, value in first.state_dict().items()}
@@ -115,10 +115,12 @@ def read_again(rank: int, n: int, folder: Path) -> None:
         first.load_adapter(folder / "nothing", "default")
     second: Any = autotp.parallelize(adapted("llama")[0], n, example_inputs=inputs)
     before = {name: value.clone() for name, value in second.state_dict().items()}
-    for at, name in ((folder / "own", "default"), (folder / "own", "other")):
-        with pytest.raises(autotp.Error, match="takes the weights of its own adapters"):
-            second.load_adapter(at, name)
+    with pytest.raises(autotp.Error, match="the adapter 'default' of the model is of another kind"):
+        second.load_adapter(folder / "own", "default")
     assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
+    second.load_adapter(folder / "own", "other")
+    second.set_adapter("other")
+    assert torch.equal(second(**inputs).loss, first(**inputs).loss)
 
 
 def test_adapters_are_read_again(tmp_path: Path) -> None:

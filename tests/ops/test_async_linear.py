@@ -27,6 +27,7 @@ CASES: dict[str, tuple[Any, Any, tuple[bool, ...], tuple[bool, ...]]] = {
     "copy": (None, None, (False, False), (True, False)),
     "copy-turned": (None, (0, 1), (True, False), (False, True)),
     "copy-empty": (None, None, (False, True), (True, True)),
+    "copy-heads": (None, (2, 3), (False, True), (True, True)),
     "gather": ((1, 5, 1), None, (False, True), (True, True)),
     "gather-flat": ((1, 5, 1), (0, 1), (True, True), (True, False)),
     "gather-blocks": ((1, 10, 2), None, (False,), (False,)),
@@ -39,6 +40,8 @@ def drawn(name: str, rank: int, n: int) -> tuple[Any, list[Tensor]]:
     torch.manual_seed(0)
     length = 5 if gathered is None else gathered[1]
     x = torch.randn(2, length, 4, dtype=torch.float64)
+    if name == "copy-heads":  # What the products read has one dimension of two.
+        x = x.unflatten(-1, (2, 2))
     if gathered is not None:
         start, stop = chunk_bounds(length // gathered[2], n, rank)
         x = x[:, start * gathered[2] : stop * gathered[2]].contiguous()

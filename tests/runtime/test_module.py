@@ -54,6 +54,45 @@ class Headed(nn.Module):
         return nn.functional.cross_entropy(self.head(self.down(self.up(x).relu())), torch.arange(len(x)))
 
 
+class Scaled(nn.Module):
+    """A part with a setting that its forward reads."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = model, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.inner(x)
+
+
+@checks.on(2)
+def a_part_that_was_changed_is_called_alone(rank: int, n: int) -> None:
+    """Before the whole model is called: what is new in the part is known."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(Scaled(nn.Linear(8, 32)), nn.ReLU(), Scaled(nn.Linear(32, 8)))
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=torch.ones(3, 8))
+    new = nn.Linear(32, 8)
+    for model in (whole, parallel):
+        model[2].inner = copy.deepcopy(new)
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(parallel[2](x), whole[2](x))
+
+
+@checks.on(2)
+def a_copy_of_a_part_is_a_part(rank: int, n: int) -> None:
+    """The model sees later changes of it, as those of other parts."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(Scaled(nn.Linear(8, 32)), nn.ReLU(), Scaled(nn.Linear(32, 8)))
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=torch.ones(3, 8))
+    x = torch.randn(3, 8)
+    for model in (whole, parallel):
+        model[2] = copy.deepcopy(model[2])
+    torch.testing.assert_close(parallel(x), whole(x))
+    for model in (whole, parallel):
+        model[2].inner = nn.Identity()
+    torch.testing.assert_close(parallel(x), whole(x))
+
+
 class Watching(nn.Module):
     """A base class that lists the classes derived from it, and wraps their `forward`, as transformers' layers do."""
 

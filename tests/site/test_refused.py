@@ -8,6 +8,7 @@ text. A variable is followed to what is assigned to it, a parameter to what the 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -174,9 +175,16 @@ def texts(node: ast.expr | None, function: ast.FunctionDef, seen: tuple[str, ...
 
 
 @cache
+def errors() -> list[str]:
+    """`Error`, and the classes that are made from it."""
+    found = [re.findall(r"^class (\w+)\(Error\):", file.read_text(), re.MULTILINE) for file in files()]
+    return ["Error", *itertools.chain.from_iterable(found)]
+
+
+@cache
 def sites() -> list[Site]:
     found = set()
-    for file, function, call in calls("Error"):
+    for file, function, call in itertools.chain.from_iterable(calls(name) for name in errors()):
         problem = call.args[0] if call.args else None
         found |= {Site(str(file.relative_to(ROOT)), line, text) for line, text in texts(problem, function)}
     return sorted(found, key=lambda site: (site.file, site.line, site.message))

@@ -22,10 +22,11 @@ from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
 from autotp.distributed.mesh import expect_alike
 from autotp.errors import Error
+from autotp.hf.adapters import already_saved
 from autotp.hf.loops.accelerate_state import showing
 from autotp.hf.loops.replica_collectives import ReplicaCollectives
 from autotp.hf.loops.replicas import done_by_all, of_all, replicas
-from autotp.hf.overrides import already_saved, whole_size
+from autotp.hf.overrides import whole_size
 from autotp.runtime.module import ParallelModule
 
 Method = Callable[..., Any]

@@ -1,0 +1,323 @@
+"""Adapters of peft: put around a parallel model, or into one; saved, read, switched off and exchanged.
+
+peft makes adapters by the sizes of the layers that they adapt. So it is shown the sizes of the wholes, and makes whole
+adapters. One that it makes from the values of a layer, as PiSSA and DoRA, is an Error: the layer has a part of them.
+
+peft puts modules of its own around the model (`PeftModel`). They become the parallel model, in which the model that was
+parallel before is a part: as if it had been made parallel after peft, but each new parameter is whole on every rank.
+
+This module does not import peft before the user's program does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import wraps
+from typing import Any, NoReturn, cast
+
+from torch import Tensor, nn
+
+from autotp.checkpoint.state_dict import full_state_dict
+from autotp.distributed.consistency import agree, on_first_replica
+from autotp.distributed.cut_parameter import Cut, as_cut, shown_by_wholes
+from autotp.distributed.mesh import broadcast_from_first
+from autotp.errors import Error
+from autotp.runtime.module import ParallelModule, expect_own_calls, put_around
+from autotp.runtime.tree import state_of
+from autotp.sharding.layout import Layout
+
+Method = Callable[..., Any]
+WATCHED = ("peft.peft_model", "peft.mixed_model", "peft.tuners.tuners_utils")
+BEFORE = "autotp.parallelize(get_peft_model(model, config))"
+_changed: set[tuple[type, str]] = set()
+_making: ContextVar[bool] = ContextVar("making", default=False)
+_saved: ContextVar[tuple[Any, ...]] = ContextVar("saved", default=())
+
+
+@contextmanager
+def already_saved(model: nn.Module) -> Iterator[None]:
+    """A region in which `model.save_pretrained` does nothing: Trainer calls it on the first rank alone."""
+    token = _saved.set((*_saved.get(), model))
+    try:
+        yield
+    finally:
+        _saved.reset(token)
+
+
+def is_saved(model: Any) -> bool:
+    """True for a model that `already_saved` names."""
+    return model in _saved.get()
+
+
+# ---- adapters of a model that is parallel already
+
+
+def watch_peft() -> None:
+    """Changes the constructors of peft's models, once they are imported."""
+    models, mixed = (sys.modules.get(name) for name in WATCHED[:2])
+    for kind in (getattr(models, "PeftModel", None), getattr(mixed, "PeftMixedModel", None)):
+        for one in () if kind is None else (kind, *kind.__subclasses__()):
+            if "__init__" in vars(one):
+                _change(one, "__init__", _around_parallel)
+    tuner = getattr(sys.modules.get(WATCHED[2]), "BaseTuner", None)
+    if tuner is not None:
+        _change(tuner, "__init__", _in_parallel)
+        _change(tuner, "inject_adapter", _in_parallel)
+
+
+def _change(kind: type, name: str, around: Callable[[Method], Method]) -> None:
+    if (kind, name) not in _changed:
+        _changed.add((kind, name))
+        theirs = vars(kind)[name]
+        setattr(kind, name, wraps(theirs)(around(theirs)))
+
+
+def _around_parallel(theirs: Method) -> Method:
+    def __init__(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        outermost = isinstance(model, ParallelModule) and not _making.get()
+        if outermost:
+            expect_own_calls(cast(ParallelModule, model))
+        _made_by_wholes(theirs, self, model, *args, **kwargs)
+        if outermost:
+            put_around(self, cast(ParallelModule, model))
+
+    return __init__
+
+
+def _in_parallel(theirs: Method) -> Method:
+    def called(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _made_by_wholes(theirs, self, model, *args, **kwargs)
+
+    return called
+
+
+def _made_by_wholes(theirs: Method, maker: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Returns what peft's function returns, which makes adapters in a model; on a failure the model is as before.
+
+    Raises:
+        Error: on every rank: the adapters are made from values of parts.
+    """
+    inside = [module for module in model.modules() if state_of(module) is not None]
+    if _making.get() or not inside:
+        return theirs(maker, model, *args, **kwargs)
+    state = state_of(inside[0])
+    assert state is not None
+    if kwargs.get("low_cpu_mem_usage"):
+        kwargs["low_cpu_mem_usage"] = False  # It would leave adapters on meta until they are loaded.
+    token = _making.set(True)
+    try:
+        with _undone_on_failure(model), shown_by_wholes(_refused):
+            return agree(state.tree.mesh, lambda: theirs(maker, model, *args, **kwargs))
+    finally:
+        _making.reset(token)
+        state.tree.version += 1
+
+
+def _refused(operator: str, name: str) -> Error:
+    return Error(
+        f"peft makes these adapters by `{operator}` of `{name}`, of which each rank has a part",
+        fix=f"{BEFORE}: peft first, on the original model",
+    )
+
+
+@contextmanager
+def _undone_on_failure(model: nn.Module) -> Iterator[None]:
+    """A region after which a model has its modules and parameters as before, if an exception leaves it."""
+    modules, flags = list(model.modules()), [(p, p.requires_grad) for p in model.parameters()]
+    held = [dict(vars(module)) for module in modules]
+    tables = [{name: dict(x) for name, x in one.items() if name in ("_parameters", "_modules")} for one in held]
+    try:
+        yield
+    except BaseException:
+        for module, one, table in zip(modules, held, tables, strict=True):
+            vars(module).clear()
+            vars(module).update(one)
+            for name, contents in table.items():
+                one[name].clear()
+                one[name].update(contents)
+        for parameter, flag in flags:
+            parameter.requires_grad = flag
+        raise
+
+
+class Adapts:
+    """Methods of peft's models that save, read, add and switch adapters, or raise Error."""
+
+    peft_config: Mapping[str, Any]
+    active_peft_config: Any
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **given: Any) -> None:
+        """Gathers the adapters, and saves them by peft on the first rank; call it on every rank.
+
+        Args:
+            save_directory: the folder.
+            given: peft's options.
+
+        Raises:
+            Error: on every rank: an adapter is a prompt that peft computes, or the file system fails.
+        """
+        if is_saved(self):
+            return
+        model: Any = self
+        if any(config.is_prompt_learning for config in self.peft_config.values()):
+            raise Error(
+                "peft computes the prompt that it saves from the weights, and these are cut",
+                fix="autotp.full_state_dict(model), and peft on one device",
+            )
+        state = full_state_dict(model, _names_of_adapters(model).__contains__)
+        others = {name: value for name, value in given.items() if name not in ("state_dict", "is_main_process")}
+
+        def write() -> None:
+            if model.mesh.rank == 0:
+                theirs: Any = super(Adapts, model)
+                theirs.save_pretrained(save_directory, state_dict=state, **others)
+
+        on_first_replica(model.mesh, lambda: agree(model.mesh.alone(), write))
+
+    def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises Error."""
+        raise Error("a parallel model is not pushed to a hub", fix="model.save_pretrained(path)")
+
+    def _raise_error(self, *_: Any, **__: Any) -> NoReturn:
+        raise Error(
+            "adapters of a parallel model are not merged or taken out",
+            fix="do so with the peft model, and parallelize it then",
+        )
+
+    merge_adapter = unmerge_adapter = merge_and_unload = unload = add_weighted_adapter = _raise_error
+
+    def disable_adapter(self) -> Any:
+        """Returns a region in which the model computes without its adapters.
+
+        Raises:
+            Error: the adapters are prompts.
+        """
+        if self.active_peft_config.is_prompt_learning:
+            raise Error(
+                "prompts of a parallel model are not switched off",
+                fix="a second model, without prompts: autotp.parallelize(copy.deepcopy(model)), before peft",
+            )
+        theirs: Any = super()
+        return theirs.disable_adapter()
+
+    def get_nb_trainable_parameters(self) -> Any:
+        """Returns the numbers of elements of the trained parameters and of all, of all ranks together."""
+        theirs: Any = super()
+        with shown_by_wholes(_refused):
+            return theirs.get_nb_trainable_parameters()
+
+    def get_layer_status(self) -> Any:
+        """Returns peft's facts of each layer with adapters."""
+        theirs: Any = super()
+        with shown_by_wholes(_refused):
+            return theirs.get_layer_status()
+
+    def get_model_status(self) -> Any:
+        """Returns peft's facts of the model, which count the elements of all ranks together."""
+        theirs: Any = super()
+        with shown_by_wholes(_refused):
+            return theirs.get_model_status()
+
+    def add_adapter(self, adapter_name: str, peft_config: Any, **given: Any) -> None:
+        """Adds an adapter, cut as the adapters are that the model has. Call it on every rank.
+
+        Args:
+            adapter_name: its name.
+            peft_config: its configuration.
+            given: peft's options.
+
+        Raises:
+            Error: on every rank: it is made from values of weights, which are cut.
+        """
+        model: Any = self
+        layouts, held = model.layouts, {id(p) for p in model.parameters()}
+        theirs: Any = super()
+        _made_by_wholes(lambda *_: theirs.add_adapter(adapter_name, peft_config, **given), self, model)
+        for name, p in list(model.named_parameters()):
+            layout = None if id(p) in held else _like_another(name, p, adapter_name, layouts)
+            if layout is not None:
+                _cut(model, name, p, layout)
+
+    def load_adapter(
+        self, folder: str | os.PathLike[str], adapter_name: str, is_trainable: bool = False, **given: Any
+    ) -> Any:
+        """Reads the weights of an adapter, and adds the adapter if the model has none of this name.
+
+        Call it on every rank.
+
+        Args:
+            folder: what `save_pretrained` wrote, on every rank.
+            adapter_name: the adapter.
+            is_trainable: as of peft: without it, the model is in eval mode then.
+            given: peft's options.
+
+        Returns:
+            What peft's method returns.
+
+        Raises:
+            Error: on every rank, and nothing is changed: there is no such folder, it has another kind of adapter than
+                the one of this name, or peft makes such an adapter of values of weights.
+        """
+
+        def look() -> None:
+            from peft import PeftConfig, load_peft_weights
+
+            if not os.path.isdir(folder):  # peft would ask a hub.
+                raise Error(f"there is no folder {folder}", fix="the folder that model.save_pretrained wrote")
+            mine = self.peft_config.get(adapter_name)
+            if mine is not None and _kind_of_adapter(mine) != _kind_of_adapter(PeftConfig.from_pretrained(str(folder))):
+                raise Error(
+                    f"the adapter {adapter_name!r} of the model is of another kind than that of {folder}",
+                    fix="model.load_adapter(folder, another_name)",
+                )
+            load_peft_weights(str(folder), device="cpu")
+
+        model: Any = self
+        agree(model.mesh, look)
+        theirs: Any = super()
+        return theirs.load_adapter(str(folder), adapter_name, is_trainable, **({"torch_device": "cpu"} | given))
+
+
+def _like_another(name: str, parameter: Tensor, adapter: str, layouts: Mapping[str, Layout]) -> Layout | None:
+    """Returns the layout of a new adapter's parameter: that of another adapter's at its place, None if there is none.
+
+    The other one may have another rank, along which nothing is cut.
+    """
+    for other, layout in layouts.items():
+        pairs = list(zip(name.split("."), other.split("."), strict=False))
+        alike = name.count(".") == other.count(".") and all(x in (y, adapter) for x, y in pairs)
+        if alike and layout.dim is not None and layout.shape[layout.dim] == parameter.shape[layout.dim]:
+            return replace(layout, shape=tuple(parameter.shape))
+    return None
+
+
+def _cut(model: Any, name: str, parameter: nn.Parameter, layout: Layout) -> None:
+    """Puts this rank's part of a parameter in the place of the whole."""
+    path, _, key = name.rpartition(".")
+    whole = broadcast_from_first(parameter.data.to(model.mesh.device), model.mesh)
+    part = nn.Parameter(layout.take(whole, model.mesh.rank), parameter.requires_grad)
+    setattr(model.get_submodule(path), key, as_cut(part, Cut(name, layout, model.mesh)))
+
+
+def _kind_of_adapter(config: Any) -> dict[str, Any]:
+    """Returns the settings of an adapter that decide on its weights."""
+    free = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
+    return {key: x for key, x in config.to_dict().items() if key not in free}
+
+
+def _names_of_adapters(model: Any) -> set[str]:
+    """Returns the names, in the state dict, of the tensors that peft saves."""
+    from peft import get_peft_model_state_dict
+
+    own = nn.Module.state_dict(model)
+    saved = {
+        id(value)
+        for name in model.peft_config
+        for value in get_peft_model_state_dict(model, state_dict=dict(own), adapter_name=name).values()
+    }
+    return {name for name, value in own.items() if id(value) in saved}
