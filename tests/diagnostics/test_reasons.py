@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.diagnostics.plan import Cause, WholeRow
+from autotp.display.sheet import Table
 
 X = torch.ones(2, 5, 8)
 
@@ -40,16 +41,17 @@ class Norm(nn.Module):
 
 
 class Blocks(nn.Module):
-    """MLPs behind norms."""
+    """MLPs behind norms, and a small head."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.h = nn.ModuleList(nn.Sequential(Norm(), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+        parts = (nn.Sequential(Norm(), nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)) for _ in range(2))
+        self.h, self.head = nn.ModuleList(parts), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.h:
             x = x + block(x)
-        return x
+        return x if self.h[0][1].out_features == 16 else self.head(x)
 
 
 def test_its_weights_are_cut_along_other_axes() -> None:
@@ -65,10 +67,20 @@ def test_its_weights_are_cut_along_other_axes() -> None:
         Cause("", "", "the weights with its axis of 8 are cut along others: 16 width"),
     )
     plan = autotp.explain(Blocks(), 2, example_inputs=X)
-    assert "h.{0-1}.0.weight" in f"{plan}"
+    table = plan.sheet().parts[1]
+    assert isinstance(table, Table)
+    told = "its reader `mul` is not cut: the weights with its axis of 8 are cut along others: 16 width"
+    assert ("h.{0-1}.0.weight", "[8]", told, place) in table.rows, "the place has a column of its own"
     (data,) = (row for row in plan.to_dict()["whole"] if row["name"] == "h.0.0.weight")
     assert data["because"][0] == {"operator": "mul", "at": row.at, "why": "is not cut"} and len(data["because"]) == 2
     assert all(row["because"] == [] for row in plan.to_dict()["whole"] if row["name"].endswith("bias"))
+
+
+def test_what_other_axes_leave_is_small() -> None:
+    """The head is whole, but it is less than half a percent of all."""
+    assert row_of(Blocks(1600), "h.1.0.weight").because[-1].why == (
+        "the weights with its axis of 8 are cut along others: 1600 width"
+    )
 
 
 class Gamma(nn.Module):
