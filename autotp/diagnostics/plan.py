@@ -63,6 +63,11 @@ class WholeRow:
     operator: bool = False
     because: tuple[Cause, ...] = ()
 
+    def cells(self) -> tuple[str, str, str]:
+        """Returns shape, reason and place, for a table; the reason does not repeat the place of the reader."""
+        place = self.at.split("  ")[0]
+        return str(list(self.shape)).replace("'", ""), self.reason.replace(f" ({place})", "", 1), place
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -250,8 +255,7 @@ def _cut_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 def _whole_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Returns the rows of the table of what stays whole."""
-    rows = [(w.name, (str(list(w.shape)).replace("'", ""), w.reason, w.at.split("  ")[0])) for w in plan.whole]
-    return tuple(folded(rows))
+    return tuple(folded([(row.name, row.cells()) for row in plan.whole]))
 
 
 def _totals(plan: Plan) -> Iterator[str]:

@@ -51,6 +51,6 @@ def whole_data(subject: Subject) -> list[dict[str, Any]]:
         block = block_in(row.name)
         for name in likes.get(block, [""]) if not row.operator else [""]:
             shown = renamed(row.name, block, name) if name else row.name
-            shape = str(list(row.shape)).replace("'", "")
-            rows.append((shown, (shape, row.reason, row.at.split("  ")[0], change_of(row.reason, along))))
+            shape, why, place = row.cells()
+            rows.append((shown, (shape, why, place, change_of(row.reason, along))))
     return [dict(zip(("name", "shape", "why", "at", "change"), cells, strict=True)) for cells in folded(rows)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.diagnostics.plan import Cause, WholeRow
+from autotp.display.sheet import Table
 
 X = torch.ones(2, 5, 8)
 
@@ -66,7 +67,10 @@ def test_its_weights_are_cut_along_other_axes() -> None:
         Cause("", "", "the weights with its axis of 8 are cut along others: 16 width"),
     )
     plan = autotp.explain(Blocks(), 2, example_inputs=X)
-    assert "h.{0-1}.0.weight" in f"{plan}"
+    table = plan.sheet().parts[1]
+    assert isinstance(table, Table)
+    told = "its reader `mul` is not cut: the weights with its axis of 8 are cut along others: 16 width"
+    assert ("h.{0-1}.0.weight", "[8]", told, place) in table.rows, "the place has a column of its own"
     (data,) = (row for row in plan.to_dict()["whole"] if row["name"] == "h.0.0.weight")
     assert data["because"][0] == {"operator": "mul", "at": row.at, "why": "is not cut"} and len(data["because"]) == 2
     assert all(row["because"] == [] for row in plan.to_dict()["whole"] if row["name"].endswith("bias"))
