@@ -34,8 +34,26 @@ class CutRow:
 
 
 @dataclass(frozen=True)
+class Cause:
+    """A step to the cause why a parameter stays whole. operator: "" for a step that is about an axis"""
+
+    operator: str
+    at: str
+    why: str
+
+    def __str__(self) -> str:
+        place = self.at.split("  ")[0]
+        return f"`{self.operator}` ({place}) {self.why}" if self.operator else self.why
+
+
+@dataclass(frozen=True)
 class WholeRow:
-    """A parameter that every rank holds whole, or (`operator`) an operator without a rule."""
+    """A parameter that every rank holds whole, or (`operator`) an operator without a rule.
+
+    Attributes:
+        at: the source line of its reader.
+        because: where its reader is not cut: the reader, then the operators that lead to the last one, the cause.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -43,6 +61,12 @@ class WholeRow:
     reason: str
     in_block: bool = False
     operator: bool = False
+    because: tuple[Cause, ...] = ()
+
+    def cells(self) -> tuple[str, str, str]:
+        """Returns shape, reason and place, for a table; the reason does not repeat the place of the reader."""
+        place = self.at.split("  ")[0]
+        return str(list(self.shape)).replace("'", ""), self.reason.replace(f" ({place})", "", 1), place
 
 
 @dataclass(frozen=True)
@@ -187,7 +211,9 @@ class Plan(Shown):
             "cp": self.cp,
             "cuts": [_cut_data(row) for row in self.cuts],
             "whole": [
-                {"name": row.name, "shape": list(row.shape), "why": row.reason, "at": row.at} for row in self.whole
+                {"name": row.name, "shape": list(row.shape), "why": row.reason, "at": row.at,
+                 "because": [vars(cause) for cause in row.because]}
+                for row in self.whole
             ],
             "bytes_total": self.bytes_total,
             "bytes_rank": self.bytes_rank,
@@ -200,7 +226,7 @@ class Plan(Shown):
             "types": dict(self.types),
             "along_sequence": self.along_sequence,
             "outputs_that_stay_cut": [str(layout).replace("-1", "?") for layout in self.outputs],
-        }
+        }  # fmt: skip
 
 
 def _traffic_data(traffic: Traffic) -> dict[str, Any]:
@@ -229,8 +255,7 @@ def _cut_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 def _whole_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Returns the rows of the table of what stays whole."""
-    rows = [(w.name, (str(list(w.shape)).replace("'", ""), w.reason, w.at.split("  ")[0])) for w in plan.whole]
-    return tuple(folded(rows))
+    return tuple(folded([(row.name, row.cells()) for row in plan.whole]))
 
 
 def _totals(plan: Plan) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from autotp.compiler import Program, flat_graph
 from autotp.diagnostics.graph_text import size_text, sizes_of
 from autotp.diagnostics.plan import CutRow, Plan, Sent, Traffic, WholeRow
+from autotp.diagnostics.reasons import Reasons, read_by
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
@@ -53,7 +54,8 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
     cuts = tuple(
         _cut(name, nodes[name], layout, analysis, graded) for name, layout in layouts if layout.dim is not None
     )
-    whole = [_whole(name, nodes[name], analysis) for name, layout in layouts if layout.dim is None]
+    reasons = Reasons(analysis)
+    whole = [_whole(name, nodes[name], analysis, reasons) for name, layout in layouts if layout.dim is None]
     total = sum(_count(layout.shape) * dtypes[name] for name, layout in layouts)
     ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
     count = traffic(first or flat_graph(analysis, 0, "fast"), analysis)
@@ -124,15 +126,6 @@ def _placeholder(value: fx.Node) -> fx.Node:
             return value
 
 
-def _read_by(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yields the readers of a parameter, each with what it reads: the parameter, or its copy over another mesh axis."""
-    for user in node.users:
-        if user.target is collectives.copy:
-            yield from _read_by(user)
-        else:
-            yield node, user
-
-
 def _learning(graph: fx.Graph, analysis: Program) -> tuple[frozenset[fx.Node], set[fx.Node]]:
     """Returns the parameters of a graph, and the values that a gradient flows through to them."""
     learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
@@ -173,7 +166,7 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: se
     leaf = analysis.decision.held[node]
     chosen = next(c for c in analysis.decision.chosen if find(c.leaf) is find(leaf))
     forward = backward = ""
-    for read, reader in _read_by(node):
+    for read, reader in read_by(node):
         factor = analysis.axes.bound[reader].cuttable(leaf) if reader in analysis.axes.bound else None
         product = contracts(analysis.axes.bound.get(reader))
         weighs = product or has(reader.target, Trait.LOOKUP)
@@ -189,42 +182,15 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: se
     return CutRow(name, layout, forward, backward, why)
 
 
-def _whole(name: str, node: fx.Node, analysis: Program) -> WholeRow:
-    reader = next((user for _, user in _read_by(node)), None)
+def _whole(name: str, node: fx.Node, analysis: Program, reasons: Reasons) -> WholeRow:
+    reader = next((user for _, user in read_by(node)), None)
     shape = tuple(node.meta["val"].shape)
     if reader is None:
         return WholeRow(name, shape, "?", "unused with these inputs")
     matrix = len(shape) > 1 and not has(reader.target, Trait.LOOKUP)
     in_block = matrix and block_in(name) != ""
-    return WholeRow(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
-
-
-def _reason(node: fx.Node, reader: fx.Node, analysis: Program) -> str:
-    bound = analysis.axes.bound.get(reader)
-    if analysis.tp == 1:
-        return "tp=1: weights are whole"
-    if bound is not None and not bound.known:
-        return f"{reader.target} has no rule"
-    if has(reader.target, Trait.NORM):
-        return "the norm needs the whole width"
-    if has(reader.target, Trait.LOOKUP):
-        return "a small table, or a table of positions"
-    if reader in analysis.hoisted:
-        return "every rank needs all of its result"
-    if contracts(bound):
-        return "a cut would send more than it saves"
-    if reader in analysis.decision.cuts:
-        return "its reader is cut along another axis"
-    if any(_is_reduced(operand, analysis) for operand in reader.all_input_nodes):
-        return "every rank uses it after the sum over ranks"
-    return "its reader is not cut: every rank computes all of it"
-
-
-def _is_reduced(value: fx.Node, analysis: Program) -> bool:
-    """True for a value that a cut operator sums over ranks."""
-    leaf = analysis.decision.cuts.get(value)
-    factor = analysis.axes.bound[value].cuttable(leaf) if leaf is not None else None
-    return factor is not None and not factor.outs and factor.summed
+    reason, because = reasons.of(node, reader)
+    return WholeRow(name, shape, line_of(reader), reason, in_block, because=because)
 
 
 def _needs_whole(analysis: Program) -> Iterator[WholeRow]:

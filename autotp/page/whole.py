@@ -17,10 +17,16 @@ CHANGES = {
     "the norm needs the whole width": "nothing: it is small. sequence_parallel=True divides the norm's activations",
     "a small table": "nothing: a lookup by position needs all its rows, and it is small",
     "every rank needs all of its result": "nothing: a part of it would be gathered again at once",
-    "a cut would send more than it saves": "a larger axis, or fewer elements sent for each of its weights",
+    "would send more than it saves": "a larger axis, or fewer elements sent for each of its weights",
     "its reader is cut along another axis": "nothing: an operator is cut along one axis",
     "every rank uses it after the sum over ranks": "nothing: a bias behind the sum is small, and read by all",
-    "its reader is not cut: every rank computes all of it": "sequence_parallel=True: it divides the work",
+    "are cut along others": "sequence_parallel=True: it divides the work",
+    "less than half a percent": "sequence_parallel=True: it divides the work",
+    "needs the whole of its axis": "nothing: this operator needs all of it",
+    "in another way": "a view that keeps its axis in one piece",
+    "no product has its axis": "nothing: it is small, and no weight has its axis",
+    "has another reader": "a copy of the weight for its other reader",
+    "one element cannot be divided": "nothing: it is one number",
     "unused with these inputs": "example_inputs=, with inputs that use it",
 }
 """A reason, or a part of it -> what would change it."""
@@ -45,6 +51,6 @@ def whole_data(subject: Subject) -> list[dict[str, Any]]:
         block = block_in(row.name)
         for name in likes.get(block, [""]) if not row.operator else [""]:
             shown = renamed(row.name, block, name) if name else row.name
-            shape = str(list(row.shape)).replace("'", "")
-            rows.append((shown, (shape, row.reason, row.at.split("  ")[0], change_of(row.reason, along))))
+            shape, why, place = row.cells()
+            rows.append((shown, (shape, why, place, change_of(row.reason, along))))
     return [dict(zip(("name", "shape", "why", "at", "change"), cells, strict=True)) for cells in folded(rows)]

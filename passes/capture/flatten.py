@@ -27,7 +27,7 @@ from autotp.passes.capture.guards.attribute_paths import (
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, is_new
 from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
 from autotp.passes.capture.guards.comparison import position
-from autotp.passes.capture.guards.python_state import GradientQueries
+from autotp.passes.capture.guards.python_state import DrewNumber, GradientQueries, line_that_draws
 from autotp.passes.capture.guards.values import Reading, ValueRead
 from autotp.passes.capture.patches import around_forward
 from autotp.passes.capture.pytree import outcome, states, within_states
@@ -118,6 +118,13 @@ class Flat(nn.Module):
         self.returned = Returned()  # The exporter undoes assignments to the module itself, but not to this object.
 
     def forward(self, *tensors: Any) -> tuple[Any, ...]:
+        try:
+            return self._computed(*tensors)
+        except DrewNumber as error:
+            line = line_that_draws(self.model, lambda: self._computed(*tensors))
+            raise error.at_line(line) from None
+
+    def _computed(self, *tensors: Any) -> tuple[Any, ...]:
         queue = iter(tensors)
         leaves = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)

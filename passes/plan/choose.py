@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import prod
+from typing import Literal
 
 import torch
 from torch import fx
@@ -121,6 +122,44 @@ def _acceptable(candidate: Candidate, decision: Decision, axes: Axes, worth: flo
     if candidate.name == "vocab":
         return gain > 0 and worth >= WORTH
     return gain > SHARE * total and worth >= WORTH_UNKNOWN
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an axis is not cut, with all that is cut now.
+
+    Attributes:
+        kind: "unweighed": no weight has it; "taken": its weights are cut along the axes of `others`; "read": other
+            readers of its weights, `nodes`, cannot be cut along it; "small": it divides few parameters; "sent": a cut
+            would send more than it saves, most of all the values of `nodes`.
+    """
+
+    kind: Literal["unweighed", "taken", "read", "small", "sent"]
+    others: tuple[Candidate, ...] = ()
+    nodes: tuple[fx.Node, ...] = ()
+
+
+def refusal(
+    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], total: int, tp: int
+) -> Refusal:
+    """Returns why a candidate was not accepted. Arguments as for `choose`."""
+    weights = [weight for weight in candidate.weights if weight.meta["val"].dim() > 1]  # A vector scales what is read.
+    if not weights:
+        return Refusal("unweighed")
+    nodes = {node for node, _ in candidate.nodes}
+    rest = [weight for weight in weights if weight not in decision.held]
+    read = [reader for weight in rest for reader in readers(weight)]
+    along = [decision.held[weight] for weight in weights if weight in decision.held]
+    cut = {find(it) for it in [*along, *(decision.cuts[reader] for reader in read if reader in decision.cuts)]}
+    others = tuple(it for it in decision.chosen if find(it.leaf) in cut)
+    if not any(_only_read_cut(weight, candidate, decision) for weight in rest):
+        blocked = tuple(reader for reader in read if reader not in nodes and reader not in decision.cuts)
+        return Refusal("read", others, blocked) if blocked else Refusal("taken", others)
+    if not candidate.core and candidate.name != "vocab" and _gain(candidate, decision, axes, tp) <= SHARE * total:
+        return Refusal("taken" if others else "small", others)
+    sent, order = set(_exchanged(candidate, decision, axes, trainable, ())), axes.dims
+    most = max([node for node in order if node in sent], key=elements, default=None)  # Of equal ones the first.
+    return Refusal("sent", nodes=() if most is None else (most,))
 
 
 def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, Layout], tp: int) -> Decision:
@@ -233,6 +272,13 @@ def _cost(
     candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], kept: Collection[fx.Node]
 ) -> float:
     """Returns the elements exchanged in a step, forward and backward, at nominal batch and sequence."""
+    return sum(elements(node) for node in _exchanged(candidate, decision, axes, trainable, kept))
+
+
+def _exchanged(
+    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], kept: Collection[fx.Node]
+) -> list[fx.Node]:
+    """Returns the values that are summed, copied for backward, or gathered and divided, if the candidate is cut."""
     free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
     summed = [node for node, factor in free.items() if not factor.outs and factor.summed]
     copied, moved = set(), set()
@@ -245,7 +291,7 @@ def _cost(
         for it in cut_values(node, candidate.leaf, axes) if factor.outs else ():
             if any(reader not in free for reader in readers(it) if node not in kept or reader.op != "output"):
                 moved.add(it)
-    return sum(elements(node) for node in [*summed, *copied, *moved])
+    return [*summed, *copied, *moved]
 
 
 def elements(node: fx.Node) -> int:

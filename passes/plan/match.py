@@ -73,6 +73,19 @@ def match(
     return [candidate for candidate in [*shared, *found.values()] if candidate.nodes]
 
 
+def along(leaf: Axis, touching: Collection[fx.Node], axes: Axes, parameters: Collection[fx.Node]) -> Candidate:
+    """Returns a leaf as a candidate, without a name.
+
+    Args:
+        touching: the operators that have the leaf.
+        parameters: those that have it.
+    """
+    rows = [(node, axes.bound[node].cuttable(leaf)) for node in touching]
+    found = Candidate(leaf, [(node, factor) for node, factor in rows if factor is not None], list(parameters))
+    found.weights = _weights(found, axes)
+    return found
+
+
 def _describe(
     candidates: Iterable[Candidate],
     axes: Axes,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
 
 import autotp
-from autotp.diagnostics import report
+from autotp.diagnostics import reasons, report
 from autotp.page.subject import Subject, subject_of
 from autotp.page.whole import CHANGES, change_of, whole_data
 
@@ -22,18 +23,19 @@ def test_the_operators_without_a_rule_are_told(uneven: autotp.Plan) -> None:
 
 
 def test_every_reason_has_an_answer() -> None:
-    functions = (report._reason, report._whole, report._unknown)
-    trees = [ast.parse(inspect.getsource(function)) for function in functions]
+    functions = (reasons.Reasons.of, report._whole, report._unknown)
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(function))) for function in functions]
     texts = [
         n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
     ]
-    reasons = [text for text in texts if " " in text.strip() and not text.endswith(".")]
-    assert len(reasons) == 13, "the texts of the reasons, and what stands behind those of operators"
-    assert [text for text in reasons if not change_of(f"{text}: replicated", False)] == [": replicated"]
-    assert all(any(part in f"{text}: replicated" for text in reasons) for part in CHANGES)
+    words = [text for text in texts if " " in text.strip() and "\n" not in text and not text.endswith((".", " "))]
+    said = list(dict.fromkeys([*(text for text in words if text != "is not cut"), *reasons.WHY.values()]))
+    assert len(said) == 20, "the texts of the reasons, and what stands behind those of operators"
+    assert [text for text in said if not change_of(f"{text}: replicated", False)] == [": replicated"]
+    assert all(any(part in f"{text}: replicated" for text in said) for part in CHANGES)
 
 
 def test_what_the_sequence_divides_already_is_not_proposed() -> None:
-    reason = "its reader is not cut: every rank computes all of it"
+    reason = reasons.WHY["taken"]
     assert "sequence_parallel=True" in change_of(reason, False)
     assert "sequence_parallel" not in change_of(reason, True)

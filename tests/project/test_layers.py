@@ -11,7 +11,8 @@ ORDER = (
     "rules", "options", "distributed",
     "passes.builder", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower", "passes.check",
     "passes.emit", "passes.pipeline",
-    "compiler", "deferred_init", "diagnostics.plan", "diagnostics.graph_text", "diagnostics.report", "runtime",
+    "compiler", "deferred_init", "diagnostics.plan", "diagnostics.graph_text", "diagnostics.reasons",
+    "diagnostics.report", "runtime",
     "training", "estimation", "diagnostics", "checkpoint", "hf", "api", "page", "cli", "__main__",
 )  # fmt: skip
 ROOT = Path(autotp.__file__).parent.parent

@@ -12,12 +12,15 @@ is one that sets torch's random state (`torch.manual_seed`, `torch.random.fork_r
 
 from __future__ import annotations
 
+import linecache
+import os
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -148,27 +151,80 @@ SEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offse
 """Methods of `torch.Generator` that set its state."""
 
 
+class DrewNumber(Error):
+    """The model drew a number from a random generator of Python or numpy."""
+
+    def at_line(self, line: str) -> DrewNumber:
+        """Returns this error with the source line that drew; with none, if that is not known."""
+        self.facts = {"at": line, **self.facts} if line else self.facts
+        return self
+
+
+def _sources(model: nn.Module) -> dict[str, Any]:
+    """Returns the random generators of Python and numpy that a model can draw from, by the names in errors."""
+    held = {f"`{spelled(path)}`": x for path, x in reached(model) if isinstance(x, SOURCES)}
+    return {"Python's `random`": random, "Python's `numpy.random`": np.random, **held}
+
+
 @contextmanager
 def without_python_random(model: nn.Module) -> Iterator[None]:
     """A region in which the model runs and must not draw numbers from random generators of Python or numpy.
 
     Raises:
-        Error: the model drew a number from `random`, `numpy.random`, or from a generator that it holds. The generators
-            are restored then.
+        DrewNumber: the model drew a number from `random`, `numpy.random`, or from a generator that it holds. The
+            generators are restored then.
     """
-    held = {f"`{spelled(path)}`": x for path, x in reached(model) if isinstance(x, SOURCES)}
-    sources = {"Python's `random`": random, "Python's `numpy.random`": np.random, **held}
+    sources = _sources(model)
     before = {name: _state(source) for name, source in sources.items()}
     yield
     drawn = [name for name, source in sources.items() if repr(_state(source)) != repr(before[name])]
     for name, source in ((name, source) for name, source in sources.items() if name in drawn):
         _restore(source, before[name])
     if drawn:
-        raise Error(
+        raise DrewNumber(
             f"forward draws a number from {drawn[0]}, and every later call would use the same number",
             fix=instead_of_python_random(model)
             or "torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward",
         )
+
+
+def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:
+    """Runs a model again, and returns the first line after which a generator of Python has another state; "" for none.
+
+    NOTE [The line that draws]
+    A number of Python leaves no trace: generators are C code, and are called by any name. So the states of all are
+    compared after each line of the user's code. That is slow, so it is done once a number was drawn: the generators are
+    where they were, and the second run draws the same.
+
+    Args:
+        run: runs the model; what it raises is not raised here.
+    """
+    sources, found, at = _sources(model), list[str](), list[tuple[str, int]]()
+    before = [repr(_state(source)) for source in sources.values()]
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        if not found and at and [repr(_state(source)) for source in sources.values()] != before:
+            path, number = at[-1]
+            found.append(f"{os.path.basename(path)}:{number}  {linecache.getline(path, number).strip()}".rstrip())
+        at[:] = [(frame.f_code.co_filename, frame.f_lineno)]
+        return None if found else line
+
+    def call(frame: FrameType, event: str, _: Any) -> Any:
+        return None if found or not is_users(frame) or _of_a_generator(frame) else line
+
+    tracing = sys.gettrace()
+    sys.settrace(call)
+    try:
+        with suppress(Exception):
+            run()
+    finally:
+        sys.settrace(tracing)
+    return "".join(found)
+
+
+def _of_a_generator(frame: FrameType) -> bool:
+    """True for code of the libraries that draw: the line that calls them is the user's."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("random", "numpy")
 
 
 class _Unseeded:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import line_of
 from ranks import Checks
 from small_models import Mlp, expect_same, twins, x
 from torch import Tensor, nn
@@ -309,12 +310,15 @@ SOURCES = {
 
 @pytest.mark.parametrize(("name", "draw"), SOURCES.items(), ids=list(SOURCES))
 def test_chance_of_python_is_refused(name: str, draw: Callable[[], Any]) -> None:
+    """With the line that draws: that of a function of Python, or that which calls a generator itself."""
+    line = line_of(__file__, "drawn = self.draw()" if name == "`draw`" else f'"{name}": lambda')
     for call in (autotp.parallelize, autotp.explain, autotp.verify):
         states = random.getstate(), np.random.get_state()[1].tolist()
         with pytest.raises(autotp.Error) as raised:
             call(Dice(draw), 1, example_inputs=(x().float(),))
         assert str(raised.value).partition(": ")[2] == (
             f"forward draws a number from {name}, and every later call would use the same number\n"
+            f"  at       {line}\n"
             "  try      torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward"
         )
         assert states == (random.getstate(), np.random.get_state()[1].tolist())

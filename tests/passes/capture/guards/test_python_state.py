@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from errors import message
+from errors import line_of, message
 from torch import Tensor, nn
 
 import autotp
 from autotp.passes.capture.guards.python_state import (
     NOT_ASKED,
+    DrewNumber,
     GradientQueries,
     GradientsWanted,
+    line_that_draws,
     wanted_now,
     without_python_random,
     without_seeds,
@@ -99,6 +102,65 @@ def test_numbers_of_python(draw: Callable[[Held], float], name: str) -> None:
         f"forward draws a number from {name}, and every later call would use the same number"
     )
     assert draw(model) == wanted
+
+
+class Draws(nn.Module):
+    """Draws behind other lines, in a function of a library, of Python, or of a file that calls the generator itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.w = kind, nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(3):
+            x = x + self.w
+            if i == 1:
+                x = x * self.number()
+        return x * random.random()  # later
+
+    def number(self) -> float:
+        if self.kind == "library":
+            return random.choice([1.0, 2.0])  # chosen
+        if self.kind == "numpy":
+            return float(np.random.randint(4) + 1)  # an integer
+        if self.kind == "in a call":
+            return doubled(random.uniform(1, 2))  # as an argument
+        return doubled_of(random.gauss)  # by another name
+
+
+def doubled(number: float) -> float:
+    return 2 * number
+
+
+def doubled_of(draw: Callable[[float, float], float]) -> float:
+    return 2 * draw(1, 2)  # the one
+
+
+KINDS = {
+    "library": "# chosen", "numpy": "# an integer", "in a call": "# as an argument", "another name": "# the one",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_line_that_draws(kind: str) -> None:
+    """The first one, of the user's code; it is found in a capture, too. Whoever traces goes on to trace."""
+    model, tracing = Draws(kind), sys.gettrace()
+    wanted = line_of(__file__, KINDS[kind])
+    assert line_that_draws(model, lambda: model(torch.ones(2, 4))) == wanted
+    assert sys.gettrace() is tracing
+    before = random.getstate(), repr(np.random.get_state())
+    text = message(lambda: autotp.explain(model, 2, example_inputs=torch.ones(2, 4)))
+    assert text.splitlines()[1] == f"  at       {wanted}" and "\n  try      torch.rand" in text
+    assert before == (random.getstate(), repr(np.random.get_state()))
+
+
+def test_no_line_draws() -> None:
+    def fails() -> None:
+        torch.rand(2)
+        raise KeyError
+
+    assert line_that_draws(Held(), fails) == ""
+    assert "at" not in DrewNumber("x").at_line("").facts
 
 
 def test_no_number() -> None:
