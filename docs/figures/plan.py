@@ -20,12 +20,12 @@ THEME = TerminalTheme((13, 17, 23), (230, 237, 243), [*COLOURS, (86, 212, 221), 
 
 
 def drawn() -> str:
-    """Returns the picture: what `rich.print(plan)` prints on a terminal."""
+    """Returns the picture: what `print(plan)` prints on a terminal."""
     with torch.device("meta"):
         plan = autotp.explain(GPT(GPTConfig()), tp=8)
     console = Console(record=True, width=116, file=io.StringIO(), force_terminal=True)
     console.print(plan)
-    title = "rich.print(autotp.explain(GPT(GPTConfig()), tp=8))"
+    title = "print(autotp.explain(GPT(GPTConfig()), tp=8))"
     text = console.export_svg(title=title, theme=THEME, unique_id="plan")
     return re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)  # The fonts would come from the network.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,22 @@ def test_the_printed_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert run(command.split()[1:]) == 0
     found, page = capsys.readouterr().out, shown(command)
     assert re.sub(r"\.py:\d+", ".py", found) == re.sub(r"\.py:\d+", ".py", page)
+
+
+def without_seconds(text: str) -> str:
+    return re.sub(r"\d+\.\d{2,3}(?= s$|  |$)", "SECONDS", text, flags=re.MULTILINE)
+
+
+def test_the_printed_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each part between two `...` is a part of what is printed, in this order."""
+    command = "autotp stages model.py:build:inputs --tp 2 --layers 2 --pass fuse_bias"
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    assert run(command.split()[1:]) == 0
+    found, at = without_seconds(capsys.readouterr().out), 0
+    for part in without_seconds(shown(command)).split("...\n"):
+        assert part in found[at:], part
+        at = found.index(part, at) + len(part)

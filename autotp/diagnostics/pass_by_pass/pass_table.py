@@ -209,7 +209,7 @@ def _facts(step: Step) -> Iterator[str]:
     if step.name == "emit":
         module, *blocks = step.graphs[1]
         calls = sum(node.op == "call_module" for node in module.nodes)
-        yield f"{_many(calls, 'block')} of {_many(len(blocks), 'kind')}"
+        yield f"{_many(calls, 'block')} of {_many(len(blocks), 'kind')}" if calls else "no blocks"
     for name, told in FOUND.items():
         was, now = (getattr(program, name, UNKNOWN) for program in (step.before, step.program))
         if was is not now and (was is UNKNOWN or told(step.program) != told(step.before)):
