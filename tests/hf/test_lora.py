@@ -90,7 +90,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
 
 
 def read_again(rank: int, n: int, folder: Path) -> None:
-    """A model reads the weights of the adapter that it has, as a resumed Trainer does, or adds one; not another kind."""
+    """A model reads weights of an adapter that it has, as a resumed Trainer does, and of a new one; no other kind."""
     whole, inputs = adapted("llama", modules_to_save=["lm_head"])
     first: Any = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
     expected = {name: value.clone() for name, value in first.state_dict().items()}
