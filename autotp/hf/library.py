@@ -16,6 +16,7 @@ from autotp.hf.loops import (
     lightning_calls,
     torchmetrics_calls,
     trainer_calls,
+    trl_calls,
     trl_heads,
 )
 from autotp.hf.loops.after_import import after_import
@@ -26,7 +27,7 @@ from autotp.rules.products import grouped_mm
 WATCHED = (
     "accelerate.accelerator", "accelerate.scheduler", "accelerate.local_sgd", "transformers.training_args",
     "transformers.trainer", "trl.trainer.utils", *lightning_calls.WATCHED, torchmetrics_calls.WATCHED,
-    *adapters.WATCHED,
+    *adapters.WATCHED, *trl_calls.WATCHED,
 )  # fmt: skip
 """Modules of other libraries that are changed once they are imported."""
 
@@ -118,6 +119,7 @@ def _watch() -> None:
     accelerator_methods.watch_accelerator()
     trainer_calls.watch_trainer()
     trl_heads.watch_trl()
+    trl_calls.watch_trl_trainers()
     lightning_calls.watch_lightning()
     torchmetrics_calls.watch_torchmetrics()
     adapters.watch_peft()

@@ -170,6 +170,31 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": x, "labels": x.masked_fill(~mask, -100), "attention_mask": mask.long()}
 
 
+def words() -> Any:
+    """A tokenizer of 97 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w3"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = {"bos_token": "w0", "eos_token": "w1", "pad_token": "w2", "unk_token": "w3"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
+
+
+def texts(kind: str) -> list[dict[str, Any]]:
+    """Sixteen rows of these words, for a trainer of TRL: of the kind that a key of them names."""
+
+    def text(i: int, length: int) -> str:
+        return " ".join(f"w{(i * 31 + j * 17) % 93 + 4}" for j in range(length))
+
+    makers: dict[str, Callable[[int], dict[str, Any]]] = {
+        "text": lambda i: {"text": text(i, 6 + i % 5)},
+        "chosen": lambda i: {"prompt": text(i, 4), "chosen": text(i + 50, 3 + i % 3), "rejected": text(i, 4)},
+        "label": lambda i: {"prompt": text(i, 4), "completion": text(i + 50, 3 + i % 3), "label": i % 2 == 0},
+        "prompt": lambda i: {"prompt": text(i, 4)},
+    }
+    return [makers[kind](i) for i in range(16)]
+
+
 def llama_in_float64(**more: Any) -> Any:
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **more)).double()

@@ -27,6 +27,8 @@ Method = Callable[..., Any]
 _changed: set[type] = set()
 _shown: ContextVar[tuple[int | None, int | None]] = ContextVar("shown", default=(None, None))
 """The index of this process, and the number of processes; None means those of the replicas."""
+_each: ContextVar[bool] = ContextVar("each", default=False)
+"""Whether each rank is shown as the first of all, and as the last."""
 
 
 def show_replicas() -> None:
@@ -50,6 +52,16 @@ def showing(index: int | None = None, number: int | None = None) -> Iterator[Non
         yield
     finally:
         _shown.reset(token)
+
+
+@contextmanager
+def each_is_first() -> Iterator[None]:
+    """A region in which each rank does what the first does alone elsewhere, for files that are its own."""
+    token = _each.set(True)
+    try:
+        yield
+    finally:
+        _each.reset(token)
 
 
 def _change(state: Any) -> None:
@@ -103,7 +115,7 @@ def _of_one_rank(theirs: property, rank: Callable[[], int]) -> property:
     """Returns a property that is True on one rank of all, not on all ranks of one replica."""
     read = theirs.fget
     assert read is not None
-    return property(lambda self: read(self) if replicas() is None else dist.get_rank() == rank())
+    return property(lambda self: read(self) if replicas() is None else _each.get() or dist.get_rank() == rank())
 
 
 def _with_all_ranks(init: Method, kinds: Any) -> Method:

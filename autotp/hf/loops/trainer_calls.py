@@ -4,6 +4,7 @@ Trainer counts processes, and writes on the first alone. It sees replicas (NOTE 
 `replicas.py`), and the first of all ranks writes. What that writes of a parallel model, its weights and the optimizer's
 state, is gathered from all ranks of a replica before: so a checkpoint is one device's, and any number of ranks goes on
 from it. (To read one needs nothing of ours: `load_state_dict` of a parallel model and of its optimizer take the whole.)
+What the first rank does alone with a hub fails on all ranks, if it fails. Optimizers of matrices get whole matrices.
 
 This module does not import transformers before the user's program does.
 """
@@ -11,12 +12,14 @@ This module does not import transformers before the user's program does.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
@@ -24,14 +27,19 @@ from autotp.distributed.mesh import expect_alike
 from autotp.errors import Error
 from autotp.hf.adapters import already_saved
 from autotp.hf.loops.accelerate_state import showing
+from autotp.hf.loops.neftune import noisy
 from autotp.hf.loops.replica_collectives import ReplicaCollectives
 from autotp.hf.loops.replicas import done_by_all, of_all, replicas
 from autotp.hf.overrides import whole_size
 from autotp.runtime.module import ParallelModule
+from autotp.runtime.optim.whole_matrices import whole_matrices
+from autotp.runtime.torch_hooks.optimizer_guard import looks_at_matrices
 
 Method = Callable[..., Any]
 STATES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state.pth")
 SHARED = "a folder that all machines share, or the same files"
+IN_BACKWARD = re.compile("lomo|layerwise")
+"""Values of `optim` that step each parameter as soon as it has its gradient."""
 _changed: set[type] = set()
 
 
@@ -51,6 +59,7 @@ def watch_trainer() -> None:
         setattr(trainer, name, wraps(theirs)(around(theirs)))
     module: Any = sys.modules["transformers.trainer"]
     module.get_model_param_count = _counting(module.get_model_param_count)
+    module.activate_neftune = noisy(module.activate_neftune)
     functions: Any = sys.modules["transformers.trainer_pt_utils"]
     functions.dist = ReplicaCollectives()  # It gathers logged losses and counts of operations.
 
@@ -160,6 +169,57 @@ def _there_for_all(method: Method) -> Method:
     return _save_checkpoint
 
 
+# ---- the hub, and optimizers
+
+
+def _opening_repository(method: Method) -> Method:
+    def init_hf_repo(self: Any, token: str | None = None) -> None:
+        """The first rank alone opens a repository; all know its name then, or none goes on."""
+        if not _is_ours(self):
+            return method(self, token)
+        done_by_all(partial(method, self, token))
+        told = [self.hub_model_id]
+        dist.broadcast_object_list(told)
+        self.hub_model_id, self.push_in_progress = told[0], getattr(self, "push_in_progress", None)
+
+    return init_hf_repo
+
+
+def _pushing(method: Method) -> Method:
+    def push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_ours(self):
+            return method(self, *args, **kwargs)
+        return done_by_all(partial(method, self, *args, **kwargs))
+
+    return push_to_hub
+
+
+def _making_optimizer(method: Method) -> Method:
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """An optimizer that looks at matrices steps whole ones, each on one rank."""
+        if self.optimizer is not None or not _is_ours(self):
+            return method(self, *args, **kwargs)
+        given, name = self.optimizer_cls_and_kwargs, str(getattr(self.args.optim, "value", self.args.optim))
+        if given is None and IN_BACKWARD.search(name):
+            raise Error(
+                f'optim="{name}" steps in backward, each parameter by its own gradient, and ranks have parts of these',
+                fix='optim="adafactor" or "adamw_torch"',
+            )
+        kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        self.optimizer_cls_and_kwargs = _of_wholes(kind), options
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.optimizer_cls_and_kwargs = given
+
+    return create_optimizer
+
+
+def _of_wholes(kind: Any) -> Any:
+    matrices = isinstance(kind, type) and issubclass(kind, Optimizer) and looks_at_matrices(kind)
+    return whole_matrices(kind) if matrices else kind
+
+
 def _is_ours(trainer: Any) -> bool:
     return isinstance(trainer.model, ParallelModule) and trainer.model.mesh.everyone.size > 1 and replicas() is not None
 
@@ -172,5 +232,8 @@ AROUND: dict[str, Callable[[Method], Method]] = {
     "_save_checkpoint": _there_for_all,
     "is_world_process_zero": _first_of_all,
     "hyperparameter_search": _refusing,
+    "init_hf_repo": _opening_repository,
+    "push_to_hub": _pushing,
+    "create_optimizer": _making_optimizer,
 }
 """Methods of `Trainer`, and what makes ours of theirs."""

@@ -246,9 +246,18 @@ def _exchanged(kind: str, text: str, place: Mesh, step: int) -> list[str]:
     return [text for _, _, text in every]
 
 
-def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:
-    names = (each.__name__.lower().replace("_", "") for each in type(optimizer).__mro__)
-    return any(kind.search(name) for name in names)
+def looks_at_matrices(kind: type[Optimizer]) -> bool:
+    """True for a class of optimizers that is known not to work element by element."""
+    return _named(OF_A_MATRIX, kind)
+
+
+def _is(pattern: re.Pattern[str], optimizer: Optimizer) -> bool:
+    return _named(pattern, type(optimizer))
+
+
+def _named(pattern: re.Pattern[str], kind: type[Optimizer]) -> bool:
+    names = (each.__name__.lower().replace("_", "") for each in kind.__mro__)
+    return any(pattern.search(name) for name in names)
 
 
 # ---- NOTE [When ranks are compared]

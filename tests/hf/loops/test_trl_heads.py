@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face import LLAMA, expect_close
+from hugging_face import LLAMA, expect_close, texts, words
 from ranks import run_ranks
 
 import autotp
@@ -43,23 +43,10 @@ def test_formula(given: dict[str, Any]) -> None:
     assert log_probabilities(hidden, weight, None, targets, *more.values(), ("log_probs",))[1:] == (None,) * 4
 
 
-def words() -> Any:
-    """A tokenizer of 97 words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w3"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    ends = {"bos_token": "w0", "eos_token": "w1", "pad_token": "w2", "unk_token": "w3"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
-
-
 def trained(
     rank: int, n: int, folder: Path, kind: str, tp: int | None = None, bf16: bool = False
 ) -> list[dict[str, float]]:
     from datasets import Dataset
-
-    def text(i: int, length: int) -> str:
-        return " ".join(f"w{(i * 31 + j * 17) % 93 + 4}" for j in range(length))
 
     def model(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -67,10 +54,7 @@ def trained(
         made = transformers.LlamaForCausalLM(config).to(torch.float32 if bf16 else torch.float64)
         return autotp.parallelize(made, tp or n) if (tp or n) > 1 else made
 
-    if kind == "sft":
-        rows = [{"text": text(i, 6 + i % 5)} for i in range(16)]
-    else:
-        rows = [{"prompt": text(i, 4), "chosen": text(i + 50, 3 + i % 3), "rejected": text(i, 4)} for i in range(16)]
+    rows = texts("text" if kind == "sft" else "chosen")
     kinds = {
         "sft": (trl.SFTTrainer, trl.SFTConfig, {}),
         "dpo": (trl.DPOTrainer, trl.DPOConfig, {"ref_model": model(1)}),
