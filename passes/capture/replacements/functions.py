@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autotp.errors import Error
 from autotp.ops.losses import ctc_loss
 
-DATA = getattr(Tensor, "data").__get__  # noqa: B009  mypy sees a tensor.
+DATA, SET_DATA = getattr(Tensor, "data").__get__, getattr(Tensor, "data").__set__  # noqa: B009  mypy sees a tensor.
+REAL = getattr(Tensor, "real").__get__  # noqa: B009
 
 
 class ReplacedFunctions(TorchFunctionMode):
@@ -25,11 +27,16 @@ class ReplacedFunctions(TorchFunctionMode):
     `x.float()` is x itself where x has this dtype, and so are `x.to(x.device)`, dropout in evaluation and others. Under
     `torch.no_grad()` the exporter writes `detach(x.float())` into the graph, and takes this for x from then on: x would
     have no gradient in the rest of the model. So a function gets `x.detach()` there, and if it returns this, the result
-    is x.
+    is x. An input may require gradients in a later call, so it is treated so whether it does now or not.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch._C.is_grad_enabled() and not _changes_operands(func, kwargs or {}):
+        if func == SET_DATA:
+            raise Error(
+                "forward assigns to `.data` of a tensor, which a graph does not do",
+                fix="tensor.copy_(value) under torch.no_grad() for a buffer; for a parameter, in the training loop",
+            )
+        if not torch._C.is_grad_enabled() and not _makes_or_changes(func, kwargs or {}):
             return self._without_gradients(func, args, kwargs or {})
         return self._replaced(func, args, kwargs)
 
@@ -42,7 +49,7 @@ class ReplacedFunctions(TorchFunctionMode):
         detached: dict[int, tuple[Tensor, Tensor]] = {}  # the operand's id -> the operand, and what stands for it
         with torch._C.DisableTorchFunction():
             for x in pytree.tree_leaves((args, kwargs)):
-                if isinstance(x, Tensor) and x.requires_grad:
+                if isinstance(x, Tensor) and (x.requires_grad or (func in CONVERSIONS and x.is_floating_point())):
                     detached.setdefault(id(x), (x, x.detach()))
         if not detached:
             return self._replaced(func, args, kwargs)
@@ -67,16 +74,25 @@ class ReplacedFunctions(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _changes_operands(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """True for functions that write into an operand or look at the object itself."""
+def _makes_or_changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """True for functions that write into an operand, look at the object itself, or never return it."""
+    if func == REAL:
+        return False
     name = getattr(func, "__name__", "_")
-    return kwargs.get("out") is not None or name.endswith("_") or name in OF_OBJECTS
+    made = kwargs.get("requires_grad") is not None
+    return made or kwargs.get("out") is not None or name.endswith("_") or name in OF_OBJECTS
 
 
 DROPOUTS = {F.dropout: ("input", "p", "training", "inplace"), torch.dropout: ("input", "p", "train")}
 """Function -> its arguments. In evaluation, and with p=0, it returns its input."""
 OF_OBJECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"})
 """Functions that change what autograd knows of a tensor. Others that do have names that end in `_`."""
+CONVERSIONS = (
+    Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as, Tensor.cpu,
+    Tensor.cuda, REAL, torch.real, torch.positive, Tensor.positive, Tensor.__pos__, torch.broadcast_tensors,
+    torch.functional.broadcast_tensors, torch.atleast_1d, torch.atleast_2d, torch.atleast_3d,
+)  # fmt: skip
+"""Functions that return an operand which needs no conversion."""
 
 
 @contextmanager

@@ -100,6 +100,7 @@ def conversions(x: Tensor) -> dict[str, Callable[[], Tensor]]:
         "cpu": lambda: x.cpu(),
         "positive": lambda: +x,
         "real": lambda: torch.real(x),
+        "real_of": lambda: x.real,
         "atleast_1d": lambda: torch.atleast_1d(x),
         "broadcast": lambda: torch.broadcast_tensors(x, x)[0],
         "dropout": lambda: F.dropout(x, 0.1, False),
@@ -143,6 +144,53 @@ def test_the_gradient_is_there_in_training() -> None:
         model(x).square().sum().backward()
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(parallel.get_parameter(name).grad, parameter.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", conversions(torch.ones(1)))
+def test_an_input_keeps_its_gradient(name: str) -> None:
+    """Captured with an input that needs no gradient, or with one that does."""
+    whole = Normed(name, torch.no_grad, "input", False)
+    for needs in (False, True):
+        parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=torch.randn(3, 6, requires_grad=needs))
+        x = torch.linspace(-1, 2, 18).view(3, 6).requires_grad_()
+        (expected,) = torch.autograd.grad(whole(x).square().sum(), x)
+        (found,) = torch.autograd.grad(parallel(x).square().sum(), x)
+        torch.testing.assert_close(found, expected)
+
+
+class Makes(nn.Module):
+    """Adds what `make` gives without gradients. x: [rows, 6]"""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.make = nn.Linear(6, 24), nn.Linear(24, 6), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        with torch.no_grad():
+            made = self.make(hidden)
+        return self.down(hidden.relu() + made)
+
+
+def test_a_new_tensor_has_no_gradient() -> None:
+    model = Makes(lambda x: torch.asarray(x, requires_grad=False))
+    report = autotp.verify(model, 2, example_inputs=torch.randn(3, 6))
+    assert report.ok, report
+
+
+class Assigns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 24), nn.Linear(24, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.data = F.normalize(self.up.weight.data, dim=1)
+        return self.down(self.up(x).relu())
+
+
+def test_what_is_assigned_to_data_is_not_lost() -> None:
+    with pytest.raises(autotp.Error, match=r"forward assigns to `\.data` of a tensor, which a graph does not do"):
+        autotp.parallelize(Assigns(), 1, example_inputs=torch.randn(3, 6))
 
 
 def test_in_place_functions_write_into_their_operand() -> None:
