@@ -13,13 +13,14 @@ from autotp.hf.loops import (
     accelerate_calls,
     accelerate_state,
     accelerator_methods,
+    fabric_calls,
     lightning_calls,
     torchmetrics_calls,
     trainer_calls,
-    trl_calls,
     trl_heads,
 )
 from autotp.hf.loops.after_import import after_import
+from autotp.hf.loops.settings import trl_calls
 from autotp.model_library import ModelLibrary
 from autotp.rules.common import whole
 from autotp.rules.products import grouped_mm
@@ -27,6 +28,7 @@ from autotp.rules.products import grouped_mm
 WATCHED = (
     "accelerate.accelerator", "accelerate.scheduler", "accelerate.local_sgd", "transformers.training_args",
     "transformers.trainer", "trl.trainer.utils", *lightning_calls.WATCHED, torchmetrics_calls.WATCHED,
+    *fabric_calls.WATCHED,
     *adapters.WATCHED, *trl_calls.WATCHED,
 )  # fmt: skip
 """Modules of other libraries that are changed once they are imported."""
@@ -121,6 +123,7 @@ def _watch() -> None:
     trl_heads.watch_trl()
     trl_calls.watch_trl_trainers()
     lightning_calls.watch_lightning()
+    fabric_calls.watch_fabric()
     torchmetrics_calls.watch_torchmetrics()
     adapters.watch_peft()
 

@@ -221,3 +221,17 @@ def test_started_by_others(how: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *command], env=variables, stdout=subprocess.PIPE, text=True, timeout=100)
     told = sorted(line for line in done.stdout.splitlines() if line.startswith("tp="))
     assert told == [f"tp=2, rank {rank} on cpu [8@tp, 4] 0.135520" for rank in range(2)]
+
+
+def test_accelerate_starts_one_process_for_a_cpu() -> None:
+    """`accelerate launch --cpu --num_processes=2` is one process, and the error names torchrun."""
+    pytest.importorskip("accelerate")
+    script = str(HERE / "scripts" / "launched.py")
+    given = ["--cpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    variables = {name: value for name, value in os.environ.items() if not NAMES.match(name)}
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "accelerate.commands.launch", *given, script, "launch"]
+    done = subprocess.run(command, env=variables, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode
+    told = "autotp.Error: parallelize(Sequential, tp=2): tp=2 needs 2 processes, and this is one\n"
+    assert f"{told}  try      torchrun --nproc-per-node 2 {script}" in done.stderr

@@ -82,6 +82,21 @@ def test_each_call_says_so() -> None:
         )
 
 
+def test_adapters_on_a_quantized_base_say_so() -> None:
+    """QLoRA: the weights under the adapters stay quantized."""
+    peft = pytest.importorskip("peft")
+    base = with_parameter("bitsandbytes.nn.modules", "Params4bit")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0", "1"]))
+    with pytest.raises(autotp.Error) as raised:
+        autotp.parallelize(model, 1, example_inputs=torch.ones(2, 4))
+    first, *others = str(raised.value).splitlines()
+    assert first == (
+        "parallelize(PeftModel, tp=1): `base_model.model.1.base_layer.weight` is quantized by bitsandbytes (a "
+        "Params4bit), and weights that are quantized cannot be cut"
+    )
+    assert others[1] == "  or       dtype=torch.bfloat16, and LoRA: autotp.parallelize(get_peft_model(model, config))"
+
+
 @checks.on(2)
 def every_rank_is_told(rank: int, n: int) -> None:
     """Also where one rank only has quantized weights."""

@@ -30,6 +30,7 @@ THROUGH_A_PUBLIC_CALL = {
     "estimation/counts/pieces": "estimation/counts/test_activations",
     "hf/loops/accelerate_calls": "hf/loops/test_accelerator_methods",
     "hf/loops/accelerate_state": "hf/loops/test_replicas",
+    "hf/loops/settings/neftune": "hf/loops/test_trainer_calls",
     "hf/loops/replica_collectives": "hf/loops/test_replicas",
     "hf/loops/torchmetrics_calls": "hf/loops/test_lightning_calls",
     "hf/caches": "hf/test_generation",

@@ -32,7 +32,7 @@ from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.errors import Error
 from autotp.hf.loops.accelerator_methods import checksum
-from autotp.hf.loops.replicas import is_one_replica
+from autotp.hf.loops.replicas import is_one_replica, own_ranks
 from autotp.runtime.module import ParallelModule, Submodule
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
@@ -49,31 +49,34 @@ def watch_lightning() -> None:
         _changed.add(name)
         strategies: Any = sys.modules[f"{name}.strategies"]
         for kind in (strategies.Strategy, strategies.ParallelStrategy, strategies.DDPStrategy):
-            _change(kind, OF_ALL)
-        _change(strategies.SingleDeviceStrategy, OF_ALL | OF_SINGLE_DEVICE)
-        _change(strategies.ModelParallelStrategy, OF_ALL | _of_model_parallel(strategies.Strategy))
+            change(kind, OF_ALL, parallel_in)
+        change(strategies.SingleDeviceStrategy, OF_ALL | OF_SINGLE_DEVICE, parallel_in)
+        change(strategies.ModelParallelStrategy, OF_ALL | _of_model_parallel(strategies.Strategy), parallel_in)
         for kind in (strategies.FSDPStrategy, strategies.DeepSpeedStrategy):
-            _change(kind, {"setup": _refuse})
+            change(kind, {"setup": _refuse}, parallel_in)
         _watch_functions(name)
         _watch_summary(sys.modules[f"{name}.utilities.model_summary.model_summary"])
 
 
-def _change(kind: type, table: dict[str, Method]) -> None:
-    """Changes those methods and properties of a strategy that it defines itself."""
+def change(kind: type, table: dict[str, Method], holds: Callable[[Any], Any]) -> None:
+    """Changes those methods and properties of a strategy that it defines itself: see NOTE [One device for Lightning].
+
+    Args:
+        table: name -> `ours(strategy, theirs, ...)`.
+        holds: takes a strategy; ours stand for theirs where it returns something that is true.
+    """
     for name, ours in table.items():
         theirs = vars(kind).get(name)
         if isinstance(theirs, property):
-            setattr(kind, name, property(_for_ours(theirs.fget, ours)))
+            setattr(kind, name, property(_for_ours(theirs.fget, ours, holds)))
         elif theirs is not None:
-            setattr(kind, name, _for_ours(theirs, ours))
+            setattr(kind, name, _for_ours(theirs, ours, holds))
 
 
-def _for_ours(theirs: Any, ours: Method) -> Any:
-    """Returns `ours(strategy, theirs, ...)` where the LightningModule holds a parallel model; `theirs` elsewhere."""
-
+def _for_ours(theirs: Any, ours: Method, holds: Callable[[Any], Any]) -> Any:
     @wraps(theirs)
     def called(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        if parallel_in(strategy):
+        if holds(strategy):
             return ours(strategy, theirs, *args, **kwargs)
         return theirs(strategy, *args, **kwargs)
 
@@ -82,7 +85,11 @@ def _for_ours(theirs: Any, ours: Method) -> Any:
 
 def parallel_in(strategy: Any) -> list[tuple[str, ParallelModule]]:
     """Returns the parallel models of several ranks in a strategy's LightningModule, with their names there."""
-    module = strategy.lightning_module
+    return parallel_models(strategy.lightning_module)
+
+
+def parallel_models(module: Any) -> list[tuple[str, ParallelModule]]:
+    """Returns the parallel models of several ranks in a module, with their names there."""
     found = module.named_modules() if isinstance(module, nn.Module) else ()
     return [(name, it) for name, it in found if isinstance(it, ParallelModule) and it.mesh.everyone.size > 1]
 
@@ -96,8 +103,19 @@ def _mesh(strategy: Any) -> Mesh:
 
 def _setup(strategy: Any, theirs: Method, trainer: Any) -> Any:
     """Sets a strategy up; only the first rank prints and logs, and what is not parallel has its values."""
+    begin(strategy, strategy.lightning_module)
+    return theirs(strategy, trainer)
+
+
+def begin(strategy: Any, module: nn.Module) -> None:
+    """Prepares a module with parallel models: only the first rank prints, and what is not parallel has its values.
+
+    Raises:
+        Error: the ranks of these models are not all processes.
+    """
+    models = parallel_models(module)
+    mesh = models[0][1].mesh.everyone
     if not is_one_replica():
-        mesh = _mesh(strategy)
         raise Error(
             f"{type(strategy).__name__} with tp={mesh.size} of {dist.get_world_size()} processes: "
             "Lightning takes the other ranks of each model for replicas",
@@ -105,18 +123,20 @@ def _setup(strategy: Any, theirs: Method, trainer: Any) -> Any:
             alternative="autotp.distribute(model, tp=..., dp=...), in a loop of your own",
         )
     sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = dist.get_rank()
-    held = {id(x) for _, model in parallel_in(strategy) for x in (*model.parameters(), *model.buffers())}
-    module = strategy.lightning_module
+    held = {id(x) for _, model in models for x in (*model.parameters(), *model.buffers())}
     for tensor in (x for x in (*module.parameters(), *module.buffers()) if id(x) not in held):
-        mesh = _mesh(strategy)
         tensor.data = broadcast_from_first(tensor.data.to(mesh.device), mesh)
-    return theirs(strategy, trainer)
 
 
 def _refuse(strategy: Any, theirs: Method, trainer: Any) -> Any:
-    raise Error(
+    raise divided(strategy, "Trainer")
+
+
+def divided(strategy: Any, caller: str) -> Error:
+    """Returns the Error for a strategy that divides a model."""
+    return Error(
         f"{type(strategy).__name__} divides a model among replicas, and these are the ranks of one parallel model",
-        fix='Trainer(strategy="auto"), or strategy=ModelParallelStrategy()',
+        fix=f'{caller}(strategy="auto"), or strategy=ModelParallelStrategy()',
     )
 
 
@@ -137,7 +157,8 @@ def _broadcast(strategy: Any, theirs: Method, obj: Any, src: int = 0) -> Any:
     return held[0]
 
 
-def _itself(strategy: Any, theirs: Method, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def itself(strategy: Any, theirs: Method, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the argument."""
     return tensor
 
 
@@ -151,9 +172,13 @@ def _gathered(strategy: Any, theirs: Method, tensor: Tensor, group: Any = None, 
 
 
 def _whole_state(strategy: Any, theirs: Method) -> dict[str, Any]:
-    """Returns the whole state dict of the LightningModule on the first rank; the others lack what is gathered."""
-    state: dict[str, Any] = dict(strategy.lightning_module.state_dict())
-    for path, model in parallel_in(strategy):
+    return whole_state(strategy.lightning_module)
+
+
+def whole_state(module: nn.Module) -> dict[str, Any]:
+    """Returns the whole state dict of a module on the first rank; the others lack what is gathered."""
+    state: dict[str, Any] = dict(module.state_dict())
+    for path, model in parallel_models(module):
         prefix = f"{path}." if path else ""
         mine = {name[len(prefix) :]: name for name in state if name.startswith(prefix)}
         whole = full_state_dict(model, mine.__contains__)
@@ -165,7 +190,8 @@ def _whole_state(strategy: Any, theirs: Method) -> dict[str, Any]:
     return state
 
 
-def _whole_optimizer_state(strategy: Any, theirs: Method, optimizer: Any) -> Any:
+def whole_optimizer_state(strategy: Any, theirs: Method, optimizer: Any) -> Any:
+    """Returns the whole state of an optimizer, on the first rank."""
     optimizer = getattr(optimizer, "_optimizer", optimizer)
     whole = whole_state_dict(optimizer)
     return optimizer.state_dict() if whole is None else whole
@@ -174,11 +200,11 @@ def _whole_optimizer_state(strategy: Any, theirs: Method, optimizer: Any) -> Any
 def _saved_by_first(strategy: Any, theirs: Method, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     """The first rank writes; if it cannot, all ranks are told."""
     mesh = _mesh(strategy)
-    _expect_no_parts(checkpoint, mesh)
+    expect_no_parts(checkpoint, mesh)
     agree(mesh, lambda: theirs(strategy, checkpoint, *args, **kwargs))
 
 
-def _expect_no_parts(checkpoint: dict[str, Any], mesh: Mesh) -> None:
+def expect_no_parts(checkpoint: dict[str, Any], mesh: Mesh) -> None:
     """Raises Error, on every rank, if some rank has a tensor that the first rank has not: parts differ."""
     leaves = pytree.tree_leaves_with_path(checkpoint)
     said = {pytree.keystr(path): x for path, x in leaves if isinstance(x, Tensor) and x.dim()}
@@ -209,22 +235,25 @@ def _constant(value: Any) -> Method:
     return lambda strategy, theirs, *args, **kwargs: value
 
 
-OF_ALL: dict[str, Method] = {
-    "setup": _setup,
-    "configure_ddp": _constant(None),
+ALONE: dict[str, Method] = {
     "distributed_sampler_kwargs": _constant({"num_replicas": 1, "rank": 0}),
-    "reduce": _itself,
     "all_gather": _gathered,
     "reduce_boolean_decision": _decided_by_first,
+}
+"""Methods and properties of strategies of Trainer and of Fabric, and what stands for them."""
+OF_ALL: dict[str, Method] = ALONE | {
+    "setup": _setup,
+    "configure_ddp": _constant(None),
+    "reduce": itself,
     "lightning_module_state_dict": _whole_state,
-    "optimizer_state": _whole_optimizer_state,
+    "optimizer_state": whole_optimizer_state,
     "save_checkpoint": _saved_by_first,
     "load_checkpoint": _read_by_all,
 }
-"""Methods and properties of strategies, and what stands for them."""
+"""Those of Trainer's."""
 OF_SINGLE_DEVICE: dict[str, Method] = {
     "is_global_zero": lambda strategy, theirs: dist.get_rank() == 0,
-    "root_device": lambda strategy, theirs: _mesh(strategy).device,
+    "root_device": lambda strategy, theirs: own_ranks().device,
     "barrier": _barrier,
     "broadcast": _broadcast,
 }
@@ -233,11 +262,12 @@ OF_SINGLE_DEVICE: dict[str, Method] = {
 def _of_model_parallel(base: Any) -> dict[str, Method]:
     """ModelParallelStrategy would write each rank's parts under one name: it saves as other strategies do."""
     names = ("save_checkpoint", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
-    as_others = {name: _as_base(getattr(base, name)) for name in names}
+    as_others = {name: as_base(getattr(base, name)) for name in names}
     return as_others | {"lightning_restore_optimizer": _constant(True)}
 
 
-def _as_base(method: Method) -> Method:
+def as_base(method: Method) -> Method:
+    """Returns what stands for a method of a strategy: that of its base class."""
     return lambda strategy, theirs, *args, **kwargs: method(strategy, *args, **kwargs)
 
 
@@ -246,24 +276,19 @@ def _watch_functions(name: str) -> None:
     ddp, data = sys.modules[f"{name}.strategies.ddp"], sys.modules[f"{name}.trainer.connectors.data_connector"]
     result = sys.modules[f"{name}.trainer.connectors.logger_connector.result"]
     found: Any = (ddp, data, result)
-    _instead(found[0], "_sync_module_states", lambda theirs, module: None if _has_parallel(module) else theirs(module))
-    _instead(
+    instead(found[0], "_sync_module_states", lambda theirs, module: None if _has_parallel(module) else theirs(module))
+    instead(
         found[1], "_auto_add_worker_init_fn", lambda theirs, rows, rank: theirs(rows, 0 if is_one_replica() else rank)
     )
-    _instead(found[2], "_distributed_is_initialized", lambda theirs: theirs() and not is_one_replica())
-    _instead(
+    instead(found[2], "_distributed_is_initialized", lambda theirs: theirs() and not is_one_replica())
+    instead(
         found[1]._DataConnector,
         "_requires_distributed_sampler",
         lambda theirs, it, rows: not parallel_in(it.trainer.strategy) and theirs(it, rows),
     )
 
 
-def _as_first(theirs: Method, rows: Any, rank: int) -> None:
-    """Workers of all ranks draw the same random numbers: those of the first rank."""
-    theirs(rows, 0 if is_one_replica() else rank)
-
-
-def _instead(holder: Any, name: str, ours: Method) -> None:
+def instead(holder: Any, name: str, ours: Method) -> None:
     """Replaces a function by `ours(theirs, ...)`."""
     theirs = getattr(holder, name)
     setattr(holder, name, wraps(theirs)(lambda *args, **kwargs: ours(theirs, *args, **kwargs)))
@@ -279,7 +304,7 @@ def _watch_summary(module: Any) -> None:
     module.ModelSummary.total_parameters = property(lambda it: _size(it._model.parameters()))
     trained = property(lambda it: _size(p for p in it._model.parameters() if p.requires_grad))
     module.ModelSummary.trainable_parameters = trained
-    _instead(
+    instead(
         module.LayerSummary,
         "_register_hook",
         lambda theirs, it: None if isinstance(it._module, Submodule) else theirs(it),
