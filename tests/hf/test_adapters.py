@@ -286,6 +286,18 @@ def transformers_puts_adapters_in(rank: int, n: int) -> None:
         cut.add_adapter(lora("gpt2", use_dora=True), "second")
 
 
+def test_gradient_checkpointing_is_recomputation() -> None:
+    """peft's model passes the calls of a Trainer on to the model in it, and has no inputs that need gradients."""
+    base, inputs = tiny("llama")
+    cut = autotp.parallelize(peft.get_peft_model(base, lora()), 1, example_inputs=inputs)
+    cut.gradient_checkpointing_enable()
+    assert cut.recompute == "full" and cut.is_gradient_checkpointing
+    cut.enable_input_require_grads()
+    cut(**inputs).loss.backward()
+    cut.gradient_checkpointing_disable()
+    assert cut.recompute == "none" and not cut.is_gradient_checkpointing
+
+
 # ---- files
 
 
