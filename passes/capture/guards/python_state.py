@@ -154,10 +154,9 @@ SEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offse
 class DrewNumber(Error):
     """The model drew a number from a random generator of Python or numpy."""
 
-    def at_line(self, line: str) -> DrewNumber:
-        """Returns this error with the source line that drew; with none, if that is not known."""
-        self.facts = {"at": line, **self.facts} if line else self.facts
-        return self
+    def at_line(self, line: str) -> Error:
+        """Returns the error for the user, with the source line that drew; with none, if that is not known."""
+        return Error(self.problem, **({"at": line} if line else {}), **self.facts)
 
 
 def _sources(model: nn.Module) -> dict[str, Any]:
@@ -181,11 +180,12 @@ def without_python_random(model: nn.Module) -> Iterator[None]:
     for name, source in ((name, source) for name, source in sources.items() if name in drawn):
         _restore(source, before[name])
     if drawn:
-        raise DrewNumber(
+        told = Error(
             f"forward draws a number from {drawn[0]}, and every later call would use the same number",
             fix=instead_of_python_random(model)
             or "torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward",
         )
+        raise DrewNumber(told.problem, **told.facts)
 
 
 def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:

@@ -150,6 +150,9 @@ def test_the_line_that_draws(kind: str) -> None:
     assert sys.gettrace() is tracing
     before = random.getstate(), repr(np.random.get_state())
     text = message(lambda: autotp.explain(model, 2, example_inputs=torch.ones(2, 4)))
+    with pytest.raises(autotp.Error) as raised:
+        autotp.explain(model, 2, example_inputs=torch.ones(2, 4))
+    assert type(raised.value) is autotp.Error
     assert text.splitlines()[1] == f"  at       {wanted}" and "\n  try      torch.rand" in text
     assert before == (random.getstate(), repr(np.random.get_state()))
 
