@@ -159,7 +159,7 @@ class Flat(nn.Module):
     def _run(self, args: Any, kwargs: Any) -> Any:
         """Runs the model, restores its attributes, and returns its result and what it set."""
         modules = dict(self.model.named_modules())
-        before, buffers = Before(self.model), dict(self.model.named_buffers())
+        before, buffers = Before(self.model), dict(self.model.named_buffers(remove_duplicate=False))
         of_names = NamedBefore(self.model)
         try:
             with self.reading, around_forward(self.model, self.asked, self.exactly):
@@ -279,9 +279,29 @@ def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
     """Returns the buffers that forward replaced (`self.mean = ...`), which the exporter does not see.
 
     A buffer of another shape or dtype counts as a changed attribute (`passes/capture/guards/attribute_writes.py`).
+
+    Raises:
+        Error: one of several names of a buffer has a new tensor, and the others do not.
     """
-    found = {name: now for name, now in model.named_buffers() if name in before and now is not before[name]}
-    return {name: now for name, now in found.items() if not is_new(now, before[name])}
+    after = dict(model.named_buffers(remove_duplicate=False))
+    found = {name: after[name] for name, was in before.items() if after.get(name, was) is not was}
+    names: dict[int, list[str]] = {}
+    for name, was in before.items():
+        names.setdefault(id(was), []).append(name)
+    for name in found:
+        shared = names[id(before[name])]
+        if any(after.get(other) is not after[name] for other in shared):
+            raise Error(
+                f"forward assigns to the buffer `{name}`, which is one tensor with {_others(shared, name)}: "
+                "later calls would find two",
+                fix="buffer.copy_(value) under torch.no_grad(), or a buffer of its own for each name",
+            )
+    first = {name: now for name, now in found.items() if name == names[id(before[name])][0]}
+    return {name: now for name, now in first.items() if not is_new(now, before[name])}
+
+
+def _others(names: Sequence[str], name: str) -> str:
+    return ", ".join(f"`{other}`" for other in names if other != name)
 
 
 def _places_of(model: nn.Module, tensors: Sequence[Tensor]) -> frozenset[Slot]:

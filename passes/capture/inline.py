@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._C._functorch import get_interpreter_stack
 from torch._functorch import predispatch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -96,8 +96,22 @@ def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
     builder.env.update(zip(results, _inlined(builder, graph, given), strict=True))
 
 
+def with_whole(x: Tensor, in_dim: int, level: int) -> Any:
+    """Does what torch's `_add_batch_dim` does, and notes on the rows of what they are."""
+    found = predispatch._add_batch_dim(x, in_dim, level)
+    found.autotp_whole = x, in_dim, found._version  # type: ignore[attr-defined]
+    return found
+
+
 def rows_first(x: Any, level: int, rows: int, out_dim: int) -> Any:
-    """Does what torch's `_remove_batch_dim` does, in two steps that the exporter records."""
+    """Does what torch's `_remove_batch_dim` does, in two steps that the exporter records.
+
+    Rows that the function returns as it got them are the operand, also under `torch.no_grad()`. NOTE [Functions that
+    return their operand]
+    """
+    whole, dim, version = getattr(x, "autotp_whole", (None, 0, 0))
+    if whole is not None and not torch.is_grad_enabled() and out_dim % whole.ndim == dim and x._version == version:
+        return whole
     found = predispatch._remove_batch_dim(x, level, rows, 0)
     return found if out_dim == 0 else found.movedim(0, out_dim)
 
@@ -128,6 +142,8 @@ def _run(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
         return env.get(x, x)
 
     for node in nodes:
+        if has(node.target, Trait.ASSERTION):
+            continue
         args = fx.node.map_aggregate(node.args, value)
         kwargs = fx.node.map_aggregate(node.kwargs, value)
         if str(node.target) == "wrap_with_set_grad_enabled":

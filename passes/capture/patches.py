@@ -56,7 +56,7 @@ from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.guard import Reads
 from autotp.passes.capture.guards.python_state import GradientQueries, without_python_random, without_seeds
-from autotp.passes.capture.inline import rows_first
+from autotp.passes.capture.inline import rows_first, with_whole
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.replacements.functions import ReplacedFunctions, known_causality
 from autotp.passes.capture.replacements.transformer_layers import slow_path
@@ -80,7 +80,7 @@ def around_capture(autocast: Autocast) -> Iterator[None]:
         alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), _no_cache(), _use_lazy_graph_module(True),
         mock.patch.object(proxy, "CapturedTraceback", UserStack),
         mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
-        mock.patch.object(vmap, "_remove_batch_dim", rows_first),
+        mock.patch.object(vmap, "_add_batch_dim", with_whole), mock.patch.object(vmap, "_remove_batch_dim", rows_first),
     ):  # fmt: skip
         yield
 

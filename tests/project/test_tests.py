@@ -63,7 +63,6 @@ BY_WHAT_IS_CAPTURED = {
     "passes/capture/capture": "passes/capture/test_inline",
     "passes/capture/captured": "passes/capture/guards/test_attribute_writes",
     "passes/capture/exported_program": "passes/capture/test_inline",
-    "passes/capture/flatten": "passes/capture/guards/test_attribute_writes",
     "passes/capture/patches": "passes/capture/guards/test_guard",
     "passes/capture/repeats/record": "passes/capture/repeats/test_repeats",
     "passes/capture/repeats/unfold": "passes/capture/repeats/test_repeats",

@@ -42,6 +42,8 @@ class ReplacedFunctions(TorchFunctionMode):
 
     def _without_gradients(self, func: Any, args: Any, kwargs: Any) -> Any:
         """NOTE [Functions that return their operand]"""
+        if func in LIFTS:
+            return args[0] if args else kwargs["self"]
         if func in DROPOUTS:  # The exporter makes a new tensor of it.
             given = dict(zip(DROPOUTS[func], args, strict=False)) | kwargs
             if not given.get(DROPOUTS[func][2], True) or given.get("p") == 0:
@@ -61,7 +63,8 @@ class ReplacedFunctions(TorchFunctionMode):
             return next((operand for operand, one in detached.values() if one is x), x)
 
         args, kwargs = pytree.tree_map(inside, (args, kwargs))
-        return pytree.tree_map(outside, self._replaced(func, args, kwargs))
+        found = self._replaced(func, args, kwargs)
+        return found if _name(func) in NEW else pytree.tree_map(outside, found)
 
     def _replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func == DATA:
@@ -74,17 +77,29 @@ class ReplacedFunctions(TorchFunctionMode):
         return func(*args, **given)
 
 
+def _name(func: Any) -> str:
+    """Returns a function's name, without the overload of an operator of torch.ops."""
+    return str(getattr(func, "__name__", "_")).partition(".")[0]
+
+
 def _makes_or_changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """True for functions that write into an operand, look at the object itself, or never return it."""
     if func == REAL:
         return False
-    name = getattr(func, "__name__", "_")
+    name = _name(func)
     made = kwargs.get("requires_grad") is not None
     return made or kwargs.get("out") is not None or name.endswith("_") or name in OF_OBJECTS
 
 
-DROPOUTS = {F.dropout: ("input", "p", "training", "inplace"), torch.dropout: ("input", "p", "train")}
+DROPOUTS = {
+    F.dropout: ("input", "p", "training", "inplace"), torch.dropout: ("input", "p", "train"),
+    torch.ops.aten.dropout: ("input", "p", "train"), torch.ops.aten.dropout.default: ("input", "p", "train"),
+}  # fmt: skip
 """Function -> its arguments. In evaluation, and with p=0, it returns its input."""
+LIFTS = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh.default)
+"""Functions that return their operand, of which the exporter makes a new tensor."""
+NEW = frozenset({"native_dropout"})
+"""Functions that return a new tensor where the exporter's operator returns its operand."""
 OF_OBJECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"})
 """Functions that change what autograd knows of a tensor. Others that do have names that end in `_`."""
 CONVERSIONS = (

@@ -1,8 +1,9 @@
 """Keeps or refuses a model's own gradients that torch.export would drop silently.
 
 Autograd differentiates a captured graph operator by operator. The backward of a `torch.autograd.Function` becomes part
-of the graph (`passes/capture/autograd_functions.py`). A gradient hook and inference mode cannot, so they are refused:
-without them the gradients would be silently wrong.
+of the graph (`passes/capture/autograd_functions.py`). A gradient hook, inference mode, a derivative that forward takes,
+and what it does with the gradients of parameters cannot, so they are refused: without them the gradients would be
+silently wrong.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._export import wrappers
+from torch._functorch import eager_transforms
 from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autotp.errors import Error
@@ -26,6 +29,8 @@ from autotp.passes.capture import autograd_functions as functions
 from autotp.source_location import user_line
 
 TENSOR_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+REQUIRES_GRAD = (Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__)  # noqa: B009  mypy sees a bool.
+GRAD = (getattr(Tensor, "grad").__get__, getattr(Tensor, "grad").__set__)  # noqa: B009  mypy sees a tensor.
 
 
 @contextmanager
@@ -41,7 +46,8 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
     def applied(function: type, *args: Any, **kwargs: Any) -> Any:
         if function is CheckpointFunction:
             run, _, *given = args
-            return run(*given)
+            found = run(*given)
+            return found if torch.is_grad_enabled() else pytree.tree_map_only(Tensor, Tensor.detach, found)
         real = apply.__get__(None, function)
         if function.__module__ == "torch._library.autograd":  # Part of a custom operator, which the graph has.
             return real(*args, **kwargs)
@@ -55,7 +61,12 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
 
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
     try:
-        with _Watch(), mock.patch.object(torch.compiler, "is_exporting", asked), _without_global_hooks():
+        with (
+            _Watch(), mock.patch.object(torch.compiler, "is_exporting", asked), _without_global_hooks(),
+            mock.patch.object(nn.Module, "zero_grad", _zero_grad),
+            mock.patch.object(eager_transforms, "grad_increment_nesting", _expect_no_derivative),
+            mock.patch.object(eager_transforms, "jvp_increment_nesting", _expect_no_derivative),
+        ):  # fmt: skip
             yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
@@ -99,11 +110,38 @@ def _without_global_hooks() -> Iterator[None]:
 
 class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ENGINE:
+            _expect_no_derivative()
         if func in TENSOR_HOOKS:
             raise _lost("a hook on a tensor", "a torch.autograd.Function whose backward does what the hook does")
         if torch.is_inference_mode_enabled():
             raise _lost("torch.inference_mode", "torch.no_grad()")
+        if func in REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
+            asked = (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True)
+            if args[0].requires_grad != asked:
+                raise _lost("a change of whether a parameter requires gradients", IN_THE_LOOP)
+        if func in GRAD and isinstance(args[0], nn.Parameter):
+            raise _lost("what forward reads or writes of a parameter's `.grad`", IN_THE_LOOP)
+        if func is Tensor.retain_grad and not args[0].is_leaf:
+            raise _lost("the gradient of an activation (`retain_grad`)", "return the activation, and retain it there")
         return func(*args, **(kwargs or {}))
+
+
+ENGINE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+"""Functions that take a derivative of what was computed before. Those of torch.func begin a level instead."""
+IN_THE_LOOP = "the same in the training loop, before or after the call"
+
+
+def _expect_no_derivative() -> NoReturn:
+    """Stands for functions that take a derivative: a capture does not see the operators that autograd's engine runs."""
+    raise _lost(
+        "a derivative that forward takes",
+        "torch.autograd.grad(output, input, create_graph=True) in the training loop, on the model's output",
+    )
+
+
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> NoReturn:
+    raise _lost("`zero_grad` in forward", IN_THE_LOOP)
 
 
 def _lost(what: str, instead: str) -> Error:

@@ -104,6 +104,11 @@ def conversions(x: Tensor) -> dict[str, Callable[[], Tensor]]:
         "atleast_1d": lambda: torch.atleast_1d(x),
         "broadcast": lambda: torch.broadcast_tensors(x, x)[0],
         "dropout": lambda: F.dropout(x, 0.1, False),
+        "operator_dropout": lambda: torch.ops.aten.dropout(x, 0.1, False),
+        "lift_fresh": lambda: torch.ops.aten.lift_fresh(x),
+        "vmap": lambda: torch.vmap(lambda row: row)(x),
+        "vmap_columns": lambda: torch.vmap(lambda row: row.float(), in_dims=-1, out_dims=-1)(x),
+        "vmap_twice": lambda: torch.vmap(torch.vmap(lambda row: row))(x),
     }
 
 
@@ -172,8 +177,17 @@ class Makes(nn.Module):
         return self.down(hidden.relu() + made)
 
 
-def test_a_new_tensor_has_no_gradient() -> None:
-    model = Makes(lambda x: torch.asarray(x, requires_grad=False))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.asarray(x, requires_grad=False),
+        lambda x: torch.native_dropout(x, 0.1, False)[0],
+        lambda x: torch.ops.aten.native_dropout.default(x, 0.1, False)[0],
+        lambda x: torch.vmap(lambda row: row.mul_(2))(x.clone()),
+    ],
+)  # fmt: skip
+def test_a_new_tensor_has_no_gradient(make: Callable[[Tensor], Tensor]) -> None:
+    model = Makes(make)
     report = autotp.verify(model, 2, example_inputs=torch.randn(3, 6))
     assert report.ok, report
 

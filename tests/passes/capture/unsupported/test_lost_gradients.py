@@ -1,5 +1,8 @@
 """lost_gradients: what a model computes its own way, and a captured graph does not have, is refused and not lost."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from errors import line_of
@@ -70,9 +73,115 @@ def test_refused(kind: type[nn.Module], what: str, at: str, instead: str) -> Non
     )
 
 
+def freezes(model: Plain, x: Tensor, y: Tensor) -> Any:
+    model.down.requires_grad_(False)
+
+
+def freezes_one(model: Plain, x: Tensor, y: Tensor) -> Any:
+    model.down.weight.requires_grad = False
+
+
+def drops(model: Plain, x: Tensor, y: Tensor) -> Any:
+    model.down.weight.grad = None
+
+
+def clips(model: Plain, x: Tensor, y: Tensor) -> Any:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def zeroes(model: Plain, x: Tensor, y: Tensor) -> Any:
+    model.zero_grad()
+
+
+def retains(model: Plain, x: Tensor, y: Tensor) -> Any:
+    y.retain_grad()
+
+
+def of_autograd(model: Plain, x: Tensor, y: Tensor) -> Any:
+    return torch.autograd.grad(y.sum(), model.up.weight, create_graph=True)[0].sum()
+
+
+def goes_back(model: Plain, x: Tensor, y: Tensor) -> Any:
+    y.sum().backward()
+
+
+def of_func(model: Plain, x: Tensor, y: Tensor) -> Any:
+    return torch.func.grad(lambda x: model.mlp(x).sum())(x)
+
+
+def jacobian(model: Plain, x: Tensor, y: Tensor) -> Any:
+    return torch.func.jacrev(model.mlp)(x).sum()
+
+
+def forward_mode(model: Plain, x: Tensor, y: Tensor) -> Any:
+    return torch.func.jvp(model.mlp, (x,), (x,))[1]
+
+
+class Does(Plain):
+    """Does something with gradients in forward."""
+
+    def __init__(self, does: Callable[[Plain, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.does = does
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        more = self.does(self, x, y)
+        return y if more is None else y + more
+
+
+CHANGE = "a change of whether a parameter requires gradients"
+GRADIENT = "what forward reads or writes of a parameter's `.grad`"
+DERIVATIVE = "a derivative that forward takes"
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize(
+    ("does", "what"),
+    [
+        (freezes, CHANGE), (freezes_one, CHANGE), (drops, GRADIENT), (clips, GRADIENT),
+        (zeroes, "`zero_grad` in forward"), (retains, "the gradient of an activation (`retain_grad`)"),
+        (of_autograd, DERIVATIVE), (goes_back, DERIVATIVE), (of_func, DERIVATIVE), (jacobian, DERIVATIVE),
+        (forward_mode, DERIVATIVE),
+    ],
+)  # fmt: skip
+def test_what_forward_does_with_gradients(does: Callable[..., Any], what: str, alike: bool) -> None:
+    """In a model, and in blocks that are alike."""
+    model = nn.Sequential(*(Does(does) for _ in range(3))) if alike else Does(does)
+    with pytest.raises(autotp.Error) as raised:
+        autotp.parallelize(model, 1, example_inputs=X)
+    assert f"{what} would be lost: a graph of the model does not have it\n  at       " in str(raised.value)
+
+
+def test_what_changes_nothing() -> None:
+    def same(model: Plain, x: Tensor, y: Tensor) -> None:
+        model.down.requires_grad_(False)
+        model.up.weight.requires_grad = True
+        model.up.weight.retain_grad()  # A leaf keeps its gradient anyway.
+
+    model = Does(same)
+    model.down.requires_grad_(False)
+    assert autotp.verify(model, 2, example_inputs=X).ok
+
+
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
 def test_not_lost(kind: type[nn.Module]) -> None:
     assert autotp.verify(kind(), 2, example_inputs=X).ok
+
+
+class WithoutGradients(Plain):
+    """Under no_grad, what a checkpointed function returns as it got it has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        with torch.no_grad():
+            same = checkpoint(lambda z: z, y, use_reentrant=True)
+        return self.mlp(y) + same
+
+
+def test_a_checkpoint_without_gradients() -> None:
+    report = autotp.verify(WithoutGradients(), 2, example_inputs=X)
+    assert report.ok, report
 
 
 @torch.library.custom_op("autotp_tests::reverse", mutates_args=())
