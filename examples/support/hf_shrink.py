@@ -67,7 +67,8 @@ NO_WIDTHS = re.compile(r"(num_channels|in_channels|in_chans|num_mel_bins|input_c
 WIDTHS = re.compile(
     r"(\w*hidden_size\w*|d_model|n_embd|\w*embed_dim|\w*_dim|dim|\w*intermediate_size|\w*ffn_dim|d_ff|d_kv|d_inner|"
     r"n_inner|\w*_rank|\w*hidden_sizes|\w*channels|\w*embed_dims|width|\w*embedding_size|head_dim|ffn_hidden_size|"
-    r"\w*projection_size|\w*_hidden_dims?|neck_hidden_sizes|fusion_hidden_size|conv_dim|tdnn_dim|pooler_output_size|embed_dim_per_stage)$"
+    r"\w*projection_size|\w*_hidden_dims?|neck_hidden_sizes|fusion_hidden_size|conv_dim|tdnn_dim|pooler_output_size|"
+    r"embed_dim_per_stage|\w*channel_list)$"
 )
 
 
@@ -235,7 +236,7 @@ def _small(fields: Mapping[str, Any], way: Way) -> Fields:
             continue
         if way.heads and key in EVERYWHERE and value == EVERYWHERE[key]:
             continue
-        if key in way.kept:
+        if key in way.kept or (key == "blocks_per_stage" and "global_attention_blocks" in fields):  # It numbers them.
             found[key] = value
         elif isinstance(value, dict):
             found[key] = _small({k: v for k, v in value.items() if not _is_later_label(k, v)}, way)

@@ -20,6 +20,9 @@ VMAP: str = vmap.__file__
 TRACED = (FakeTensor.__name__, SymInt.__name__, SymFloat.__name__, SymBool.__name__)
 """The classes of values that a model sees only while it is captured."""
 
+NEEDS_NUMBERS = ("expected to contain only concrete integers", "its data is not allocated yet")
+"""What torch says where it needs the numbers in a tensor, or those of a size that a tensor's values made."""
+
 
 def explain_failure(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
     """Returns an Error for the exporter's exception, with the user's line and a fix.
@@ -40,6 +43,12 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
         )
     if reads_values(error):
         return refused(error, model)
+    if any(text in str(shown) for text in NEEDS_NUMBERS):
+        return Error(
+            "a function of torch takes numbers here, and gets values of tensors, which are not known in a graph",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            fix=f"numbers that shapes or arguments give (`x.shape[1]`, not `mask.sum()`); a mask; or {CUSTOM_OPERATOR}",
+        )
     if "fake impl" in str(shown) or "UnsupportedOperator" in type(shown).__name__:
         return Error(
             "the model calls an operator that does not say what shape it returns",

@@ -107,8 +107,16 @@ class Smallest(Plain):
         return y / min(y[0])
 
 
+class Made(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y * torch.tensor([row % 3 for row in y[0]]).sum()
+
+
 TEXTS = "the model makes text of a tensor's values, which are not known in a graph"
 OUTSIDE = "return the tensor from forward, and make the text of what the call returns"
+TAKEN = "a function of torch takes numbers here, and gets values of tensors, which are not known in a graph"
+GIVEN = f"numbers that shapes or arguments give (`x.shape[1]`, not `mask.sum()`); a mask; or {OPERATOR}"
 ITSELF = "Python's `{}` of one tensor compares the values of its rows, which are not known in a graph"
 
 
@@ -125,6 +133,7 @@ ITSELF = "Python's `{}` of one tensor compares the values of its rows, which are
         (Wave, NUMBERS, "return y * abs(complex", MASKS),
         (Largest, ITSELF.format("max"), "return y / max(y", "x.amax(0), which has one operator"),
         (Smallest, ITSELF.format("min"), "return y / min(y", "x.amin(0), which has one operator"),
+        (Made, TAKEN, "return y * torch.tensor(", GIVEN),
         (Averaged, AVERAGES, "return self.norm(", "momentum=0.1"),
     ],
 )
