@@ -8,7 +8,7 @@ from typing import Any
 
 from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.errors import within
-from autotp.estimation.error_bars import memory_bar, root_mean_square, row_bar, step_bar
+from autotp.estimation.error_bars import memory_bar, row_bar, step_bar
 from autotp.estimation.layout import Layout
 from autotp.estimation.seconds.hardware import GIB, Hardware
 
@@ -46,7 +46,11 @@ class RankMemory:
     @property
     def reserved(self) -> float:
         """The bytes of the device that are taken at most: with the allocator's part, libraries, and NCCL's buffers."""
-        return self.total * (1 + 2 * root_mean_square("memory") + ALLOCATOR[1]) + ALLOCATOR[0]
+        return self.total * (1 + ALLOCATOR[1]) + self.error() + ALLOCATOR[0]
+
+    def error(self, is_gpu: bool = True) -> float:
+        """The error bar of `total`: those of all kinds together, as the kinds are mistaken in the same direction."""
+        return sum(size * memory_bar(kind, is_gpu) for kind, size in vars(self).items())
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -163,23 +167,21 @@ class Estimate(Shown):
             "computed again",
         )
         memory = tuple(self._memory_row(i, rank) for i, rank in self._ranks())
+        kinds = [name for name in vars(RankMemory()) if any(vars(r)[name] for r in self.memory)]
+        bars = ("error bar", *(f"±{memory_bar(kind, self.device.is_gpu):.1%}" for kind in kinds), "")
         fit = "fits" if self.fits else "does not fit"
         fullest = max(self.memory, key=lambda rank: rank.total)
         beside = (
             f"memory       {fit}: at most {fullest.reserved / GIB:.1f} of {self.device.memory / GIB:.1f} GiB, with "
             f"{ALLOCATOR[0] / GIB:.0f} GiB for libraries and NCCL and {ALLOCATOR[1]:.0%} for the allocator",
         )
-        head = (
-            "pp rank",
-            *(name for name in vars(RankMemory()) if any(vars(r)[name] for r in self.memory)),
-            "GiB in all",
-        )
+        head = ("pp rank", *kinds, "GiB in all")
         return Sheet(
             f"{self.layout} on {self.layout.devices} x {self.device.name}",
             (
                 Table(("where the time goes", "", "", ""), (*times, total), ("", "cut", "note", "note")),
                 lines,
-                Table(head, memory, ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
+                Table(head, (*memory, bars), ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
                 beside,
             ),
         )  # fmt: skip
@@ -200,7 +202,7 @@ class Estimate(Shown):
         if name == "...":
             return ("...", *("" for _ in kinds), "")
         cells = [f"{vars(rank)[kind] / GIB:.2f}" for kind in kinds]
-        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.total * memory_bar(self.device) / GIB:.1g}")
+        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.error(self.device.is_gpu) / GIB:.1g}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate as plain data, for JSON; bytes, seconds and FLOPs."""
@@ -215,8 +217,16 @@ class Estimate(Shown):
             "hardware_tflops": self.hardware_tflops,
             "mfu": self.mfu,
             "spent": dict(self.spent),
-            "memory": [{**vars(rank), "total": rank.total, "at_most": rank.reserved} for rank in self.memory],
-            "memory_error": memory_bar(self.device),
+            "memory": [
+                {
+                    **vars(rank),
+                    "total": rank.total,
+                    "error": rank.error(self.device.is_gpu),
+                    "at_most": rank.reserved,
+                }
+                for rank in self.memory
+            ],
+            "memory_error": {kind: memory_bar(kind, self.device.is_gpu) for kind in vars(RankMemory())},
             "fits": self.fits,
             "stages": [
                 {"rank": rank, "blocks": list(blocks)} for rank, blocks in zip(self.homes, self.stages, strict=True)

@@ -101,7 +101,7 @@ def _layout(estimate: Estimate) -> list[dict[str, str]]:
     layout, error = estimate.layout, estimate.error
     rounds = f" x {layout.interleave}" if layout.interleave else ""
     schedule = f"{layout.schedule}{rounds}" if layout.pp > 1 else "none"
-    fullest = max(rank.total for rank in estimate.memory)
+    fullest = max(estimate.memory, key=lambda rank: rank.total)
     cells = (
         ("GPUs", f"{layout.devices:,}", ""), ("tensor", str(layout.tp), ""),
         *[("context", str(layout.cp), "")] * (layout.cp > 1), ("pipeline", str(layout.pp), ""),
@@ -112,7 +112,7 @@ def _layout(estimate: Estimate) -> list[dict[str, str]]:
         ("seconds a step", f"{estimate.seconds:.3g}", f"± {estimate.seconds * error:.1g}"),
         ("TFLOP/s a GPU", f"{estimate.tflops:.0f}", f"± {estimate.tflops * error:.0f}"),
         ("of peak", f"{estimate.mfu:.1%}", f"± {estimate.mfu * error:.1%}"),
-        ("GiB", f"{fullest / GIB:.1f}", f"± {fullest * memory_bar(estimate.device) / GIB:.1f}"),
+        ("GiB", f"{fullest.total / GIB:.1f}", f"± {fullest.error(estimate.device.is_gpu) / GIB:.1f}"),
     )  # fmt: skip
     return [dict(zip(("name", "value", "error"), cell, strict=True)) for cell in cells]
 
@@ -127,10 +127,11 @@ def _spent(estimate: Estimate) -> list[dict[str, Any]]:
 def _memory(estimate: Estimate) -> dict[str, Any]:
     fullest, ranks = max(estimate.memory, key=lambda rank: rank.total), len(estimate.memory)
     some = {round(i * (ranks - 1) / (BARS - 1)) for i in range(BARS)}
+    kinds = [kind for kind in vars(fullest) if any(vars(rank)[kind] for rank in estimate.memory)]
     return {
         "ranks": sorted(some if ranks > BARS else range(ranks)),
         "fits": estimate.fits, "reserved": fullest.reserved, "limit": estimate.device.memory,
-        "kinds": [kind for kind in vars(fullest) if any(vars(rank)[kind] for rank in estimate.memory)],
+        "kinds": kinds, "errors": [memory_bar(kind, estimate.device.is_gpu) for kind in kinds],
     }  # fmt: skip
 
 

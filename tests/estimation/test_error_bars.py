@@ -31,5 +31,6 @@ def test_a_kind_that_no_table_tests_has_the_error_of_the_one_that_was_predicted_
 def test_zero_3_has_its_own_rows_and_a_cpu_its_own_bars() -> None:
     assert step_bar(A100, zero=3) == 2 * root_mean_square("step zero 3") > step_bar(A100, zero=1) == step_bar(A100)
     assert step_bar(replace(CPU, name="mine")) == 2 * root_mean_square("step cpu-gloo")
-    assert memory_bar(CPU) != memory_bar(A100) == memory_bar(H100)
+    assert memory_bar("weights") < 0.01 < memory_bar("activations") == memory_bar("logits") == memory_bar("transients")
+    assert memory_bar("weights", is_gpu=False) == memory_bar("activations", is_gpu=False) > memory_bar("activations")
     assert row_bar(A100, zero=3) == 1.0  # Not more than the number itself.

@@ -204,8 +204,15 @@ def test_an_uneven_model_is_priced_by_its_fullest_rank() -> None:
 def test_the_table_has_an_error_bar_on_every_number(pipeline: autotp.Estimate) -> None:
     lines = str(pipeline).splitlines()
     assert lines[0] == "tp=2, pp=2, dp=2, micro_batch=2, 1F1B on 8 x a100-80gb"
-    rows = [line for line in lines if line.endswith("%") or "TFLOP/s" in line]
-    assert len(rows) == len(pipeline.spent) + 3 and all("±" in row for row in rows)
+    rows = [line for line in lines if line.rstrip().endswith("%") or "TFLOP/s" in line]
+    assert len(rows) == len(pipeline.spent) + 4 and all("±" in row for row in rows)
+    head, bars = (next(line.split() for line in lines if line.startswith(name)) for name in ("pp rank", "error bar"))
+    assert len(bars) == len(head) - 3 and all(bar.startswith("±") for bar in bars[2:])  # "GiB in all" has its own.
+    assert all(" ±" in line for line in lines if line[:2] in ("0 ", "1 "))
+    data = pipeline.to_dict()
+    for memory in data["memory"]:
+        bars = data["memory_error"]
+        assert memory["error"] == pytest.approx(sum(memory[kind] * bar for kind, bar in bars.items()))
     assert any(line.startswith("memory       fits: at most") and "allocator" in line for line in lines)
 
 

@@ -42,11 +42,11 @@ class ReplacedFunctions(TorchFunctionMode):
 
     def _without_gradients(self, func: Any, args: Any, kwargs: Any) -> Any:
         """NOTE [Functions that return their operand]"""
-        if func in LIFTS:
+        if _name(func) == "lift_fresh":  # The exporter makes a new tensor of it, and of dropout.
             return args[0] if args else kwargs["self"]
-        if func in DROPOUTS:  # The exporter makes a new tensor of it.
-            given = dict(zip(DROPOUTS[func], args, strict=False)) | kwargs
-            if not given.get(DROPOUTS[func][2], True) or given.get("p") == 0:
+        if _name(func) == "dropout":
+            given = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
+            if not given.get("train", given.get("training", True)) or given.get("p") == 0:
                 return given["input"]
         detached: dict[int, tuple[Tensor, Tensor]] = {}  # the operand's id -> the operand, and what stands for it
         with torch._C.DisableTorchFunction():
@@ -91,13 +91,6 @@ def _makes_or_changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return made or kwargs.get("out") is not None or name.endswith("_") or name in OF_OBJECTS
 
 
-DROPOUTS = {
-    F.dropout: ("input", "p", "training", "inplace"), torch.dropout: ("input", "p", "train"),
-    torch.ops.aten.dropout: ("input", "p", "train"), torch.ops.aten.dropout.default: ("input", "p", "train"),
-}  # fmt: skip
-"""Function -> its arguments. In evaluation, and with p=0, it returns its input."""
-LIFTS = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh.default)
-"""Functions that return their operand, of which the exporter makes a new tensor."""
 NEW = frozenset({"native_dropout"})
 """Functions that return a new tensor where the exporter's operator returns its operand."""
 OF_OBJECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"})
