@@ -167,19 +167,24 @@ def balanced(items: int, count: int, cost: Callable[[int, range], float]) -> lis
 
     Args:
         count: the number of runs, at most `items`.
-        cost: (number of a run, the run) -> its cost.
+        cost: (number of a run, the run) -> its cost. With more items in front it is not lower.
     """
-    # (runs, items) -> cost of the most expensive run, and start of the last run.
-    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (-math.inf, 0)}
-    for runs in range(1, count + 1):
-        for stop in range(runs, items - (count - runs) + 1):
-            starts = [at for at in range(stop) if (runs - 1, at) in best]
-            best[runs, stop] = min((max(best[runs - 1, at][0], cost(runs - 1, range(at, stop))), at) for at in starts)
+    best, starts = [-math.inf, *[math.inf] * items], list[list[int]]()
+    for run in range(count):
+        now, chosen = [math.inf] * (items + 1), [0] * (items + 1)
+        for stop in range(run + 1, items - (count - run - 1) + 1):
+            for at in range(stop - 1, run - 1, -1):  # The earlier the last run starts, the more it costs.
+                own = cost(run, range(at, stop))
+                if own > now[stop]:
+                    break
+                if max(best[at], own) <= now[stop]:
+                    now[stop], chosen[stop] = max(best[at], own), at
+        best = now
+        starts.append(chosen)
     found, stop = [], items
-    for runs in range(count, 0, -1):
-        start = best[runs, stop][1]
-        found.append(range(start, stop))
-        stop = start
+    for chosen in reversed(starts):
+        found.append(range(chosen[stop], stop))
+        stop = chosen[stop]
     return found[::-1]
 
 
