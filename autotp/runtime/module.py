@@ -144,6 +144,7 @@ class Part(nn.Module):
         def load() -> Any:
             gather_ints([], state.tree.mesh)  # All ranks are here.
             take_note_back()
+            renew(self, state.tree)  # Modules may have been added since the last call.
             parts = agree(state.tree.mesh, lambda: parts_to_load(self, state_dict, state.tree.mesh.rank))
             state.tree.loaded += 1
             return agree(state.tree.mesh, lambda: inherited(parts, *args, **kwargs))
@@ -305,6 +306,7 @@ class ParallelModule(Part):
             def load() -> Mapping[str, Any]:
                 gather_ints([], mesh)  # All ranks are here.
                 take_note_back()
+                renew(self, state.tree)
                 return agree(mesh, lambda: parts_to_load(self, mine, mesh.rank))
 
             expect_all_to_call("load_state_dict")

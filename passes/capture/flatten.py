@@ -133,6 +133,8 @@ class Flat(nn.Module):
         self.asked.inputs = [x for x in leaves if isinstance(x, Tensor)]
         modules = dict(self.model.named_modules())
         held = [found_at(modules, path) for path in given_at]
+        for path, tensor in zip(given_at, held, strict=True):
+            _expect_one_name(modules, path, tensor)
         self.reading.begin([*leaves, *given_at.values()], [*self.leaves, *held])
         versions = Versions({path: x for path, x in given_at.items() if isinstance(x, Tensor)})
         arguments = Versions(_of_the_caller(leaves, args, kwargs))
@@ -281,27 +283,76 @@ def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
     A buffer of another shape or dtype counts as a changed attribute (`passes/capture/guards/attribute_writes.py`).
 
     Raises:
-        Error: one of several names of a buffer has a new tensor, and the others do not.
+        Error: names would be those of other tensors than on one device.
     """
     after = dict(model.named_buffers(remove_duplicate=False))
     found = {name: after[name] for name, was in before.items() if after.get(name, was) is not was}
-    names: dict[int, list[str]] = {}
-    for name, was in before.items():
-        names.setdefault(id(was), []).append(name)
-    for name in found:
-        shared = names[id(before[name])]
-        if any(after.get(other) is not after[name] for other in shared):
+    names = _names_of(before)
+    if found:
+        _expect_tensors_of_their_own(before, found, names, model)
+    first = {name: now for name, now in found.items() if name == names[id(before[name])][0]}
+    old = {id(x) for x in before.values()}  # A call writes into one after the other, so a buffer gives a copy.
+    own = {name: now.clone() if id(now) in old else now for name, now in first.items()}
+    return {name: now for name, now in own.items() if not is_new(now, before[name])}
+
+
+def _expect_one_name(modules: Mapping[str, nn.Module], path: Path, tensor: Any) -> None:
+    """Raises Error for a tensor that forward writes into or sets, and that attributes have under another name, too."""
+    if not isinstance(tensor, Tensor):
+        return
+    for name, module in modules.items():
+        tables = (module._buffers, module._parameters, vars(module))
+        for key, value in ((key, value) for table in tables for key, value in table.items()):
+            if value is tensor and spelled(path) != spelled((name, key)):
+                raise Error(
+                    f"forward changes `{spelled(path)}`, which is one tensor with `{spelled((name, key))}`",
+                    fix="a tensor of its own for each name: tensor.clone()",
+                )
+
+
+def _names_of(tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:
+    """Returns the names of each tensor, by its id."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(id(tensor), []).append(name)
+    return found
+
+
+def _expect_tensors_of_their_own(
+    before: Mapping[str, Tensor], assigned: Mapping[str, Tensor], names: Mapping[int, Sequence[str]], model: nn.Module
+) -> None:
+    """Raises Error where names would be those of other tensors than on one device: a call writes into a buffer's own.
+
+    Args:
+        before: the buffers by all their names, before the call.
+        assigned: those that forward assigned.
+        names: the names of each tensor before the call, by its id.
+    """
+    after = {**before, **assigned}
+    for name, now in assigned.items():
+        if divided := [x for x in names[id(before[name])] if after[x] is not now]:
             raise Error(
-                f"forward assigns to the buffer `{name}`, which is one tensor with {_others(shared, name)}: "
+                f"forward assigns to the buffer `{name}`, which is one tensor with {_listed(divided)}: "
                 "later calls would find two",
                 fix="buffer.copy_(value) under torch.no_grad(), or a buffer of its own for each name",
             )
-    first = {name: now for name, now in found.items() if name == names[id(before[name])][0]}
-    return {name: now for name, now in first.items() if not is_new(now, before[name])}
+        if joined := [x for x, one in after.items() if one is now and before[x] is not before[name]]:
+            raise Error(
+                f"forward makes one tensor of the buffers `{name}` and {_listed(joined)}: later calls would find two",
+                fix="buffer.copy_(value) under torch.no_grad(), or value.clone() for the second one",
+            )
+    olds = {id(before[name]): name for name in assigned}
+    for path, x in everything(model):
+        if id(x) in olds:
+            raise Error(
+                f"forward assigns to the buffer `{olds[id(x)]}`, and keeps its former tensor as `{spelled(path)}`: "
+                "the call would change both",
+                fix="the former one's copy: buffer.clone()",
+            )
 
 
-def _others(names: Sequence[str], name: str) -> str:
-    return ", ".join(f"`{other}`" for other in names if other != name)
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _places_of(model: nn.Module, tensors: Sequence[Tensor]) -> frozenset[Slot]:

@@ -59,6 +59,7 @@ from autotp.passes.capture.guards.python_state import GradientQueries, without_p
 from autotp.passes.capture.inline import rows_first, with_whole
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.replacements.functions import ReplacedFunctions, known_causality
+from autotp.passes.capture.replacements.number_classes import numbers_of_python
 from autotp.passes.capture.replacements.transformer_layers import slow_path
 from autotp.passes.capture.unsupported.conversions import none_converted
 from autotp.passes.capture.unsupported.lost_gradients import nothing_lost
@@ -109,7 +110,7 @@ def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool) -> I
     with (
         none_caught(), during_capture(exactly), ReplacedFunctions(), known_causality(), nothing_lost(model),
         CertainComparisons(), asked, asked.answering(), without_python_random(model), without_seeds(),
-        none_converted(model),
+        none_converted(model), numbers_of_python(),
     ):  # fmt: skip
         yield
 

@@ -123,8 +123,9 @@ def read_again(rank: int, n: int, folder: Path) -> None:
     assert torch.equal(second(**inputs).loss, first(**inputs).loss)
 
 
+@pytest.mark.timeout(240)
 def test_adapters_are_read_again(tmp_path: Path) -> None:
-    run_ranks(read_again, 2, tmp_path, timeout=100)
+    run_ranks(read_again, 2, tmp_path, timeout=200)
 
 
 def resumed(rank: int, n: int, folder: Path) -> list[list[dict[str, float]]]:

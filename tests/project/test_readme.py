@@ -34,10 +34,11 @@ def printed(code: str, **names: Any) -> str:
 
 
 @pytest.mark.system
+@pytest.mark.timeout(300)
 def test_every_block_runs_as_pasted(tmp_path: Path) -> None:
     """In order, on two ranks of torchrun, in one folder."""
     with job(tmp_path / "here", "blocks.py", [str(PAGE)], 0) as ranks:
-        said, _ = ranks.communicate(timeout=150)
+        said, _ = ranks.communicate(timeout=250)
     assert ranks.returncode == 0 and f"{len(PYTHON)} blocks ran" in said, said[-3000:]
 
 

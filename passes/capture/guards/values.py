@@ -23,9 +23,12 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
@@ -61,6 +64,11 @@ READS = frozenset({*PREDICATES, *AS_NUMPY, *NUMBERS})
 """Functions that give Python values of tensors' values."""
 
 
+OF_FLOATS = (
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
+    "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__floordiv__", "__rfloordiv__", "__mod__",
+)  # fmt: skip
+"""Operators of two numbers."""
 NO_NUMPY = ".numpy() is not supported"
 NO_COMPLEX = "item NYI"
 """What torch says of a tensor without values; of a complex one."""
@@ -171,6 +179,64 @@ class Reading(TorchFunctionMode):
         self.symbols: dict[str, frozenset[Place]] = {}
         self.sized: dict[str, Place] = {}
         self.failed_at: Place | None = None
+
+    def __enter__(self) -> Reading:
+        self._patches = ExitStack()
+        for name in OF_FLOATS:
+            self._patches.enter_context(patch.object(torch.SymFloat, name, self._computed(name)))
+        self._patches.enter_context(patch.object(torch.SymBool, "__bool__", self._decided()))
+        for kind in (torch.SymInt, torch.SymFloat):
+            self._patches.enter_context(patch.object(kind, "__array_ufunc__", self._of_numpy, create=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._patches.close()
+
+    def _computed(self, name: str) -> Callable[[Any, Any], Any]:
+        """Returns what an operator of numbers with a point does: what algebra knows without their values, needs them.
+
+        There are no round-off, infinity and NaN in algebra: `m != m` is False there, and `m - m` is 0.
+        """
+        compute = getattr(torch.SymFloat, name)
+
+        def computed(number: Any, other: Any) -> Any:
+            found = compute(number, other)
+            if found is not NotImplemented and not _symbols_in(found):
+                self._expect_no_reads((number, other))
+            return found
+
+        return computed
+
+    def _decided(self) -> Callable[[Any], bool]:
+        """Returns what decides on a truth value: `m + 1 > m` is one of algebra, too."""
+        decide = torch.SymBool.__bool__
+
+        def decided(truth: Any) -> bool:
+            symbols = free_unbacked_symbols(truth)
+            if any(symbol_is_type(symbol, SymT.UNBACKED_FLOAT) for symbol in symbols):
+                self._expect_no_reads(truth)
+            return decide(truth)
+
+        return decided
+
+    def _of_numpy(self, number: Any, function: Any, method: str, *given: Any, **options: Any) -> Any:
+        """Does what a function of numpy does: a root or a logarithm needs the number's value, that of a size, too."""
+        symbols = {torch.SymInt: int, torch.SymFloat: float}
+        objects = [np.array(x, dtype=object) if type(x) in symbols else x for x in given]
+        try:
+            return getattr(function, method)(*objects, **options)  # By the operators of the symbols.
+        except TypeError:
+            self._expect_no_reads(given)
+            known = [symbols[type(x)](x) if type(x) in symbols else x for x in given]
+            return getattr(function, method)(*known, **options)
+
+    def _expect_no_reads(self, value: Any) -> None:
+        """Raises NeedsNumber for a value with symbols of numbers that were read."""
+        places = {place for symbol in _symbols_in(value) for place in self.symbols.get(symbol, ())} - self.places
+        if places:
+            raise NeedsNumber(min(places))
 
     def begin(self, leaves: Sequence[Any], real: Sequence[Any]) -> None:
         """Starts a run of the model with these arguments; `real` are the call's."""

@@ -23,6 +23,9 @@ TRACED = (FakeTensor.__name__, SymInt.__name__, SymFloat.__name__, SymBool.__nam
 NEEDS_NUMBERS = ("expected to contain only concrete integers", "its data is not allocated yet")
 """What torch says where it needs the numbers in a tensor, or those of a size that a tensor's values made."""
 
+OTHER_MODE = "doesn't match mode"
+"""What torch says of a tensor that is not among those of a capture."""
+
 
 def explain_failure(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
     """Returns an Error for the exporter's exception, with the user's line and a fix.
@@ -48,6 +51,12 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
             "a function of torch takes numbers here, and gets values of tensors, which are not known in a graph",
             at=user_line(traceback.extract_tb(shown.__traceback__)),
             fix=f"numbers that shapes or arguments give (`x.shape[1]`, not `mask.sum()`); a mask; or {CUSTOM_OPERATOR}",
+        )
+    if OTHER_MODE in str(shown):
+        return Error(
+            "forward computes with a buffer or a parameter that another attribute holds as a plain tensor",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            fix="read it by its own name, or keep a copy: self.name = self.buffer.clone()",
         )
     if "fake impl" in str(shown) or "UnsupportedOperator" in type(shown).__name__:
         return Error(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._export import wrappers
 from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -66,6 +67,7 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
             mock.patch.object(nn.Module, "zero_grad", _zero_grad),
             mock.patch.object(eager_transforms, "grad_increment_nesting", _expect_no_derivative),
             mock.patch.object(eager_transforms, "jvp_increment_nesting", _expect_no_derivative),
+            mock.patch.object(forward_ad, "enter_dual_level", _expect_no_derivative),
         ):  # fmt: skip
             yield
     finally:

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
 
 from autotp.errors import Error
 from autotp.model_library import instead_of_expert_loop
-from autotp.passes.capture.guards.values import NeedsNumber
+from autotp.passes.capture.guards.values import READS, NeedsNumber
 from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users, user_line
 
@@ -25,13 +26,30 @@ NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\bcomplex\(|\blen\(|\brange\("
 TEXT = r"""\bf["']|["'] % |\.format\(|\bformat\("""
 
 
+class _Noted(TorchFunctionMode):
+    """A mode that notes what functions raise which ask a tensor of a capture for its values or its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised: list[Exception] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if func in READS or func is Tensor.data_ptr:
+                self.raised.append(error)
+            raise
+
+
 @contextmanager
 def none_caught() -> Iterator[None]:
     """A region in which the model must not catch exceptions that only a capture raises: that a value is not known.
 
     It would go on by another branch than it does with values. The exception is raised again at the end of the region.
     """
-    raised: list[Exception] = []
+    noted = _Noted()
+    raised = noted.raised
 
     def noting(make: Any) -> Any:
         def init(self: Exception, *args: Any, **kwargs: Any) -> None:
@@ -43,6 +61,7 @@ def none_caught() -> Iterator[None]:
     with ExitStack() as stack:
         for kind in (GuardOnDataDependentSymNode, DataDependentOutputException, NeedsNumber, Error):
             stack.enter_context(patched(kind, {"__init__": noting(kind.__init__)}))
+        stack.enter_context(noted)
         yield
     for error in raised:
         caught_by = error.__traceback__.tb_frame if error.__traceback__ is not None else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +64,115 @@ def test_a_buffer_with_several_names() -> None:
         "`1.largest`, `2.largest`: later calls would find two\n"
         "  try      buffer.copy_(value) under torch.no_grad(), or a buffer of its own for each name"
     )
+
+
+class Exchanges(nn.Module):
+    """Does something with two buffers."""
+
+    first: Tensor
+    second: Tensor
+    kept: Tensor | None = None
+
+    def __init__(self, does: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.register_buffer("first", torch.zeros(6))
+        self.register_buffer("second", torch.ones(6))
+        self.does = does
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        self.does(self, y.detach().mean(0))
+        return y + self.first + self.second
+
+
+def joins(model: Exchanges, mean: Tensor) -> None:
+    model.first = model.second
+
+
+def assigns_both(model: Exchanges, mean: Tensor) -> None:
+    model.first = model.second = mean
+
+
+def keeps(model: Exchanges, mean: Tensor) -> None:
+    model.kept = model.first
+    model.first = mean
+
+
+def swaps(model: Exchanges, mean: Tensor) -> None:
+    model.first, model.second = model.second, model.first + mean
+
+
+def keeps_a_copy(model: Exchanges, mean: Tensor) -> None:
+    model.kept = model.first.clone()
+    model.first = mean
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (joins, "forward makes one tensor of the buffers `first` and `second`: later calls would find two"),
+        (assigns_both, "forward makes one tensor of the buffers `first` and `second`: later calls would find two"),
+        (
+            keeps,
+            "forward assigns to the buffer `first`, and keeps its former tensor as `kept`: the call would change both",
+        ),
+    ],
+)
+def test_buffers_that_share_a_tensor_after_a_call(does: Callable[[Any, Tensor], Any], message: str) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        autotp.parallelize(Exchanges(does), 1, example_inputs=torch.randn(3, 6))
+    assert str(raised.value).startswith(f"parallelize(Exchanges, tp=1): {message}\n  try      ")
+
+
+class Plain(nn.Module):
+    """Two plain tensors, or a plain one and a buffer, that are one after the first call."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.first: Tensor = torch.zeros(6)
+        self.calls = 0
+        if buffer:
+            self.register_buffer("second", torch.ones(6))
+        else:
+            self.second = torch.ones(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.calls == 0:
+            self.first = self.second
+        else:
+            self.first += y.detach().mean(0)
+        self.calls += 1
+        return y + self.second
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (False, "forward changes `first`, which is one tensor with `second`"),
+        (True, "forward computes with a buffer or a parameter that another attribute holds as a plain tensor"),
+    ],
+)
+def test_a_plain_tensor_with_two_names(buffer: bool, message: str) -> None:
+    parallel = autotp.parallelize(Plain(buffer), 1, example_inputs=torch.randn(3, 6))
+    parallel(torch.randn(3, 6))
+    with pytest.raises(autotp.Error) as raised:
+        parallel(torch.randn(3, 6))
+    assert str(raised.value).startswith(f"Plain.forward: {message}\n  ")
+
+
+@pytest.mark.parametrize("does", [swaps, keeps_a_copy])
+def test_buffers_with_tensors_of_their_own(does: Callable[[Any, Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    whole = Exchanges(does)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=torch.randn(3, 6))
+    for _ in range(4):
+        x = torch.randn(3, 6)
+        torch.testing.assert_close(parallel(x), whole(x))
+        torch.testing.assert_close(parallel.first, whole.first)
+        torch.testing.assert_close(parallel.second, whole.second)
 
 
 def test_a_layer_with_two_names() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -357,6 +359,107 @@ def test_refused(own: Callable[..., Any], what: str, at: str) -> None:
     found = message(lambda: autotp.explain(Reading(own), 2, example_inputs=IDS))
     assert what in found
     assert line(at) in found
+
+
+# ---- numbers with a point are not those of algebra
+
+
+class Asked(nn.Module):
+    """Computes three times as much if `ask` says so of the largest number. x: [rows, 6]"""
+
+    def __init__(self, ask: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.ask = nn.Linear(6, 12), nn.Linear(12, 6), ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.down(self.up(torch.nan_to_num(x, 0, 1, 1)))
+        return hidden * (3 if self.ask(x.max().item()) else 1)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda m: m != m,
+        lambda m: not m == m,  # noqa: SIM201
+        lambda m: m - m != 0,
+        lambda m: m * 0 != 0,
+        lambda m: not m + 1 > m,
+        lambda m: m + 1e-17 == m,
+        lambda m: 2 * m > m,
+        lambda m: m > 1,
+    ],
+)
+def test_infinity_and_round_off(ask: Callable[[Any], Any]) -> None:
+    torch.manual_seed(0)
+    whole = Asked(ask)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1)
+    for number in (2.0, float("nan"), float("inf"), 0.5, 1e20, float("nan")):
+        x = torch.linspace(-1, 0.5, 18).view(3, 6)
+        x[0, 0] = number
+        torch.testing.assert_close(parallel(x), whole(x))
+
+
+# ---- numpy
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda self, ids: self.mlp(self.e(ids)) / np.sqrt(ids.shape[1]),
+        lambda self, ids: self.mlp(self.e(ids)) * float(np.log(ids.shape[0] + 1)),
+        lambda self, ids: self.mlp(self.e(ids))[:, : int(np.ceil(ids.shape[1] / 2))],
+        lambda self, ids: self.mlp(self.e(ids)) / np.sqrt(ids.max().item()),
+        lambda self, ids: self.mlp(self.e(ids)) * np.float64(2) * float(np.maximum(ids.shape[1], 3)),
+    ],
+)
+def test_functions_of_numpy(own: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    whole = Reading(own)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1)
+    for length in (4, 3, 2):
+        torch.testing.assert_close(parallel(IDS[:, :length]), whole(IDS[:, :length]))
+
+
+# ---- what the model catches
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda ids: float(ids.numpy().mean()),
+        lambda ids: float(np.asarray(ids).mean()),
+        lambda ids: float(np.sqrt(ids.max().item())),
+        lambda ids: abs(torch.complex(ids.float(), ids.float()).sum().item()),
+        lambda ids: float(ids[0].tolist()[2]),
+    ],
+)
+def test_a_read_that_may_fail(read: Callable[[Tensor], float]) -> None:
+    """Only a capture raises these exceptions, so the model does not go on as if its own read had failed."""
+
+    def own(self: Any, ids: Tensor) -> Any:
+        try:
+            number = read(ids)
+        except Exception:
+            number = 9.0
+        return self.mlp(self.e(ids)) * number
+
+    torch.manual_seed(0)
+    whole = Reading(own)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1)
+    for ids in (IDS, IDS.flip(1)):
+        torch.testing.assert_close(parallel(ids), whole(ids))
+
+
+def test_an_address_is_refused() -> None:
+    def own(self: Any, ids: Tensor) -> Any:
+        try:
+            at = ids.data_ptr()
+        except RuntimeError:
+            at = 0
+        return self.mlp(self.e(ids)) * (at > 0)
+
+    with pytest.raises(autotp.Error, match="Cannot access data pointer"):
+        autotp.parallelize(Reading(own), 1, example_inputs=IDS)
 
 
 def test_a_model_that_fails_on_these_values() -> None:

@@ -117,6 +117,11 @@ def forward_mode(model: Plain, x: Tensor, y: Tensor) -> Any:
     return torch.func.jvp(model.mlp, (x,), (x,))[1]
 
 
+def dual_numbers(model: Plain, x: Tensor, y: Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.make_dual(y, y)
+
+
 class Does(Plain):
     """Does something with gradients in forward."""
 
@@ -142,7 +147,7 @@ DERIVATIVE = "a derivative that forward takes"
         (freezes, CHANGE), (freezes_one, CHANGE), (drops, GRADIENT), (clips, GRADIENT),
         (zeroes, "`zero_grad` in forward"), (retains, "the gradient of an activation (`retain_grad`)"),
         (of_autograd, DERIVATIVE), (goes_back, DERIVATIVE), (of_func, DERIVATIVE), (jacobian, DERIVATIVE),
-        (forward_mode, DERIVATIVE),
+        (forward_mode, DERIVATIVE), (dual_numbers, DERIVATIVE),
     ],
 )  # fmt: skip
 def test_what_forward_does_with_gradients(does: Callable[..., Any], what: str, alike: bool) -> None:
