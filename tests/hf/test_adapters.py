@@ -170,42 +170,45 @@ def prompts_are_not_switched_off(rank: int, n: int) -> None:
 # ---- adapters that are switched, added and counted
 
 
+def switched(n: int, first: bool) -> Any:
+    """Off and on again, to another one, which is added later, and back; `first`: peft before autotp."""
+    with all_double():
+        base, inputs = tiny("llama")
+        base.double()
+        plain = base(**inputs).loss.item()
+        whole = around(copy.deepcopy(base), lora())
+        if first:
+            other = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
+        else:
+            other = around(autotp.parallelize(base, n, example_inputs=inputs), lora())
+        for model in (whole, other):
+            with model.disable_adapter(), torch.no_grad():
+                assert model(**inputs).loss.item() == pytest.approx(plain, rel=1e-12)
+        expect_equal(whole, other, inputs)
+        for model in (whole, other):
+            torch.manual_seed(9)
+            model.add_adapter("second", lora(r=2, target_modules=["q_proj", "o_proj"]))
+            model.set_adapter("second")
+            noisy(model)
+        expect_equal(whole, other, inputs)
+        layouts = {name.partition(".layers.0.self_attn.")[2]: layout.dim for name, layout in other.layouts.items()}
+        for model in (whole, other):
+            model.set_adapter("default")
+            model.delete_adapter("second")
+        expect_equal(whole, other, inputs)
+        assert not any(".second." in name for name in other.layouts)
+    return [layouts[f"{name}.second.weight"] for name in ("q_proj.lora_A", "q_proj.lora_B", "o_proj.lora_A")]
+
+
 @checks.on(2)
-def adapters_are_switched(rank: int, n: int) -> None:
-    """Off and on again, to another one, which is added later, and back: with peft before autotp, and after it."""
-    for first in (True, False):
-        with all_double():
-            base, inputs = tiny("llama")
-            base.double()
-            plain = base(**inputs).loss.item()
-            whole = around(copy.deepcopy(base), lora())
-            if first:
-                other = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
-            else:
-                other = around(autotp.parallelize(base, n, example_inputs=inputs), lora())
-            expect_equal(whole, other, inputs)
-            for model in (whole, other):
-                with model.disable_adapter(), torch.no_grad():
-                    assert model(**inputs).loss.item() == pytest.approx(plain, rel=1e-12)
-            expect_equal(whole, other, inputs)
-            for model in (whole, other):
-                torch.manual_seed(9)
-                model.add_adapter("second", lora(r=2, target_modules=["q_proj", "o_proj"]))
-            expect_equal(whole, other, inputs)
-            for name in ("second", "default"):
-                for model in (whole, other):
-                    model.set_adapter(name)
-                if name == "second":
-                    noisy(whole), noisy(other)
-                expect_equal(whole, other, inputs)
-        added = {name: layout.dim for name, layout in other.layouts.items() if ".second." in name}
-        base_of = "base_model.model.model.layers.0.self_attn"
-        expected = {f"{base_of}.q_proj.lora_B.second.weight": 0, f"{base_of}.o_proj.lora_A.second.weight": 1}
-        assert {name: added[name] for name in expected} == (expected if first else dict.fromkeys(expected))
-        other.delete_adapter("second")
-        whole.delete_adapter("second")
-        with all_double():
-            expect_equal(whole, other, inputs)
+def adapters_in_a_parallel_model_are_switched(rank: int, n: int) -> None:
+    """A new one is cut as the others are."""
+    assert switched(n, True) == [None, 0, 1]
+
+
+@checks.on(2)
+def adapters_around_a_parallel_model_are_switched(rank: int, n: int) -> None:
+    assert switched(n, False) == [None] * 3
 
 
 @checks.on(2)
