@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import linecache
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -165,6 +165,10 @@ class InputValues(Reading):
                     at=shown(outcome.place),
                     fix="x.numpy().copy()",
                 )
+
+    def _is_truth(self, place: Place, symbols: Iterable[Any]) -> bool:
+        reads = {place for symbol in symbols for place in self.symbols.get(str(symbol), ())}
+        return super()._is_truth(place, symbols) or (bool(reads) and reads <= set(self.blocked))
 
     def _is_known(self, at: int, place: Place) -> bool:
         """True if an earlier run of this call gave the value."""

@@ -40,11 +40,13 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from autotp.errors import Error
 from autotp.model_library import BeginAgain
 from autotp.passes.capture.guards.argument_keys import argument_key
-from autotp.source_location import is_library
+from autotp.source_location import is_library, is_users
 
 PREDICATES = (
     Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
@@ -69,6 +71,8 @@ OF_FLOATS = (
     "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__floordiv__", "__rfloordiv__", "__mod__",
 )  # fmt: skip
 """Operators of two numbers."""
+TRUTH = "bool of numbers"
+"""The function of a place where numbers that were read decide."""
 NO_NUMPY = ".numpy() is not supported"
 NO_COMPLEX = "item NYI"
 """What torch says of a tensor without values; of a complex one."""
@@ -159,6 +163,12 @@ def value_key(value: Any) -> Any:
     return tuple(map(value_key, value)) if isinstance(value, list | tuple) else argument_key(value)
 
 
+class _OfTensors(TensorReferenceAnalysis):
+    """Operators of numbers, as those of tensors."""
+
+    mod = python_mod = staticmethod(torch.remainder)  # type: ignore[assignment]
+
+
 class Reading(TorchFunctionMode):
     """A mode in which reads at listed places give Python values, and all others run as they are.
 
@@ -167,6 +177,7 @@ class Reading(TorchFunctionMode):
         outcomes: what the reads have given so far.
         noted: function and flattened arguments of each read, and their structure.
         symbols: the exporter's symbol of a number, or of a size that depends on it -> the places that read the number.
+        numbers: the exporter's symbol of a number -> a tensor with it.
         sized: the exporter's symbol of a number of elements that are not 0 -> the place that counts them.
         failed_at: the last call that failed since a value is not known.
     """
@@ -178,13 +189,15 @@ class Reading(TorchFunctionMode):
         self.noted: list[tuple[Any, list[Any], Any]] = []
         self.symbols: dict[str, frozenset[Place]] = {}
         self.sized: dict[str, Place] = {}
+        self.numbers: dict[str, Tensor] = {}
         self.failed_at: Place | None = None
 
     def __enter__(self) -> Reading:
         self._patches = ExitStack()
         for name in OF_FLOATS:
             self._patches.enter_context(patch.object(torch.SymFloat, name, self._computed(name)))
-        self._patches.enter_context(patch.object(torch.SymBool, "__bool__", self._decided()))
+        for kind in (torch.SymBool, torch.SymInt, torch.SymFloat):
+            self._patches.enter_context(patch.object(kind, "__bool__", self._decided(kind)))
         for kind in (torch.SymInt, torch.SymFloat):
             self._patches.enter_context(patch.object(kind, "__array_ufunc__", self._of_numpy, create=True))
         super().__enter__()
@@ -209,17 +222,45 @@ class Reading(TorchFunctionMode):
 
         return computed
 
-    def _decided(self) -> Callable[[Any], bool]:
-        """Returns what decides on a truth value: `m + 1 > m` is one of algebra, too."""
-        decide = torch.SymBool.__bool__
+    def _decided(self, kind: Any) -> Callable[[Any], bool]:
+        """Returns what decides on a truth value of numbers: it is read as one of tensors, or needs the numbers.
 
-        def decided(truth: Any) -> bool:
-            symbols = free_unbacked_symbols(truth)
+        `if self.steps.item() > 3` of a buffer is `if self.steps > 3`. Algebra alone decides on nothing with a point.
+        """
+        decide = kind.__bool__
+
+        def decided(number: Any) -> bool:
+            symbols = free_unbacked_symbols(number)
+            truth = number if kind is torch.SymBool or not symbols else number != 0
+            if symbols and is_users(sys._getframe(1)):
+                place = place_of(None)._replace(function=TRUTH)
+                predicate = self._predicate(truth) if self._is_truth(place, symbols) else None
+                if predicate is not None:
+                    self.places.add(place)
+                    return bool(self._read(Tensor.__bool__, (predicate,), {}, place))
             if any(symbol_is_type(symbol, SymT.UNBACKED_FLOAT) for symbol in symbols):
-                self._expect_no_reads(truth)
-            return decide(truth)
+                self._expect_no_reads(number)
+            return decide(number)
 
         return decided
+
+    def _is_truth(self, place: Place, symbols: Iterable[Any]) -> bool:
+        """True if a truth value of these numbers is to be read as one of tensors."""
+        return place in self.places
+
+    def _predicate(self, truth: Any) -> Tensor | None:
+        """Returns a tensor with a truth value of numbers that were read; None if it is one of other numbers, too."""
+        if not isinstance(truth, torch.SymBool):
+            return None
+        expression = truth.node.expr
+        if not all(str(symbol) in self.numbers for symbol in expression.free_symbols):
+            return None
+        tensors = {symbol: self.numbers[str(symbol)] for symbol in expression.free_symbols}
+        try:
+            found: Tensor = sympy_interp(_OfTensors, tensors, expression)
+        except (AttributeError, NotImplementedError, TypeError):  # torch has no operator of tensors for it.
+            return None
+        return found
 
     def _of_numpy(self, number: Any, function: Any, method: str, *given: Any, **options: Any) -> Any:
         """Does what a function of numpy does: a root or a logarithm needs the number's value, that of a size, too."""
@@ -250,6 +291,8 @@ class Reading(TorchFunctionMode):
         if func is Tensor.__format__ and args[1] and not args[0].dim():  # f"{x:.2f}" is the text of a number.
             number = _number_of(args[0])
             return format(self.__torch_function__(number, types, (args[0],)), args[1])
+        if func is Tensor.item and args[0].dtype == torch.bool:
+            func = Tensor.__bool__  # Of an activation, a truth value may be assumed, and a number may not.
         try:
             found = self._run(func, args, kwargs)
         except Exception as error:
@@ -274,6 +317,9 @@ class Reading(TorchFunctionMode):
             return
         given = _symbols_in([x for x in _with_bounds((args, kwargs)) if not isinstance(x, Tensor)])
         places = {place for symbol in given for place in self.symbols.get(symbol, ())}
+        if func in NUMBERS and len(new) == 1:  # A copy: it may be written into before the number decides.
+            wide = torch.float64 if args[0].is_floating_point() else torch.int64
+            self.numbers[next(iter(new))] = args[0].detach().clone().reshape(()).to(wide)
         if func in READS or any(map(_is_scalar, _with_bounds((args, kwargs)))):
             places.add(place_of(func))
         for symbol in new if places else ():

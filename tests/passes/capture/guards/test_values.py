@@ -399,6 +399,91 @@ def test_infinity_and_round_off(ask: Callable[[Any], Any]) -> None:
         torch.testing.assert_close(parallel(x), whole(x))
 
 
+# ---- numbers of buffers and activations that decide
+
+
+class Counted(nn.Module):
+    """Calls `own(self, hidden)`; buffers count the calls. x: [rows, 6]"""
+
+    steps: Tensor
+    started: Tensor
+    on: Tensor
+
+    def __init__(self, own: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.own = nn.Linear(6, 12), nn.Linear(12, 6), own
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("started", torch.tensor(0, dtype=torch.uint8))
+        self.register_buffer("on", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.own(self, self.up(x)))
+
+
+def warms_up(self: Any, hidden: Tensor) -> Tensor:
+    self.steps += 1
+    return hidden if self.steps.item() > 2 else hidden * 2
+
+
+def reads_before_it_counts(self: Any, hidden: Tensor) -> Tensor:
+    steps = self.steps.item()
+    self.steps += 1
+    return hidden if steps > 2 else hidden * 2
+
+
+def each_second(self: Any, hidden: Tensor) -> Tensor:
+    self.steps += 1
+    return hidden if self.steps.item() % 2 == 0 else hidden * 2
+
+
+def each_third(self: Any, hidden: Tensor) -> Tensor:
+    self.steps += 1
+    return hidden * 2 if self.steps.item() % 3 else hidden * (3 if self.steps.item() // 2 > 1 else 1)
+
+
+def starts(self: Any, hidden: Tensor) -> Tensor:
+    """As the ActNorm of flows does."""
+    first = self.started.item() == 0
+    if first:
+        self.started.fill_(1)
+    return hidden * 2 if first else hidden
+
+
+def is_switched_on(self: Any, hidden: Tensor) -> Tensor:
+    found = hidden if self.on.item() else hidden * 2
+    self.on.fill_(True)
+    return found
+
+
+def of_an_activation(self: Any, hidden: Tensor) -> Tensor:
+    largest = hidden.abs().max().item()
+    if 0.5 < largest < 1.5 or largest > 4:
+        hidden = hidden / largest
+    return hidden
+
+
+def is_true(self: Any, hidden: Tensor) -> Tensor:
+    return hidden * 2 if (hidden.max() > 1).item() is True else hidden
+
+
+@pytest.mark.parametrize(
+    "own",
+    [warms_up, reads_before_it_counts, each_second, each_third, starts, is_switched_on, of_an_activation, is_true],
+    ids=lambda own: own.__name__,
+)  # fmt: skip
+def test_numbers_that_decide(own: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    whole = Counted(own)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1)
+    for size in (1, 3, 0.1, 5, 0.5, 10):
+        x = torch.randn(4, 6) * size
+        torch.testing.assert_close(parallel(x), whole(x))
+        for name, buffer in whole.named_buffers():
+            torch.testing.assert_close(parallel.get_buffer(name), buffer)
+    report = autotp.verify(Counted(own), 2, example_inputs=torch.randn(4, 6))
+    assert report.ok, report
+
+
 # ---- numpy
 
 
