@@ -11,7 +11,8 @@ exporter runs the model, each read gives the listed outcome, and the tensors tha
 - Of an activation, a truth value is assumed. The graph computes it, and the call compares it afterwards. Where it comes
   out otherwise, the results are dropped, and the call runs again by the graph for the other outcome. Such a graph
   writes into nothing that its caller holds.
-- A number of an activation would be another one in each call: it is refused.
+- A number of an activation would be another one in each call: it is refused. Where it only decides
+  (`if steps.item() > 3`), the graph computes the truth value from the tensor (`_predicate`), and this is read.
 A number that is used in tensors only needs no outcome: the exporter has a symbol for it. So only places are listed
 at which the exporter could not go on without the value.
 """

@@ -23,6 +23,7 @@ from autotp.source_location import is_users, user_line
 CUSTOM_OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
 LOOP = r"for .* in |while "
 NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\bcomplex\(|\blen\(|\brange\("
+CONVERTED = r"\bint\(|\bfloat\("
 TEXT = r"""\bf["']|["'] % |\.format\(|\bformat\("""
 
 
@@ -89,10 +90,11 @@ def refused(error: Exception, model: nn.Module) -> Error:
         return Error(what, at=at, fix="return the tensor from forward, and make the text of what the call returns")
     if re.search(NUMBER, code) and not re.match(r"(el)?if |assert ", code):
         what = "the model makes a Python number of a tensor's values, which are not known in a graph"
+        item = "x.item(), if it only decides or is computed with; " if re.search(CONVERTED, code) else ""
         return Error(
             what,
             at=at,
-            fix=f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {CUSTOM_OPERATOR}",
+            fix=f"{item}a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {CUSTOM_OPERATOR}",
         )
     if code.startswith("assert "):
         what = "the model asserts something about the values of a tensor, which are not known in a graph"

@@ -125,7 +125,7 @@ ITSELF = "Python's `{}` of one tensor compares the values of its rows, which are
     [
         (Experts, LOOPS, "for e in hit.nonzero():", ROUNDS),
         (While, LOOPS, "while x.sum() > 0:", ROUNDS),
-        (Longest, NUMBERS, "longest = int(self", MASKS),
+        (Longest, NUMBERS, "longest = int(self", f"x.item(), if it only decides or is computed with; {MASKS}"),
         (Branch, BRANCHES, "return self.mlp(x) if hit", CHOICES),
         (Asserts, ASSERTS, "assert y.argmax()", "the assert before the call of the model"),
         (Logged, TEXTS, "self.log = f", OUTSIDE),
