@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     SymT,
@@ -201,6 +202,8 @@ class Reading(TorchFunctionMode):
             self._patches.enter_context(patch.object(kind, "__bool__", self._decided(kind)))
         for kind in (torch.SymInt, torch.SymFloat):
             self._patches.enter_context(patch.object(kind, "__array_ufunc__", self._of_numpy, create=True))
+        files = {*symbolic_shapes.uninteresting_files(), __file__}  # A guard's line is that of the model.
+        self._patches.enter_context(patch.object(symbolic_shapes, "uninteresting_files", lambda: files))
         super().__enter__()
         return self
 
