@@ -46,10 +46,10 @@ class RankMemory:
     @property
     def reserved(self) -> float:
         """The bytes of the device that are taken at most: with the allocator's part, libraries, and NCCL's buffers."""
-        return self.total * (1 + ALLOCATOR[1]) + self.error() + ALLOCATOR[0]
+        return self.total * (1 + ALLOCATOR[1]) + self.error_bytes() + ALLOCATOR[0]
 
-    def error(self, is_gpu: bool = True) -> float:
-        """The error bar of `total`: those of all kinds together, as the kinds are mistaken in the same direction."""
+    def error_bytes(self, is_gpu: bool = True) -> float:
+        """Returns the error bar of `total`: the sum of those of all kinds, as if all erred in the same direction."""
         return sum(size * memory_bar(kind, is_gpu) for kind, size in vars(self).items())
 
 
@@ -202,7 +202,7 @@ class Estimate(Shown):
         if name == "...":
             return ("...", *("" for _ in kinds), "")
         cells = [f"{vars(rank)[kind] / GIB:.2f}" for kind in kinds]
-        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.error(self.device.is_gpu) / GIB:.1g}")
+        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.error_bytes(self.device.is_gpu) / GIB:.1g}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate as plain data, for JSON; bytes, seconds and FLOPs."""
@@ -221,7 +221,7 @@ class Estimate(Shown):
                 {
                     **vars(rank),
                     "total": rank.total,
-                    "error": rank.error(self.device.is_gpu),
+                    "error_bytes": rank.error_bytes(self.device.is_gpu),
                     "at_most": rank.reserved,
                 }
                 for rank in self.memory

@@ -112,7 +112,7 @@ def _layout(estimate: Estimate) -> list[dict[str, str]]:
         ("seconds a step", f"{estimate.seconds:.3g}", f"± {estimate.seconds * error:.1g}"),
         ("TFLOP/s a GPU", f"{estimate.tflops:.0f}", f"± {estimate.tflops * error:.0f}"),
         ("of peak", f"{estimate.mfu:.1%}", f"± {estimate.mfu * error:.1%}"),
-        ("GiB", f"{fullest.total / GIB:.1f}", f"± {fullest.error(estimate.device.is_gpu) / GIB:.1f}"),
+        ("GiB", f"{fullest.total / GIB:.1f}", f"± {fullest.error_bytes(estimate.device.is_gpu) / GIB:.1f}"),
     )  # fmt: skip
     return [dict(zip(("name", "value", "error"), cell, strict=True)) for cell in cells]
 

@@ -236,7 +236,7 @@ def _small(fields: Mapping[str, Any], way: Way) -> Fields:
             continue
         if way.heads and key in EVERYWHERE and value == EVERYWHERE[key]:
             continue
-        if key in way.kept or (key == "blocks_per_stage" and "global_attention_blocks" in fields):  # It numbers them.
+        if key in way.kept or (key == "blocks_per_stage" and "global_attention_blocks" in fields):  # Numbers of blocks.
             found[key] = value
         elif isinstance(value, dict):
             found[key] = _small({k: v for k, v in value.items() if not _is_later_label(k, v)}, way)

@@ -18,6 +18,7 @@ from autotp.passes.capture.guards.attribute_paths import (
     Path,
     Slot,
     below,
+    children,
     everything,
     found_at,
     put_at,
@@ -133,8 +134,7 @@ class Flat(nn.Module):
         self.asked.inputs = [x for x in leaves if isinstance(x, Tensor)]
         modules = dict(self.model.named_modules())
         held = [found_at(modules, path) for path in given_at]
-        for path, tensor in zip(given_at, held, strict=True):
-            _expect_one_name(modules, path, tensor)
+        _expect_one_name(modules, dict(zip(given_at, held, strict=True)))
         self.reading.begin([*leaves, *given_at.values()], [*self.leaves, *held])
         versions = Versions({path: x for path, x in given_at.items() if isinstance(x, Tensor)})
         arguments = Versions(_of_the_caller(leaves, args, kwargs))
@@ -296,18 +296,28 @@ def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
     return {name: now for name, now in own.items() if not is_new(now, before[name])}
 
 
-def _expect_one_name(modules: Mapping[str, nn.Module], path: Path, tensor: Any) -> None:
-    """Raises Error for a tensor that forward writes into or sets, and that attributes have under another name, too."""
-    if not isinstance(tensor, Tensor):
-        return
-    for name, module in modules.items():
-        tables = (module._buffers, module._parameters, vars(module))
-        for key, value in ((key, value) for table in tables for key, value in table.items()):
-            if value is tensor and spelled(path) != spelled((name, key)):
-                raise Error(
-                    f"forward changes `{spelled(path)}`, which is one tensor with `{spelled((name, key))}`",
-                    fix="a tensor of its own for each name: tensor.clone()",
-                )
+def _expect_one_name(modules: Mapping[str, nn.Module], held: Mapping[Path, Any]) -> None:
+    """Raises Error if attributes have a tensor that changes from call to call under another name, too.
+
+    It is an input of the graph under one name only, so code that reads the other would find what it was at capture.
+
+    Args:
+        held: path -> the value of an attribute that is an input.
+    """
+    names: dict[int, list[str]] = {}
+    for name, module in modules.items() if held else ():
+        found = [((name, key), x) for table in (module._buffers, module._parameters) for key, x in table.items()]
+        for key, item in children(module):
+            found += below(item, (name, key), {})
+        for path, x in found:
+            if isinstance(x, Tensor):
+                names.setdefault(id(x), []).append(spelled(path))
+    for path, x in held.items():
+        if other := next((name for name in names.get(id(x), ()) if name != spelled(path)), None):
+            raise Error(
+                f"`{spelled(path)}` changes from call to call, and is one tensor with `{other}`",
+                fix="a tensor of its own for each name: tensor.clone()",
+            )
 
 
 def _names_of(tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:

@@ -167,7 +167,7 @@ def balanced(items: int, count: int, cost: Callable[[int, range], float]) -> lis
 
     Args:
         count: the number of runs, at most `items`.
-        cost: (number of a run, the run) -> its cost. With more items in front it is not lower.
+        cost: (number of a run, the run) -> its cost. A run that begins earlier costs no less.
     """
     best, starts = [-math.inf, *[math.inf] * items], list[list[int]]()
     for run in range(count):

@@ -212,7 +212,7 @@ def test_the_table_has_an_error_bar_on_every_number(pipeline: autotp.Estimate) -
     data = pipeline.to_dict()
     for memory in data["memory"]:
         bars = data["memory_error"]
-        assert memory["error"] == pytest.approx(sum(memory[kind] * bar for kind, bar in bars.items()))
+        assert memory["error_bytes"] == pytest.approx(sum(memory[kind] * bar for kind, bar in bars.items()))
     assert any(line.startswith("memory       fits: at most") and "allocator" in line for line in lines)
 
 

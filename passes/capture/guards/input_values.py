@@ -167,7 +167,7 @@ class InputValues(Reading):
                 )
 
     def _is_truth(self, place: Place, symbols: Iterable[Any]) -> bool:
-        reads = {place for symbol in symbols for place in self.symbols.get(str(symbol), ())}
+        reads = {read for symbol in symbols for read in self.symbols.get(str(symbol), ())}
         return super()._is_truth(place, symbols) or (bool(reads) and reads <= set(self.blocked))
 
     def _is_known(self, at: int, place: Place) -> bool:

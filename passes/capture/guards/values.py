@@ -72,7 +72,7 @@ OF_FLOATS = (
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
     "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__floordiv__", "__rfloordiv__", "__mod__",
 )  # fmt: skip
-"""Operators of two numbers."""
+"""Operators of two numbers, of which one has a point."""
 TRUTH = "bool of numbers"
 """The function of a place where numbers that were read decide."""
 NO_NUMPY = ".numpy() is not supported"
@@ -220,8 +220,8 @@ class Reading(TorchFunctionMode):
 
         def computed(number: Any, other: Any) -> Any:
             found = compute(number, other)
-            if found is not NotImplemented and not _symbols_in(found):
-                self._expect_no_reads((number, other))
+            if found is not NotImplemented and _symbols_in((number, other)) - _symbols_in(found):
+                self._expect_no_reads((number, other))  # Algebra has cancelled a number, such as a in (a + b) - a.
             return found
 
         return computed
@@ -295,6 +295,8 @@ class Reading(TorchFunctionMode):
         if func is Tensor.__format__ and args[1] and not args[0].dim():  # f"{x:.2f}" is the text of a number.
             number = _number_of(args[0])
             return format(self.__torch_function__(number, types, (args[0],)), args[1])
+        if func is Tensor.item and args[0].numel() != 1:  # As torch says it, which would leave a node in the graph.
+            raise RuntimeError(f"a Tensor with {args[0].numel()} elements cannot be converted to Scalar")
         if func is Tensor.item and args[0].dtype == torch.bool:
             func = Tensor.__bool__  # Of an activation, a truth value may be assumed, and a number may not.
         try:

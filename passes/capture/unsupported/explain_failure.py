@@ -54,7 +54,7 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
         )
     if OTHER_MODE in str(shown):
         return Error(
-            "forward computes with a buffer or a parameter that another attribute holds as a plain tensor",
+            "forward computes with a tensor that is not one of the model's, such as a buffer in a plain attribute",
             at=user_line(traceback.extract_tb(shown.__traceback__)),
             fix="read it by its own name, or keep a copy: self.name = self.buffer.clone()",
         )

@@ -125,7 +125,10 @@ class _Watch(TorchFunctionMode):
         if func in GRAD and isinstance(args[0], nn.Parameter):
             raise _lost("what forward reads or writes of a parameter's `.grad`", IN_THE_LOOP)
         if func is Tensor.retain_grad and not args[0].is_leaf:
-            raise _lost("the gradient of an activation (`retain_grad`)", "return the activation, and retain it there")
+            raise _lost(
+                "the gradient of an activation (`retain_grad`)",
+                "return the activation, and call retain_grad() of what the model returns",
+            )
         return func(*args, **(kwargs or {}))
 
 

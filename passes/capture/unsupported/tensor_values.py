@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from autotp.errors import Error
 from autotp.model_library import instead_of_expert_loop
-from autotp.passes.capture.guards.values import READS, NeedsNumber
+from autotp.passes.capture.guards.values import READS, NeedsNumber, reads_values
 from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users, user_line
 
@@ -28,7 +28,10 @@ TEXT = r"""\bf["']|["'] % |\.format\(|\bformat\("""
 
 
 class _Noted(TorchFunctionMode):
-    """A mode that notes what functions raise which ask a tensor of a capture for its values or its memory."""
+    """A mode that notes the exceptions of reads that only a capture raises: its tensors have no values and no memory.
+
+    An exception that the read raises on one device, too (`.item()` of several numbers), is the model's own affair.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class _Noted(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
-            if func in READS or func is Tensor.data_ptr:
+            if (func in READS and reads_values(error)) or func is Tensor.data_ptr:
                 self.raised.append(error)
             raise
 

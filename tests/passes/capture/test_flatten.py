@@ -151,8 +151,11 @@ class Plain(nn.Module):
 @pytest.mark.parametrize(
     ("buffer", "message"),
     [
-        (False, "forward changes `first`, which is one tensor with `second`"),
-        (True, "forward computes with a buffer or a parameter that another attribute holds as a plain tensor"),
+        (False, "`first` changes from call to call, and is one tensor with `second`"),
+        (
+            True,
+            "forward computes with a tensor that is not one of the model's, such as a buffer in a plain attribute",
+        ),
     ],
 )
 def test_a_plain_tensor_with_two_names(buffer: bool, message: str) -> None:
@@ -161,6 +164,37 @@ def test_a_plain_tensor_with_two_names(buffer: bool, message: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         parallel(torch.randn(3, 6))
     assert str(raised.value).startswith(f"Plain.forward: {message}\n  ")
+
+
+class Twice(nn.Module):
+    """Sets a tensor under two names, and reads both. x: [rows, 6]"""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.first: Tensor = torch.zeros(6)
+        self.second: list[Tensor] | Tensor = [torch.zeros(6)] if nested else torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nested = isinstance(self.second, list)
+        y = self.up(x) + self.first + (self.second[0] if nested else self.second)
+        self.first = y.detach().mean(0)
+        self.second = [self.first] if nested else self.first
+        return y
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tensor_that_calls_set_under_two_names(nested: bool) -> None:
+    """The graph of separate tensors is right; a later capture finds one tensor, and would read an old one."""
+    torch.manual_seed(0)
+    whole = Twice(nested)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=torch.randn(3, 6))
+    for _ in range(3):
+        x = torch.randn(3, 6)
+        torch.testing.assert_close(parallel(x), whole(x))
+    parallel.eval()
+    with pytest.raises(autotp.Error, match="changes from call to call, and is one tensor with"):
+        parallel(torch.randn(3, 6))
 
 
 @pytest.mark.parametrize("does", [swaps, keeps_a_copy])

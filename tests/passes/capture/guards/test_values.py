@@ -386,6 +386,8 @@ class Asked(nn.Module):
         lambda m: not m + 1 > m,
         lambda m: m + 1e-17 == m,
         lambda m: 2 * m > m,
+        lambda m: (m + 3e16) - 3e16 != m,
+        lambda m: (m + m * m) - m * m > 0,
         lambda m: m > 1,
     ],
 )
@@ -533,6 +535,31 @@ def test_a_read_that_may_fail(read: Callable[[Tensor], float]) -> None:
     parallel = autotp.parallelize(copy.deepcopy(whole), 1)
     for ids in (IDS, IDS.flip(1)):
         torch.testing.assert_close(parallel(ids), whole(ids))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.item(),
+        lambda x: int(x),
+        lambda x: 1.0 if x else 3.0,
+        lambda x: float("a" in x),
+    ],
+)
+def test_a_read_that_fails_on_one_device_too(read: Callable[[Tensor], float]) -> None:
+    """The model's own way on is the graph's."""
+
+    def own(self: Any, ids: Tensor) -> Any:
+        try:
+            number = read(ids)
+        except (RuntimeError, TypeError, ValueError):
+            number = 2.0
+        return self.mlp(self.e(ids)) * number
+
+    torch.manual_seed(0)
+    whole = Reading(own)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=IDS)
+    torch.testing.assert_close(parallel(IDS), whole(IDS))
 
 
 def test_an_address_is_refused() -> None:
