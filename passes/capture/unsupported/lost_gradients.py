@@ -151,7 +151,8 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> NoReturn:
 
 def _lost(what: str, instead: str) -> Error:
     at = user_line(traceback.extract_stack())
-    return Error(f"{what} would be lost: a graph of the model does not have it", at=at, fix=instead)
+    place = {"at": at} if at != "?" else {}
+    return Error(f"{what} would be lost: a graph of the model does not have it", **place, fix=instead)
 
 
 def _expect_no_backward_hooks(model: nn.Module) -> None:
