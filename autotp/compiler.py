@@ -814,12 +814,19 @@ def expect_one_order(texts: Sequence[Any]) -> None:
         )
 
 
-def rank_graph(program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
-    """Returns the lowered and checked graph of one rank.
+def rank_graph(
+    program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp", checked: bool = True
+) -> fx.Graph:
+    """Returns the lowered graph of one rank.
+
+    Args:
+        checked: whether its types are checked: only a graph that nobody runs may go without.
 
     Raises:
         Error: the graph's types do not fit; names the value, and the pass after which they do not.
     """
+    if not checked:
+        return fuse(_lowered_graph(program, _target(program, rank, randomness, axis)))
     return fuse(flat_graph(program, rank, randomness, axis))
 
 
@@ -829,20 +836,23 @@ def flat_graph(program: Program, rank: int, randomness: Literal["exact", "fast"]
     Raises:
         Error: the graph's types do not fit; names the value, and the pass after which they do not.
     """
-    return _checked_graph(program, Target(axis, program.tp, rank, randomness, frozenset(program.local_outputs)))
+    return _checked_graph(program, _target(program, rank, randomness, axis))
+
+
+def _target(program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str) -> Target:
+    return Target(axis, program.tp, rank, randomness, frozenset(program.local_outputs))
 
 
 def flat_graphs(program: Program, randomness: Literal["exact", "fast"]) -> Iterator[fx.Graph]:
     """Yields `flat_graph` of each rank. The check infers the axes of the model once for all."""
-    axes, stay = infer_axes(program.graph), frozenset(program.local_outputs)
+    axes = infer_axes(program.graph)
     for rank in range(program.tp):
-        yield _checked_graph(program, Target("tp", program.tp, rank, randomness, stay), axes)
+        yield _checked_graph(program, _target(program, rank, randomness, "tp"), axes)
 
 
 def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx.Graph:
     with uncollected(), _expect_no_assumptions(program.graph):
-        for _, graph in graphs_after_passes(program, to):
-            lowered = graph
+        lowered = _lowered_graph(program, to)
         try:
             expect_typed(lowered, program, to, axes)
         except Error as error:
@@ -850,6 +860,12 @@ def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx
             error.facts["after"] = next(each.name for each, graph in graphs if not _is_typed(dce(graph), program, to))
             raise
     return lowered
+
+
+def _lowered_graph(program: Program, to: Target) -> fx.Graph:
+    with uncollected(), _expect_no_assumptions(program.graph):
+        *_, (_, graph) = graphs_after_passes(program, to)
+    return graph
 
 
 def graphs_after_passes(program: Program, to: Target) -> Iterator[tuple[Pass, fx.Graph]]:

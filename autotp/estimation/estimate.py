@@ -126,8 +126,12 @@ def call_of(model: nn.Module, sequence: int | None, given: Any = None) -> Captur
     return Capturing(model, of_rows(arguments, CAPTURED_ROWS))
 
 
-def lowered_for(call: Capturing, layout: Layout, without: tuple[str, ...] = ()) -> Lowered:
-    """Returns the model of a call, for a layout's tensor-parallel ranks. Arguments and errors as of `captured`."""
+def lowered_for(call: Capturing, layout: Layout, without: tuple[str, ...] = (), checked: bool = True) -> Lowered:
+    """Returns the model of a call, for a layout's tensor-parallel ranks. Arguments and errors as of `captured`.
+
+    Args:
+        checked: whether the types of the graph are checked.
+    """
     schedule: Any = layout.schedule
     overlap: Overlap = layout.overlap if layout.micro_batch > 1 else "none"  # A divided row is not counted.
     training = Training(
@@ -137,11 +141,11 @@ def lowered_for(call: Capturing, layout: Layout, without: tuple[str, ...] = ()) 
     expect_choices(replace(training, overlap=layout.overlap))
     expect_whole_backward(replace(training, overlap=layout.overlap))
     try:
-        return lowered(call, layout.tp, training)
+        return lowered(call, layout.tp, training, checked)
     except Error:
         if layout.pp > 1:
             raise
-    return lowered(call, layout.tp, replace(training, summed=False))  # As under `parallelize`.
+    return lowered(call, layout.tp, replace(training, summed=False), checked)  # As under `parallelize`.
 
 
 def _length(model: nn.Module, arguments: Any, sequence: int | None) -> int | None:

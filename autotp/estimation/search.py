@@ -1,6 +1,6 @@
 """`search`: the fastest layouts of a model on a number of devices, and why the obvious ones are not among them.
 
-The model is captured once, and lowered once for each number of tensor-parallel ranks; then each micro-batch is recorded
+The model is captured once, and planned once for each number of tensor-parallel ranks; then each micro-batch is recorded
 once. All layouts get a rough price from these records. The best of them are priced as `estimate` does, until five are
 found that fit. Where sequences are cut, a low price is made of the records of two ranks; the model is lowered for other
 context-parallel ranks only where their low price is among the best.
@@ -20,6 +20,7 @@ from torch import nn
 from autotp.arguments import expect_arguments
 from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.errors import Error, within
+from autotp.estimation.counts.pieces import Lowered, lowered_again
 from autotp.estimation.estimate import call_of, lowered_for
 from autotp.estimation.layout import AUTOTP, COMPILED, Layout, Practice
 from autotp.estimation.price import Prices, price
@@ -207,15 +208,7 @@ class Layouts:
             halves: whether backward runs in two halves: then no sum over ranks runs beside products.
         """
         if (tp, cp, "none", halves) not in self._prices:
-            layout = Layout(
-                batch=1, tp=tp, cp=cp, pp=1 + self.pipelines, sequence_parallel=tp > 1, dtype=self.dtype,
-                schedule="zero-bubble" if halves else "1F1B",
-            )  # fmt: skip
-            try:
-                found = lowered_for(self._call, layout)
-            except Error:
-                self.pipelines = False  # As `distribute`; without a pipeline it may be that `parallelize` can.
-                found = lowered_for(self._call, replace(layout, pp=1))
+            found = self._halved(tp, cp) if halves else self._lowered(tp, cp)
             known = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
             flops = None if known is None else known.flops(1)
             self._prices[tp, cp, "none", halves] = Prices(found, self.device, self._practice, scaled=True, flops=flops)
@@ -226,6 +219,21 @@ class Layouts:
                 again, self.device, self._practice, scaled=True, flops=plain.flops(1)
             )
         return self._prices[tp, cp, recompute, halves]
+
+    def _lowered(self, tp: int, cp: int) -> Lowered:
+        """Returns the model for numbers of ranks. Its types are not checked: `estimate` and `distribute` check them."""
+        pp, sequence_parallel = 1 + self.pipelines, tp > 1
+        layout = Layout(batch=1, tp=tp, cp=cp, pp=pp, sequence_parallel=sequence_parallel, dtype=self.dtype)
+        try:
+            return lowered_for(self._call, layout, checked=False)
+        except Error:
+            self.pipelines = False  # As `distribute`; without a pipeline it may be that `parallelize` can.
+            return lowered_for(self._call, replace(layout, pp=1), checked=False)
+
+    def _halved(self, tp: int, cp: int) -> Lowered:
+        """Returns the model for numbers of ranks, with backward in two halves."""
+        plain = self.prices(tp, cp, "none").model
+        return lowered_again(plain, replace(plain.training, schedule="zero-bubble"))
 
     def price(self, layout: Layout) -> Estimate:
         """Returns the estimate of a layout."""

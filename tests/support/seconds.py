@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).resolve().parent.parent / "seconds.txt"
-COSTLY = 2.0
+COSTLY = 1.5
 """The seconds from which on a test is for `make test-rest`."""
 SHORTEST = 1.0
 """The seconds from which on a test is listed."""

@@ -142,8 +142,11 @@ class Capturing:
         return skeleton_of(self.model)
 
 
-def lowered(call: Capturing, tp: int, training: Training) -> Lowered:
+def lowered(call: Capturing, tp: int, training: Training, checked: bool = True) -> Lowered:
     """Captures a model and lowers it for the first of `tp` ranks. Of blocks that are alike it captures a few.
+
+    Args:
+        checked: whether the types of the graph are checked.
 
     Raises:
         Error: as `distribute`.
@@ -151,15 +154,24 @@ def lowered(call: Capturing, tp: int, training: Training) -> Lowered:
     skeleton, lengths = call.short
     if lengths:
         try:
-            found = _lowered(call, skeleton, lengths, tp, training)
+            found = _lowered(call, skeleton, lengths, tp, training, checked)
         except Exception:  # A model that counts on its number of blocks: captured whole, it says what is wrong.
             found = None
         if found is not None and _middles_are_alike(found, lengths):
             return found
-    return _lowered(call, call.whole, {}, tp, training)
+    return _lowered(call, call.whole, {}, tp, training, checked)
 
 
-def _lowered(call: Capturing, skeleton: nn.Module, lengths: Mapping[str, int], tp: int, training: Training) -> Lowered:
+def lowered_again(model: Lowered, training: Training) -> Lowered:
+    """Lowers a model for a schedule that needs another graph of the same program, without the check of types."""
+    program = replace(model.program, options=training)
+    graph = rank_graph(program, 0, training.randomness, checked=False)
+    return replace(model, program=program, graph=graph, training=training)
+
+
+def _lowered(
+    call: Capturing, skeleton: nn.Module, lengths: Mapping[str, int], tp: int, training: Training, checked: bool
+) -> Lowered:
     model, whole = call.model, dict(call.model.named_parameters())
     for tensor in skeleton.parameters() if training.compute_dtype else ():
         if tensor.is_floating_point():
@@ -169,7 +181,7 @@ def _lowered(call: Capturing, skeleton: nn.Module, lengths: Mapping[str, int], t
     last = training.cp - 1  # Its queries read the most keys.
     rows = places_of_rows(tensors, [])
     program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, rows, last, call.captures)
-    graph = rank_graph(program, 0, training.randomness)
+    graph = rank_graph(program, 0, training.randomness, checked=checked)
     blocks = blocks_in_order(graph, list(program.captured.parameters))
     order = whole_order(blocks, lengths)
     names = {renamed(name, captured, block): name for name in program.layouts for block, captured in order}
