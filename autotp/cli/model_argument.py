@@ -170,7 +170,10 @@ def _layers_of(factory: Callable[..., Any], name: str) -> str:
     known = signature(factory).parameters
     if found := next((key for key in OF_FACTORIES if key in known), None):
         return found
-    raise WrongUse(f"{name} takes no number of layers ({', '.join(OF_FACTORIES)}): use --kwargs in place of --layers")
+    raise WrongUse(
+        f"{name} takes no number of layers ({', '.join(OF_FACTORIES)}): leave --layers out, and make the model small "
+        "by --kwargs or by a factory of your own"
+    )
 
 
 def _object(name: str) -> Any:

@@ -34,7 +34,7 @@ WHY = {
     "read": "a weight with its axis of {size} has another reader",
     "element": "one element cannot be divided",
     "unweighed": "no product has its axis of {size}",
-    "taken": "the weights with its axis of {size} are cut along others: {others}",
+    "taken": "the weights that have this axis of {size} are cut along their other one: {others}",
     "small": "a cut of its axis of {size} would divide less than half a percent of the parameters",
     "sent": "a cut of its axis of {size} would send more than it saves{most}",
 }

@@ -20,7 +20,7 @@ CHANGES = {
     "would send more than it saves": "a larger axis, or fewer elements sent for each of its weights",
     "its reader is cut along another axis": "nothing: an operator is cut along one axis",
     "every rank uses it after the sum over ranks": "nothing: a bias behind the sum is small, and read by all",
-    "are cut along others": "sequence_parallel=True: it divides the work",
+    "are cut along their other one": "sequence_parallel=True: it divides the work",
     "less than half a percent": "sequence_parallel=True: it divides the work",
     "needs the whole of its axis": "nothing: this operator needs all of it",
     "in another way": "a view that keeps its axis in one piece",

@@ -59,17 +59,18 @@ def test_its_weights_are_cut_along_other_axes() -> None:
     row = row_of(Blocks(), "h.1.0.weight")
     place = at("return self.weight * x  # of the norm")
     assert row.reason == (
-        f"its reader `mul` ({place}) is not cut: the weights with its axis of 8 are cut along others: 16 width"
+        f"its reader `mul` ({place}) is not cut: the weights that have this axis of 8 are cut along their other one: "
+        "16 width"
     )
     assert row.at.startswith(f"{place}  return self.weight * x") and row.at == row.because[0].at
     assert row.because == (
         Cause("mul", row.at, "is not cut"),
-        Cause("", "", "the weights with its axis of 8 are cut along others: 16 width"),
+        Cause("", "", "the weights that have this axis of 8 are cut along their other one: 16 width"),
     )
     plan = autotp.explain(Blocks(), 2, example_inputs=X)
     table = plan.sheet().parts[1]
     assert isinstance(table, Table)
-    told = "its reader `mul` is not cut: the weights with its axis of 8 are cut along others: 16 width"
+    told = "its reader `mul` is not cut: the weights that have this axis of 8 are cut along their other one: 16 width"
     assert ("h.{0-1}.0.weight", "[8]", told, place) in table.rows, "the place has a column of its own"
     (data,) = (row for row in plan.to_dict()["whole"] if row["name"] == "h.0.0.weight")
     assert data["because"][0] == {"operator": "mul", "at": row.at, "why": "is not cut"} and len(data["because"]) == 2
@@ -79,7 +80,7 @@ def test_its_weights_are_cut_along_other_axes() -> None:
 def test_what_other_axes_leave_is_small() -> None:
     """The head is whole, but it is less than half a percent of all."""
     assert row_of(Blocks(1600), "h.1.0.weight").because[-1].why == (
-        "the weights with its axis of 8 are cut along others: 1600 width"
+        "the weights that have this axis of 8 are cut along their other one: 1600 width"
     )
 
 
@@ -193,7 +194,6 @@ def test_over_cp_the_reader_is_behind_a_copy() -> None:
     plans = [autotp.explain(model, 2, cp=cp, example_inputs=inputs) for cp in (1, 2)]
     first, second = ({row.name: row.reason for row in plan.whole if row.because} for plan in plans)
     assert first == second and len(first) == 5
-    told = (
-        r"its reader `mul` \(modeling_llama.py:\d+\) is not cut: the weights with its axis of 48 are cut along others: "
-    )
+    cause = "the weights that have this axis of 48 are cut along their other one: "
+    told = r"its reader `mul` \(modeling_llama.py:\d+\) is not cut: " + cause
     assert re.match(told, first["model.norm.weight"])

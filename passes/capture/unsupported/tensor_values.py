@@ -24,6 +24,8 @@ CUSTOM_OPERATOR = "torch.library.custom_op with register_fake and register_autog
 LOOP = r"for .* in |while "
 NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\bcomplex\(|\blen\(|\brange\("
 CONVERTED = r"\bint\(|\bfloat\("
+IS_EMPTY = r"(\blen\(.*\)|\.numel\(\)|\.shape\[.*\]|\.size\(.*\)) ?((==|!=|>|<=) ?0|(<|>=) ?1)\b|\bnot len\("
+NO_ROWS = "no branch at all, if it only leaves out work on no rows: operators compute on no rows, too"
 TEXT = r"""\bf["']|["'] % |\.format\(|\bformat\("""
 
 
@@ -106,4 +108,5 @@ def refused(error: Exception, model: nn.Module) -> Error:
         "the model branches on the values of a tensor, which one graph cannot do",
         at=at,
         fix="choose with torch.where, or branch on shapes and configuration only",
+        alternative=NO_ROWS if re.search(IS_EMPTY, code) else "",
     )

@@ -22,6 +22,7 @@ AVERAGES = (
 )
 ASSERTS = "the model asserts something about the values of a tensor, which are not known in a graph"
 CHOICES = "choose with torch.where, or branch on shapes and configuration only"
+NO_ROWS = "no branch at all, if it only leaves out work on no rows: operators compute on no rows, too"
 
 
 class Experts(Plain):
@@ -55,6 +56,20 @@ class Branch(Plain):
     def forward(self, x: Tensor) -> Tensor:
         hit = self.mlp(x).argmax(-1).unique()
         return self.mlp(x) if hit.numel() > 1 else x
+
+
+class NoRows(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.mlp(x).argmax(-1).nonzero()[:, 0]
+        if len(rows) == 0:
+            return x
+        return x.index_add(0, rows, self.mlp(x[rows]))
+
+
+class NoBranch(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 100).nonzero()[:, 0]
+        return x.index_add(0, rows, self.mlp(x[rows]))
 
 
 class Asserts(Plain):
@@ -127,6 +142,7 @@ ITSELF = "Python's `{}` of one tensor compares the values of its rows, which are
         (While, LOOPS, "while x.sum() > 0:", ROUNDS),
         (Longest, NUMBERS, "longest = int(self", f"x.item(), if it only decides or is computed with; {MASKS}"),
         (Branch, BRANCHES, "return self.mlp(x) if hit", CHOICES),
+        (NoRows, BRANCHES, "if len(rows) == 0:", f"{CHOICES}\n  or       {NO_ROWS}"),
         (Asserts, ASSERTS, "assert y.argmax()", "the assert before the call of the model"),
         (Logged, TEXTS, "self.log = f", OUTSIDE),
         (LoggedInteger, TEXTS, 'self.log = "{:d}', OUTSIDE),
@@ -140,6 +156,10 @@ ITSELF = "Python's `{}` of one tensor compares the values of its rows, which are
 def test_refused(kind: type[nn.Module], what: str, at: str, way: str) -> None:
     found = message(lambda: autotp.explain(kind(), 2, example_inputs=X))
     assert found == f"explain({kind.__name__}, tp=2): {what}\n  at       {line(at)}\n  try      {way}"
+
+
+def test_a_branch_on_no_rows_may_go() -> None:
+    assert autotp.verify(NoBranch(), 2, example_inputs=X).ok
 
 
 class Named(Plain):
