@@ -591,7 +591,8 @@ class Captures:
     """What was captured of a model, for programs of one call that differ only in how the model is cut.
 
     These programs share the symbols of sizes, and what passes assume of them, which is true of this call. So they are
-    for calls of one size, as those of `autotp.search`. Where sequences are cut, passes assume more: see `equal_inputs`.
+    for calls of one size, as those of `autotp.search`. Where sequences are cut, passes assume more (`equal_inputs`):
+    such programs are analysed after the others.
     """
 
     def __init__(self) -> None:
@@ -775,7 +776,7 @@ def captured_program(
         return one_call()
 
     state = call.autocast, call.opened, call.wanted, call.values, symbols
-    key = skeleton, once, options.summed, options.cp > 1, state
+    key = skeleton, once, options.summed, state
     found = captured() if captures is None else captures.of(key, captured)
     return Program(captured=found, graph=found.graph, tp=tp, options=options, training=skeleton.training, call=call)
 

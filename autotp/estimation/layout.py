@@ -66,6 +66,10 @@ class Layout:
         """The number of microbatches of a replica in a step."""
         return self.batch // (self.dp * self.micro_batch)
 
+    def differs_in_rows(self, other: Layout) -> bool:
+        """True if layouts differ in nothing but the rows of a microbatch, or in nothing."""
+        return {**vars(self), "micro_batch": 0} == {**vars(other), "micro_batch": 0}
+
     def __str__(self) -> str:
         rounds = f" x{self.interleave}" if self.interleave else ""
         parts = [f"tp={self.tp}", *[f"cp={self.cp}"] * (self.cp > 1), f"pp={self.pp}", f"dp={self.dp}"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from autotp.estimation.counts.activations import StageMemory, stage_memory
 from autotp.estimation.counts.kernels import fused
-from autotp.estimation.counts.pieces import Lowered, Recorded, recorded, whole_flops
+from autotp.estimation.counts.pieces import Lowered, Parameter, Recorded, recorded, whole_flops
 from autotp.estimation.counts.scale import scaled
 from autotp.estimation.layout import Layout, Practice
 from autotp.estimation.result import Estimate, RankMemory
@@ -42,6 +42,17 @@ class Prices:
         self._recorded: dict[int, Recorded] = {}
         self._times: dict[int, list[Times]] = {}
         self._stages: dict[Any, list[list[int]]] = {}
+        self._totals: dict[frozenset[str], tuple[Parameter, ...]] = {}
+
+    def totals(self, names: frozenset[str]) -> tuple[Parameter, ...]:
+        """Returns what parameters are together: one parameter for all that differ in nothing but size."""
+        if names not in self._totals:
+            sizes = Counter[tuple[int, bool]]()
+            for own in (self.model.parameters[name] for name in names):
+                sizes[own.itemsize, own.learns] += own.elements
+            found = (Parameter(elements=n, itemsize=size, learns=learns) for (size, learns), n in sizes.items())
+            self._totals[names] = tuple(found)
+        return self._totals[names]
 
     def pieces(self, rows: int) -> Recorded:
         """Returns the records of the pieces for a microbatch of `rows` rows."""
@@ -186,7 +197,7 @@ def price(prices: Prices, layout: Layout) -> Estimate:
         ends = Group(size=2, stride=layout.model_ranks * layout.dp * max(1, layout.pp - 1))
         spent["tied weights pp"] = collective_seconds("all-reduce", tied, ends, device)
     seconds = played.seconds + exchange + max(updates) + spent["tied weights pp"]
-    rows = [_rank_memory(model, layout, stages, row, names, practice) for row, names in zip(order, held, strict=True)]
+    rows = [_rank_memory(prices, layout, stages, row, names, practice) for row, names in zip(order, held, strict=True)]
     flops = prices.flops(layout.micro_batch) * layout.microbatches * layout.dp
     again = sum(stage.times.again for stage in stages) * layout.model_ranks * layout.microbatches * layout.dp
     names = [piece.name for piece in prices.pieces(layout.micro_batch).pieces]
@@ -212,11 +223,11 @@ def _stage(prices: Prices, layout: Layout, run: Sequence[int]) -> Stage:
 
 def cast_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
     """Returns the seconds in which a step casts a stage's parameters; under ZeRO each replica casts its part."""
-    device, practice, model = prices.device, prices.practice, prices.model
+    device, practice = prices.device, prices.practice
     if not practice.casts:
         return 0.0
     found = 0.0
-    for parameter in (model.parameters[name] for name in names):
+    for parameter in prices.totals(names):
         wide, narrow = parameter.itemsize, itemsize_of(layout, parameter.itemsize)
         found += parameter.elements * (wide + narrow) * (narrow != wide)
     times = practice.gathers * layout.microbatches if layout.zero == 3 else 1
@@ -225,9 +236,9 @@ def cast_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float
 
 def beside_times(prices: Prices, layout: Layout, names: frozenset[str]) -> Times:
     """Returns the time to add up the gradients of a stage's parameters, for one microbatch."""
-    device, practice, model = prices.device, prices.practice, prices.model
+    device, practice = prices.device, prices.practice
     moved = 0.0
-    for parameter in (model.parameters[name] for name in names if model.parameters[name].learns):
+    for parameter in _learnt(prices, names):
         wide, narrow = parameter.itemsize, itemsize_of(layout, parameter.itemsize)
         own = (narrow + wide if narrow != wide else 0) + 3 * wide * (layout.microbatches > 1)
         moved += parameter.elements * (own if practice.accumulation is None else practice.accumulation)
@@ -244,7 +255,7 @@ def exchange_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> f
     """Returns the seconds in which replicas sum the gradients of a rank, and gather its parameters under ZeRO."""
     model, device, practice = prices.model, prices.device, prices.practice
     group = Group(size=layout.dp, stride=layout.model_ranks)
-    learnt = [model.parameters[name] for name in names if model.parameters[name].learns]
+    learnt = _learnt(prices, names)
     if not layout.zero:
         gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
         copies = 4 * gradients * (practice.flattens and layout.dp > 1)  # Read and written, there and back.
@@ -261,10 +272,14 @@ def exchange_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> f
 
 def update_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
     """Returns the seconds of the optimizer's step of a rank: it moves memory."""
-    model, device, practice = prices.model, prices.device, prices.practice
-    elements = sum(model.parameters[name].elements for name in names if model.parameters[name].learns)
+    device, practice = prices.device, prices.practice
+    elements = sum(own.elements for own in _learnt(prices, names))
     moved = elements * practice.optimizer / (layout.dp if layout.zero else 1)
     return moved / (device.memory_bandwidth * device.memory_sustained) + device.launch
+
+
+def _learnt(prices: Prices, names: frozenset[str]) -> list[Parameter]:
+    return [own for own in prices.totals(names) if own.learns]
 
 
 def _tied(model: Lowered, held: Sequence[frozenset[str]]) -> int:
@@ -275,14 +290,13 @@ def _tied(model: Lowered, held: Sequence[frozenset[str]]) -> int:
 
 
 def _rank_memory(
-    model: Lowered, layout: Layout, stages: Sequence[Stage], row: Sequence[Action], names: frozenset[str],
+    prices: Prices, layout: Layout, stages: Sequence[Stage], row: Sequence[Action], names: frozenset[str],
     practice: Practice,
 ) -> RankMemory:  # fmt: skip
     """Returns the memory of a pipeline rank at its fullest moment."""
-    own = [model.parameters[name] for name in names]
-    weights = sum(p.elements * p.itemsize for p in own)
-    copy = {i: sum(_copy(model, layout, name) for name in stage.parameters) for i, stage in enumerate(stages)}
-    learnt = [p for p in own if p.learns]
+    weights = sum(p.elements * p.itemsize for p in prices.totals(names))
+    copy = {i: sum(_copy(p, layout) for p in prices.totals(stage.parameters)) for i, stage in enumerate(stages)}
+    learnt = _learnt(prices, names)
     gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
     state = sum(p.elements * (2 * p.itemsize if practice.state is None else practice.state) for p in learnt)
     share = layout.dp if layout.zero else 1
@@ -310,8 +324,7 @@ def _rank_memory(
     )
 
 
-def _copy(model: Lowered, layout: Layout, name: str) -> int:
+def _copy(parameter: Parameter, layout: Layout) -> int:
     """Returns the bytes of a parameter's copy in the dtype of computation; 0 where that is its own."""
-    parameter = model.parameters[name]
     narrow = itemsize_of(layout, parameter.itemsize)
     return parameter.elements * narrow if narrow != parameter.itemsize else 0

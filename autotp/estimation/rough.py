@@ -152,7 +152,7 @@ class RoughPrices:
     def _sizes(self, count: int) -> tuple[float, float, float]:
         """Returns the bytes of the parameters of the first pieces, the elements that learn, and all elements."""
         if count not in self._totals:
-            own = [self._prices.model.parameters[name] for name in self._parameters(count)]
+            own = self._prices.totals(self._parameters(count))
             weights = float(sum(p.elements * p.itemsize for p in own))
             learnt = float(sum(p.elements for p in own if p.learns))
             self._totals[count] = weights, learnt, float(sum(p.elements for p in own))

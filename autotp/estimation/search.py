@@ -305,6 +305,8 @@ class Layouts:
 
         Those that differ only in the micro-batch come one after the other, the smallest micro-batch first.
         """
+        for tp in self.ranks(gpus):
+            self.prices(tp, 1, "none")  # Before sequences are cut: see `Captures`.
         for tp, cp in ((n, cp) for n in self.ranks(gpus) for cp in self.contexts(gpus // n)):
             model = self.prices(tp, 1, "none").model
             blocks = max(1, len(model.order)) if self.pipelines else 1
@@ -361,7 +363,7 @@ def _priced_roughly(layouts: Layouts, gpus: int, batch: int, limit: float) -> tu
     found, tried, full = list[tuple[Layout, Rough]](), 0, None
     for layout in layouts.legal(gpus, batch):
         tried += 1
-        if full is not None and replace(layout, micro_batch=full.micro_batch) == full:
+        if full is not None and layout.differs_in_rows(full):
             continue
         rough = layouts.rough(layout)
         found.append((layout, rough))
@@ -378,22 +380,21 @@ def _fastest(
     slower even then is not lowered.
     """
     priced: dict[Layout, Estimate] = {}
+    ordered = sorted(found, key=lambda pair: pair[1].seconds)
     while len(priced) < PRICED:
         fitting = _fitting(priced.values(), limit)
         enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
-        next_ones = (pair for pair in found if pair[0] not in priced and pair[1].memory <= FAR * limit)
-        known, low = list[tuple[Layout, Rough]](), list[tuple[Layout, Rough]]()
-        for layout, rough in next_ones:
-            is_known = layouts.is_lowered(layout.tp, layout.cp)
-            if rough.seconds < (1.1 if is_known else 1.0) * enough:
-                (known if is_known else low).append((layout, rough))
-        if not known and not low:
-            break
-        layout, _ = min(known or low, key=lambda pair: pair[1].seconds)
-        if known:
-            priced[layout] = layouts.price(layout)
+        near = itertools.takewhile(lambda pair: pair[1].seconds < 1.1 * enough, ordered)  # noqa: B023  Used up here.
+        left = [pair for pair in near if pair[0] not in priced and pair[1].memory <= FAR * limit]
+        known = next((x for x, _ in left if layouts.is_lowered(x.tp, x.cp)), None)
+        low = next((x for x, r in left if not layouts.is_lowered(x.tp, x.cp) and r.seconds < enough), None)
+        if known is not None:
+            priced[known] = layouts.price(known)
+        elif low is not None:
+            found = layouts.refine(found, low.tp, low.cp)
+            ordered = sorted(found, key=lambda pair: pair[1].seconds)
         else:
-            found = layouts.refine(found, layout.tp, layout.cp)
+            break
     return _fitting(priced.values(), limit), found
 
 

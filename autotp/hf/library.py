@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ from autotp.hf.loops import (
     trainer_calls,
     trl_heads,
 )
-from autotp.hf.loops.after_import import after_import
+from autotp.hf.loops.after_import import after_import, change_all
 from autotp.hf.loops.settings import trl_calls
 from autotp.model_library import ModelLibrary
 from autotp.rules.common import whole
@@ -78,7 +79,7 @@ class Transformers(ModelLibrary):
 
     def watch_calls(self) -> None:
         """Has accelerate see replicas as its processes, and Trainer save the whole, also if they are imported later."""
-        after_import(WATCHED, _watch)
+        after_import(WATCHED, partial(change_all, CHANGES))
 
     def keep_activations(self, model: Any) -> None:
         """Switches gradient checkpointing off for the capture: autograd would recompute outside the capturing modes."""
@@ -115,17 +116,12 @@ class Transformers(ModelLibrary):
         return trl_heads.formula_of(function)
 
 
-def _watch() -> None:
-    accelerate_calls.watch_accelerate()
-    accelerate_state.show_replicas()
-    accelerator_methods.watch_accelerator()
-    trainer_calls.watch_trainer()
-    trl_heads.watch_trl()
-    trl_calls.watch_trl_trainers()
-    lightning_calls.watch_lightning()
-    fabric_calls.watch_fabric()
-    torchmetrics_calls.watch_torchmetrics()
-    adapters.watch_peft()
+CHANGES = (
+    accelerate_calls.watch_accelerate, accelerate_state.show_replicas, accelerator_methods.watch_accelerator,
+    trainer_calls.watch_trainer, trl_heads.watch_trl, trl_calls.watch_trl_trainers, lightning_calls.watch_lightning,
+    fabric_calls.watch_fabric, torchmetrics_calls.watch_torchmetrics, adapters.watch_peft,
+)  # fmt: skip
+"""Functions that change what is imported of these modules."""
 
 
 def _modules(model: Any) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.custom_vjp import RECORDED, Places, Vjp, is_gradient, kept, output, result, sent
-from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.builder import Builder, copied, fake_mode_of
 from autotp.rules.call import outputs_of
 from autotp.rules.traits import draws
 from autotp.source_location import line_of
@@ -180,7 +180,7 @@ def _backward_graph(group: FunctionCall) -> fx.Graph:
         elif node.target is kept:
             env[node] = env[node.args[0]]  # type: ignore[index]
         else:
-            env[node] = graph.node_copy(node, lambda old: env[old])
+            env[node] = copied(graph, node, env.__getitem__)
     graph.output(tuple(env[node.args[1]] for node in group.sent))  # type: ignore[index]
     return graph
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from autotp.passes.builder import copied
 from autotp.passes.capture.captured import Captured, OutputAt
 from autotp.passes.capture.guards.values import ValueRead
 from autotp.rules.call import returned
@@ -80,6 +81,6 @@ def part_of(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node])
     new, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node in nodes and node.op != "output":
-            env[node] = new.node_copy(node, env.__getitem__)
+            env[node] = copied(new, node, env.__getitem__)
     new.output(fx.map_arg(tuple(results), env.__getitem__))
     return new

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.profiler import record_function
 
+from autotp.passes.builder import copied
 from autotp.source_location import block_in, block_of
 
 ParameterPlace = tuple[nn.Module, str]
@@ -151,7 +152,7 @@ def attach_parameters(
             continue
         owner = owner_of(block_of(node)) if node.op == "call_module" else None
         if owner is None:
-            env[node] = new.node_copy(node, lambda old: env[old])
+            env[node] = copied(new, node, env.__getitem__)
             if node.op == "call_module":
                 root.add_module(str(node.target), outlined.get_submodule(str(node.target)))
             continue

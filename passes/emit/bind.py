@@ -18,6 +18,7 @@ from autotp.ops.async_linear import async_linear
 from autotp.ops.attention.products import attention
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
+from autotp.passes.builder import copied
 from autotp.passes.capture.capture import DEVICE
 from autotp.passes.emit.in_place import fresh, written
 from autotp.rules.call import arguments_of
@@ -49,7 +50,7 @@ def bind(
     bound, in_place, into_input = fx.Graph(), fresh(graph) if reuse else set(), written(graph, owned)
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        new = bound.node_copy(node, lambda old: env[old])
+        new = copied(bound, node, env.__getitem__)
         env[node] = new
         new.args = fx.node.map_aggregate(new.args, lambda a: device if a == CAPTURED else a)
         new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)

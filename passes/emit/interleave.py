@@ -24,7 +24,7 @@ from torch import fx
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
-from autotp.passes.builder import HALF
+from autotp.passes.builder import HALF, copied
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
@@ -179,7 +179,7 @@ class _Writing:
             self._write(node)
 
     def _write(self, node: fx.Node) -> None:
-        new = self.env[node] = self.graph.node_copy(node, lambda old: self.env[old])
+        new = self.env[node] = copied(self.graph, node, self.env.__getitem__)
         if _is_sum(node):
             new.target = start_reduce
             self.running.add(node)

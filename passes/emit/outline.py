@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autotp.passes.builder import copied
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.rules.call import outputs_of
 from autotp.source_location import block_of
@@ -34,7 +35,7 @@ def outlined(graph: fx.Graph, regions: Sequence[Sequence[fx.Node]], name: str) -
     known: dict[str, str] = {}
     for node in graph.nodes:
         if node not in inside:
-            env[node] = new.node_copy(node, lambda old: env[old])
+            env[node] = copied(new, node, env.__getitem__)
         if node not in last:
             continue
         inputs, results, text = _interface(last[node])
@@ -116,7 +117,7 @@ def _extracted(region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Se
         env[node] = graph.placeholder(node.name)
         env[node].meta = {key: value for key, value in node.meta.items() if key == "val"}
     for node in region:
-        env[node] = graph.node_copy(node, lambda old: env[old])
+        env[node] = copied(graph, node, env.__getitem__)
     found = tuple(env[node] for node in results)
     graph.output(found[0] if len(found) == 1 else found)
     return graph

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.builder import Builder, copied, fake_mode_of
 from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws_from_numpy, has
@@ -110,7 +110,7 @@ def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True) -
     new, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node in needed or (places and node.op == "placeholder"):
-            env[node] = new.node_copy(node, lambda old: env[old])
+            env[node] = copied(new, node, env.__getitem__)
     new.output(tuple(env[node] for node in wanted))
     return new
 

@@ -24,6 +24,7 @@ from torch import fx
 
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error
+from autotp.passes.builder import copied
 from autotp.passes.pipeline.cost import Cost
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
@@ -246,6 +247,6 @@ def _cut(
         env[node].meta = dict(node.meta)
     for node in graph.nodes:
         if node in needed and node not in env:
-            env[node] = new.node_copy(node, lambda old: env[old])
+            env[node] = copied(new, node, env.__getitem__)
     new.output(tuple(fx.map_arg(node, lambda old: env[old]) for node in sent))
     return new

@@ -17,6 +17,7 @@ from autotp.compiler import Captures, Program, emitted, rank_graph
 from autotp.errors import Error
 from autotp.estimation.counts.depth import renamed, shorten, whole_order
 from autotp.estimation.counts.record import META, Reads, Record, Value, record
+from autotp.passes.builder import copied
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
@@ -387,7 +388,7 @@ def _returning_too(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node.op != "output":
-            env[node] = copy.node_copy(node, lambda old: env[old])
+            env[node] = copied(copy, node, env.__getitem__)
     copy.output(tuple(env[n] for n in (*returned(graph), *(n for n in graph.nodes if n.name in names))))
     return copy
 

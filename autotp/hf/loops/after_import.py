@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -41,6 +42,35 @@ class _Finder(MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+_unlike: set[Callable[[], None]] = set()
+"""Functions that found a module without a name that they change."""
+
+
+def change_all(changes: Sequence[Callable[[], None]]) -> None:
+    """Calls functions that change modules of others. The user's import goes on where a module has not what one changes.
+
+    Then the library is of another version than those that were tried: a warning says so, once for each function.
+    """
+    for change in changes:
+        try:
+            change()
+        except AttributeError as error:
+            if change not in _unlike:
+                _unlike.add(change)
+                warnings.warn(_untried(error), stacklevel=2)
+
+
+def _untried(error: AttributeError) -> str:
+    """Returns the warning about a name that a module or a class of another library does not have."""
+    where = str(getattr(error.obj, "__module__", getattr(error.obj, "__name__", "")))
+    library = where.partition(".")[0]
+    version = getattr(sys.modules.get(library), "__version__", "")
+    return (
+        f"{library} {version} has no `{error.name}` in {where}, which autotp changes for parallel models. autotp was "
+        f"not tried with this version of {library} (docs/versions.md): compare losses and weights with one device's"
+    )
 
 
 def after_import(names: Sequence[str], then: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from autotp.hf.adapters import already_saved
 from autotp.hf.loops.accelerate_state import showing
 from autotp.hf.loops.replica_collectives import ReplicaCollectives
 from autotp.hf.loops.replicas import done_by_all, of_all, replicas
-from autotp.hf.loops.settings.neftune import noisy
+from autotp.hf.loops.settings.neftune import noisy, noisy_method
 from autotp.hf.overrides import whole_size
 from autotp.runtime.module import ParallelModule
 from autotp.runtime.optim.whole_matrices import whole_matrices
@@ -59,7 +59,10 @@ def watch_trainer() -> None:
         setattr(trainer, name, wraps(theirs)(around(theirs)))
     module: Any = sys.modules["transformers.trainer"]
     module.get_model_param_count = _counting(module.get_model_param_count)
-    module.activate_neftune = noisy(module.activate_neftune)
+    if hasattr(module, "activate_neftune"):
+        module.activate_neftune = noisy(module.activate_neftune)
+    else:  # It was a method of Trainer before transformers 5.2.
+        trainer._activate_neftune = noisy_method(trainer._activate_neftune)
     functions: Any = sys.modules["transformers.trainer_pt_utils"]
     functions.dist = ReplicaCollectives()  # It gathers logged losses and counts of operations.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.passes.builder import META, Builder, fake_mode_of
+from autotp.passes.builder import META, Builder, copied, fake_mode_of
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.record import LAST, again, begin, end
 from autotp.rules.call import updates_statistics, writes
@@ -149,7 +149,7 @@ class _Unfolding:
             self.env = dict(zip(region.own, own, strict=True))
         self.env |= {old: new for nodes, new in zip(region.known, given, strict=False) for old in nodes}
         for node in its.nodes:
-            new = self.env[node] = self.builder.graph.node_copy(node, self._read)
+            new = self.env[node] = copied(self.builder.graph, node, self._read)
             new.meta = {key: node.meta[key] for key in META if key in node.meta}
             new.meta["nn_module_stack"] = _moved(_stack(node), region.stack, around)
         self.shared |= _memory(call, *_nodes(call.args[0]))

@@ -28,12 +28,30 @@ def noisy(function: Callable[..., Any]) -> Callable[..., Any]:
         inner = model if accelerator is None else accelerator.unwrap_model(model)
         if not isinstance(inner, ParallelModule):
             return function(model, neftune_noise_alpha, accelerator)
-        adapted: Any = inner if "base_model" not in inner._modules else inner.get_base_model()
-        embeddings = adapted.get_input_embeddings()
-        embeddings.neftune_noise_alpha = neftune_noise_alpha
-        return Noise(embeddings)
+        return _noise_of(inner, neftune_noise_alpha)
 
     return activate_neftune
+
+
+def noisy_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `Trainer._activate_neftune` of an older transformers, which does so for a parallel model."""
+
+    @wraps(method)
+    def _activate_neftune(self: Any, model: Any) -> Any:
+        inner = self.accelerator.unwrap_model(model)
+        if not isinstance(inner, ParallelModule):
+            return method(self, model)
+        self.neftune_hook_handle = _noise_of(inner, self.neftune_noise_alpha)
+        return model
+
+    return _activate_neftune
+
+
+def _noise_of(model: Any, alpha: float) -> Noise:
+    adapted = model if "base_model" not in model._modules else model.get_base_model()
+    embeddings = adapted.get_input_embeddings()
+    embeddings.neftune_noise_alpha = alpha
+    return Noise(embeddings)
 
 
 class Noise:
