@@ -60,6 +60,10 @@ class ModelLibrary:
         """Returns which weight of a model is quantized, and by whom, as text; "" if there is none."""
         return ""
 
+    def parameter_adapter(self, model: Any) -> str:
+        """Returns the name of a module whose adapter writes parameters in each call; "" if there is none."""
+        return ""
+
     def watch_calls(self) -> None:
         """Has calls of the library that take the ranks of one parallel model for replicas raise Error from here on."""
 
@@ -189,6 +193,11 @@ def watch_calls() -> None:
 def quantized_weight(model: Any) -> str:
     """Returns which weight of a model is quantized, and by whom, as text; "" if no library knows of one."""
     return next(filter(None, (it.quantized_weight(model) for it in libraries())), "")
+
+
+def parameter_adapter(model: Any) -> str:
+    """Returns the name of a module whose adapter writes parameters in each call; "" if no library knows of one."""
+    return next(filter(None, (it.parameter_adapter(model) for it in libraries())), "")
 
 
 def keep_activations(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -76,6 +77,11 @@ class Transformers(ModelLibrary):
     def quantized_weight(self, model: nn.Module) -> str:
         """Returns which weight of a model a library keeps quantized."""
         return quantized.quantized_weight(model)
+
+    def parameter_adapter(self, model: Any) -> str:
+        """Returns the name of a module with an adapter for `target_parameters` of peft; "" if there is none."""
+        kind: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
+        return next((path for path, module in model.named_modules() if isinstance(module, kind)), "")
 
     def watch_calls(self) -> None:
         """Has accelerate see replicas as its processes, and Trainer save the whole, also if they are imported later."""

@@ -17,7 +17,7 @@ from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_size
 from autotp.errors import Error
-from autotp.model_library import quantized_weight, recomputes, watch_calls
+from autotp.model_library import parameter_adapter, quantized_weight, recomputes, watch_calls
 from autotp.options import Options, expect_choices
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
@@ -132,6 +132,11 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
             f"{found}, and weights that are quantized cannot be cut",
             fix="the model in its own dtype, without quantize_ or quantization_config: each rank holds 1/tp of it",
             alternative="dtype=torch.bfloat16, and LoRA: autotp.parallelize(get_peft_model(model, config))",
+        )
+    if found := parameter_adapter(model):
+        raise Error(
+            f"`{found}` has an adapter for `target_parameters`, which peft writes into the parameter in each call",
+            fix='LoraConfig(target_modules=["up_proj"]), for the weight of a module',
         )
     expect_unwrapped(model)
     expect_no_node_hooks(model)

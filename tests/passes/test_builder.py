@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autotp.passes.builder import Builder, at_captured_sizes, evaluated, fake_mode_of
+from autotp.passes.builder import Builder, at_captured_sizes, copied, evaluated, fake_mode_of
 
 aten = torch.ops.aten
 
@@ -92,3 +92,21 @@ def test_the_mode_of_a_graph(empty: bool) -> None:
     found = fake_mode_of(graph)
     assert isinstance(found, FakeTensorMode)
     assert empty or found is next(iter(graph.nodes)).meta["val"].fake_mode
+
+
+def test_a_copy_is_that_of_torch() -> None:
+    """Nested and named operands, names, readers and notes; the notes of both graphs can be changed apart."""
+    graph = draft(lambda call, x: call(aten.cat.default, [call(aten.add.Tensor, x, x, alpha=2), x], 1), x=some(3, 4))
+    for node in graph.nodes:
+        node.meta["other"] = [1]
+    made: list[tuple[fx.Graph, dict[fx.Node, fx.Node]]] = [(fx.Graph(), {}), (fx.Graph(), {})]
+    for node in graph.nodes:
+        for (new, env), copy in zip(made, (copied, fx.Graph.node_copy), strict=True):
+            env[node] = copy(new, node, env.__getitem__)
+    (ours, _), (theirs, _) = made
+    assert str(ours) == str(theirs) == str(graph)
+    for mine, other in zip(ours.nodes, theirs.nodes, strict=True):
+        assert list(map(str, mine.users)) == list(map(str, other.users)) and mine.meta == other.meta
+        assert (mine.type, mine.kwargs.keys()) == (other.type, other.kwargs.keys())
+    next(iter(ours.nodes)).meta["val"] = None
+    assert next(iter(graph.nodes)).meta["val"] is not None

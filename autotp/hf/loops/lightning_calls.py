@@ -39,6 +39,8 @@ NAMES = ("lightning.pytorch", "pytorch_lightning")
 """The two names of the package; a program may import both."""
 WATCHED = tuple(f"{name}.trainer.trainer" for name in NAMES)
 """The modules that, once imported, have imported all that is changed here."""
+AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+"""Lightning's callbacks that keep a copy of the module, with averages of its weights."""
 Method = Callable[..., Any]
 _changed: set[str] = set()
 
@@ -104,7 +106,20 @@ def _mesh(strategy: Any) -> Mesh:
 def _setup(strategy: Any, theirs: Method, trainer: Any) -> Any:
     """Sets a strategy up; only the first rank prints and logs, and what is not parallel has its values."""
     begin(strategy, strategy.lightning_module)
+    _expect_no_saved_average(trainer)
     return theirs(strategy, trainer)
+
+
+def _expect_no_saved_average(trainer: Any) -> None:
+    """Raises Error for a callback that averages weights beside one that saves: each rank has a part of the average."""
+    kinds = [type(callback) for callback in trainer.callbacks]
+    averaging = next((kind.__name__ for kind in kinds if AVERAGING & {base.__name__ for base in kind.__mro__}), "")
+    if averaging and trainer.checkpoint_callbacks:
+        raise Error(
+            f"{averaging} keeps an average of the model, and a checkpoint would have the first rank's part of it",
+            fix="Trainer(enable_checkpointing=False), and autotp.full_state_dict of the model after fit",
+            alternative="torch.optim.swa_utils.AveragedModel in a callback of your own",
+        )
 
 
 def begin(strategy: Any, module: nn.Module) -> None:

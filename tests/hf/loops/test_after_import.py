@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from autotp.hf.loops.after_import import after_import
+from autotp.hf.loops.after_import import after_import, change_all
 
 
 def test_calls_after_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +49,17 @@ def test_a_module_that_imports_another(tmp_path: Path, monkeypatch: pytest.Monke
     del sys.modules["inner_two"]
     __import__("inner_two")
     assert seen[2:] == [[3, 4, 5]]
+
+
+def test_a_library_of_another_version_is_imported_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that autotp changes is not there: one warning says so, and the changes of other modules are made."""
+    library = ModuleType("some_library")
+    library.__version__ = "9.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some_library", library)
+    made = []
+    changes = [lambda: library.Trainer.save, lambda: made.append(1)]
+    told = "some_library 9.1 has no `Trainer` in some_library, which autotp changes for parallel models"
+    with pytest.warns(UserWarning, match=told) as warned:
+        change_all(changes)
+        change_all(changes)
+    assert len(warned) == 1 and made == [1, 1]

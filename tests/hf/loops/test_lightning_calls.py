@@ -203,6 +203,11 @@ def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
     def average() -> None:
         trainer_of(pl, "auto", n, folder, callbacks.EMAWeightAveraging()).fit(module_of(pl, n, False), *rows())
 
+    def swa() -> None:
+        trainer_of(pl, "auto", n, folder, callbacks.StochasticWeightAveraging(1e-2)).fit(
+            module_of(pl, n, False), *rows()
+        )
+
     def renamed() -> None:
         lit.__class__ = Renamed
         trainer = trainer_of(pl, "auto", n, folder, max_epochs=1)
@@ -221,7 +226,7 @@ def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
         strategy.connect(lit)
         strategy.setup(None)
 
-    for call in (divided, missing, renamed, average):
+    for call in (divided, missing, renamed, average, swa):
         with pytest.raises((autotp.Error, FileNotFoundError)) as raised:
             call()
         found[call.__name__] = str(raised.value).splitlines()[0]
@@ -237,9 +242,37 @@ def test_refused(tmp_path: Path) -> None:
         assert "Checkpoint file not found" in found["missing"], found
         assert found["renamed"].startswith("checkpoint['state_dict']['"), found
         assert "is another tensor on each rank" in found["renamed"]
-        assert found["average"].startswith("lightning writes the state of the first rank only, and that has a part of")
+        told = "keeps an average of the model, and a checkpoint would have the first rank's part of it"
+        assert found["average"].endswith(f"EMAWeightAveraging {told}")
+        assert found["swa"].endswith(f"StochasticWeightAveraging {told}")
         expected = [whole_model()(**batch) for batch, _ in zip(rows()[1], range(2), strict=False)]
         assert float(found["loss"]) == pytest.approx(sum(x.item() for x in expected) / 2, abs=1e-8)
+
+
+def averaged(rank: int, n: int) -> list[Any]:
+    pl, found = library("lightning.pytorch"), []
+    callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
+    options: Any = {"EMAWeightAveraging": {"decay": 0.9}, "StochasticWeightAveraging": {"swa_lrs": 0.1}}
+    for name, given in options.items():
+        lit = module_of(pl, n, False)
+        lit.configure_optimizers = lambda: torch.optim.SGD(lit.parameters(), lr=0.1)  # noqa: B023  Called below.
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=n, max_epochs=5, limit_train_batches=3, logger=False, enable_checkpointing=False,
+            callbacks=[getattr(callbacks, name)(**given)], enable_progress_bar=False, enable_model_summary=False,
+            log_every_n_steps=1,
+        )  # fmt: skip
+        trainer.fit(lit, *rows())
+        found.append((lit.seen, autotp.full_state_dict(lit.model) if n > 1 else lit.model.state_dict()))
+    return found
+
+
+@pytest.mark.rare
+def test_averages_of_weights() -> None:
+    """Where nothing saves them, each rank averages its parts."""
+    expected = averaged(0, 1)
+    two = run_ranks(averaged, 2, timeout=250, fresh=True)
+    for (seen, weights), first, second in zip(expected, *two, strict=True):
+        expect_close((first[0], second[0], first[1]), (seen, seen, weights))
 
 
 def beside_replicas(rank: int, n: int, folder: Path) -> str:
