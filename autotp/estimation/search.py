@@ -28,6 +28,7 @@ from autotp.estimation.result import Estimate
 from autotp.estimation.rough import Rough, RoughPrices
 from autotp.estimation.seconds.hardware import GIB, Hardware, hardware_of
 from autotp.estimation.start_lines import limits_of, python_line, torchrun_line
+from autotp.ops.eager_mode import uncollected
 from autotp.options import Recompute
 from autotp.training.pipeline.schedules import ENGINES
 
@@ -167,7 +168,8 @@ def search(
         Layout(batch=batch, dtype=dtype)
         device = expect_search(gpus, gpu, batch, memory)
         layouts = Layouts(model, device, COMPILED if compiled else AUTOTP, dtype, sequence, example_inputs)
-        return _searched(layouts, gpus, batch, memory)
+        with uncollected():
+            return _searched(layouts, gpus, batch, memory)
 
     return within(f"search({type(model).__name__}, gpus={gpus})", run)
 
