@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils import _pytree as pytree
 
@@ -46,8 +46,8 @@ SIZES: dict[Any, Callable[..., Any]] = {
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """Returns the fake mode that the example values of `graph` belong to."""
-    values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
-    return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
+    first = next((value for node in graph.nodes if isinstance(value := node.meta.get("val"), FakeTensor)), None)
+    return detect_fake_mode(first) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def size_assumptions(graph: fx.Graph) -> list[Any]:
@@ -174,7 +174,8 @@ class Builder:
 
     def raw(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Adds a call without an example value, with the source line of `origin`."""
-        node = self.graph.call_function(target, args, kwargs or {})
+        node = self.graph.call_function(target)  # With operands it takes longer: see `copied`.
+        node.args, node.kwargs = args, kwargs or {}
         if self.origin is not None:
             node.meta = {key: self.origin.meta[key] for key in META if key in self.origin.meta and key != "val"}
         return node

@@ -85,11 +85,12 @@ def choose(
         kept: outputs that stay cut; other cut outputs are gathered, which costs communication.
     """
     decision = Decision()
+    convolutions = {id(it): [node for node, _ in it.nodes if _convolves(node, axes)] for it in candidates}
 
     def worth(candidate: Candidate) -> float:
         """Returns the elements of weights that are divided for each exchanged element, per token or pixel."""
         cost = _cost(candidate, decision, axes, trainable, kept)
-        reads = _gain(candidate, decision, axes, tp, lambda weight: _places(weight, candidate, axes))
+        reads = _gain(candidate, decision, axes, tp, lambda weight: _places(weight, convolutions[id(candidate)], axes))
         return reads / max(cost, 1)
 
     def key(i: int) -> tuple[int, float, float, int]:
@@ -234,11 +235,10 @@ def _gain(
     return sum(p.meta["val"].numel() * (1 - _fullest(candidate.leaf, p, axes, tp)) * counts(p) for p in cut)
 
 
-def _places(weight: fx.Node, candidate: Candidate, axes: Axes) -> float:
+def _places(weight: fx.Node, convolutions: Sequence[fx.Node], axes: Axes) -> float:
     """Returns how often a step reads each element of a weight: once a token, or once a pixel in a convolution."""
-    for node, _ in candidate.nodes:
-        operands = axes.bound[node].operands
-        if _convolves(node, axes) and root(operands[1]) is weight:
+    for node in convolutions:
+        if root(axes.bound[node].operands[1]) is weight:
             halves = 2 if HALF in node.meta else 1
             return max(halves * elements(node) // _channels(node), 1)
     return float(NOMINAL**2)
