@@ -865,8 +865,9 @@ def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx
 
 def _lowered_graph(program: Program, to: Target) -> fx.Graph:
     with uncollected(), _expect_no_assumptions(program.graph):
-        *_, (_, graph) = graphs_after_passes(program, to)
-    return graph
+        for _, graph in graphs_after_passes(program, to):
+            lowered = graph
+    return lowered
 
 
 def graphs_after_passes(program: Program, to: Target) -> Iterator[tuple[Pass, fx.Graph]]:

@@ -66,8 +66,8 @@ class Layout:
         """The number of microbatches of a replica in a step."""
         return self.batch // (self.dp * self.micro_batch)
 
-    def differs_in_rows(self, other: Layout) -> bool:
-        """True if layouts differ in nothing but the rows of a microbatch, or in nothing."""
+    def equals_but_for_micro_batch(self, other: Layout) -> bool:
+        """True if the layouts are equal, or differ in the rows of a microbatch only."""
         return {**vars(self), "micro_batch": 0} == {**vars(other), "micro_batch": 0}
 
     def __str__(self) -> str:

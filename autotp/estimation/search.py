@@ -145,7 +145,7 @@ def search(
     replicas; for sequences of 8,192 tokens or more, 2, 4 and 8 context-parallel ranks; micro-batches of 1 to 32 rows;
     the schedules 1F1B, interleaved and zero-bubble; recomputation; ZeRO 0 and 1, and without a pipeline 2 and 3, too.
     Sequence parallelism is on wherever there are tensor-parallel ranks: over NCCL it sends as many bytes, and saves
-    memory.
+    memory. Graphs are counted here; `estimate` and `distribute` check their types, too.
 
     Args:
         model, gpu, batch, dtype, compiled, sequence, example_inputs: as for `estimate`.
@@ -365,7 +365,7 @@ def _priced_roughly(layouts: Layouts, gpus: int, batch: int, limit: float) -> tu
     found, tried, full = list[tuple[Layout, Rough]](), 0, None
     for layout in layouts.legal(gpus, batch):
         tried += 1
-        if full is not None and layout.differs_in_rows(full):
+        if full is not None and layout.equals_but_for_micro_batch(full):
             continue
         rough = layouts.rough(layout)
         found.append((layout, rough))

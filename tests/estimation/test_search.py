@@ -241,9 +241,13 @@ def test_a_shared_capture_changes_no_number(found: autotp.Search, monkeypatch: p
 
 
 def test_a_shared_capture_of_cut_sequences_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One capture serves whole sequences and cut ones."""
     given: dict[str, Any] = {"gpus": 4, "batch": 8, "gpu": "a100-80gb"}
     monkeypatch.setattr("autotp.estimation.search.LONG", 1024)
+    captures, capture = list[Any](), compiler.capture
+    monkeypatch.setattr(compiler, "capture", lambda *given: captures.append(given) or capture(*given))
     found = searched(**given)
+    assert len(captures) == 1
     assert any("cp=" in str(layout) for layout in [*(est.layout for est in found.best), *found.lost])
     monkeypatch.setattr(compiler.Captures, "of", lambda self, key, capture: capture())
     assert searched(**given).to_dict() == found.to_dict()

@@ -45,30 +45,35 @@ class _Finder(MetaPathFinder):
 
 
 _unlike: set[Callable[[], None]] = set()
-"""Functions that found a module without a name that they change."""
+"""Functions that did not find what they change."""
 
 
 def change_all(changes: Sequence[Callable[[], None]]) -> None:
-    """Calls functions that change modules of others. The user's import goes on where a module has not what one changes.
+    """Calls functions that change modules of other libraries.
 
-    Then the library is of another version than those that were tried: a warning says so, once for each function.
+    If a library does not have a name or a module that a function changes, it is of a version that autotp was not tried
+    with. The user's import goes on, and a warning says so, once for each function.
     """
     for change in changes:
         try:
             change()
-        except AttributeError as error:
+        except (AttributeError, KeyError) as error:
             if change not in _unlike:
                 _unlike.add(change)
                 warnings.warn(_untried(error), stacklevel=2)
 
 
-def _untried(error: AttributeError) -> str:
-    """Returns the warning about a name that a module or a class of another library does not have."""
-    where = str(getattr(error.obj, "__module__", getattr(error.obj, "__name__", "")))
+def _untried(error: AttributeError | KeyError) -> str:
+    """Returns the warning about a name that a module or a class of another library does not have, or about a module."""
+    if isinstance(error, KeyError):  # Of `sys.modules`.
+        where = missing = str(error.args[0])
+    else:
+        where = str(getattr(error.obj, "__module__", getattr(error.obj, "__name__", "")))
+        missing = f"{where}.{error.name}"
     library = where.partition(".")[0]
     version = getattr(sys.modules.get(library), "__version__", "")
     return (
-        f"{library} {version} has no `{error.name}` in {where}, which autotp changes for parallel models. autotp was "
+        f"{library} {version} has no `{missing}`, which autotp changes for parallel models. autotp was "
         f"not tried with this version of {library} (docs/versions.md): compare losses and weights with one device's"
     )
 

@@ -114,7 +114,7 @@ def _expect_no_saved_average(trainer: Any) -> None:
     """Raises Error for a callback that averages weights beside one that saves: each rank has a part of the average."""
     kinds = [type(callback) for callback in trainer.callbacks]
     averaging = next((kind.__name__ for kind in kinds if AVERAGING & {base.__name__ for base in kind.__mro__}), "")
-    if averaging and trainer.checkpoint_callbacks:
+    if averaging and trainer.checkpoint_callbacks and trainer.state.fn == "fit":
         raise Error(
             f"{averaging} keeps an average of the model, and a checkpoint would have the first rank's part of it",
             fix="Trainer(enable_checkpointing=False), and autotp.full_state_dict of the model after fit",

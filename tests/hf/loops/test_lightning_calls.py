@@ -230,7 +230,8 @@ def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
         with pytest.raises((autotp.Error, FileNotFoundError)) as raised:
             call()
         found[call.__name__] = str(raised.value).splitlines()[0]
-    validated = trainer_of(pl, "auto", n, folder).validate(module_of(pl, n, False), rows()[1])
+    averaging = callbacks.EMAWeightAveraging()  # Beside a callback that saves, it is refused in `fit` only.
+    validated = trainer_of(pl, "auto", n, folder, averaging).validate(module_of(pl, n, False), rows()[1])
     found["loss"] = str(round(validated[0]["tested"], 9))
     return found
 
