@@ -176,7 +176,7 @@ def without_python_random(model: nn.Module) -> Iterator[None]:
     sources = _sources(model)
     before = {name: _state(source) for name, source in sources.items()}
     yield
-    drawn = [name for name, source in sources.items() if repr(_state(source)) != repr(before[name])]
+    drawn = [name for name, source in sources.items() if _comparable(_state(source)) != _comparable(before[name])]
     for name, source in ((name, source) for name, source in sources.items() if name in drawn):
         _restore(source, before[name])
     if drawn:
@@ -200,17 +200,21 @@ def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:
         run: runs the model; what it raises is not raised here.
     """
     sources, found, at = _sources(model), list[str](), list[tuple[str, int]]()
-    before = [repr(_state(source)) for source in sources.values()]
+
+    def states() -> list[Any]:
+        return [_comparable(_state(source)) for source in sources.values()]
+
+    before = states()
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
-        if not found and at and [repr(_state(source)) for source in sources.values()] != before:
+        if not found and at and states() != before:
             path, number = at[-1]
             found.append(f"{os.path.basename(path)}:{number}  {linecache.getline(path, number).strip()}".rstrip())
         at[:] = [(frame.f_code.co_filename, frame.f_lineno)]
         return None if found else line
 
     def call(frame: FrameType, event: str, _: Any) -> Any:
-        return None if found or not is_users(frame) or _of_a_generator(frame) else line
+        return None if found or not is_users(frame) or _of_python(frame) else line
 
     tracing = sys.gettrace()
     sys.settrace(call)
@@ -222,9 +226,9 @@ def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:
     return "".join(found)
 
 
-def _of_a_generator(frame: FrameType) -> bool:
-    """True for code of the libraries that draw: the line that calls them is the user's."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("random", "numpy")
+def _of_python(frame: FrameType) -> bool:
+    """True for code of numpy or of Python's own library, such as `random`: the line that calls it is the user's."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in {"numpy", *sys.stdlib_module_names}
 
 
 class _Unseeded:
@@ -265,10 +269,14 @@ def without_seeds() -> Iterator[None]:
 def _state(source: Any) -> Any:
     if isinstance(source, np.random.Generator):
         return source.bit_generator.state
-    state = source.getstate() if hasattr(source, "getstate") else source.get_state(legacy=False)
-    return (
-        {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}} if type(state) is dict else state
-    )
+    return source.getstate() if hasattr(source, "getstate") else source.get_state(legacy=False)
+
+
+def _comparable(state: Any) -> Any:
+    """Returns a state of a generator with its arrays as bytes, which `==` compares whole."""
+    if isinstance(state, dict):
+        return {name: _comparable(x) for name, x in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def _restore(source: Any, state: Any) -> None:
