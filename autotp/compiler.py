@@ -43,6 +43,7 @@ from autotp.passes.check.sequence_order import expect_sequence_order
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.passes.emit.interleave import interleave
+from autotp.passes.emit.late_sums import late_sums
 from autotp.passes.emit.recompute import recompute
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
@@ -912,6 +913,8 @@ def emitted(
     bound = bind(graph, device, groups, program.captured.owned, settings.optional("in_place"))
     if settings.overlap == "batch":
         bound = interleave(bound)
+    if settings.optional("late_sums"):
+        bound = late_sums(bound)
     if not settings.optional("outline"):
         return fx.GraphModule(nn.Module(), bound)
     return recompute(bound, settings.recompute, program.updated)

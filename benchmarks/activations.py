@@ -58,6 +58,8 @@ TOLERANCE = 0.1
 class Made(TorchDispatchMode):
     """A mode that records the storages that operators allocate."""
 
+    keeps_no_tensor = True  # So operators write into memory as they do without it.
+
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, tuple[StorageWeakRef, int]] = {}

@@ -93,6 +93,7 @@ CASES = [
     _default("bucket", "gpt-small, sequence", ours("gpt-small"), sequence_parallel=True),
     _default("overlap", "llama-small", ours("llama-small")),
     _default("overlap", "llama-small, sequence", ours("llama-small"), sequence_parallel=True),
+    _default("late_sums", "gpt-small, sequence", ours("gpt-small"), sequence_parallel=True),
     _default("in_place", "gpt-small", ours("gpt-small")),
     _default("outline", "gpt-small", ours("gpt-small")),
     Case("sequence", "gpt-small", ours("gpt-small"), {"sequence_parallel": True}, {}),

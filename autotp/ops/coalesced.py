@@ -8,28 +8,41 @@ same number of bytes. A rank sends zeros for a gradient that it lacks. These zer
 zeros to a negative zero, and any other sum to something else. So ranks see without another message whether all of them
 lack a gradient, as in a backward of a part of the graph. Then there is none here either, as on one device. (Where a
 rank lacks a gradient that is -0.0 everywhere on the others, this rank has none, and the others have zeros.)
+
+NOTE [A sum that is waited for later] Backward has two nodes for a late sum: `StartedTogether` starts it, and
+`WaitTogether` waits. Of the nodes that are ready, autograd runs the one with the highest number, and each has a higher
+number than those recorded before it. The `WaitTogether` of a sum has a number just below the `StartedTogether`
+of the sum before it in forward: it waits once that one has started, after the backward of all work between the two. For
+the first sum of a graph it is the number of the graph's beginning. So what was recorded before the graph runs after all
+waits, for example the end of a unit of `fully_shard` around the model, which reads gradients. A unit that is one block
+reads them when the block's backward ends: its sums are waited for at once (`sums_at_once`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autotp.groups.process_group import seat
-from autotp.ops.collectives import communicate_all, copy, share
-from autotp.ops.eager_mode import is_plain
+from autotp.ops.batch_halves.turns import waits_now
+from autotp.ops.collectives import communicate_all, copy, share, start_all
+from autotp.ops.eager_mode import apply_plain, is_plain
 
 Where = tuple[int, tuple[tuple[int, int], ...]] | None
 """A dimension and the ranges of its positions that all ranks of the group hold; None for all positions."""
 
 
-def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where]) -> tuple[Tensor, ...]:
+def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where], late: bool = False) -> tuple[Tensor, ...]:
     """Returns the tensors unchanged; backward sums their gradients, at these positions, over the group. xs: [...] each
 
     In compiled code each tensor has a separate collective: Dynamo does not support Functions of any number of tensors.
+
+    Args:
+        late: whether backward may go on while the sum runs.
     """
     if group is None or seat(group)[1] == 1:
         return tuple(xs)
@@ -39,8 +52,92 @@ def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where]) ->
     learns = [not is_plain(x) or x.requires_grad for x in xs]
     places = tuple(at for at, learnt in zip(where, learns, strict=True) if learnt)
     given = [x for x, learnt in zip(xs, learns, strict=True) if learnt]
-    found = iter(Together.apply(False, group, places, *given) if given else ())
+    alone = late and not _at_once and torch.is_grad_enabled() and all(map(is_plain, given))
+    apply = _late if alone else Together.apply
+    found = iter(apply(False, group, places, *given) if given else ())
     return tuple(next(found) if learnt else x for x, learnt in zip(xs, learns, strict=True))
+
+
+def begin_sums() -> None:
+    """Stands at the beginning of a graph with late sums: NOTE [A sum that is waited for later]."""
+    global _before
+    if not torch.compiler.is_compiling():
+        _before = torch.autograd._get_sequence_nr()
+
+
+_before = 0
+"""The number that the next sum's `WaitTogether` gets."""
+_at_once: list[None] = []
+"""An entry for each region of `sums_at_once`."""
+
+
+@contextmanager
+def sums_at_once() -> Iterator[None]:
+    """A region whose sums are waited for at once in backward."""
+    _at_once.append(None)
+    try:
+        yield
+    finally:
+        _at_once.pop()
+
+
+def _late(_: bool, group: str, where: tuple[Where, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors unchanged; backward waits late for the sum of their gradients."""
+    global _before
+    running, number = _Running(), torch.autograd._get_sequence_nr()
+    read = apply_plain(WaitTogether, running, _before, *xs)
+    found: tuple[Tensor, ...] = apply_plain(StartedTogether, running, group, where, *read)
+    _before = number
+    return found
+
+
+class _Running:
+    """The sum that `StartedTogether` has started, and `WaitTogether` waits for: a function that waits, or None."""
+
+    wait: Callable[[], tuple[Tensor | None, ...]] | None = None
+
+
+class WaitTogether(torch.autograd.Function):
+    """The identity, whose backward waits for the sum that `StartedTogether` has started."""
+
+    @staticmethod
+    def forward(running: _Running, number: int, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        ctx.running = inputs[0]
+        ctx._set_sequence_nr(inputs[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        wait, ctx.running.wait = ctx.running.wait, None
+        return None, None, *(grads if wait is None else wait())
+
+
+class StartedTogether(torch.autograd.Function):
+    """The identity, whose backward starts a sum for `WaitTogether`: no other operator may read what it returns."""
+
+    @staticmethod
+    def forward(running: _Running, group: str, where: tuple[Where, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        ctx.running, ctx.group, ctx.where = inputs[:3]
+        ctx.like = _like(inputs[3:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        sent = _complete(ctx.like, grads)
+        if waits_now() or not all(map(is_plain, sent)):
+            found = Together.apply(True, ctx.group, ctx.where, *sent)
+            return None, None, None, *_without_nothing(grads, found)
+        wait = _start_sum(ctx.group, ctx.where, sent)
+        ctx.running.wait = lambda: _without_nothing(grads, wait())
+        return None, None, None, *sent  # The wait puts the sums in their place.
 
 
 class Together(torch.autograd.Function):
@@ -53,15 +150,13 @@ class Together(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
         ctx.summed, ctx.group, ctx.where = inputs[:3]
-        ctx.like = [(x.shape, {"dtype": x.dtype, "device": x.device}) for x in inputs[3:]]
+        ctx.like = _like(inputs[3:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        sent = [_nothing(like) if grad is None else grad for like, grad in zip(ctx.like, grads, strict=True)]
-        found = Together.apply(not ctx.summed, ctx.group, ctx.where, *sent)
-        pairs = zip(grads, found, strict=True)
-        return None, None, None, *(None if grad is None and _is_nothing(x) else x for grad, x in pairs)
+        found = Together.apply(not ctx.summed, ctx.group, ctx.where, *_complete(ctx.like, grads))
+        return None, None, None, *_without_nothing(grads, found)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: Tensor) -> tuple[Tensor, ...]:
@@ -81,19 +176,53 @@ class Together(torch.autograd.Function):
 
 def _sum(group: str, where: Sequence[Where], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the tensors, with these positions summed over the group."""
+    index, sent = _chosen(where, xs)
+    return _put_back(xs, index, communicate_all(sent, group))
+
+
+def _start_sum(group: str, where: Sequence[Where], xs: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    """Starts `_sum`; returns a function that waits for it."""
+    index, sent = _chosen(where, xs)
+    wait = start_all(sent, group)
+    return lambda: _put_back(xs, index, wait())
+
+
+Index = tuple[int, Tensor] | None
+"""A dimension and the positions in it; None for all positions."""
+
+
+def _chosen(where: Sequence[Where], xs: Sequence[Tensor]) -> tuple[list[Index], list[Tensor]]:
+    """Returns the positions of each tensor that are summed, and the values there."""
     index = [None if _is_all(x, at) else _index(x, at) for x, at in zip(xs, where, strict=True)]
-    sent = [x if i is None else x.index_select(i[0], i[1]) for x, i in zip(xs, index, strict=True)]
-    found = communicate_all(sent, group)
+    return index, [x if i is None else x.index_select(i[0], i[1]) for x, i in zip(xs, index, strict=True)]
+
+
+def _put_back(xs: Sequence[Tensor], index: Sequence[Index], found: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the tensors, with these values at these positions."""
     return tuple(y if i is None else x.index_copy(*i, y) for x, i, y in zip(xs, index, found, strict=True))
 
 
-def _nothing(like: tuple[torch.Size, dict[str, Any]]) -> Tensor:
-    """Returns what a rank sends for a gradient that it lacks: see NOTE [A gradient that some ranks lack]."""
-    return torch.full(like[0], -0.0, **like[1])
+Like = tuple[torch.Size, dict[str, Any]]
+"""Shape, dtype and device of a tensor."""
+
+
+def _like(xs: Sequence[Tensor]) -> list[Like]:
+    return [(x.shape, {"dtype": x.dtype, "device": x.device}) for x in xs]
+
+
+def _complete(like: Sequence[Like], grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Returns what a rank sends, also for a gradient that it lacks: see NOTE [A gradient that some ranks lack]."""
+    return [torch.full(x[0], -0.0, **x[1]) if grad is None else grad for x, grad in zip(like, grads, strict=True)]
+
+
+def _without_nothing(grads: Sequence[Tensor | None], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Returns the sums, and None where all ranks lack the gradient; `grads`: those of this rank."""
+    pairs = zip(grads, found, strict=True)
+    return tuple(None if grad is None and _is_nothing(x) else x for grad, x in pairs)
 
 
 def _is_nothing(x: Tensor) -> bool:
-    """Says whether all ranks sent `_nothing`; not known, and False, in a transform of torch.func."""
+    """Says whether all ranks lacked a gradient of this sum; not known, and False, in a transform of torch.func."""
     if not is_plain(x):
         return False
     x = torch.view_as_real(x) if x.is_complex() else x
@@ -104,7 +233,7 @@ def _is_all(x: Tensor, at: Where) -> bool:
     return at is None or at[1] == ((0, x.shape[at[0]]),)
 
 
-def _index(x: Tensor, at: Where) -> tuple[int, Tensor]:
+def _index(x: Tensor, at: Where) -> Index:
     assert at is not None
     dim, ranges = at
     return dim, torch.tensor([i for a, b in ranges for i in range(a, b)], device=x.device, dtype=torch.int64)

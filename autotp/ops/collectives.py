@@ -488,11 +488,22 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
             [x.resolve_conj().resolve_neg() for x in xs], group
         )
         return summed
+    return start_all(xs, group)()
+
+
+def start_all(xs: Sequence[Tensor], group: str) -> Callable[[], list[Tensor]]:
+    """Starts the sums of several tensors over the group, in one collective; returns a function that waits for them."""
     ops = torch.ops._c10d_functional
     with in_collective("all_reduce_coalesced", group):
         for x in xs[:1]:
             pass_by(group, x)
-        return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced([in_memory(x) for x in xs], "sum", group)]
+        found = ops.all_reduce_coalesced([in_memory(x) for x in xs], "sum", group)
+
+    def received() -> list[Tensor]:
+        with in_collective("all_reduce_coalesced", group):
+            return [ops.wait_tensor(x) for x in found]
+
+    return received
 
 
 def pass_by(group: str, x: Tensor) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.profiler import record_function
+from torch.distributed.fsdp import FSDPModule
 
+from autotp.ops.coalesced import sums_at_once
 from autotp.passes.builder import copied
 from autotp.source_location import block_in, block_of
 
@@ -54,6 +56,9 @@ class BlockCall(nn.Module):
         """Runs the block on the present parameters of its module."""
         work = self.work
         run = work.forward if isinstance(work, fx.GraphModule) else work  # Nothing is registered on a shared graph.
+        if isinstance(self.owner[0], FSDPModule):  # It reads the gradients when the block's backward ends.
+            with sums_at_once():
+                return run(*self.operands_of(given))
         return run(*self.operands_of(given))
 
     def operands_of(self, given: Sequence[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from ranks import Checks, Collectives
 from small_models import Branches, normed
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from autotp.ops.coalesced import together
+from autotp.ops.coalesced import begin_sums, together
 from autotp.ops.collectives import copy as one
 
 checks = Checks()
@@ -35,37 +37,39 @@ def loss(xs: Any, scale: float) -> Any:
 @checks.on(2, 3)
 def gradients(rank: int, n: int) -> None:
     """The sums over ranks, at the positions that they hold together; one collective."""
-    xs = parameters()
-    with Collectives() as sent:
-        loss(together(xs, group(), WHERE), rank + 1.0).backward()
-    assert sent.counts == {"all-reduce-coalesced": 1}
-    total, own = n * (n + 1) / 2, rank + 1.0
-    for i, x in enumerate(xs):
-        expected = 3 * (i + 1) * total * x.detach() ** 2
-        if i == 1:
-            expected[[0, 3]] *= own / total
-        torch.testing.assert_close(x.grad, expected)
+    for late in (False, True):
+        xs = parameters()
+        with Collectives() as sent:
+            loss(together(xs, group(), WHERE, late), rank + 1.0).backward()
+        assert sent.counts == {"all-reduce-coalesced": 1}
+        total, own = n * (n + 1) / 2, rank + 1.0
+        for i, x in enumerate(xs):
+            expected = 3 * (i + 1) * total * x.detach() ** 2
+            if i == 1:
+                expected[[0, 3]] *= own / total
+            torch.testing.assert_close(x.grad, expected)
 
 
 @checks.on(2)
 def some_have_none(rank: int, n: int) -> None:
     """A frozen one is not summed, nor is one that the loss does not reach."""
-    xs = parameters()
-    xs[0].requires_grad_(False)
-    found = together(xs, group(), WHERE)
-    assert found[0] is xs[0] and not found[0].requires_grad
-    loss(found[:2], 1.0).backward()
-    assert xs[1].grad is not None and xs[2].grad is None
-    assert together([x.detach() for x in xs], group(), WHERE)[1].grad_fn is None
-    assert all(a is b for a, b in zip(together(xs, None, WHERE), xs, strict=True))
+    for late in (False, True):
+        xs = parameters()
+        xs[0].requires_grad_(False)
+        found = together(xs, group(), WHERE, late)
+        assert found[0] is xs[0] and not found[0].requires_grad
+        loss(found[:2], 1.0).backward()
+        assert xs[1].grad is not None and xs[2].grad is None
+        assert together([x.detach() for x in xs], group(), WHERE, late)[1].grad_fn is None
+        assert all(a is b for a, b in zip(together(xs, None, WHERE, late), xs, strict=True))
 
 
 @checks.on(2)
-def transforms(rank: int, n: int) -> None:
+def transforms(rank: int, n: int, late: bool = False) -> None:
     """Second derivatives, forward mode, torch.func and its maps, torch.compile: what each by itself gives."""
 
     def alike(xs: Any) -> Any:
-        return loss(together(xs, group(), (None,) * 3), rank + 1.0)
+        return loss(together(xs, group(), (None,) * 3, late), rank + 1.0)
 
     def each(xs: Any) -> Any:
         return loss([one(x, group()) for x in xs], rank + 1.0)
@@ -83,6 +87,62 @@ def transforms(rank: int, n: int) -> None:
     same(*mapped)
     compiled = torch.compile(alike, fullgraph=True, backend="aot_eager")
     same(torch.autograd.grad(compiled(xs), xs), second)
+    kept = alike(xs)  # Backward twice, of all and of one.
+    same(torch.autograd.grad(kept, xs, retain_graph=True), second)
+    same(torch.autograd.grad(kept, xs[1:2], retain_graph=True), second[1:2])
+    with pytest.warns(match="Anomaly"), torch.autograd.detect_anomaly():
+        same(torch.autograd.grad(kept, xs), second)
+
+
+@checks.on(2)
+def transforms_of_late_sums(rank: int, n: int) -> None:
+    transforms(rank, n, True)
+
+
+@checks.on(2)
+def late(rank: int, n: int) -> None:
+    """Each sum ends after the next has started; the last of backward ends before what was recorded earlier runs."""
+    seen: list[str] = []
+    before = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    x = Noted.apply(before, seen, "before the graph")
+    begin_sums()
+    xs = [parameters() for _ in range(3)]
+    for i, each in enumerate(xs):
+        read = together(each, group(), (None,) * 3, True)
+        x = Noted.apply(x * read[0].sum() + read[1].sum() + read[2].sum(), seen, f"block {i}")
+        each[0].register_post_accumulate_grad_hook(lambda p, i=i: seen.append(f"gradients {i}"))
+    with Starts(seen):
+        x.sum().backward()
+    assert seen == [
+        "block 2", "start", "block 1", "start", "gradients 2", "block 0", "start", "gradients 1", "gradients 0",
+        "before the graph",
+    ]  # fmt: skip
+
+
+class Noted(torch.autograd.Function):
+    """The identity, which notes its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[str], mark: str) -> Tensor:
+        ctx.note = lambda: seen.append(mark)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.note()
+        return grad, None, None
+
+
+class Starts(TorchDispatchMode):
+    """Notes that a collective starts."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += ["start"] * ("all_reduce_coalesced" in str(op))
+        return op(*args, **(kwargs or {}))
 
 
 @checks.on(2)
@@ -124,9 +184,9 @@ def what_is_returned_alone(rank: int, n: int) -> None:
 def some_ranks_lack_a_gradient(rank: int, n: int) -> None:
     """The ranks that have it are summed, on all ranks; where none has it, it is None, and zeros are not."""
     for has, expected in ((lambda i: i == 0, 1.0), (lambda i: False, None), (lambda i: True, float(n))):
-        for scale in (1.0, 0.0):
+        for scale, late in itertools.product((1.0, 0.0), (False, True)):
             xs = parameters()
-            found = together(xs, group(), (None,) * 3)
+            found = together(xs, group(), (None,) * 3, late)
             kept = [found[0], found[1] if has(rank) else Nothing.apply(found[1]), Nothing.apply(found[2])]
             with Collectives() as sent:
                 (kept[0].sum() + scale * kept[1].sum() + kept[2].sum()).backward()
@@ -139,13 +199,14 @@ def some_ranks_lack_a_gradient(rank: int, n: int) -> None:
 @checks.on(2)
 def a_rank_lacks_all_gradients(rank: int, n: int) -> None:
     """It meets the others all the same, also in double backward."""
-    xs = parameters()
-    found = together(xs, group(), WHERE)
-    (sum(x.square().sum() for x in found) if rank else sum(Nothing.apply(x).sum() for x in found)).backward()
-    for i, x in enumerate(xs):
-        every = 2 * x.detach()
-        every[[0, 3] if i == 1 else []] *= rank
-        torch.testing.assert_close(x.grad, every)
+    for late in (False, True):
+        xs = parameters()
+        found = together(xs, group(), WHERE, late)
+        (sum(x.square().sum() for x in found) if rank else sum(Nothing.apply(x).sum() for x in found)).backward()
+        for i, x in enumerate(xs):
+            every = 2 * x.detach()
+            every[[0, 3] if i == 1 else []] *= rank
+            torch.testing.assert_close(x.grad, every)
 
 
 class Nothing(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """What the tests of errors share: a message, its line, and that a failed `parallelize` has changed nothing."""
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,12 @@ def line_of(file: str, text: str) -> str:
     with open(file) as opened:
         at, code = next((i, row.strip()) for i, row in enumerate(opened, 1) if text in row)
     return f"{os.path.basename(file)}:{at}  {code}"
+
+
+def with_sizes_by_order(text: str) -> str:
+    """The text with its symbols of sizes named s0, s1, ... as they come: torch's names depend on the captured call."""
+    names: dict[str, str] = {}
+    return re.sub(r"\bs\d+\b", lambda found: names.setdefault(found[0], f"s{len(names)}"), text)
 
 
 def refusal(model: nn.Module, n: int, **given: Any) -> str:

@@ -42,7 +42,7 @@ class Training(Options):
 
         A node that overlaps communication in backward cannot be halved: both halves would run all of it.
         """
-        return super().optional(name) and not (name == "overlap" and ENGINES[self.schedule].halves)
+        return super().optional(name) and not (name in ("overlap", "late_sums") and ENGINES[self.schedule].halves)
 
 
 @dataclass(frozen=True)
