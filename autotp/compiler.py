@@ -650,6 +650,7 @@ def analyse(
     amend: Amend | None = None,
     cp_rank: int = 0,
     captures: Captures | None = None,
+    last: str = "",
 ) -> Program:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -660,6 +661,7 @@ def analyse(
         amend: changes the program after a pass, to find out what a difference comes from (`bisect.py`).
         cp_rank: the rank on the axis `cp`, if `options.cp` is more than 1.
         captures: takes what is captured, and has what was captured for another number of ranks.
+        last: the name of the last pass to run, for a caller that wants only what it finds; "" runs all.
     """
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         program = captured_program(skeleton, args, kwargs, tp, options, call, captures=captures)
@@ -680,6 +682,8 @@ def analyse(
         for each, later in programs_after_passes(program, amend, done):
             line.begin(each.stage)
             program = later
+            if each.name == last:
+                break
     return _for_assumed_sizes(program, by_capture)
 
 

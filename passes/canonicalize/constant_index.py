@@ -24,14 +24,17 @@ def constant_index(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> fx
     Args:
         constants: placeholder name -> constant tensor.
     """
+    lookups = graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    slices = {node: found for node in lookups if (found := _slice(node, constants)) is not None}
+    if not slices:
+        return graph
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         builder.origin = node
-        found = _slice(node, constants) if node.target is aten.index.Tensor else None
-        if found is None:
-            builder.copy(node)
+        if node in slices:
+            builder.env[node] = builder.call(aten.slice.Tensor, builder.env[node.args[0]], *slices[node])
         else:
-            builder.env[node] = builder.call(aten.slice.Tensor, builder.env[node.args[0]], *found)
+            builder.copy(node)
     return builder.graph
 
 

@@ -28,6 +28,8 @@ from autotp.source_location import line_of
 
 def mark(graph: fx.Graph) -> fx.Graph:
     """Returns the same function with the recorded marks as operators that passes know."""
+    if not any(graph.find_nodes(op="call_function", target=mark) for mark in RECORDED.values()):
+        return graph
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         builder.origin = node

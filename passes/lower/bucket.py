@@ -34,6 +34,8 @@ def bucket(graph: fx.Graph) -> fx.Graph:
             keys[node] = sides, node.args[1], node.meta["val"].dtype, keys.get(before)
             bundles.setdefault(keys[node], []).append(node)
     several = [nodes for nodes in bundles.values() if len(nodes) > 1]
+    if not several:
+        return graph
     first, inside = {nodes[0]: nodes for nodes in several}, {node for nodes in several for node in nodes}
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:

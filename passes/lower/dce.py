@@ -15,7 +15,10 @@ from autotp.rules.traits import draws
 
 def dce(graph: fx.Graph) -> fx.Graph:
     """Returns the same function and the same collectives, without dead operators."""
-    builder, needed = Builder(fake_mode_of(graph)), live(graph)
+    needed = live(graph)
+    if len(needed) == len(graph.nodes):
+        return graph
+    builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         if node in needed:
             builder.copy(node)

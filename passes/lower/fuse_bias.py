@@ -21,8 +21,10 @@ aten = torch.ops.aten
 
 def fuse_bias(graph: fx.Graph) -> fx.Graph:
     """Returns the same function and the same collectives, with biases inside their products."""
-    builder = Builder(fake_mode_of(graph))
     joined = {node: product for node in graph.nodes if (product := _product(node)) is not None}
+    if not joined:
+        return graph
+    builder = Builder(fake_mode_of(graph))
     inside = set(joined.values())
     for node in graph.nodes:
         builder.origin = node

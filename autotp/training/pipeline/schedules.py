@@ -310,7 +310,7 @@ def analyse_microbatch(
     call = CallState(layouts=layouts, rows=rows)
     if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
         two = map_rows((args, kwargs), rows, repeat_rows)
-        analyse(skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank)
+        analyse(skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank, last="row_independence")
     analysis = analyse(skeleton, args, kwargs, tp, training, call, cp_rank=cp_rank, captures=captures)
     if training.compute_dtype:
         expect_products_of_one_dtype(analysis)
