@@ -148,6 +148,12 @@ def test_facts_stand_in_the_program_behind_the_pass_that_finds_them() -> None:
         program.tp = 3  # type: ignore[misc]
 
 
+def test_the_last_pass_that_is_asked_for() -> None:
+    """Facts of later passes are unknown."""
+    program = analyse(*GIVEN, last="match")
+    assert program.candidates is not UNKNOWN and program.decision is UNKNOWN
+
+
 def test_another_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.1")
     with pytest.warns(UserWarning, match=r"tested with torch 2\.13\.x, and this is 2\.12\.1") as told:

@@ -24,6 +24,11 @@ def test_what_nobody_reads_goes() -> None:
     assert ops(dce(draft(unread, x=X))) == ["relu"]
 
 
+def test_a_graph_without_dead_operators_is_the_same_graph() -> None:
+    graph = dce(draft(unread, x=X))
+    assert dce(graph) is graph
+
+
 @pytest.mark.parametrize("draw", [aten.bernoulli.p, aten.rand_like.default, aten.dropout.default, dropout.fast_dropout])
 def test_draws_stay(draw: Any) -> None:
     """A draw that nobody reads moves the generator: without it the next mask would be another."""

@@ -13,6 +13,8 @@ from autotp.compiler import analyse
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.training.microbatches import batch_tensors, places_of_rows
+from autotp.training.pipeline.schedules import Training, analyse_microbatch
 
 X, Y = torch.randn(6, 5, 8), torch.zeros(6, 5, dtype=torch.int64)
 
@@ -206,3 +208,13 @@ def test_an_input_with_the_batch_twice() -> None:
     """Batch and sequence of one length: nothing says that they are one."""
     model, x, y = Model(lambda x: x.softmax(1)), torch.randn(5, 5, 8), torch.zeros(5, 5, dtype=torch.int64)
     analyse(skeleton_of(model), (x, y), {}, 2, Options(summed=True))
+
+
+@pytest.mark.parametrize("does", [lambda x: x - x.mean(0), lambda x: x.cumsum(0)], ids=["mean", "cumsum"])
+def test_a_microbatch_of_one_row_is_refused_as_two_rows_are(does: Does) -> None:
+    """One row does not show it: the model is captured with two as well."""
+    one = X[:1], Y[:1]
+    rows = places_of_rows(batch_tensors(one, {}), [])
+    with pytest.raises(Error, match=r"aten\.(mean|cumsum)"):
+        analyse_microbatch(skeleton_of(Model(does)), one, {}, 2, Training(summed=True), None, rows)
+    analyse_microbatch(skeleton_of(Model(lambda x: x)), one, {}, 2, Training(summed=True), None, rows)
