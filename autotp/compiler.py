@@ -45,6 +45,7 @@ from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.passes.emit.interleave import interleave
 from autotp.passes.emit.late_sums import late_sums
 from autotp.passes.emit.recompute import recompute
+from autotp.passes.emit.weight_sums import weight_sums
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
 from autotp.passes.lower.decompose import decompose, has_expansion
@@ -917,6 +918,7 @@ def emitted(
     bound = bind(graph, device, groups, program.captured.owned, settings.optional("in_place"))
     if settings.overlap == "batch":
         bound = interleave(bound)
+        bound = weight_sums(bound) if settings.optional("weight_sums") else bound
     if settings.optional("late_sums"):
         bound = late_sums(bound)
     if not settings.optional("outline"):

@@ -17,7 +17,7 @@ Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "batch"]
 OPTIONAL = (
     "repeats", "cse", "balance", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
-    "late_sums",
+    "late_sums", "weight_sums",
 )  # fmt: skip
 """Passes that can be left out: they change the cost to capture, run or compile a model, but no result."""
 

@@ -44,13 +44,21 @@ WIDE, NARROW = 28.0 + 8 + 4 + 8 + 6 + 4, 28.0 + 8 + 4 + 8 + 6 + 2 + 6
 KORTHIKANTI = Practice(**MEGATRON, optimizer=WIDE, fused=True, accumulation=0.0, gradient=4)
 # Gradients in 16 bits are added by a kernel of its own; no sums beside products yet.
 NARAYANAN = Practice(
-    **MEGATRON, optimizer=NARROW, fused=True, accumulation=6.0, gradient=2, scattered=True, without=("overlap",)
+    **MEGATRON,
+    optimizer=NARROW,
+    fused=True,
+    accumulation=6.0,
+    gradient=2,
+    scattered=True,
+    without=("overlap", "late_sums"),
 )
-SHOEYBI = Practice(**MEGATRON, optimizer=NARROW, accumulation=6.0, gradient=2, overlapped=True, without=("overlap",))
+SHOEYBI = Practice(
+    **MEGATRON, optimizer=NARROW, accumulation=6.0, gradient=2, overlapped=True, without=("overlap", "late_sums")
+)
 # Hooks around modules gather one parameter after the other, in forward, in recomputation, and in backward.
 DEEPSPEED = Practice(
     **MEGATRON, optimizer=NARROW, fused=True, accumulation=0.0, gradient=2, units="parameter", gathers=3,
-    without=("overlap",),
+    without=("overlap", "late_sums"),
 )  # fmt: skip
 A100, V100 = KINDS["a100-80gb"], KINDS["v100-32gb"]
 

@@ -34,7 +34,7 @@ TABLE = (*CANONICALIZE, *PLAN, *LOWER)
 PASSES = Path(autotp.__file__).parent.parent / "passes"
 WITHIN = {"balance"}
 """Passes between two steps of another row: of `context_parallel`, which plans, lowers and checks over its own axis."""
-NOT_IN_THE_TABLE = {"repeats", "in_place", "outline", "late_sums", *WITHIN}
+NOT_IN_THE_TABLE = {"repeats", "in_place", "outline", "late_sums", "weight_sums", *WITHIN}
 """What may be left out of the stages capture and emit, which are one call each, and of a row."""
 GIVEN = (skeleton_of(Plain()), (torch.ones(2, 3, 8),), {}, 2)
 

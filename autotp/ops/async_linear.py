@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from autotp.groups.process_group import seat
 from autotp.ops.batch_halves.turns import is_awaited, start_in_backward, waits_now
+from autotp.ops.batch_halves.weights import sum_of
 from autotp.ops.collectives import all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
-from autotp.ops.eager_mode import apply_plain, is_kept, is_plain
+from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform
 
 Gathered = tuple[int, Any, int] | None
 """Dimension, global length and block for the `all_gather` of the input; None: the input is read through `copy`."""
@@ -40,7 +41,7 @@ def async_linear(
     In compiled code and under transforms it calls these functions.
     """
     alone = group is None or seat(group)[1] == 1
-    if alone or not torch.is_grad_enabled() or not all(map(is_plain, (x, *weights))):
+    if alone or not torch.is_grad_enabled() or not no_transform(x, *weights):
         whole = copy(x, group) if gathered is None else all_gather(x, group, *gathered)
         return products(whole, flattened, weights, biases, turned)
     found: tuple[Tensor, ...] = apply_plain(
@@ -82,6 +83,7 @@ class AsyncLinear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
         ctx.group, ctx.gathered, ctx.flattened, ctx.turned, x = inputs[:5]
         ctx.late = ctx.gathered is None and is_awaited(x)
+        ctx.totals = [sum_of(w) for w in inputs[5 : 5 + len(ctx.turned)]]
         ctx.save_for_backward(x, *inputs[5 : 5 + len(ctx.turned)])
         ctx.set_materialize_grads(False)
 
@@ -154,7 +156,11 @@ def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) ->
     for i, grad in enumerate(grads):
         if grad is not None:
             if needed[i]:
-                found[i] = rows.t().mm(grad) if ctx.turned[i] else grad.t().mm(rows)
+                a, b = (rows.t(), grad) if ctx.turned[i] else (grad.t(), rows)
+                if ctx.totals[i] is None or torch.is_grad_enabled():
+                    found[i] = a.mm(b)
+                else:
+                    ctx.totals[i].add(a, b)
             if needed[n + i]:
                 found[n + i] = grad.sum(0)
     return found

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from autotp.groups.process_group import seat
-from autotp.ops.batch_halves.turns import waits_now
+from autotp.ops.batch_halves.turns import running_sums, waits_now
 from autotp.ops.collectives import communicate_all, copy, share, start_all
-from autotp.ops.eager_mode import apply_plain, is_plain
+from autotp.ops.eager_mode import apply_plain, is_plain, no_transform
 
 Where = tuple[int, tuple[tuple[int, int], ...]] | None
 """A dimension and the ranges of its positions that all ranks of the group hold; None for all positions."""
@@ -52,8 +52,8 @@ def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where], la
     learns = [not is_plain(x) or x.requires_grad for x in xs]
     places = tuple(at for at, learnt in zip(where, learns, strict=True) if learnt)
     given = [x for x, learnt in zip(xs, learns, strict=True) if learnt]
-    alone = late and not _at_once and torch.is_grad_enabled() and all(map(is_plain, given))
-    apply = _late if alone else Together.apply
+    goes_on = late and not _at_once and torch.is_grad_enabled() and no_transform(*given)
+    apply = _late if goes_on else Together.apply
     found = iter(apply(False, group, places, *given) if given else ())
     return tuple(next(found) if learnt else x for x, learnt in zip(xs, learns, strict=True))
 
@@ -92,9 +92,14 @@ def _late(_: bool, group: str, where: tuple[Where, ...], *xs: Tensor) -> tuple[T
 
 
 class _Running:
-    """The sum that `StartedTogether` has started, and `WaitTogether` waits for: a function that waits, or None."""
+    """The sums that `StartedTogether` has started, and `WaitTogether` waits for, each in the same run of backward.
 
-    wait: Callable[[], tuple[Tensor | None, ...]] | None = None
+    Attributes:
+        waits: run of backward -> a function that waits for the sum. (A backward may run inside of another.)
+    """
+
+    def __init__(self) -> None:
+        self.waits: dict[int, Callable[[], tuple[Tensor | None, ...]]] = {}
 
 
 class WaitTogether(torch.autograd.Function):
@@ -112,8 +117,11 @@ class WaitTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        wait, ctx.running.wait = ctx.running.wait, None
-        return None, None, *(grads if wait is None else wait())
+        wait = ctx.running.waits.pop(torch._C._current_graph_task_id(), None)
+        if wait is None:
+            return None, None, *grads
+        running_sums().pop(ctx.running, None)
+        return None, None, *wait()
 
 
 class StartedTogether(torch.autograd.Function):
@@ -135,8 +143,9 @@ class StartedTogether(torch.autograd.Function):
         if waits_now() or not all(map(is_plain, sent)):
             found = Together.apply(True, ctx.group, ctx.where, *sent)
             return None, None, None, *_without_nothing(grads, found)
-        wait = _start_sum(ctx.group, ctx.where, sent)
-        ctx.running.wait = lambda: _without_nothing(grads, wait())
+        sums = running_sums()
+        wait = sums[ctx.running] = _start_sum(ctx.group, ctx.where, sent)
+        ctx.running.waits[torch._C._current_graph_task_id()] = lambda: _without_nothing(grads, wait())
         return None, None, None, *sent  # The wait puts the sums in their place.
 
 

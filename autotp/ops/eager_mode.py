@@ -22,6 +22,14 @@ def is_plain(x: Tensor) -> bool:
     return not (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
+def no_transform(*xs: Tensor) -> bool:
+    """True in eager mode, if no transform of torch.func is active, also none that does not map or trace these tensors.
+
+    In a transform an autograd function needs a rule for it, whatever its operands are.
+    """
+    return all(map(is_plain, xs)) and not torch._C._are_functorch_transforms_active()
+
+
 def is_observed(x: Tensor) -> bool:
     """True if other code than torch's own sees each operator on `x`: a mode, a transform, or a subclass."""
     own = type(x) is Tensor and not torch._C._are_functorch_transforms_active()

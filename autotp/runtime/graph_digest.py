@@ -21,11 +21,14 @@ from autotp.source_location import line_of
 def digest(analysis: Program) -> str:
     """Returns graph, constants and layouts as text, without names of nodes; ranks that agree have the same text.
 
+    Symbols of sizes are numbered as they come: their names depend on what else was planned in a process.
+
     The graph is that before sequences are cut: each rank of the axis `cp` makes its own of it.
     """
     graph = analysis.whole or analysis.graph
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-    nodes = [_line(node, number, analysis.captured) for node in graph.nodes]
+    symbols: dict[str, str] = {}
+    nodes = [_line(node, number, analysis.captured, symbols) for node in graph.nodes]
     text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
     reads = (f"{value_key(read.outcome.value)}{SOURCE}{shown(read.outcome.place)}" for read in analysis.captured.asked)
     return "\n".join([text, *reads, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
@@ -46,14 +49,14 @@ def order_of(lowered: fx.Graph) -> int:
     return crc32(communication(lowered).encode())
 
 
-def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured) -> str:
+def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured, symbols: dict[str, str]) -> str:
     """Returns a node as `%2 = aten.add.Tensor(%0, %1)  float32[2, 3]`, with its source line."""
     if node.op == "placeholder":
-        return f"{number[node]} = {_placed(node, captured)}  {_shaped(node)}"
+        return f"{number[node]} = {_placed(node, captured)}  {_shaped(node, symbols)}"
     given = fx.map_arg((node.args, node.kwargs), number.__getitem__)
     parts = [*map(str, given[0]), *(f"{name}={value}" for name, value in given[1].items())]
     called = re.sub(r"'(%\d+)'", r"\1", f"{_called(node)}({', '.join(parts)})")
-    line = f"{number[node]} = {called}  {_shaped(node)}".rstrip()
+    line = f"{number[node]} = {called}  {_shaped(node, symbols)}".rstrip()
     return line if (at := line_of(node)) == "?" else f"{line}{SOURCE}{at}"
 
 
@@ -67,8 +70,15 @@ def _placed(node: fx.Node, captured: Captured) -> str:
     return f"input {captured.inputs.index(node.name)}" if node.name in captured.inputs else node.name
 
 
-def _shaped(node: fx.Node) -> str:
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in outputs_of(node))
+def _shaped(node: fx.Node, symbols: dict[str, str]) -> str:
+    """Returns dtypes and shapes as text. symbols: name of a symbol -> its name in the text."""
+
+    def named(found: re.Match[str]) -> str:
+        return symbols.setdefault(found[0], f"{found[0][0]}{len(symbols)}")
+
+    shapes = (re.sub(r"\b[su]\d+\b", named, str(list(t.shape))) for t in outputs_of(node))
+    kinds = (str(t.dtype).removeprefix("torch.") for t in outputs_of(node))
+    return ", ".join(map("".join, zip(kinds, shapes, strict=True)))
 
 
 def _called(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ of its `anchor`, the first operator of that work: then it runs after all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import seat
 from autotp.ops.collectives import copy, in_memory, reduce
-from autotp.ops.eager_mode import apply_plain, is_kept, is_plain
+from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform
 
 
 def start_reduce(x: Tensor, group: str | None, op: str = "sum", outside: bool = False, fresh: bool = False) -> Tensor:
@@ -75,7 +75,7 @@ def wait_in_backward(x: Tensor, group: str | None, anchor: Tensor) -> Tensor:
 
 
 def _waits_at_once(x: Tensor, group: str | None) -> bool:
-    return group is None or not is_plain(x) or seat(group)[1] == 1
+    return group is None or not no_transform(x) or seat(group)[1] == 1
 
 
 def is_awaited(x: Tensor) -> bool:
@@ -99,26 +99,36 @@ def start_in_backward(x: Tensor, group: str | None, fresh: bool = False) -> Tens
 
     It does not run in a backward for some parameters only: `torch.autograd.grad(loss, last_layer.weight)`.
     """
-    task = torch._C._current_graph_task_id()
-    if task not in _running:
-        wait_for_the_rest()  # of a backward that ended in an error
-        _running[task] = {}
-        torch.autograd.Variable._execution_engine.queue_callback(wait_for_the_rest)
+    sums = running_sums()
     started = start(x, group, fresh=fresh)
-    _running[task][_memory(started)] = started, group
+    sums[_memory(started)] = lambda: wait(started, group)
     return started
+
+
+Waits = dict[Any, Callable[[], Any]]
+"""Running sums, by any key: functions that wait for them. They may be called several times."""
+
+
+def running_sums() -> Waits:
+    """Returns the running sums of this backward; the end of backward waits for those that are left there."""
+    run = torch._C._current_graph_task_id()
+    if run not in _running:
+        wait_for_the_rest()  # of a backward that ended in an error
+        _running[run] = {}
+        torch.autograd.Variable._execution_engine.queue_callback(wait_for_the_rest)
+    return _running[run]
 
 
 def wait_for_the_rest() -> None:
     """Waits for the sums of gradients that nothing has waited for."""
     while _running:
         _, sums = _running.popitem()
-        for started, group in sums.values():
-            wait(started, group)
+        for wait_for in sums.values():
+            wait_for()
 
 
-_running: dict[int, dict[int, tuple[Tensor, str | None]]] = {}
-"""Run of a backward -> memory of a running sum -> the sum, which `wait_in_backward` will wait for."""
+_running: dict[int, Waits] = {}
+"""Run of a backward -> its running sums."""
 
 
 def _memory(x: Tensor) -> int:

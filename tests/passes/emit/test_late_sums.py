@@ -258,3 +258,65 @@ def noted(rank: int, n: int) -> tuple[int, int, bool]:
 def test_hooks_get_sums_and_a_failed_backward_leaves_nothing_behind() -> None:
     for same, number, again in run_ranks(noted, 2):
         assert same == number and again
+
+
+def odd_backwards(rank: int, n: int, given: dict[str, Any]) -> list[str]:
+    """A backward inside of another, one after a failed one on the same graph, a map: what differs from one device."""
+    whole, model = gpt(), autotp.parallelize(gpt(), **given)
+    whole(**CALL).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    parameters = dict(model.named_parameters())
+    wrong = []
+
+    def compare(what: str) -> None:
+        for name, p in parameters.items():
+            if not torch.allclose(autotp.gather(p.grad), expected[name], rtol=1e-9):  # type: ignore[arg-type]
+                wrong.append(f"{what}: {name}")
+        model.zero_grad()
+
+    for at in ("h.1.mlp.c_proj.bias", "h.0.ln_2.weight", "wte.weight"):
+        loss, some = model(**CALL), [parameters["h.0.ln_1.weight"], parameters["h.2.ln_2.bias"]]
+        handle = parameters[at].register_hook(
+            lambda grad, loss=loss, some=some: torch.autograd.grad(loss, some, retain_graph=True) and None
+        )
+        loss.backward(retain_graph=True)
+        handle.remove()
+        compare(f"inside of another, at {at}")
+        handle = parameters[at].register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        model.zero_grad()
+        with pytest.warns(match="Anomaly"), torch.autograd.detect_anomaly():
+            loss.backward()
+        compare(f"after a failure at {at}")
+    torch.vmap(lambda rows: model(tokens=rows, labels=rows))(TOKENS[:, None]).mean().backward()
+    compare("in a map")
+    return wrong
+
+
+@pytest.mark.parametrize("given", [{"sequence_parallel": True}, {"overlap": "batch"}], ids=str)
+def test_odd_backwards(given: dict[str, Any]) -> None:
+    assert run_ranks(odd_backwards, 2, given) == [[], []]
+
+
+def failing(rank: int, n: int) -> list[int]:
+    """How many sums torch keeps after each of three backwards that fail, and after one that does not."""
+    model = autotp.parallelize(gpt(), sequence_parallel=True)
+    found = []
+    for fails in (True, True, True, False):
+        loss = model(**CALL)
+        handle = model.wte.weight.register_hook(lambda grad: 1 / 0)
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+        handle.remove()
+        if not fails:
+            loss.backward()
+        found.append(torch._C._distributed_c10d._get_work_registry_size())
+    return found
+
+
+def test_sums_of_failed_backwards_are_waited_for() -> None:
+    for first, *others, last in run_ranks(failing, 2):
+        assert all(number <= first for number in others) and last == 0

@@ -1,0 +1,129 @@
+"""Weights that the products of both halves read: their gradients are summed in one memory.
+
+NOTE [Gradients of two halves] Autograd adds the gradients that a weight has from both halves: it reads both, and writes
+a third. Here the product that has its backward last adds its own gradient into the memory of the first, while it
+computes it (`addmm`). `ReadTwice` stands above both products in backward: it runs after them, and hands the sum on. A
+product whose gradient others may still read (a backward that is differentiated, for example) returns its gradient to
+autograd as usual, and `ReadTwice` adds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform
+
+
+def read_twice(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a weight for the products of the first and of the second half. w: [...] -> [...] each"""
+    if not (torch.is_grad_enabled() and no_transform(w) and w.requires_grad) or w.is_complex():
+        return w, w
+    read: tuple[Tensor, Tensor] = apply_plain(ReadTwice, w)
+    return read
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns `F.linear`; the gradient of a weight from `read_twice` is summed with that of the other half.
+
+    Args:
+        x: [... in]
+        w: [out in]
+        bias: [out]
+
+    Returns:
+        [... out]
+    """
+    total = sum_of(w) if torch.is_grad_enabled() and no_transform(x) else None
+    if total is None:
+        return F.linear(x, w, bias)
+    found: Tensor = apply_plain(HalfLinear, total, x, w, bias)
+    return found
+
+
+class Sum:
+    """The sum of a weight's gradients.
+
+    Attributes:
+        values: run of backward -> what its products have added up to now. (A backward may run inside of another, and
+            one that ends in an error leaves its sum here.)
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: dict[int, Tensor] = {}
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Adds the product of two matrices. a: [out rows], b: [rows in]"""
+        run = torch._C._current_graph_task_id()
+        value = self.values.get(run)
+        if value is None:
+            self.values[run] = a.mm(b)
+        elif is_kept(value):
+            self.values[run] = value.addmm(a, b)
+        else:
+            value.addmm_(a, b)
+
+    def take(self) -> Tensor | None:
+        """Returns the sum of this run of backward, and forgets it."""
+        return self.values.pop(torch._C._current_graph_task_id(), None)
+
+
+def sum_of(w: Tensor) -> Sum | None:
+    """Returns where the gradient of a weight from `read_twice` is summed; None for other weights."""
+    return w.grad_fn.total if isinstance(w.grad_fn, ReadTwice._backward_cls) else None  # type: ignore[union-attr]
+
+
+class ReadTwice(torch.autograd.Function):
+    """The identity, for two readers."""
+
+    @staticmethod
+    def forward(w: Tensor) -> tuple[Tensor, Tensor]:
+        return w.view_as(w), w.view_as(w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], _: Any) -> None:
+        ctx.total = Sum()
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        found: Tensor | None = ctx.total.take()
+        for grad in grads:
+            found = grad if found is None else found if grad is None else found + grad
+        return found
+
+
+class HalfLinear(torch.autograd.Function):
+    """`F.linear` of one half."""
+
+    @staticmethod
+    def forward(total: Sum, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, w, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        ctx.total = inputs[0]
+        ctx.save_for_backward(*inputs[1:3])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        _, for_x, for_w, for_bias = ctx.needs_input_grad
+        of_x = of_w = of_bias = None
+        if for_x:
+            of_x = grad.matmul(w)
+        rows = grad.reshape(-1, grad.shape[-1]) if grad.numel() else grad.new_zeros(0, grad.shape[-1])
+        if for_w:
+            columns = x.reshape(-1, x.shape[-1]) if grad.numel() else x.new_zeros(0, x.shape[-1])
+            if torch.is_grad_enabled() or not is_plain(grad):
+                of_w = rows.t().mm(columns)
+            else:
+                ctx.total.add(rows.t(), columns)
+        if for_bias:
+            of_bias = rows.sum(0)
+        return None, of_x, of_w, of_bias
