@@ -40,8 +40,8 @@ F16 = torch.float16
 # Checkpoints run again all of what they recompute.
 MEGATRON = {"casts": False, "early_stop": False, "flattens": False}
 WIDE, NARROW = 28.0 + 8 + 4 + 8 + 6 + 4, 28.0 + 8 + 4 + 8 + 6 + 2 + 6
-# Products add their result to a gradient in 32 bits themselves, while they compute.
-KORTHIKANTI = Practice(**MEGATRON, optimizer=WIDE, fused=True, accumulation=0.0, gradient=4)
+# Products add their result to a gradient in 32 bits themselves, while they compute. Norms' gradients are summed last.
+KORTHIKANTI = Practice(**MEGATRON, optimizer=WIDE, fused=True, accumulation=0.0, gradient=4, without=("late_sums",))
 # Gradients in 16 bits are added by a kernel of its own; no sums beside products yet.
 NARAYANAN = Practice(
     **MEGATRON,
