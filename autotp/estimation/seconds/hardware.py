@@ -44,7 +44,8 @@ class Hardware:
         node_bandwidth: bytes/s of a device to the others of its node.
         net_bandwidth: bytes/s of a device to other nodes: of the node's adapters, divided by its devices.
         link_sustained: the part of these that collectives sustain.
-        latency: seconds for a message of no length.
+        latency: seconds for a message of no length. (That of GPUs, and their `launch`, are round numbers of the usual
+            size, without a source. `autotp calibrate` measures both.)
     """
 
     name: str
