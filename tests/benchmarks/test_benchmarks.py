@@ -16,6 +16,7 @@ import capture
 import checkpoint
 import gpu
 import growth
+import muon
 import pytest
 import share
 import step
@@ -240,6 +241,19 @@ def test_failed_rank_ends_the_wait(tmp_path):
     alive, dead = (SimpleNamespace(is_alive=lambda a=a: a, exitcode=-9) for a in (True, False))
     found = gpu._wait(tmp_path, [alive, dead, alive], time.monotonic() + 60)
     assert found == [gpu.Found(0, 1), "rank 1 died with exit code -9", "took too long"]
+
+
+# --- muon.py
+
+
+def muon_row(rank: int, n: int) -> muon.Row:
+    config = GPTConfig(block_size=8, vocab_size=32, n_layer=2, n_head=4, n_embd=16, dropout=0.0)
+    return muon.measure("tiny", config, 1)
+
+
+def test_a_step_of_muon_sends_one_all_gather_and_is_that_of_one_device() -> None:
+    rows = run_ranks(muon_row, 2)
+    assert sum(row.sent for row in rows) == sum(row.gather for row in rows) and min(row.one for row in rows) > 0
 
 
 # --- predicted/bubble.py and zero.py
