@@ -9,7 +9,6 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autotp.groups.process_group import seat
+from autotp.ops.batch_halves.read_twice import rows_of, sum_of
 from autotp.ops.batch_halves.turns import is_awaited, start_in_backward, waits_now
-from autotp.ops.batch_halves.weights import sum_of
 from autotp.ops.collectives import all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
 from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform
 
@@ -93,7 +92,7 @@ class AsyncLinear(torch.autograd.Function):
         plain = not torch.is_grad_enabled() and all(grad is None or is_plain(grad) for grad in grads)
         gradients = _overlapped if plain else _differentiable
         with torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
-            found = gradients(ctx, x, weights, [None if grad is None else _rows(grad) for grad in grads])
+            found = gradients(ctx, x, weights, [None if grad is None else rows_of(grad) for grad in grads])
         return None, None, None, None, *found
 
 
@@ -150,7 +149,7 @@ def _input_gradient(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Seque
 
 def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the gradients of the weights, then of the biases. grads: [rows out] each"""
-    rows = _rows(whole if ctx.flattened is None else whole.flatten(*ctx.flattened))
+    rows = rows_of(whole if ctx.flattened is None else whole.flatten(*ctx.flattened))
     n, needed = len(grads), ctx.needs_input_grad[5:]
     found: list[Tensor | None] = [None] * (2 * n)
     for i, grad in enumerate(grads):
@@ -164,10 +163,3 @@ def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) ->
             if needed[n + i]:
                 found[n + i] = grad.sum(0)
     return found
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Flattens all dimensions but the last, without -1, which is ambiguous for an empty shard."""
-    if x.dim() == 2:
-        return x
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # Not `flatten`: gradients that torch batches have no rule.

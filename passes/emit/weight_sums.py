@@ -3,8 +3,8 @@
     Before: y0 = linear(x0, w); y1 = linear(x1, w)
     After:  w0, w1 = read_twice(w); y0 = linear(x0, w0); y1 = linear(x1, w1)
 
-Here `linear` is that of `autotp/ops/batch_halves/weights.py`: the second product adds its gradient into the memory of
-the first, and no third tensor is written.
+Here `linear` is that of `autotp/ops/batch_halves/read_twice.py`: the second product adds its gradient into the memory
+of the first, and no third tensor is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autotp.ops.async_linear import async_linear
-from autotp.ops.batch_halves.weights import linear, read_twice
+from autotp.ops.batch_halves.read_twice import linear, read_twice
 from autotp.passes.builder import HALF, copied
 
 LINEAR = torch.ops.aten.linear.default

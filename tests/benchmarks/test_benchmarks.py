@@ -16,13 +16,13 @@ import capture
 import checkpoint
 import gpu
 import growth
-import muon
 import pytest
 import share
 import step
 import torch
 import torch.distributed as dist
 import zero
+from calls import muon
 from peers import megatron
 from predicted import bubble
 from ranks import run_ranks

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autotp
 from autotp.compiler import analyse, rank_graph
 from autotp.ops.async_linear import async_linear
-from autotp.ops.batch_halves.weights import linear, read_twice
+from autotp.ops.batch_halves.read_twice import linear, read_twice
 from autotp.options import Options
 from autotp.passes.builder import HALF
 from autotp.passes.capture.skeleton import skeleton_of

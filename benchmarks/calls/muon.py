@@ -1,6 +1,6 @@
 """Compares a step of torch's Muon on the parts of a model, by `autotp.whole_matrices`, with its step on one device.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/muon.py --rounds 7
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/calls/muon.py --rounds 7
 
 Only the optimizer's step is timed, of all matrices but the embeddings. Each rank also holds the whole model, and steps
 its matrices by torch's own class: "one device". The steps run in turn. Both get the same gradients, and the results are
@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from step import SHAPES, Shape, build, in_turn
 from torch import Tensor
 
 import autotp
 from autotp.runtime.optim import moves
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from step import SHAPES, Shape, build, in_turn
 
 ONE, PARTS = "one device", "parts"
 RATE = 1e-4

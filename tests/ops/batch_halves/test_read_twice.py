@@ -1,4 +1,4 @@
-"""weights: gradients of a weight that two halves read are those of autograd, in every way of differentiating."""
+"""read_twice: gradients of a weight that two halves read are those of autograd, in every way of differentiating."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from autotp.ops.batch_halves.weights import linear, read_twice
+from autotp.ops.batch_halves.read_twice import linear, read_twice
 
 X = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Products = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -60,6 +60,12 @@ def test_float32_and_no_rows() -> None:
     same(gradients(in_halves, X.float()), gradients(plainly, X.float()))
     for empty in (X[:, :0], X[:, :, :0]):
         same(gradients(in_halves, empty), gradients(plainly, empty))
+    for sizes in ((6, 0), (0, 5)):  # A rank without a share.
+        found = []
+        for f in (in_halves, plainly):
+            w, b = torch.zeros(sizes, dtype=X.dtype, requires_grad=True), torch.zeros(sizes[0], dtype=X.dtype)
+            found.append(torch.autograd.grad(f(w, b, X[..., : sizes[1]]), w))
+        same(*found)
 
 
 def test_one_half_only_and_one_input_only() -> None:

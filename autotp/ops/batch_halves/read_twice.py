@@ -9,6 +9,7 @@ autograd as usual, and `ReadTwice` adds it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -42,6 +43,13 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, w, bias)
     found: Tensor = apply_plain(HalfLinear, total, x, w, bias)
     return found
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Flattens all dimensions but the last, without -1, which is ambiguous for an empty shard."""
+    if x.dim() == 2:
+        return x
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # Not `flatten`: gradients that torch batches have no rule.
 
 
 class Sum:
@@ -117,9 +125,9 @@ class HalfLinear(torch.autograd.Function):
         of_x = of_w = of_bias = None
         if for_x:
             of_x = grad.matmul(w)
-        rows = grad.reshape(-1, grad.shape[-1]) if grad.numel() else grad.new_zeros(0, grad.shape[-1])
+        rows = rows_of(grad)
         if for_w:
-            columns = x.reshape(-1, x.shape[-1]) if grad.numel() else x.new_zeros(0, x.shape[-1])
+            columns = rows_of(x)
             if torch.is_grad_enabled() or not is_plain(grad):
                 of_w = rows.t().mm(columns)
             else:
