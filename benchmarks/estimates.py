@@ -245,6 +245,23 @@ def table5() -> None:
     )
 
 
+SHARES_OF_PEAK = {"22B": (41.5, 43.7), "175B": (51.4, 52.8), "530B": (56.0, 57.0), "1T": (56.3, 57.0)}
+"""Table 5, both techniques: percent of the peak for the model's FLOPs, and for those that the GPU computes."""
+
+
+def peak() -> None:
+    """Shares of the peak; with eight replicas, too, as the text has for 530B."""
+    rows = []
+    for name, (model, gpu) in SHARES_OF_PEAK.items():
+        est = step5(name, "selective", True)
+        rows.append(Row(f"{name}, the model's FLOPs, %", model, 100 * est.mfu, points=True))
+        share = 100 * est.hardware_tflops / (A100.matrix_flops / 1e12)
+        rows.append(Row(f"{name}, the GPU's FLOPs, %", gpu, share, points=True))
+    est = step5("530B", "selective", True, dp=8)
+    rows.append(Row("530B, 8 replicas, the model's FLOPs, %", 54.2, 100 * est.mfu, points=True))
+    show("Korthikanti 2022, table 5: shares of the peak", rows, "no goal")
+
+
 def fig1() -> None:
     """Memory of the first pipeline rank; the paper's bars of parameters are those of layers, without embeddings."""
     states, activations = [], []
@@ -372,6 +389,21 @@ def table2() -> None:
     show("Narayanan 2021, table 2: ZeRO-3", found["ZeRO-3"], "goal 15 each, in the right order", "step zero 3")
 
 
+def splits() -> None:
+    """161B on 64 GPUs: the throughput of each split into pipeline and tensor ranks, batches of 32 and of 128."""
+    size, rows = Size(32, 20480, 128), []
+    for batch in (128, 32):
+        found = {}
+        for tp in (2, 4, 8, 16, 32):
+            layout = Layout(batch=batch, tp=tp, pp=64 // tp, micro_batch=1, recompute="full", dtype=F16)
+            found[tp] = price(prices_of(size, tp, NARAYANAN, "full"), layout).hardware_tflops
+        best = max(found, key=lambda tp: found[tp])
+        ways = ", ".join(f"({64 // tp}, {tp}) {tflops:.0f}" for tp, tflops in found.items())
+        rows.append(Row(f"batch {batch}: tensor ranks of the best split", 8, best, f"(p, t) and TFLOP/s: {ways}"))
+    rows.append(Row("batch 32: the best split, times the worst", 2, found[best] / min(found.values()), "at most"))
+    show("Narayanan 2021, figure 13: pipeline against tensor ranks, 161B on 64 GPUs", rows, "no goal")
+
+
 # ---- Shoeybi et al. 2019 (1909.08053)
 
 WEAK = (  # Figure 5: billions, hidden, heads, layers, tp, percent with tp, percent with 64 replicas
@@ -383,11 +415,10 @@ WEAK = (  # Figure 5: billions, hidden, heads, layers, tp, percent with tp, perc
 def weak() -> None:
     """Weak scaling on V100s: throughput of a GPU, as a part of that of one GPU."""
     rows, base = [], 0.0
-    for billions, hidden, heads, layers_, tp, alone, replicas in WEAK:
-        size = Size(layers_, hidden, heads, seq=1024)
-        prices = prices_of(size, tp, SHOEYBI, "full", device=V100, pp=1)
-        for dp, batch, theirs in ((1, 8, alone), (64, 512, replicas)):
-            est = price(prices, Layout(batch=batch, tp=tp, dp=dp, micro_batch=8, recompute="full", dtype=F16))
+    for billions, hidden, count, layers_, tp, alone, replicas in WEAK:
+        size = Size(layers_, hidden, count, seq=1024)
+        for dp, theirs in ((1, alone), (64, replicas)):
+            est = shoeybi(size, tp, dp)
             base = base or est.hardware_tflops
             note = f"{est.hardware_tflops:.1f} TFLOP/s" + " (39 published)" * (tp == dp)
             rows.append(
@@ -396,7 +427,69 @@ def weak() -> None:
     show("Shoeybi 2019, figure 5: weak scaling on V100", rows, "goal 3 points at 8 and 512 GPUs", "step v100")
 
 
-TABLES = {f.__name__: f for f in (table4, fig7, table5, fig1, table1, search1, table2, weak)}
+STRONG = {1: 1.00, 2: 1.64, 4: 2.34, 8: 2.98}
+"""GPUs -> how many times as fast as one a step of 1.2B with 8 rows is."""
+HEADS = {16: 82, 24: 80, 32: 77}
+"""Heads of 8.3B -> percent of the throughput of 1.2B on one GPU."""
+EPOCHS = ((0.355, 1024, 16, 24, 1, 64, 0.86), (2.5, 1920, 20, 54, 2, 128, 2.27), (8.3, 3072, 24, 72, 8, 512, 2.10))
+"""Billions, hidden, heads, layers, tp, GPUs -> days of an epoch of ITERATIONS steps with 512 rows."""
+ITERATIONS = 68_507
+NODE = {1: 100, 2: 91.7, 4: 84.5, 8: 74.7}
+"""The sizes of WEAK on GPUs of one A100 node: percent of the throughput of one (Megatron-LM's repository, 2020)."""
+
+
+def shoeybi(size: Size, tp: int, dp: int = 1, *, rows: int = 8, device: Hardware = V100) -> Estimate:
+    """Returns the estimate of a step with `rows` rows for each replica."""
+    practice = SHOEYBI if device is V100 else NARAYANAN
+    prices = prices_of(size, tp, practice, "full", device=device, pp=1)
+    return price(prices, Layout(batch=rows * dp, tp=tp, dp=dp, micro_batch=rows, recompute="full", dtype=F16))
+
+
+def strong() -> None:
+    """Strong scaling: how many times as fast as one GPU several are."""
+    size = Size(40, 1536, 16, seq=1024)
+    one = shoeybi(size, 1).seconds
+    rows = [
+        Row(f"1.2B on {tp}, times as fast", theirs, one / shoeybi(size, tp).seconds) for tp, theirs in STRONG.items()
+    ]
+    show("Shoeybi 2019: strong scaling of 1.2B on V100, batch 8", rows, "no goal")
+
+
+def heads() -> None:
+    """More heads of fewer numbers: throughput of a GPU, as a part of that of 1.2B on one GPU."""
+    base, rows = shoeybi(Size(40, 1536, 16, seq=1024), 1).hardware_tflops, []
+    for count, theirs in HEADS.items():
+        est = shoeybi(Size(72, 3072, count, seq=1024), 8)
+        rows.append(Row(f"8.3B on 8, {count} heads, %", theirs, 100 * est.hardware_tflops / base, points=True))
+    show("Shoeybi 2019: heads of 8.3B on V100", rows, "no goal")
+
+
+def epochs() -> None:
+    """Days of an epoch."""
+    rows = []
+    for billions, hidden, count, layers_, tp, gpus, theirs in EPOCHS:
+        est = shoeybi(Size(layers_, hidden, count, seq=1024), tp, gpus // tp, rows=512 * tp // gpus)
+        rows.append(Row(f"{billions}B on {gpus}, days", theirs, est.seconds * ITERATIONS / 86400))
+    show("Shoeybi 2019: days of an epoch on V100", rows, "no goal")
+
+
+def node() -> None:
+    """Weak scaling on the GPUs of an A100 node: throughput of a GPU, as a part of that of one GPU."""
+    rows, base = [], 0.0
+    for billions, hidden, count, layers_, tp, *_ in WEAK:
+        est = shoeybi(Size(layers_, hidden, count, seq=1024), tp, device=A100)
+        base = base or est.hardware_tflops
+        note = f"{est.hardware_tflops:.0f} TFLOP/s"
+        rows.append(Row(f"{billions}B on {tp}, %", NODE[tp], 100 * est.hardware_tflops / base, note, points=True))
+    show("Megatron-LM 2020: weak scaling in an A100 node", rows, "no goal")
+
+
+TABLES = {
+    f.__name__: f
+    for f in (
+        table4, fig7, table5, peak, fig1, table1, splits, search1, table2, weak, strong, heads, epochs, node,
+    )
+}  # fmt: skip
 
 
 def main() -> None:

@@ -8,11 +8,12 @@ from typing import Annotated
 import torch.distributed as dist
 import typer
 
-from autotp.cli.flags import Debug, Json
-from autotp.cli.output import WrongUse, show
+from autotp.cli.flags import Debug, Html, Json
+from autotp.cli.output import WrongUse, expect_writable, show
 from autotp.errors import Error
 from autotp.estimation.calibrate import calibrate, expect_json
 from autotp.estimation.seconds.hardware import KINDS, hardware_of
+from autotp.page.save_page import save_sheets
 
 
 def calibrate_command(
@@ -23,6 +24,7 @@ def calibrate_command(
     save: Annotated[
         str | None, typer.Option("--save", metavar="FILE.json", help="Write the numbers, for --gpu FILE.json")
     ] = None,
+    html: Html = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -32,6 +34,7 @@ def calibrate_command(
 
     Example: autotp calibrate --seconds 4 --save device.json
     """
+    expect_writable(html)
     try:
         known = None if gpu is None else hardware_of(gpu)
         path = None if save is None else expect_json(save)
@@ -47,4 +50,6 @@ def calibrate_command(
         return
     if path is not None:
         found.save(Path(path))
+    if html is not None:
+        save_sheets([found.sheet()], html)
     show(found, json)

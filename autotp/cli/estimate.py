@@ -23,7 +23,7 @@ from autotp.cli.flags import (
     ScheduleName,
 )
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
-from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, show
+from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, print_json, show
 from autotp.diagnostics.verify import verify
 from autotp.display.text_table import bytes_text
 from autotp.errors import Error
@@ -110,9 +110,12 @@ def estimate_command(
         save_page(found, html, proof=proof)
     if trace is not None:
         save_trace(found, trace)
-    show(found, json)
-    if proof is not None and not json:
-        show(proof, json)
+    if json:
+        print_json({**found.to_dict(), "proof": None if proof is None else proof.to_dict()})
+    else:
+        show(found, json)
+        if proof is not None:
+            show(proof, json)
     if not found.fits:
         raise typer.Exit(DIFFERENT)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from autotp.api import explain
 from autotp.cli.flags import (
@@ -26,8 +24,9 @@ from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, setti
 from autotp.cli.output import WrongUse, console, expect_writable, show
 from autotp.diagnostics.pass_by_pass.pass_table import names_of_passes, pass_table
 from autotp.diagnostics.pass_by_pass.stages import stages
+from autotp.display.sheet import rich_lines
 from autotp.options import Options
-from autotp.page.save_page import save_page
+from autotp.page.save_page import save_page, save_sheets
 
 
 @with_options_of(explain)
@@ -75,6 +74,7 @@ def stages_command(
     kwargs: Kwargs = None,
     inputs: InputsOf = None,
     evaluation: Evaluation = False,
+    html: Html = None,
     json: Json = False,
     debug: Debug = False,
     *,
@@ -84,6 +84,7 @@ def stages_command(
 
     Example: autotp stages file.py:factory --tp 2 --pass fuse_bias
     """
+    expect_writable(html)
     options = Options(**chosen)
     if shown is not None and shown not in (known := names_of_passes(options)):
         raise WrongUse(f"--pass {shown}: no such pass runs with these options; they are {', '.join(known)}")
@@ -91,18 +92,8 @@ def stages_command(
         model, settings_of(kwargs), layers, dtype_named(dtype), attention, model_class, inputs, evaluation
     )
     found = pass_table(on_meta(argument), tp, options, argument.example_inputs(), shown or "")
+    if html is not None:
+        save_sheets((found.sheet(), *found.code_sheets()), html)
     show(found, json)
-    for name, (before, after) in found.code.items() if not json else ():
-        console().print(*_code(name, before.splitlines(), after.splitlines()), sep="\n", soft_wrap=True)
-
-
-def _code(name: str, before: list[str], after: list[str]) -> Iterator[Text]:
-    """Yields the code of a pass, before and after it; lines that the other does not have are in colour."""
-    if before == after:
-        yield Text(f"\n==== before and after {name}", style="bold")
-        yield from map(Text, before)
-        return
-    for when, lines, others, style in (("before", before, after, "yellow"), ("after", after, before, "green")):
-        yield Text(f"\n==== {when} {name}", style="bold")
-        known = set(others)
-        yield from (Text(line, style="" if line in known else style) for line in lines)
+    for sheet in found.code_sheets() if not json else ():
+        console().print("", *rich_lines(sheet), sep="\n", soft_wrap=True)

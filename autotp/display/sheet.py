@@ -49,17 +49,24 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Code:
+    """Lines of code, each with its kind: what another text does not have, or what is the same in both."""
+
+    lines: tuple[tuple[str, Kind], ...]
+
+
+@dataclass(frozen=True)
 class Sheet:
-    """A title, then tables and lines of text.
+    """A title, then tables, code and lines of text.
 
     Attributes:
-        parts: a table, or lines.
+        parts: a table, code, or lines.
         kind: the kind of the title.
         apart: whether an empty line stands between title and parts.
     """
 
     title: str
-    parts: tuple[Table | tuple[str, ...], ...]
+    parts: tuple[Table | Code | tuple[str, ...], ...]
     kind: Kind = ""
     apart: bool = True
 
@@ -102,7 +109,12 @@ def lines_of(sheet: Sheet, width: int = WIDTH) -> Iterator[Line]:
     for part in sheet.parts:
         if sheet.apart:
             yield []
-        yield from lines_of_table(part, width) if isinstance(part, Table) else ([(text, "")] for text in part)
+        if isinstance(part, Table):
+            yield from lines_of_table(part, width)
+        elif isinstance(part, Code):
+            yield from ([(text, STYLES[kind])] for text, kind in part.lines)
+        else:
+            yield from ([(text, "")] for text in part)
 
 
 def lines_of_table(part: Table, width: int = WIDTH) -> Iterator[Line]:
@@ -136,7 +148,10 @@ def html(sheet: Sheet) -> str:
     return f"<div>{title}{''.join(map(_html_part, sheet.parts))}</div>"
 
 
-def _html_part(part: Table | tuple[str, ...]) -> str:
+def _html_part(part: Table | Code | tuple[str, ...]) -> str:
+    if isinstance(part, Code):
+        spans = (f'<span style="{CSS[kind]}">{escape(text)}</span>' for text, kind in part.lines)
+        return f'<pre style="background:none">{chr(10).join(spans)}</pre>'
     if not isinstance(part, Table):
         return f'<pre style="background:none;white-space:pre-wrap">{escape(chr(10).join(part))}</pre>'
     head = "".join(f'<th style="{CELL}">{escape(cell)}</th>' for cell in part.head)

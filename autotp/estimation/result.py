@@ -145,11 +145,12 @@ class Estimate(Shown):
 
     def summary(self) -> str:
         """Returns layout, seconds and memory in a line."""
-        fullest = max(rank.total for rank in self.memory)
+        fullest = max(self.memory, key=lambda rank: rank.total)
+        memory = f"{fullest.total / GIB:.1f} ±{fullest.error_bytes(self.device.is_gpu) / GIB:.1f} GiB"
         fit = "fits" if self.fits else "does not fit"
         return (
-            f"{self.layout} on {self.layout.devices} x {self.device.name}: {self.seconds:.3g} s "
-            f"±{self.error:.0%}, {self.tflops:.0f} TFLOP/s, {fullest / GIB:.1f} GiB, {fit}"
+            f"{self.layout} on {self.layout.devices} x {self.device.name}: {self.seconds:.3g} s and "
+            f"{self.tflops:.0f} TFLOP/s ±{self.error:.0%}, {memory}, {fit}"
         )
 
     def sheet(self) -> Sheet:

@@ -90,11 +90,11 @@ class Search(Shown):
             (
                 str(est.layout),
                 f"{est.seconds:.3g} ±{float(f'{est.seconds * est.error:.1g}'):g} s",
-                f"{est.tflops:.0f}",
-                f"{est.mfu:.1%}",
-                f"{max(rank.total for rank in est.memory) / GIB:.1f}",
+                f"{est.tflops:.0f} ±{est.tflops * est.error:.0f}",
+                f"{est.mfu:.0%} ±{est.mfu * est.error:.0%}",
+                f"{fullest.total / GIB:.1f} ±{fullest.error_bytes(est.device.is_gpu) / GIB:.1f}",
             )
-            for est in self.best
+            for est, fullest in ((est, max(est.memory, key=lambda rank: rank.total)) for est in self.best)
         )
         lost = tuple((other.layout, other.why) for other in self.lost)
         title = f"the best of {self.tried} layouts on {first.layout.devices} x {first.device.name}"

@@ -1,10 +1,11 @@
-"""save_page: writes the page of a plan, an estimate or a search as one file of HTML; and a schedule as a trace."""
+"""save_page: writes the page of a plan, an estimate or a search as one file of HTML; tables; a schedule as a trace."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+import autotp
 from autotp.arguments import expect_arguments
 from autotp.diagnostics.bisect import Blame
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.verify import Report
+from autotp.display.sheet import Sheet, html
 from autotp.display.text_table import bytes_text
 from autotp.errors import Error, within
 from autotp.estimation.result import Estimate
@@ -66,6 +69,15 @@ def save_report(report: Report, blame: Blame | None, path: Path) -> None:
     within("save_page", lambda: _write(path, page_text(page_data(report, blame=blame))))
 
 
+def save_sheets(sheets: Iterable[Sheet], path: Path) -> None:
+    """Writes a page of sheets: one file of HTML that needs no network. The first one's title is that of the page.
+
+    Raises:
+        Error: the file cannot be written.
+    """
+    within("save_page", lambda: _write(path, sheets_text(list(sheets))))
+
+
 def save_trace(estimate: Estimate, path: str | os.PathLike[str]) -> None:
     """Writes the schedule of an estimate as a trace that Perfetto (ui.perfetto.dev) and Chrome open.
 
@@ -93,13 +105,26 @@ def save_trace(estimate: Estimate, path: str | os.PathLike[str]) -> None:
 
 def page_text(data: dict[str, Any]) -> str:
     """Returns the page of what `page_data` returned."""
-    here = files("autotp.page")
-    style, script, template = (here.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html.jinja"))
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.globals.update(bytes=bytes_text, gib=lambda size: f"{size / GIB:.1f}")
     shown = {"ranks": data["ranks"], "timeline": data["timeline"] and _packed(data["timeline"])}
     shown["kinds"] = data["memory"]["kinds"] if data["memory"] else []
-    return environment.from_string(template).render(d=data, shown=shown, css=Markup(style), js=Markup(script))
+    return _rendered("page.html.jinja", d=data, shown=shown, js=Markup(_file("page.js")))
+
+
+def sheets_text(sheets: Sequence[Sheet]) -> str:
+    """Returns the page of sheets."""
+    parts = [Markup(html(sheet)) for sheet in sheets]
+    return _rendered("sheets.html.jinja", title=sheets[0].title, version=autotp.__version__, parts=parts)
+
+
+def _rendered(template: str, **given: Any) -> str:
+    """Returns a page of a template of this folder, in the style of all pages."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals.update(bytes=bytes_text, gib=lambda size: f"{size / GIB:.1f}")
+    return environment.from_string(_file(template)).render(css=Markup(_file("page.css")), **given)
+
+
+def _file(name: str) -> str:
+    return files("autotp.page").joinpath(name).read_text("utf-8")
 
 
 def _packed(timeline: dict[str, Any]) -> dict[str, Any]:

@@ -65,3 +65,16 @@ def test_the_error_bars_are_those_of_the_tables(monkeypatch: pytest.MonkeyPatch,
         known = ERRORS[kind]
         places = [known.index(pytest.approx(errors[0], abs=0.11))]  # type: ignore[arg-type]
         assert known[places[0] : places[0] + len(errors)] == pytest.approx(errors, abs=0.11)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize(("table", "most"), [("peak", 2.8), ("heads", 1.1), ("node", 3.6)])
+def test_shares_are_within_points(monkeypatch: pytest.MonkeyPatch, table: str, most: float) -> None:
+    rows = shown(monkeypatch, table)
+    assert all(row.points for row in rows) and max(abs(row.error) for row in rows) < most
+
+
+@pytest.mark.rare
+def test_the_best_split_is_the_published_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    *best, worst = shown(monkeypatch, "splits")
+    assert [row.ours for row in best] == [8, 8] and 1.2 < worst.ours <= 2

@@ -38,12 +38,21 @@ def test_json_has_a_version(autotp_command) -> None:  # type: ignore[no-untyped-
     assert done.status == 0 and done.json["version"] == 1 and done.json["known"] == "cpu-gloo"
 
 
+def test_the_page_has_the_table(autotp_command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = autotp_command("calibrate", "--seconds", 1, "--html", tmp_path / "device.html")
+    text = (tmp_path / "device.html").read_text()
+    assert done.status == 0 and "<title>this device beside cpu-gloo</title>" in text
+    line = re.search(r'--gpu "(.*)"', done.out)
+    assert line is not None and line[1] in text and ">products, bfloat16</td>" in text
+
+
 def test_wrong_use_is_one_line_and_nothing_is_written(autotp_command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     for words, problem in (
         (["--gpu", "a1000"], "gpu='a1000' is not known"),
         (["--gpu", "989TF 80GB"], "does not say"),
         (["--save", tmp_path / "device.txt"], "does not end in .json"),
         (["--save", tmp_path / "no" / "device.json"], "does not exist"),
+        (["--html", tmp_path / "no" / "device.html"], "cannot be written"),
         (["--seconds", "0"], "seconds"),
     ):
         done = autotp_command("calibrate", *words)

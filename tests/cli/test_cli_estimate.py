@@ -111,5 +111,8 @@ def test_prove_stamps_the_page(autotp_command, factory: str, tmp_path) -> None: 
     done = autotp_command("estimate", factory, *given)
     assert done.status == 0 and "proved on 4 ranks" in done.out
     assert "Proved by autotp.verify" in (tmp_path / "plan.html").read_text()
+    data = autotp_command("estimate", factory, *given, "--json").json
+    assert data["fits"] is True and data["proof"]["mesh"] is not None and data["proof"]["ok"] is True
+    assert autotp_command("estimate", factory, *given[:-1], "--json").json["proof"] is None
     done = autotp_command("estimate", factory, *given, "--schedule", "interleaved", "--interleave", 3)
     assert done.status == 2 and "distribute does not run interleave=3" in done.err

@@ -23,11 +23,11 @@ def test_a_row_for_each_pass(autotp_command, models: Path) -> None:
 
 def test_the_code_around_a_pass(autotp_command, models: Path) -> None:
     done = autotp_command("stages", f"{models}:mlp:inputs", "--tp", 2, "--pass", "fuse_bias")
-    _, before, after = re.split("==== .* fuse_bias\n", done.out)
+    _, before, after = re.split("\n(?:before|after) fuse_bias\n", done.out)
     assert done.status == 0 and "add(linear, bias)" in before and "add(linear, bias)" not in after
     assert "linear(copy, weight, bias): f32[b, 8]" in after
     done = autotp_command("stages", f"{models}:mlp:inputs", "--tp", 2, "--pass", "choose")
-    assert done.out.count("==== before and after choose") == 1 and done.out.count("gelu(x)") == 1
+    assert done.out.count("before and after choose") == 1 and done.out.count("gelu(x)") == 1
 
 
 def test_changed_lines_are_in_colour(
@@ -38,6 +38,21 @@ def test_changed_lines_are_in_colour(
     assert "\x1b[33m  add = add(linear, bias): f32[b, 8]" in out
     assert "\x1b[32m  linear = linear(copy, weight, bias): f32[b, 8]" in out
     assert "\n  gelu = gelu(x): f32[b, 8]" in out
+
+
+def test_the_page_has_the_table_and_the_code(autotp_command, models: Path, tmp_path: Path) -> None:
+    given = f"{models}:mlp:inputs", "--tp", 2, "--pass", "fuse_bias", "--html", tmp_path / "stages.html"
+    done = autotp_command("stages", *given)
+    text = (tmp_path / "stages.html").read_text()
+    assert done.status == 0 and "<title>Sequential on tp=2: 26 passes, " in text and "default-src 'none'" in text
+    assert all(f">{each.name}</td>" in text for each in (*CANONICALIZE, *PLAN, *LOWER) if f" {each.name} " in done.out)
+    before, after = text.index("before fuse_bias"), text.index("after fuse_bias")
+    assert before < text.index("add(linear, bias)") < after < text.index("linear(copy, weight, bias)")
+    changed = re.findall('<span style="color[^>]*>(.*)</span>', text)
+    assert "  add = add(linear, bias): f32[b, 8]" in changed and "  gelu = gelu(x): f32[b, 8]" not in changed
+    done = autotp_command("stages", *given[:-1], tmp_path / "no" / "stages.html")
+    assert (done.status, done.out) == (2, "") and "cannot be written" in done.err
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".html"] == ["stages.html"]
 
 
 def test_json(autotp_command, models: Path) -> None:

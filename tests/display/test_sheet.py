@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 import autotp
-from autotp.display.sheet import CSS, STYLES, Kind, Sheet, Shown, Table, rich_lines
+from autotp.display.sheet import CSS, STYLES, Code, Kind, Sheet, Shown, Table, html, lines_of, rich_lines
 from autotp.passes.pipeline.stages import Division
 
 MODEL = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -61,6 +61,13 @@ def test_text() -> None:
 def test_html() -> None:
     assert read(Drawn()._repr_html_()) == ["a <b>", "k", "v", "x&y", "1", "z", "22", "two\nlines"]
     assert CSS["cut"] in Drawn()._repr_html_()
+
+
+def test_code_keeps_its_lines_and_spaces_and_marks_what_differs() -> None:
+    sheet = Sheet("after", (Code((("x = 1 < 2", ""), ("  y = x", "cut"))),), apart=False)
+    assert ["".join(text for text, _ in line) for line in lines_of(sheet)] == ["after", "x = 1 < 2", "  y = x"]
+    assert [line[0][1] for line in lines_of(sheet)] == ["bold", "", STYLES["cut"]]
+    assert "".join(read(html(sheet))) == "afterx = 1 < 2\n  y = x" and html(sheet).count(CSS["cut"]) == 1
 
 
 def test_rich() -> None:

@@ -119,6 +119,8 @@ def test_scores_may_be_recomputed_selectively_where_they_are_kept() -> None:
 def test_it_prints_and_is_plain_data(found: autotp.Search) -> None:
     text = str(found)
     assert text.startswith(f"the best of {found.tried} layouts on 8 x {SMALL_DEVICE}") and "why it lost" in text
+    first = text[text.index("of peak") : text.index("obvious, and")]
+    assert first.count(" ±") == 4 * len(found.best) and found.summary().count(" ±") == 2  # An error bar on each number.
     assert "32 rows; the tensors of a row are [1024], [1024]" in text
     assert text.splitlines()[-1] == python_line(found.best[0].layout) and torchrun_line(8, 4) in text
     data = json.loads(json.dumps(found.to_dict()))

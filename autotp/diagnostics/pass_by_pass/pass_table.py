@@ -17,7 +17,7 @@ from autotp.compiler import CANONICALIZE, LOWER, PLAN, UNKNOWN, Program
 from autotp.diagnostics.graph_text import operator_text, operators_of, sizes_of
 from autotp.diagnostics.pass_by_pass.steps import Step, run_steps
 from autotp.diagnostics.report import traffic
-from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
+from autotp.display.sheet import DATA_VERSION, Code, Kind, Sheet, Shown, Table
 from autotp.display.text_table import bytes_text
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
@@ -122,6 +122,18 @@ class PassTable(Shown):
         lines = ("collectives  of a step: forward + backward", "one pass     --pass NAME: the code before and after it")
         return Sheet(self.summary(), (Table(head, rows, kinds), lines))  # type: ignore[arg-type]
 
+    def code_sheets(self) -> Iterator[Sheet]:
+        """Yields the code before and after the pass that was asked for; lines that the other does not have are marked.
+
+        One sheet where the pass changes nothing.
+        """
+        for name, (before, after) in self.code.items():
+            if before == after:
+                yield _code_sheet(f"before and after {name}", before, before, "")
+            else:
+                yield _code_sheet(f"before {name}", before, after, "whole")
+                yield _code_sheet(f"after {name}", after, before, "cut")
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as plain data, for JSON."""
         code = [{"pass": name, **dict(zip(TIMES, texts, strict=True))} for name, texts in self.code.items()]
@@ -133,6 +145,14 @@ class PassTable(Shown):
             "passes": [row.to_dict() for row in self.rows],
             "code": code[0] if code else None,
         }
+
+
+def _code_sheet(title: str, code: str, other: str, kind: Kind) -> Sheet:
+    """Returns a sheet of code. kind: that of lines which `other` does not have"""
+    known = set(other.splitlines())
+    return Sheet(
+        title, (Code(tuple((line, "" if line in known else kind) for line in code.splitlines())),), apart=False
+    )
 
 
 def _many(count: int, one: str, several: str = "") -> str:
