@@ -57,6 +57,39 @@ def signatures_met(parallel: autotp.ParallelModule) -> int:
     return len(executable_of(parallel).entries)
 
 
+def gradient_differences(whole: nn.Module, parallel: nn.Module) -> list[float]:
+    """The largest difference of each gradient from one device; both have it or neither."""
+    pairs = [(p.grad, q.grad) for p, q in zip(whole.parameters(), parallel.parameters(), strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return [(a - autotp.gather(b)).abs().max().item() for a, b in pairs if a is not None and b is not None]
+
+
+def step_differences(
+    whole: nn.Module, parallel: nn.Module, sizes: Sequence[tuple[int, int]], backwards: int = 1
+) -> list[float]:
+    """The largest differences of losses and gradients of two GPTs, in a step of AdamW for each size.
+
+    Args:
+        sizes: rows and length of each step.
+        backwards: the calls whose gradients a step adds up.
+    """
+    models = whole, parallel
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in models]
+    found = []
+    for rows, length in sizes:
+        for seed in range(backwards):
+            drawn = torch.randint(27, (rows, length), generator=torch.Generator().manual_seed(seed))
+            one, other = [each(tokens=drawn, labels=drawn) for each in models]
+            found.append((one - other).abs().item())
+            one.backward()
+            other.backward()
+        found += gradient_differences(whole, parallel)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
 def expect_gradients(whole: nn.Module, parallel: autotp.ParallelModule, tolerance: float = 1e-12) -> None:
     scale = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
     for (name, a), b in zip(whole.named_parameters(), parallel.parameters(), strict=True):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from small_models import gpt as small
+from small_models import gradient_differences, step_differences
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -200,20 +201,7 @@ def stepped(rank: int, n: int, given: dict[str, Any], dtype: torch.dtype) -> lis
     end_late()
     whole, model = (gpt(layers=2).to(dtype) for _ in range(2))
     model = autotp.parallelize(model, overlap="batch", **given)
-    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (whole, model)]
-    found = []
-    for rows, length in ((4, 7), (3, 5), (1, 6), (5, 3), (2, 8)):
-        tokens = torch.randint(27, (rows, length), generator=torch.Generator().manual_seed(rows))
-        losses = [each(tokens=tokens, labels=tokens) for each in (whole, model)]
-        for loss in losses:
-            loss.backward()
-        found.append(abs(losses[0] - losses[1]).item())
-        pairs = zip(whole.parameters(), model.parameters(), strict=True)
-        found += [(p.grad - autotp.gather(q.grad)).abs().max().item() for p, q in pairs]  # type: ignore[arg-type]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return found
+    return step_differences(whole, model, ((4, 7), (3, 5), (1, 6), (5, 3), (2, 8)))
 
 
 @pytest.mark.parametrize(
@@ -326,9 +314,7 @@ def differences(rank: int, n: int, given: dict[str, Any]) -> dict[str, float]:
         for each in (whole, model):
             with sdpa_kernel(SDPBackend.MATH):
                 way(each)
-        pairs = [(p.grad, q.grad) for p, q in zip(whole.parameters(), model.parameters(), strict=True)]
-        assert all((a is None) == (b is None) for a, b in pairs), name
-        found[name] = max((a - autotp.gather(b)).abs().max().item() for a, b in pairs if a is not None)  # type: ignore[arg-type]
+        found[name] = max(gradient_differences(whole, model))
     return found
 
 
@@ -383,8 +369,7 @@ def compiled(rank: int, n: int) -> list[float]:
         tokens = TOKENS[:rows]
         for each in (whole, model):
             each(tokens=tokens, labels=tokens).backward()
-        pairs = zip(whole.parameters(), model.parameters(), strict=True)
-        found += [(p.grad - autotp.gather(q.grad)).abs().max().item() for p, q in pairs]  # type: ignore[arg-type]
+        found += gradient_differences(whole, model)
         for each in (whole, model):
             each.zero_grad()
     return found

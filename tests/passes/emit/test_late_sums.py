@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from small_models import gpt as small
+from small_models import gradient_differences, step_differences
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -121,23 +122,11 @@ def end_late() -> None:
 
 
 def stepped(rank: int, n: int, given: dict[str, Any], dtype: torch.dtype) -> list[float]:
-    """The largest differences of gradients from one device, in steps of other sizes, each of two backwards."""
+    """The largest differences from one device, in steps of other sizes, each of two backwards."""
     end_late()
     whole, model = (gpt().to(dtype) for _ in range(2))
     model = autotp.parallelize(model, **{"sequence_parallel": True, **given})
-    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (whole, model)]
-    found = []
-    for rows, length in ((4, 8), (3, 6), (1, 6), (5, 4)):
-        for seed in (0, 1):
-            tokens = torch.randint(27, (rows, length), generator=torch.Generator().manual_seed(seed))
-            for each in (whole, model):
-                each(tokens=tokens, labels=tokens).backward()
-        pairs = zip(whole.parameters(), model.parameters(), strict=True)
-        found += [(p.grad - autotp.gather(q.grad)).abs().max().item() for p, q in pairs]  # type: ignore[arg-type]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return found
+    return step_differences(whole, model, ((4, 8), (3, 6), (1, 6), (5, 4)), backwards=2)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +164,7 @@ def shared_heads(rank: int, n: int) -> float:
     given = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
     for each in (whole, model):
         each(**given).loss.backward()
-    pairs = zip(whole.parameters(), model.parameters(), strict=True)
-    return max((p.grad - autotp.gather(q.grad)).abs().max().item() for p, q in pairs)  # type: ignore[arg-type]
+    return max(gradient_differences(whole, model))
 
 
 # ---- what others do with gradients
