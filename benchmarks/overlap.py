@@ -21,13 +21,13 @@ import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from step import FLOORS, HAND, OURS, SHAPES, Shape, Step, build, collectives, compare, in_turn, stepper
+from step import FLOORS, HAND, OURS, SHAPES, LlamaShape, Shape, Step, build, collectives, compare, in_turn, stepper
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
@@ -139,15 +139,19 @@ def connect(**given: Any) -> None:
 
 
 def ways(config: Shape, batch: int) -> dict[str, nn.Module]:
-    """Returns the models to time: by hand, autotp, with the batch in halves, and without the pass `overlap`."""
+    """Returns the models to time: by hand, autotp, with the batch in halves, and without the passes that overlap.
+
+    Where ranks share key/value heads, the gradients of their weights are sums over ranks; what is written by hand does
+    not know this.
+    """
     made = lambda: build(config, batch, "cpu")[0]  # noqa: E731
-    floor = FLOORS[type(config)](made(), dist.get_rank(), dist.get_world_size())
-    return {
-        HAND: floor,
-        OURS: autotp.parallelize(made(), device="cpu"),
-        "overlap=batch": autotp.parallelize(made(), device="cpu", overlap="batch"),
-        "without overlap": autotp.parallelize(made(), device="cpu", without=("overlap",)),
-    }
+    shares = isinstance(config, LlamaShape) and (config.n_kv or config.n_head) < dist.get_world_size()
+    found = {} if shares else {HAND: FLOORS[type(config)](made(), dist.get_rank(), dist.get_world_size())}
+    found[OURS] = autotp.parallelize(made(), device="cpu")
+    found["overlap=batch"] = autotp.parallelize(made(), device="cpu", overlap="batch")
+    for name in ("overlap", *["late_sums"] * shares):
+        found[f"without {name}"] = autotp.parallelize(made(), device="cpu", without=(name,))
+    return found
 
 
 @dataclass(frozen=True)
@@ -245,9 +249,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10, help="how many steps of each way to time, at each speed")
     parser.add_argument("--latency", type=float, default=0.0, help="milliseconds that each collective takes")
+    parser.add_argument("--kv-heads", type=int, help="key/value heads of a Llama; ranks share them if they are fewer")
     args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    if args.kv_heads is not None:
+        if not isinstance(shape, LlamaShape):
+            parser.error(f"--kv-heads is for Llamas, and --shape is {args.shape}")
+        shape = replace(shape, n_kv=args.kv_heads)
     connect(timeout=timedelta(minutes=5))
-    rows = measure(args.shape, SHAPES[args.shape], args.batch, args.rounds, latency=args.latency / 1e3)
+    rows = measure(args.shape, shape, args.batch, args.rounds, latency=args.latency / 1e3)
     if dist.get_rank() == 0:
         print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, batch {args.batch}, {args.rounds} rounds, "
               f"latency {args.latency:g} ms",

@@ -43,7 +43,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The sizes of a Llama of transformers."""
+    """The sizes of a Llama of transformers; it has as many key/value heads as heads, if `n_kv` is not given."""
 
     block_size: int
     vocab_size: int
@@ -51,6 +51,7 @@ class LlamaShape:
     n_head: int
     n_embd: int
     n_inner: int
+    n_kv: int | None = None
 
 
 Shape = GPTConfig | BERTConfig | LlamaShape
@@ -137,7 +138,7 @@ def _model(config: Shape) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         sizes = {"hidden_size": config.n_embd, "intermediate_size": config.n_inner, "vocab_size": config.vocab_size}
-        heads = {"num_attention_heads": config.n_head, "num_key_value_heads": config.n_head}
+        heads = {"num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv or config.n_head}
         return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=config.n_layer, use_cache=False))
     return BERT(config) if isinstance(config, BERTConfig) else GPT(config)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from overlap import LINK, Row, Sent
 from ranks import run_ranks
+from step import LlamaShape
 
 from autotp.models.gpt import GPTConfig
 
@@ -76,6 +77,18 @@ def test_all_ways_are_measured_on_one_link(tmp_path: Path) -> None:
         assert [row.way for row in rows] == [overlap.HAND, overlap.OURS, "overlap=batch", "without overlap"]
         assert [row.carried for row in rows] == [row.carried for row in both[0]]
         assert all(row.seconds > 0 and row.free > 0 for row in rows)
+
+
+def shared(rank: int, n: int, folder: Path) -> list[str]:
+    connected(rank, n, folder)
+    shape = LlamaShape(block_size=8, vocab_size=32, n_layer=2, n_head=4, n_embd=16, n_inner=24, n_kv=1)
+    return [row.way for row in overlap.measure("tiny", shape, 2, 2, shares=(0.5,))]
+
+
+def test_shared_heads_have_sums_of_gradients_in_place_of_what_is_written_by_hand(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    ways = [overlap.OURS, "overlap=batch", "without overlap", "without late_sums"]
+    assert run_ranks(shared, 2, tmp_path, alone=True) == [ways, ways]
 
 
 def sent_beside(rank: int, n: int, folder: Path) -> None:
