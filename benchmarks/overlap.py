@@ -6,11 +6,12 @@ Two processes of one machine have a link without a speed of its own. `SlowLink` 
 ends when gloo's own ends, and not before the link has carried its bytes. The link carries one collective after the
 other. A thread sleeps for this time, so that the link takes no time of a processor.
 
-First the steps run over a link that takes no time ("free"). The bytes of a step say how fast the link has to be for
-communication to take 10, 25, 50 and 100 % of this time. "hidden" is the part of the link's time that a step does not
-wait for: 1 - (seconds - seconds with a free link) / seconds of the link. All ways have the link on which autotp's
-communication has this share. With `--latency 1` each collective takes a millisecond beside the time of its bytes; a
-share that is less than the latencies of a step has them alone. All times are medians of steps in turn.
+First the steps run over a link that takes no time ("free"). "beside" divides such a step by autotp's in the same
+round. The bytes of a step say how fast the link has to be for communication to take 10, 25, 50 and 100 % of this
+time. "hidden" is the part of the link's time that a step does not wait for:
+1 - (seconds - seconds with a free link) / seconds of the link. All ways have the link on which autotp's communication
+has this share. With `--latency 1` each collective takes a millisecond beside the time of its bytes; a share that is
+less than the latencies of a step has them alone. All times are medians of steps in turn.
 """
 
 from __future__ import annotations
@@ -156,12 +157,18 @@ def ways(config: Shape, batch: int) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Row:
-    """One shape, one share and one way: its seconds, those of its link, and what of it is hidden."""
+    """One shape, one share and one way: its seconds, those of its link, and what of it is hidden.
+
+    Attributes:
+        free: seconds on a link that takes no time.
+        beside: such a step, divided by autotp's in the same round; the median of all rounds.
+    """
 
     shape: str
     way: str
     share: float
     free: float
+    beside: float
     seconds: float
     carried: float
 
@@ -171,12 +178,12 @@ class Row:
 
     def __str__(self) -> str:
         return (
-            f"{self.shape:<12}{self.way:<17}{self.share:>5.0%}{self.free * 1e3:>9.1f}{self.seconds * 1e3:>9.1f}"
-            f"{self.carried * 1e3:>9.1f}{self.hidden:>8.0%}"
+            f"{self.shape:<12}{self.way:<17}{self.share:>5.0%}{self.free * 1e3:>9.1f}{self.beside:>8.3f}"
+            f"{self.seconds * 1e3:>9.1f}{self.carried * 1e3:>9.1f}{self.hidden:>8.0%}"
         )
 
 
-HEADER = f"{'shape':<12}{'way':<17}{'share':>5}{'free ms':>9}{'ms':>9}{'link ms':>9}{'hidden':>8}"
+HEADER = f"{'shape':<12}{'way':<17}{'share':>5}{'free ms':>9}{'beside':>8}{'ms':>9}{'link ms':>9}{'hidden':>8}"
 
 
 @dataclass(frozen=True)
@@ -205,13 +212,21 @@ def measure(
     compare(plain, models, inputs)
     steps = {way: stepper(model, inputs) for way, model in models.items()}
     sent = {way: _sent(step) for way, step in steps.items()}
-    free = _medians(steps, rounds)
+    turns = in_turn(steps, rounds, "cpu")
+    free = {way: statistics.median(one.wall for one in times) for way, times in turns.items()}
+    beside = {
+        way: statistics.median(x.wall / ours.wall for x, ours in zip(times, turns[OURS], strict=True))
+        for way, times in turns.items()
+    }
     rows = []
     for share in shares:
         speed = _agreed(sent[OURS].speed(share * free[OURS], latency))
         LINK.reset(speed, latency)
         found = _medians(steps, rounds)
-        rows += [Row(name, way, share, free[way], found[way], sent[way].seconds(speed, latency)) for way in steps]
+        rows += [
+            Row(name, way, share, free[way], beside[way], found[way], sent[way].seconds(speed, latency))
+            for way in steps
+        ]
     LINK.reset()
     return rows
 
@@ -248,6 +263,7 @@ def main() -> None:
     parser.add_argument("--shape", default="gpt-30M", choices=list(SHAPES))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10, help="how many steps of each way to time, at each speed")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="parts of a step that the link takes")
     parser.add_argument("--latency", type=float, default=0.0, help="milliseconds that each collective takes")
     parser.add_argument("--kv-heads", type=int, help="key/value heads of a Llama; ranks share them if they are fewer")
     args = parser.parse_args()
@@ -257,7 +273,7 @@ def main() -> None:
             parser.error(f"--kv-heads is for Llamas, and --shape is {args.shape}")
         shape = replace(shape, n_kv=args.kv_heads)
     connect(timeout=timedelta(minutes=5))
-    rows = measure(args.shape, shape, args.batch, args.rounds, latency=args.latency / 1e3)
+    rows = measure(args.shape, shape, args.batch, args.rounds, args.shares, args.latency / 1e3)
     if dist.get_rank() == 0:
         print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, batch {args.batch}, {args.rounds} rounds, "
               f"latency {args.latency:g} ms",

@@ -76,7 +76,7 @@ def test_all_ways_are_measured_on_one_link(tmp_path: Path) -> None:
     for rows in both:
         assert [row.way for row in rows] == [overlap.HAND, overlap.OURS, "overlap=batch", "without overlap"]
         assert [row.carried for row in rows] == [row.carried for row in both[0]]
-        assert all(row.seconds > 0 and row.free > 0 for row in rows)
+        assert all(row.seconds > 0 and row.free > 0 and row.beside > 0 for row in rows) and rows[1].beside == 1
 
 
 def shared(rank: int, n: int, folder: Path) -> list[str]:
@@ -120,5 +120,5 @@ def test_latency_is_a_part_of_what_a_link_takes() -> None:
 
 
 def test_hidden() -> None:
-    row = Row("gpt", "autotp", 0.5, free=1.0, seconds=1.1, carried=0.5)
+    row = Row("gpt", "autotp", 0.5, free=1.0, beside=1.0, seconds=1.1, carried=0.5)
     assert row.hidden == pytest.approx(0.8) and str(row).endswith("80%")

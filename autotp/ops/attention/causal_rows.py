@@ -93,10 +93,15 @@ def _mask(key: Tensor, pieces: Pieces) -> Tensor:
 def _differentiable(
     query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, pieces: Pieces, scale: float | None
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of query, key and value by products, which have derivatives: no fused kernel has."""
-    q, k, v = (x if x.requires_grad else x.requires_grad_() for x in map(torch.clone, (query, key, value)))
-    weights, values = attention_weights(q, k, v, _mask(k, pieces), False, scale, False)
-    return torch.autograd.grad(weights @ values, (q, k, v), gradient, create_graph=True)
+    """Returns the gradients of query, key and value by products, which have derivatives and take batches of gradients:
+    no fused kernel does.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        q, k, v = (x if x.requires_grad else x.requires_grad_() for x in map(torch.clone, (query, key, value)))
+        weights, values = attention_weights(q, k, v, _mask(k, pieces), False, scale, False)
+        found = weights @ values
+    return torch.autograd.grad(found, (q, k, v), gradient, create_graph=again)
 
 
 def _bias(query: Tensor, start: int, stop: int) -> Tensor:
@@ -141,7 +146,8 @@ class _OnCPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> Any:
         query, key, value, out, *totals = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        # Gradients that torch batches the old way cannot be written into tensors without a batch, as below.
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(gradient):
             return *_differentiable(query, key, value, gradient, ctx.pieces, ctx.scale), None, None
         found = [torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)]
         each = _of_pieces(ctx.pieces, (gradient, query, out, found[0]), (key, value, *found[1:]))

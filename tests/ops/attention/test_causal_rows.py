@@ -108,6 +108,16 @@ def test_second_derivatives_by_products(lengths: list[int], kv_heads: int) -> No
         torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_gradients_that_torch_batches_the_old_way(kv_heads: int) -> None:
+    given = inputs(7, kv_heads)
+    weights = torch.randn(3, *given[0].shape, dtype=torch.float64)
+    found = torch.autograd.grad(parts(*given, [4, 3]), given, weights, is_grads_batched=True)
+    for i, one in enumerate(weights):
+        for mine, theirs in zip(found, torch.autograd.grad(whole(*given), given, one), strict=True):
+            torch.testing.assert_close(mine[i], theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_under_transforms() -> None:
     q, k, v = (x.detach() for x in inputs(5))
 
