@@ -400,7 +400,8 @@ def splits() -> None:
         best = max(found, key=lambda tp: found[tp])
         ways = ", ".join(f"({64 // tp}, {tp}) {tflops:.0f}" for tp, tflops in found.items())
         rows.append(Row(f"batch {batch}: tensor ranks of the best split", 8, best, f"(p, t) and TFLOP/s: {ways}"))
-    rows.append(Row("batch 32: the best split, times the worst", 2, found[best] / min(found.values()), "at most"))
+    ratio = found[best] / min(found.values())
+    rows.append(Row("batch 32: TFLOP/s of the best / of the worst", 2, ratio, "published: up to 2"))
     show("Narayanan 2021, figure 13: pipeline against tensor ranks, 161B on 64 GPUs", rows, "no goal")
 
 
@@ -439,7 +440,9 @@ NODE = {1: 100, 2: 91.7, 4: 84.5, 8: 74.7}
 
 
 def shoeybi(size: Size, tp: int, dp: int = 1, *, rows: int = 8, device: Hardware = V100) -> Estimate:
-    """Returns the estimate of a step with `rows` rows for each replica."""
+    """Returns the estimate of a step with `rows` rows for each replica; on another device than the V100 with the
+    software of 2021.
+    """
     practice = SHOEYBI if device is V100 else NARAYANAN
     prices = prices_of(size, tp, practice, "full", device=device, pp=1)
     return price(prices, Layout(batch=rows * dp, tp=tp, dp=dp, micro_batch=rows, recompute="full", dtype=F16))

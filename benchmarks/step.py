@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import platform
 import statistics
@@ -199,9 +200,13 @@ def full_gradients(model: autotp.ParallelModule) -> dict[str, Tensor]:
 
 
 def apart(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Returns the largest difference between gradients, relative to the largest element of all, and its place."""
+    """Returns the largest difference between gradients, relative to the largest element of all, and its place.
+
+    It is infinite where one of them is NaN.
+    """
     scale = max(float(grad.abs().max()) for grad in expected.values())
-    return max((float((found[name].cpu() - grad.cpu()).abs().max()) / scale, name) for name, grad in expected.items())
+    errors = {name: (found[name].cpu() - grad.cpu()).abs().nan_to_num(nan=math.inf) for name, grad in expected.items()}
+    return max((float(error.max()) / scale, name) for name, error in errors.items())
 
 
 def compare(plain: nn.Module, models: Mapping[str, nn.Module], inputs: Mapping[str, Tensor]) -> None:

@@ -180,6 +180,8 @@ def _object(name: str) -> Any:
     """Returns the object of `package.module:name` or `path/file.py:name`."""
     where, _, attribute = name.partition(":")
     if not attribute:
+        if where.endswith(".py") and Path(where).is_file():
+            raise WrongUse(f"MODEL {name!r} does not say which callable of the file returns the model: {where}:factory")
         told = "no folder with config.json, no such file, no `package.module:factory` or `file.py:factory`, and no"
         raise WrongUse(
             f"MODEL {name!r} is {told} published size (nothing is fetched from a hub): {', '.join(PUBLISHED)}"

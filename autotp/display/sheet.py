@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 DATA_VERSION = 1
 """The version of the plain data of all results, and of what commands print with `--json`: it changes if a key gets
 another meaning."""
-Kind = Literal["", "cut", "whole", "sent", "note", "good", "bad"]
-"""What a text is about: what is cut, what stays whole, what is sent between ranks, a note; good or bad news."""
+Kind = Literal["", "cut", "whole", "sent", "note", "good", "bad", "gone", "new"]
+"""What a text is about: what is cut, what stays whole, what is sent between ranks, a note; good or bad news; a line of
+code that is gone, or new."""
 
-STYLES = {"": "", "cut": "green", "whole": "yellow", "sent": "cyan", "note": "dim", "good": "green", "bad": "bold red"}
+STYLES = {"": "", "cut": "green", "whole": "yellow", "sent": "cyan", "note": "dim", "good": "green", "bad": "bold red",
+    "gone": "yellow", "new": "green",
+}  # fmt: skip
 """The style of each kind on a terminal, in the words of rich."""
 CSS = {
     "": "", "cut": "color:#1f8a4c", "whole": "color:#a87800", "sent": "color:#0e8aa0", "note": "opacity:.7",
-    "good": "color:#1f8a4c", "bad": "color:#d0342c;font-weight:bold",
+    "good": "color:#1f8a4c", "bad": "color:#d0342c;font-weight:bold", "gone": "color:#a87800", "new": "color:#1f8a4c",
 }  # fmt: skip
 """The style of each kind in HTML: colours that are readable on white and on black."""
 Line = list[tuple[str, str]]
@@ -50,7 +53,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines of code, each with its kind: what another text does not have, or what is the same in both."""
+    """Lines of code, each with its kind. Spaces at their beginning stay."""
 
     lines: tuple[tuple[str, Kind], ...]
 

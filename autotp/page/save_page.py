@@ -70,7 +70,9 @@ def save_report(report: Report, blame: Blame | None, path: Path) -> None:
 
 
 def save_sheets(sheets: Iterable[Sheet], path: Path) -> None:
-    """Writes a page of sheets: one file of HTML that needs no network. The first one's title is that of the page.
+    """Writes a page of sheets, one below the other, as one file of HTML that needs no network.
+
+    The page has the title of the first sheet.
 
     Raises:
         Error: the file cannot be written.

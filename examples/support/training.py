@@ -5,6 +5,7 @@ Only `rank` depends on tensor parallelism: the loop is the same as on a single d
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
@@ -150,12 +151,15 @@ def held_out_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
 def largest_difference(alone: list[float], together: list[float]) -> float:
     """Returns the largest difference between the losses of the two runs, over the steps that both took.
 
+    It is infinite if a loss is NaN.
+
     NOTE [Why the comparison lies in the warm-up] Training at the full learning rate amplifies round-off: within 50 such
     steps, the losses of one process in float32 are 1e-3 to 1e-2 away from those in float64; in the warm-up of 1,000
     steps they are 5e-6 away at most (six seeds). So a run with far fewer --steps needs a smaller --lr, or a larger
     --tolerance.
     """
-    return max(abs(a - b) for a, b in zip(alone, together, strict=False))
+    differences = [abs(a - b) for a, b in zip(alone, together, strict=False)]
+    return math.inf if any(map(math.isnan, differences)) else max(differences)
 
 
 def report(args: Namespace, script: str, alone: list[float], together: list[float], held_out: float) -> float:

@@ -39,6 +39,13 @@ ROTARY = 2 * 2 * 4  # bytes: two buffers of half a head's four elements
 # --- step.py and peers/megatron.py
 
 
+def test_a_gradient_that_is_nan_is_not_equal() -> None:
+    ones, nan = torch.ones(2), torch.tensor([1.0, float("nan")])
+    expected = {"first": ones, "second": 2 * ones}
+    assert step.apart(expected, {"first": 2 * ones, "second": 2 * ones}) == (0.5, "first")
+    assert step.apart(expected, {"first": ones, "second": nan}) == (float("inf"), "second")
+
+
 def compared(rank: int, tp: int, config: step.Shape) -> dict[str, step.Row]:
     rows = step.measure("tiny", config, batch=2, rounds=2, device="cpu")  # compares losses and gradients first
     return {row.way: row for row in rows}

@@ -113,3 +113,8 @@ def test_a_dtype_that_torch_does_not_have() -> None:
     assert dtype_named("bfloat16") is torch.bfloat16 and dtype_named(None) is None
     with pytest.raises(WrongUse, match="torch has no such dtype"):
         dtype_named("float12")
+
+
+def test_a_file_without_the_name_of_a_callable(models: Path) -> None:
+    with pytest.raises(WrongUse, match=f"does not say which callable of the file returns the model: {models}:factory"):
+        argument(str(models)).model(False)

@@ -64,10 +64,10 @@ def test_html() -> None:
 
 
 def test_code_keeps_its_lines_and_spaces_and_marks_what_differs() -> None:
-    sheet = Sheet("after", (Code((("x = 1 < 2", ""), ("  y = x", "cut"))),), apart=False)
+    sheet = Sheet("after", (Code((("x = 1 < 2", ""), ("  y = x", "new"))),), apart=False)
     assert ["".join(text for text, _ in line) for line in lines_of(sheet)] == ["after", "x = 1 < 2", "  y = x"]
-    assert [line[0][1] for line in lines_of(sheet)] == ["bold", "", STYLES["cut"]]
-    assert "".join(read(html(sheet))) == "afterx = 1 < 2\n  y = x" and html(sheet).count(CSS["cut"]) == 1
+    assert [line[0][1] for line in lines_of(sheet)] == ["bold", "", STYLES["new"]]
+    assert "".join(read(html(sheet))) == "afterx = 1 < 2\n  y = x" and html(sheet).count(CSS["new"]) == 1
 
 
 def test_rich() -> None:

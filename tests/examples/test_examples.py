@@ -238,7 +238,6 @@ def lora(rank: int, n: int, folder: Path) -> None:
     hf_lora.main()
 
 
-@pytest.mark.rare
 @pytest.mark.timeout(300)
 def test_lora_is_given_back_to_peft(tmp_path):
     """Its own assertions hold on two ranks, and what it saved is all of the adapters and nothing else."""
@@ -252,3 +251,10 @@ def test_lora_is_given_back_to_peft(tmp_path):
     assert len(saved) == 2 * len(shapes) == 2 * 2 * 7
     assert shapes["self_attn.q_proj.lora_B.weight"] == (96, 8)
     assert shapes["mlp.down_proj.lora_A.weight"] == (8, 172)
+
+
+def test_losses_that_are_nan_are_not_equal() -> None:
+    nan = float("nan")
+    assert training.largest_difference([1.0, 2.0], [1.5, 2.25, 9.0]) == 0.5
+    for alone, together in (([1.0, nan], [1.0, 2.0]), ([1.0, 2.0], [1.0, nan]), ([1.0, nan], [1.0, nan])):
+        assert training.largest_difference(alone, together) == float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -61,7 +62,12 @@ def gradient_differences(whole: nn.Module, parallel: nn.Module) -> list[float]:
     """The largest difference of each gradient from one device; both have it or neither."""
     pairs = [(p.grad, q.grad) for p, q in zip(whole.parameters(), parallel.parameters(), strict=True)]
     assert all((a is None) == (b is None) for a, b in pairs)
-    return [(a - autotp.gather(b)).abs().max().item() for a, b in pairs if a is not None and b is not None]
+    return [largest_difference(a, autotp.gather(b)) for a, b in pairs if a is not None and b is not None]
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors; inf where one is NaN, which `max` of a list would pass over."""
+    return (a - b).abs().nan_to_num(nan=math.inf).max().item()
 
 
 def step_differences(
@@ -80,7 +86,7 @@ def step_differences(
         for seed in range(backwards):
             drawn = torch.randint(27, (rows, length), generator=torch.Generator().manual_seed(seed))
             one, other = [each(tokens=drawn, labels=drawn) for each in models]
-            found.append((one - other).abs().item())
+            found.append(largest_difference(one, other))
             one.backward()
             other.backward()
         found += gradient_differences(whole, parallel)

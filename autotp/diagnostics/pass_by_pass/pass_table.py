@@ -123,16 +123,13 @@ class PassTable(Shown):
         return Sheet(self.summary(), (Table(head, rows, kinds), lines))  # type: ignore[arg-type]
 
     def code_sheets(self) -> Iterator[Sheet]:
-        """Yields the code before and after the pass that was asked for; lines that the other does not have are marked.
-
-        One sheet where the pass changes nothing.
-        """
+        """Yields the code before and after the pass that was asked for, or once, if the pass does not change it."""
         for name, (before, after) in self.code.items():
             if before == after:
                 yield _code_sheet(f"before and after {name}", before, before, "")
             else:
-                yield _code_sheet(f"before {name}", before, after, "whole")
-                yield _code_sheet(f"after {name}", after, before, "cut")
+                yield _code_sheet(f"before {name}", before, after, "gone")
+                yield _code_sheet(f"after {name}", after, before, "new")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as plain data, for JSON."""
@@ -148,7 +145,7 @@ class PassTable(Shown):
 
 
 def _code_sheet(title: str, code: str, other: str, kind: Kind) -> Sheet:
-    """Returns a sheet of code. kind: that of lines which `other` does not have"""
+    """Returns a sheet of code. kind: of its lines that `other` does not have"""
     known = set(other.splitlines())
     return Sheet(
         title, (Code(tuple((line, "" if line in known else kind) for line in code.splitlines())),), apart=False
