@@ -1,7 +1,7 @@
 # make train          trains a tensor-parallel GPT on two processes, beside the same on one
 # make test           passes the tests of the parts; 10 minutes on two cores
 # make test-rest      passes those that take longer, and those of the whole: families of models, training loops, processes
-#                     that end, the examples, the benchmarks; about 35 minutes. With SHARE=1/10, a tenth of them
+#                     that end, the examples, the benchmarks; about 35 minutes. With SHARE=1/15, a fifteenth of them
 # make test-all       passes all of them, with every rare case: all families at all sizes in all modes; hours
 # make bench          steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a
 #                     layer keeps, seconds to capture and how they grow, memory

@@ -38,7 +38,7 @@ F16 = torch.float16
 # three (28); gradients are divided by the loss's scale (8), their norm is taken (4), they are clipped (8); the weights
 # are copied to 16 bits (6), the gradients set to zero (4). Gradients in 16 bits are copied to 32 before (6).
 # Checkpoints run again all of what they recompute.
-MEGATRON = {"casts": False, "early_stop": False, "flattens": False}
+MEGATRON = {"casts": False, "early_stop": False, "buckets": False}
 WIDE, NARROW = 28.0 + 8 + 4 + 8 + 6 + 4, 28.0 + 8 + 4 + 8 + 6 + 2 + 6
 # Products add their result to a gradient in 32 bits themselves, while they compute. Norms' gradients are summed last.
 KORTHIKANTI = Practice(**MEGATRON, optimizer=WIDE, fused=True, accumulation=0.0, gradient=4, without=("late_sums",))

@@ -6,12 +6,17 @@ Two processes of one machine have a link without a speed of its own. `SlowLink` 
 ends when gloo's own ends, and not before the link has carried its bytes. The link carries one collective after the
 other. A thread sleeps for this time, so that the link takes no time of a processor.
 
-First the steps run over a link that takes no time ("free"). "beside" divides such a step by autotp's in the same
-round. The bytes of a step say how fast the link has to be for communication to take 10, 25, 50 and 100 % of this
-time. "hidden" is the part of the link's time that a step does not wait for:
-1 - (seconds - seconds with a free link) / seconds of the link. All ways have the link on which autotp's communication
-has this share. With `--latency 1` each collective takes a millisecond beside the time of its bytes; a share that is
-less than the latencies of a step has them alone. All times are medians of steps in turn.
+First autotp's steps run over a link that takes no time ("free"). Their bytes say how fast the link has to be for
+communication to take 10, 25, 50 and 100 % of this time; all ways have the same links. Then each round has a step of
+each way on each link. The speed of a machine drifts, so what is compared is of one round:
+
+- "beside": a step on the free link, divided by autotp's.
+- "hidden": the part of the link's time that a step does not wait for,
+  1 - (seconds - seconds with a free link) / seconds of the link. Behind it are the quartiles of the rounds.
+- "of ours": the same against autotp's step on the free link, whatever the way: 1 is a step without communication.
+
+All numbers are medians over the rounds. With `--latency 1` each collective takes a millisecond beside the time of its
+bytes; a share that is less than the latencies of a step has them alone.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -157,33 +162,56 @@ def ways(config: Shape, batch: int) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Row:
-    """One shape, one share and one way: its seconds, those of its link, and what of it is hidden.
+    """One shape, one share and one way.
 
     Attributes:
-        free: seconds on a link that takes no time.
-        beside: such a step, divided by autotp's in the same round; the median of all rounds.
+        frees, ours: seconds on a link that takes no time, of this way and of autotp; of each round.
+        each: seconds on this link, of each round.
+        carried: seconds of the link.
     """
 
     shape: str
     way: str
     share: float
-    free: float
-    beside: float
-    seconds: float
+    frees: Sequence[float]
+    ours: Sequence[float]
+    each: Sequence[float]
     carried: float
 
     @property
+    def free(self) -> float:
+        return statistics.median(self.frees)
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.each)
+
+    @property
+    def beside(self) -> float:
+        return statistics.median(free / our for free, our in zip(self.frees, self.ours, strict=True))
+
+    @property
     def hidden(self) -> float:
-        return 1 - (self.seconds - self.free) / self.carried
+        return self.quartiles(self.frees)[1]
+
+    def quartiles(self, free: Sequence[float]) -> list[float]:
+        """Returns the quartiles of what is hidden in a round, against steps on a free link."""
+        parts = [1 - (a - b) / self.carried for a, b in zip(self.each, free, strict=True)]
+        return statistics.quantiles(parts, n=4, method="inclusive")
 
     def __str__(self) -> str:
+        low, hidden, high = self.quartiles(self.frees)
         return (
             f"{self.shape:<12}{self.way:<17}{self.share:>5.0%}{self.free * 1e3:>9.1f}{self.beside:>8.3f}"
-            f"{self.seconds * 1e3:>9.1f}{self.carried * 1e3:>9.1f}{self.hidden:>8.0%}"
+            f"{self.seconds * 1e3:>9.1f}{self.carried * 1e3:>9.1f}{hidden:>8.0%}"
+            f"{f'{low:.0%} to {high:.0%}':>15}{self.quartiles(self.ours)[1]:>9.0%}"
         )
 
 
-HEADER = f"{'shape':<12}{'way':<17}{'share':>5}{'free ms':>9}{'beside':>8}{'ms':>9}{'link ms':>9}{'hidden':>8}"
+HEADER = (
+    f"{'shape':<12}{'way':<17}{'share':>5}{'free ms':>9}{'beside':>8}{'ms':>9}{'link ms':>9}{'hidden':>8}"
+    f"{'quartiles':>15}{'of ours':>9}"
+)
 
 
 @dataclass(frozen=True)
@@ -203,32 +231,47 @@ class Sent:
 
 
 def measure(
-    name: str, config: Shape, batch: int, rounds: int, shares: Sequence[float] = SHARES, latency: float = 0.0
-) -> list[Row]:
-    """Returns the rows of a shape. latency: seconds of each collective, beside the time that its bytes take."""
+    name: str, config: Shape, batch: int, rounds: int, shares: Sequence[float] = SHARES, latency: float = 0.0,
+    only: Sequence[str] = (),
+) -> list[Row]:  # fmt: skip
+    """Returns the rows of a shape.
+
+    Args:
+        latency: seconds of each collective, beside the time that its bytes take.
+        only: the ways to time beside autotp's; all by default.
+    """
     plain, inputs = build(config, batch, "cpu")
-    models = ways(config, batch)
+    models = {way: model for way, model in ways(config, batch).items() if not only or way in (OURS, *only)}
     LINK.reset()
     compare(plain, models, inputs)
     steps = {way: stepper(model, inputs) for way, model in models.items()}
     sent = {way: _sent(step) for way, step in steps.items()}
-    turns = in_turn(steps, rounds, "cpu")
-    free = {way: statistics.median(one.wall for one in times) for way, times in turns.items()}
-    beside = {
-        way: statistics.median(x.wall / ours.wall for x, ours in zip(times, turns[OURS], strict=True))
-        for way, times in turns.items()
-    }
-    rows = []
-    for share in shares:
-        speed = _agreed(sent[OURS].speed(share * free[OURS], latency))
-        LINK.reset(speed, latency)
-        found = _medians(steps, rounds)
-        rows += [
-            Row(name, way, share, free[way], beside[way], found[way], sent[way].seconds(speed, latency))
-            for way in steps
-        ]
+    first = statistics.median(one.wall for one in in_turn({OURS: steps[OURS]}, max(3, rounds // 3), "cpu")[OURS])
+    speeds = {share: _agreed(sent[OURS].speed(share * first, latency)) for share in shares}
+    links = {0.0: (0.0, 0.0), **{share: (speed, latency) for share, speed in speeds.items()}}
+    turns = in_turn(
+        {(way, s): _on(link, step) for s, link in links.items() for way, step in steps.items()}, rounds, "cpu"
+    )
     LINK.reset()
-    return rows
+    times = {key: [one.wall for one in each] for key, each in turns.items()}
+    return [
+        Row(
+            name, way, share, times[way, 0.0], times[OURS, 0.0], times[way, share],
+            sent[way].seconds(speed, latency),
+        )
+        for share, speed in speeds.items()
+        for way in steps
+    ]  # fmt: skip
+
+
+def _on(link: tuple[float, float], step: Step) -> Step:
+    """Returns a step on a link of this speed: seconds per byte, and of latency."""
+
+    def on_link() -> Tensor:
+        LINK.reset(*link)
+        return step()
+
+    return on_link
 
 
 def _sent(step: Step) -> Sent:
@@ -246,10 +289,6 @@ def _sent(step: Step) -> Sent:
     return Sent(LINK.bytes, LINK.number)
 
 
-def _medians(steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
-    return {way: statistics.median(one.wall for one in times) for way, times in in_turn(steps, rounds, "cpu").items()}
-
-
 def _agreed(number: float) -> float:
     """Returns the number of the first rank."""
     agreed = torch.tensor(number, dtype=torch.float64)
@@ -262,9 +301,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="gpt-30M", choices=list(SHAPES))
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=10, help="how many steps of each way to time, at each speed")
+    parser.add_argument("--rounds", type=int, default=10, help="how many steps of each way to time, on each link")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="parts of a step that the link takes")
     parser.add_argument("--latency", type=float, default=0.0, help="milliseconds that each collective takes")
+    parser.add_argument("--only", nargs="+", default=(), help="the ways to time beside autotp's; by default all")
     parser.add_argument("--kv-heads", type=int, help="key/value heads of a Llama; ranks share them if they are fewer")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
@@ -273,7 +313,7 @@ def main() -> None:
             parser.error(f"--kv-heads is for Llamas, and --shape is {args.shape}")
         shape = replace(shape, n_kv=args.kv_heads)
     connect(timeout=timedelta(minutes=5))
-    rows = measure(args.shape, shape, args.batch, args.rounds, args.shares, args.latency / 1e3)
+    rows = measure(args.shape, shape, args.batch, args.rounds, args.shares, args.latency / 1e3, args.only)
     if dist.get_rank() == 0:
         print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, batch {args.batch}, {args.rounds} rounds, "
               f"latency {args.latency:g} ms",

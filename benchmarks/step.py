@@ -21,9 +21,9 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,7 @@ SHAPES: dict[str, Shape] = {
 }
 
 Step = Callable[[], Tensor]
+Way = TypeVar("Way", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -247,9 +248,9 @@ def seconds(step: Step, device: str) -> Seconds:
     return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def in_turn(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list[Seconds]]:
+def in_turn(steps: Mapping[Way, Step], rounds: int, device: str) -> dict[Way, list[Seconds]]:
     """Returns the times of each step; a round runs each step once, and the first step changes from round to round."""
-    times: dict[str, list[Seconds]] = {name: [] for name in steps}
+    times: dict[Way, list[Seconds]] = {name: [] for name in steps}
     names = list(steps)
     gc.collect()
     gc.disable()

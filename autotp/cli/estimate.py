@@ -24,16 +24,19 @@ from autotp.cli.flags import (
 )
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
 from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, print_json, show
-from autotp.diagnostics.verify import verify
+from autotp.diagnostics.verify import Report, verify
 from autotp.display.text_table import bytes_text
 from autotp.errors import Error
 from autotp.estimation.estimate import estimate
 from autotp.estimation.layout import Layout
+from autotp.estimation.result import Estimate
 from autotp.estimation.search import expect_search, search
 from autotp.estimation.seconds.hardware import KINDS, LINE, hardware_of
 from autotp.estimation.seconds.schedule import engine_of
 from autotp.options import Recompute
 from autotp.page.save_page import save_page, save_trace
+from autotp.page.stamp import stamp_data
+from autotp.page.subject import subject_of
 from autotp.training.pipeline.schedules import ENGINES
 
 RecomputeName = Enum("RecomputeName", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
@@ -111,13 +114,19 @@ def estimate_command(
     if trace is not None:
         save_trace(found, trace)
     if json:
-        print_json({**found.to_dict(), "proof": None if proof is None else proof.to_dict()})
+        print_json({**found.to_dict(), "proof": None if proof is None else proof_data(found, proof)})
     else:
         show(found, json)
         if proof is not None:
             show(proof, json)
     if not found.fits:
         raise typer.Exit(DIFFERENT)
+
+
+def proof_data(found: Estimate, proof: Report) -> dict[str, Any]:
+    """Returns a proof as plain data, with what the page's stamp says: what is proved, and what is not."""
+    stamp = stamp_data(subject_of(found), proof)
+    return {"proved": stamp["proved"], "not_proved": stamp["open"], **proof.to_dict()}
 
 
 def search_command(

@@ -72,8 +72,12 @@ def show(found: Any, json: bool) -> None:
 def expect_writable(*paths: Path | None) -> None:
     """Raises WrongUse if a file that a command is to write has no folder, or is a folder."""
     for path in paths:
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-            raise WrongUse(f"{path} cannot be written: it is a folder, or its folder is not there")
+        if path is None:
+            continue
+        if path.is_dir():
+            raise WrongUse(f"{path} cannot be written: it is a folder")
+        if not (folder := path.resolve().parent).is_dir():
+            raise WrongUse(f"{path} cannot be written: there is no folder {folder}")
 
 
 def complain(text: str) -> None:

@@ -37,7 +37,7 @@ from autotp.passes.check.stage_composition import Composition, compose
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
-from autotp.training.pipeline.schedules import ENGINES, Training, analyse_microbatch, division, stages_of
+from autotp.training.pipeline.schedules import ENGINES, Training, analyse_microbatch, division, learning_of, stages_of
 from autotp.training.process_groups import holders, read_by_several_stages
 
 NOT_PROVED = (
@@ -63,6 +63,7 @@ class MeshProof:
         cp: the number of ranks that sequences are cut over.
         not_computed: why no step was compared with one device; "" if one was.
         whole: with ZeRO, the parameters that each replica holds whole. The others are divided over the replicas.
+        without_gradient: in a pipeline, the parameters that get no gradient, for the loss has none on one device.
     """
 
     tp: int
@@ -80,6 +81,7 @@ class MeshProof:
     cp: int = 1
     not_computed: str = ""
     whole: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -121,6 +123,7 @@ class MeshProof:
         for name, ranks in list(self.tied.items())[:4]:
             held += f"; `{name}` on {', '.join(map(str, ranks))}, its gradient summed over them"
         held += f"; and {len(self.tied) - 4} more on several" if len(self.tied) > 4 else ""
+        held += f"; {_number(len(self.without_gradient))} without a gradient" if self.without_gradient else ""
         yield "parameters", held
         yield "schedule", f"{self.schedule}: {_number(self.actions)} forwards and backwards a replica, none twice"
         parts = (
@@ -187,9 +190,12 @@ def prove(
     scalars = {name for name, layout in program.layouts.items() if not layout.shape}
     whole = tuple(sorted(_read_twice(composed, names, first.ranks) | scalars))
     sent = tuple((len(values), sum(map(_bytes, values))) for values in composed.sent)
+    learning = learning_of(program) if pp > 1 else None
+    still = () if learning is None else tuple(name for name in names.values() if name not in learning)
     proof = MeshProof(
         tp, pp, dp, training.schedule, training.microbatches, training.zero, tuple(counts), first, sent,
         len(names), tied, sum(map(len, order)), training.cp, whole=whole if training.zero else (),
+        without_gradient=still,
     )  # fmt: skip
     return program, first_graph, proof
 

@@ -64,6 +64,12 @@ def step_bar(device: Hardware, zero: int = 0) -> float:
     return max(found, 2 * root_mean_square("step zero 3")) if zero == 3 else found
 
 
+def why_zero_3() -> str:
+    """Returns why the error bar of ZeRO 3 is wider than that of other layouts."""
+    rows = ERRORS["step zero 3"]
+    return f"published steps took {min(rows):.0f} to {max(rows):.0f} % longer than predicted, so the error bar is wide"
+
+
 def row_bar(device: Hardware, zero: int = 0) -> float:
     """Returns the relative error bar of a row of where the time goes."""
     return min(1.0, 2 * step_bar(device, zero))

@@ -76,8 +76,8 @@ class Layout:
         parts += [f"micro_batch={self.micro_batch}"]
         parts += [f"{self.schedule}{rounds}"] * (self.pp > 1)
         parts += ["sequence_parallel"] * self.sequence_parallel
-        parts += [f"overlap {self.overlap}"] * (self.overlap != "none")
-        parts += [f"recompute {self.recompute}"] * (self.recompute != "none") + [f"zero {self.zero}"] * bool(self.zero)
+        parts += [f"overlap={self.overlap}"] * (self.overlap != "none")
+        parts += [f"recompute={self.recompute}"] * (self.recompute != "none") + [f"zero={self.zero}"] * bool(self.zero)
         return ", ".join(parts)
 
 
@@ -95,7 +95,7 @@ class Practice:
         scattered: whether ranks of one stage send a part each of what they all hold, and gather it behind the link
             (Narayanan et al. 2021, section 4.1).
         gradient: bytes of an element of a gradient, as it is kept and summed over replicas; None: the parameter's own.
-        flattens: whether replicas copy all gradients into one tensor before they sum them, and back.
+        buckets: whether replicas copy gradients of less than 25 MiB into one tensor before they sum them, and back.
         overlapped: whether replicas sum gradients beside the backward of the last microbatch.
         gathers: how often ZeRO 3 gathers a parameter for a microbatch.
         units: what ZeRO 3 gathers at a time: a block, beside the computation of the block before; or a parameter, when
@@ -111,7 +111,7 @@ class Practice:
     state: float | None = None
     scattered: bool = False
     gradient: int | None = None
-    flattens: bool = True
+    buckets: bool = True
     overlapped: bool = False
     gathers: int = 2
     units: Literal["block", "parameter"] = "block"

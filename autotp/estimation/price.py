@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from autotp.distributed.gradient_buckets import BUCKET
 from autotp.estimation.counts.activations import StageMemory, stage_memory
 from autotp.estimation.counts.kernels import fused
 from autotp.estimation.counts.pieces import Lowered, Parameter, Recorded, recorded, whole_flops
@@ -43,6 +44,7 @@ class Prices:
         self._times: dict[int, list[Times]] = {}
         self._stages: dict[Any, list[list[int]]] = {}
         self._totals: dict[frozenset[str], tuple[Parameter, ...]] = {}
+        self._copied: dict[frozenset[str], int] = {}
 
     def totals(self, names: frozenset[str]) -> tuple[Parameter, ...]:
         """Returns what parameters are together: one parameter for all that differ in nothing but size."""
@@ -53,6 +55,13 @@ class Prices:
             found = (Parameter(elements=n, itemsize=size, learns=learns) for (size, learns), n in sizes.items())
             self._totals[names] = tuple(found)
         return self._totals[names]
+
+    def copied(self, names: frozenset[str]) -> int:
+        """Returns the bytes of the gradients that are copied to be summed over replicas: those that are small."""
+        if names not in self._copied:
+            sizes = (p.elements * p.itemsize for p in map(self.model.parameters.__getitem__, names) if p.learns)
+            self._copied[names] = sum(size for size in sizes if size < BUCKET)
+        return self._copied[names]
 
     def pieces(self, rows: int) -> Recorded:
         """Returns the records of the pieces for a microbatch of `rows` rows."""
@@ -207,7 +216,7 @@ def price(prices: Prices, layout: Layout) -> Estimate:
         layout=layout, device=device, seconds=seconds, flops=flops, flops_again=again,
         spent={name: s for name, s in spent.items() if s > 0}, memory=tuple(rows),
         stages=tuple(tuple(names[i] for i in run) for run in runs), homes=tuple(home[i] for i in range(len(runs))),
-        source=prices,
+        row=model.row, source=prices,
     )  # fmt: skip
 
 
@@ -258,7 +267,8 @@ def exchange_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> f
     learnt = _learnt(prices, names)
     if not layout.zero:
         gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
-        copies = 4 * gradients * (practice.flattens and layout.dp > 1)  # Read and written, there and back.
+        copied = prices.copied(names) if practice.buckets and layout.dp > 1 else 0
+        copies = 4 * copied  # Read and written, there and back.
         moving = copies / (device.memory_bandwidth * device.memory_sustained)
         return collective_seconds("all-reduce", gradients, group, device) + moving
     narrow = sum(p.elements * itemsize_of(layout, p.itemsize) for p in learnt)
@@ -312,6 +322,8 @@ def _rank_memory(
         return float(memory.forward if action.half == "F" else memory.backward)
 
     together = most_held(row, lambda i: float(stages[i].memory.kept), extra)
+    if practice.buckets and layout.dp > 1 and not layout.zero:  # Behind the last backward, which needs nothing then.
+        together = max(together, float(min(BUCKET, prices.copied(names))))
     transients = max(0.0, together - activations - logits)
     return RankMemory(
         weights=weights / share,

@@ -68,6 +68,7 @@ class Estimate(Shown):
         memory: of each pipeline rank, at its fullest moment.
         stages: the blocks of each stage.
         homes: the pipeline rank of each stage.
+        row: the shapes of the tensors of a row of the batch, such as "[2048], [2048]" for tokens and labels.
         source: the captured model with its prices, which `save_page` and `save_trace` draw; not a part of what is
             compared, copied by pickle or printed.
 
@@ -89,6 +90,7 @@ class Estimate(Shown):
     memory: tuple[RankMemory, ...]
     stages: tuple[tuple[str, ...], ...]
     homes: tuple[int, ...]
+    row: str
     source: Any = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,6 +155,10 @@ class Estimate(Shown):
             f"{self.tflops:.0f} TFLOP/s ±{self.error:.0%}, {memory}, {fit}"
         )
 
+    def batch_line(self) -> tuple[str, ...]:
+        """Returns what a step trains on, as a part of a sheet."""
+        return (f"a step       {self.layout.batch} rows; the tensors of a row are {self.row}",)
+
     def sheet(self) -> Sheet:
         """Returns the tables of the time and of the memory."""
         row = row_bar(self.device, self.layout.zero)
@@ -180,6 +186,7 @@ class Estimate(Shown):
         return Sheet(
             f"{self.layout} on {self.layout.devices} x {self.device.name}",
             (
+                self.batch_line(),
                 Table(("where the time goes", "", "", ""), (*times, total), ("", "cut", "note", "note")),
                 lines,
                 Table(head, (*memory, bars), ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
@@ -212,6 +219,7 @@ class Estimate(Shown):
             "version": DATA_VERSION,
             "layout": layout,
             "device": self.device.name,
+            "row": self.row,
             "seconds": self.seconds,
             "error": self.error,
             "tflops": self.tflops,

@@ -22,6 +22,7 @@ from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.estimation.counts.pieces import Lowered, lowered_again
 from autotp.estimation.estimate import call_of, lowered_for
+from autotp.estimation.error_bars import why_zero_3
 from autotp.estimation.layout import AUTOTP, COMPILED, Layout, Practice
 from autotp.estimation.price import Prices, price
 from autotp.estimation.result import Estimate
@@ -62,7 +63,6 @@ class Search(Shown):
         best: the fastest layouts that fit, the fastest first; five at most.
         lost: obvious layouts that are slower or do not fit, and why.
         tried: the number of legal layouts.
-        row: the shapes of the tensors of a row, such as "[2048], [2048]" for tokens and labels.
 
     Example:
         >>> from autotp.models.gpt import GPT, GPTConfig
@@ -76,7 +76,6 @@ class Search(Shown):
     best: tuple[Estimate, ...]
     lost: tuple[Lost, ...]
     tried: int
-    row: str
 
     def summary(self) -> str:
         """Returns the best layout in a line."""
@@ -99,11 +98,12 @@ class Search(Shown):
         lost = tuple((other.layout, other.why) for other in self.lost)
         title = f"the best of {self.tried} layouts on {first.layout.devices} x {first.device.name}"
         parts: list[Table | tuple[str, ...]] = [
-            (f"a step       {first.layout.batch} rows; the tensors of a row are {self.row}",),
+            first.batch_line(),
             Table(head, rows, ("cut", "", "note", "note", "note")),
         ]
-        if ties := self._ties():
-            parts.append((f"too close    {ties}",))
+        notes = [f"too close    {ties}" for ties in [self._ties()] if ties]
+        notes += [f"zero=3       {why_zero_3()}"] * any(est.layout.zero == 3 for est in self.best)
+        parts += [tuple(notes)] * bool(notes)
         parts += [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
         lines = torchrun_line(first.layout.devices, first.device.node), python_line(first.layout)
         return Sheet(title, (*parts, ("the first:", *lines, *limits_of(first.layout))))
@@ -121,7 +121,6 @@ class Search(Shown):
         return {
             "version": DATA_VERSION,
             "tried": self.tried,
-            "row": self.row,
             "best": [est.to_dict() for est in self.best],
             "lost": lost,
         }
@@ -259,10 +258,6 @@ class Layouts:
                 return [1]
         return found
 
-    def row(self) -> str:
-        """Returns the shapes of a row of the batch."""
-        return ", ".join(str(list(x.shape[1:])) for x in self.prices(1, 1, "none").model.arguments.values())
-
     def recomputes(self, tp: int) -> tuple[Recompute, ...]:
         """Returns the ways of recomputation: fused attention keeps no scores that could be recomputed selectively."""
         found = self.prices(tp, 1, "none").pieces(1)
@@ -355,7 +350,7 @@ def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
     if not best:
         _raise_nothing_fits(layouts, known, limit)
     lost = _slower(layouts, known, best, limit)
-    return Search(best=tuple(best), lost=tuple(lost), tried=tried, row=layouts.row())
+    return Search(best=tuple(best), lost=tuple(lost), tried=tried)
 
 
 def _priced_roughly(layouts: Layouts, gpus: int, batch: int, limit: float) -> tuple[list[tuple[Layout, Rough]], int]:
@@ -461,10 +456,8 @@ def _why(est: Estimate, won: Estimate, device: Hardware, limit: float) -> str:
     row = max(more, key=more.__getitem__)
     crossing = f", tp={est.layout.tp} crosses nodes" if est.layout.tp > device.node and row.endswith("tp") else ""
     slower = est.seconds - won.seconds
-    return f"{_more(slower)} ({slower / won.seconds:+.0%}): {row} {_more(more[row])}{crossing}"
+    return f"{_two_digits(slower)} s ({slower / won.seconds:+.0%}): {row} {_two_digits(more[row])} s{crossing}"
 
 
-def _more(seconds: float) -> str:
-    if abs(seconds) < 0.01:
-        return f"{seconds * 1e3:+.2g} ms"
-    return f"{seconds * 1e3:+.0f} ms" if abs(seconds) < 10 else f"{seconds:+.0f} s"
+def _two_digits(number: float) -> str:
+    return f"{float(f'{number:.2g}'):+g}"

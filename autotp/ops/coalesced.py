@@ -231,8 +231,11 @@ def _without_nothing(grads: Sequence[Tensor | None], found: Sequence[Tensor]) ->
 
 
 def _is_nothing(x: Tensor) -> bool:
-    """Says whether all ranks lacked a gradient of this sum; not known, and False, in a transform of torch.func."""
-    if not is_plain(x):
+    """Says whether all ranks lacked a gradient of this sum.
+
+    Not known, and False, in a transform of torch.func and on `meta`.
+    """
+    if not is_plain(x) or x.is_meta:
         return False
     x = torch.view_as_real(x) if x.is_complex() else x
     return bool((x.signbit() & (x == 0)).all())

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequences
 from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
 from autotp.distributed.cut_parameter import Cut, Warned, as_cut
+from autotp.distributed.gradient_buckets import sum_in_buckets
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
 from autotp.distributed.peers.heartbeat import take_note_back
@@ -684,13 +685,7 @@ class Trainer(InGraphs, HasHoldings):
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(local_of(parameter.grad), group=group)
-        if self.mesh["dp"].size() == 1:  # Nothing to add, and copies of all gradients saved.
+        if self.mesh["dp"].size() == 1:
             return
         grads = [p.grad for p in self.parameters() if p.grad is not None]
-        whole = [local_of(grad) for grad in grads if not is_sharded(grad)]
-        for dtype in dict.fromkeys(grad.dtype for grad in whole):
-            some = [grad for grad in whole if grad.dtype == dtype]
-            flat = torch.cat([grad.flatten() for grad in some])
-            dist.all_reduce(flat, group=self.mesh.get_group("dp"))
-            for grad, summed in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
-                grad.copy_(summed.view_as(grad))
+        sum_in_buckets([local_of(grad) for grad in grads if not is_sharded(grad)], self.mesh.get_group("dp"))

@@ -61,12 +61,29 @@ def _passes_gradient(node: fx.Node, mode: FakeTensorMode) -> bool:
 
 
 def _wants_gradient(target: Any, args: Any, kwargs: Any) -> bool:
-    """True if a result of a call wants a gradient, where each operand does."""
+    """True if a result of a call wants a gradient, where each operand does.
 
-    def wanting(x: torch.Tensor) -> torch.Tensor:
-        return x.detach().requires_grad_(_is_floating(x))
+    Some operators refuse that, as `cumsum` with a dtype of integers. A model calls them without the gradients that they
+    refuse, so each operand is tried by itself; from one that is refused no gradient flows.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    floating = [i for i, x in enumerate(leaves) if _is_floating(x)]
 
-    with torch.enable_grad():
-        args, kwargs = pytree.tree_map_only(torch.Tensor, wanting, (args, kwargs))
-        result = target(*args, **kwargs)
-    return any(x.requires_grad for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
+    def wants(places: Collection[int]) -> bool:
+        given = [x.detach().requires_grad_(i in places) if i in floating else x for i, x in enumerate(leaves)]
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        with torch.enable_grad():
+            found = pytree.tree_leaves(target(*args, **kwargs))
+        return any(x.requires_grad for x in found if isinstance(x, torch.Tensor))
+
+    def may_want(place: int) -> bool:
+        try:
+            return wants([place])
+        except RuntimeError:
+            return False
+
+    try:
+        return wants(floating)
+    except RuntimeError:
+        wants([])  # What it refuses without gradients, too, is an error.
+        return any(map(may_want, floating))

@@ -102,8 +102,9 @@ def test_the_page_and_the_trace_are_files(autotp_command, factory: str, tmp_path
 def test_a_file_that_cannot_be_written_is_said_first(autotp_command, factory: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     for command, given in (("estimate", ("--gpu", "a100-80gb", "--batch", 8)), ("plan", ("--tp", 2))):
         done = autotp_command(command, factory, *given, "--html", tmp_path / "nowhere" / "plan.html")
-        assert (done.status, done.out) == (2, "") and "cannot be written" in done.err
-        assert autotp_command(command, factory, *given, "--html", tmp_path).status == 2
+        assert (done.status, done.out) == (2, "") and f"there is no folder {tmp_path / 'nowhere'}" in done.err
+        done = autotp_command(command, factory, *given, "--html", tmp_path)
+        assert done.status == 2 and "cannot be written: it is a folder" in done.err
 
 
 def test_prove_stamps_the_page(autotp_command, factory: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -113,6 +114,8 @@ def test_prove_stamps_the_page(autotp_command, factory: str, tmp_path) -> None: 
     assert "Proved by autotp.verify" in (tmp_path / "plan.html").read_text()
     data = autotp_command("estimate", factory, *given, "--json").json
     assert data["fits"] is True and data["proof"]["mesh"] is not None and data["proof"]["ok"] is True
+    assert data["row"] == "[128], [128]" and any(line.startswith("schedule: 1F1B") for line in data["proof"]["proved"])
+    assert any(line.startswith("The numbers.") for line in data["proof"]["not_proved"])
     assert autotp_command("estimate", factory, *given[:-1], "--json").json["proof"] is None
     done = autotp_command("estimate", factory, *given, "--schedule", "interleaved", "--interleave", 3)
     assert done.status == 2 and "distribute does not run interleave=3" in done.err

@@ -71,10 +71,10 @@ def test_no_layout_of_a_grid_is_faster(found: autotp.Search) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.00012, "+0.12 ms"), (0.0034, "+3.4 ms"), (0.25, "+250 ms"), (12.4, "+12 s")]
+    ("seconds", "text"), [(0.00012, "+0.00012"), (-0.0034, "-0.0034"), (0.251, "+0.25"), (12.4, "+12"), (124, "+120")]
 )
 def test_differences_have_digits_that_say_something(seconds: float, text: str) -> None:
-    assert search_module._more(seconds) == text
+    assert search_module._two_digits(seconds) == text
 
 
 def test_obvious_layouts_say_why_they_lost(found: autotp.Search) -> None:
@@ -263,3 +263,9 @@ def test_layouts_that_error_bars_do_not_tell_apart(found: autotp.Search) -> None
     assert "too close" not in str(replace(found, best=(first, far)))
     assert "the error bars of 1 of the others overlap" in str(replace(found, best=(first, near, far)))
     assert "the error bars of all others overlap" in str(replace(found, best=(first, near)))
+
+
+def test_a_wide_error_bar_says_why(found: autotp.Search) -> None:
+    plain, divided = (replace(est, layout=replace(est.layout, zero=z)) for est in found.best[:1] for z in (1, 3))
+    assert "zero=3       published steps took 12 to 48 % longer" in str(replace(found, best=(plain, divided)))
+    assert "published steps" not in str(replace(found, best=(plain,)))

@@ -1,7 +1,8 @@
 """activations: the bytes that a stage keeps for backward, and those that a running piece needs beside.
 
 What a stage keeps for backward of one microbatch is the memory that autograd keeps, each once: a value that several
-pieces keep (the residual stream, a mask) is one. Beside it stands what the running piece needs: its transients.
+pieces keep (the residual stream, a mask) is one. The fullest moment is that of a running piece: it has what the pieces
+before it keep, and of its own what lives at that moment. What the pieces behind it kept is free again in backward.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class StageMemory:
         kept: bytes that backward reads.
         logits: the part of them that is kept behind the last block.
         sent: bytes of the tensors that the stage sends on.
-        forward: bytes beside `kept` at the fullest moment of forward.
-        backward: bytes beside `kept` at the fullest moment of backward.
+        forward: bytes beyond `kept` at the fullest moment of forward.
+        backward: bytes beyond `kept` at the fullest moment of backward.
     """
 
     kept: int
@@ -34,24 +35,30 @@ class StageMemory:
 
 def stage_memory(pieces: Sequence[Piece], found: Recorded) -> StageMemory:
     """Returns the memory of a stage of these pieces."""
-    kept, named = 0, dict[str, int]()
-    logits = forward = backward = 0
+    own, logits, named = 0, 0, dict[str, int]()
+    forward = backward = 0  # All bytes at the fullest moment.
     for piece in pieces:
         record = found.records[piece.kind]
         names = {m: piece.reads[i] for m, i in record.inputs.items()}
         names |= dict(zip(record.sent_memory, piece.sends, strict=False))
         named |= {names[m]: n for m, n in record.kept.items() if m in names}
-        kept += sum(n for m, n in record.kept.items() if m not in names)
+        peaks = found.peaks.get(piece.kind) or found.peaks.setdefault(piece.kind, own_peaks(record))
+        before = own + sum(named.values())
+        forward, backward = max(forward, before + peaks["forward"]), max(backward, before + peaks["backward"])
+        own += sum(n for m, n in record.kept.items() if m not in names)
         logits += sum(record.kept[m] for m in record.head if m not in names)
-        peaks = found.transients.get(piece.kind) or found.transients.setdefault(piece.kind, transients(record))
-        forward, backward = max(forward, peaks["forward"]), max(backward, peaks["backward"])
+    kept = own + sum(named.values())
     last = found.records[pieces[-1].kind]
     sent = sum(value.bytes for value in last.sent[: pieces[-1].boundary])
-    return StageMemory(kept=kept + sum(named.values()), logits=logits, sent=sent, forward=forward, backward=backward)
+    return StageMemory(kept=kept, logits=logits, sent=sent, forward=forward - kept, backward=backward - kept)
 
 
-def transients(record: Record) -> Mapping[str, int]:
-    """Returns the most bytes that live beside what is kept for backward, in forward and in backward."""
+def own_peaks(record: Record) -> Mapping[str, int]:
+    """Returns the most bytes that live at once of what a piece makes itself, in forward and in backward.
+
+    What it keeps for backward lives until backward has read it. What it receives is not among them, nor what it keeps
+    of what it sends: other pieces may keep these, too.
+    """
     first, last = dict[int, int](), dict[int, int]()
     for i, op in enumerate(record.ops):
         for touch in (*op.reads, *op.writes):
@@ -60,9 +67,13 @@ def transients(record: Record) -> Mapping[str, int]:
     turn = next((i for i, op in enumerate(record.ops) if op.phase != "forward"), len(record.ops))
     changes = [0] * (len(record.ops) + 1)
     for memory, start in first.items():
-        if memory in record.held or memory in record.inputs or memory in record.kept:
+        kept, sent, end = memory in record.kept, memory in record.sent_memory, last[memory]
+        if memory in record.held or memory in record.inputs or (kept and sent):
             continue
-        end = max(last[memory], turn - 1) if memory in record.sent_memory else last[memory]
+        if kept and end < turn:  # No operator of backward is seen that reads it.
+            end = len(record.ops) - 1
+        elif sent:
+            end = max(end, turn - 1)
         changes[start] += record.bytes[memory]
         changes[end + 1] -= record.bytes[memory]
     now, most = 0, {"forward": 0, "backward": 0}

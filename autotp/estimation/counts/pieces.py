@@ -101,6 +101,11 @@ class Lowered:
         """The names of the blocks of the whole model, in order."""
         return tuple(name for name, _ in self.order)
 
+    @property
+    def row(self) -> str:
+        """The shapes of the tensors of a row, such as "[2048], [2048]" for tokens and labels."""
+        return ", ".join(str(list(x.shape[1:])) for x in self.arguments.values())
+
     @cached_property
     def divided(self) -> Divided:
         """The graph in pieces."""
@@ -112,12 +117,12 @@ class Recorded:
     """The pieces of a model for one microbatch, in order, and the record of each kind.
 
     Attributes:
-        transients: of each kind, what `transients` of `activations.py` returns, once it was needed.
+        peaks: of each kind, what `own_peaks` of `activations.py` returns, once it was needed.
     """
 
     pieces: tuple[Piece, ...]
     records: tuple[Record, ...]
-    transients: dict[int, Mapping[str, int]] = field(default_factory=dict, compare=False)
+    peaks: dict[int, Mapping[str, int]] = field(default_factory=dict, compare=False)
 
 
 class Capturing:

@@ -9,7 +9,7 @@ import torch
 from graphs import draft, ints, some
 from torch._subclasses import FakeTensorMode
 
-from autotp.passes.canonicalize.gradient_flow import carries_gradient, with_gradient
+from autotp.passes.canonicalize.gradient_flow import _wants_gradient, carries_gradient, with_gradient
 
 aten = torch.ops.aten
 
@@ -32,11 +32,24 @@ def flows(make: Any, plain: tuple[str, ...] = ()) -> bool:
         (lambda call, x, mask, index: call(aten.zeros_like.default, x), False),
         (lambda call, x, mask, index: call(aten.mul.Tensor, call(aten.detach.default, x), mask), True),
         (lambda call, x, mask, index: call(aten._to_copy.default, call(aten.gt.Tensor, x, mask)), False),
+        (lambda call, x, mask, index: call(aten.cumsum.default, x, 0, dtype=torch.int32), False),
     ],
-    ids=["exp", "table", "detach", "comparison", "argmax", "integers", "like", "beside-detach", "cast"],
+    ids=["exp", "table", "detach", "comparison", "argmax", "integers", "like", "beside-detach", "cast", "refused"],
 )
 def test_flows(make: Any, found: bool) -> None:
     assert flows(make) == found
+
+
+def test_an_operator_that_refuses_one_operand_s_gradient_may_pass_another_s() -> None:
+    def joined(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if scale.requires_grad:
+            raise RuntimeError("scale has no derivative")
+        return x * scale
+
+    assert _wants_gradient(joined, (torch.ones(2), torch.ones(2)), {})
+    assert not _wants_gradient(joined, (torch.ones(2), torch.ones(2, dtype=torch.int64)), {})
+    with pytest.raises(RuntimeError, match="must match the size"):
+        _wants_gradient(joined, (torch.ones(2), torch.ones(3)), {})
 
 
 def test_inputs_without_a_gradient() -> None:
