@@ -193,8 +193,8 @@ def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
         Error: `timeout` is not a positive timedelta.
     """
     expect_timeout(timeout)
-    names = {*mesh.groups.values(), mesh.everyone.group} - {None}
-    groups = [] if timeout is None else [_resolved(str(name)) for name in names]
+    names = [name for name in dict.fromkeys((*mesh.groups.values(), mesh.everyone.group)) if name is not None]
+    groups = [] if timeout is None else [_resolved(name) for name in names]
     before = [timeout_of(group) for group in groups]
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[arg-type]

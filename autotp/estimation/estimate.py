@@ -67,7 +67,8 @@ def estimate(
         interleave: the number of stages of a rank under "interleaved"; 2 by default, as in `distribute`.
         dtype: the dtype of computation, `compute_dtype` of `distribute`; None: the model's own.
         compiled: whether blocks are compiled, so that pointwise operators that follow one another are one kernel.
-        sequence: the length of a sequence; by default the longest that the model's configuration names.
+        sequence: the length of a sequence; by default the longest that the model's configuration names. With `cp` it
+            counts as the next multiple of `cp`.
         example_inputs: as for `parallelize`. With them, `sequence` is theirs unless it is given.
 
     Raises:
@@ -114,15 +115,22 @@ def captured(
     Raises:
         Error: as `estimate`.
     """
-    return lowered_for(call_of(model, sequence, given), layout, without)
+    return lowered_for(call_of(model, sequence, given, layout.cp), layout, without)
 
 
-def call_of(model: nn.Module, sequence: int | None, given: Any = None) -> Capturing:
-    """Returns the call of a model that is estimated. Arguments and errors as of `captured`."""
+def call_of(model: nn.Module, sequence: int | None, given: Any = None, cp: int = 1) -> Capturing:
+    """Returns the call of a model that is estimated. Arguments and errors as of `captured`.
+
+    Args:
+        cp: the ranks that sequences are cut over. All parts are as long as the longest: so are the next multiple's.
+    """
     expect_ordinary(model, "estimate the original model")
     arguments = find_inputs(model, given)
     if given is None or sequence is not None:
         arguments = of_length(arguments, _length(model, arguments, sequence))
+    first = next((x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)), None)
+    if first is not None and first.dim() > 1 and first.shape[1] % cp:
+        arguments = of_length(arguments, -(-first.shape[1] // cp) * cp)
     return Capturing(model, of_rows(arguments, CAPTURED_ROWS))
 
 

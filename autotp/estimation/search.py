@@ -21,8 +21,8 @@ from autotp.arguments import expect_arguments
 from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.estimation.counts.pieces import Lowered, lowered_again
-from autotp.estimation.estimate import call_of, lowered_for
 from autotp.estimation.error_bars import why_zero_3
+from autotp.estimation.estimate import call_of, lowered_for
 from autotp.estimation.layout import AUTOTP, COMPILED, Layout, Practice
 from autotp.estimation.price import Prices, price
 from autotp.estimation.result import Estimate
@@ -248,9 +248,10 @@ class Layouts:
     def contexts(self, ranks: int) -> list[int]:
         """Returns the numbers of context-parallel ranks: several for long sequences of a model with self-attention."""
         arguments = self.prices(1, 1, "none").model.arguments.values()
-        if max((max(x.shape[1:], default=0) for x in arguments), default=0) < LONG:
+        length = max((max(x.shape[1:], default=0) for x in arguments), default=0)
+        if length < LONG:
             return [1]
-        found = [cp for cp in CONTEXTS if ranks % cp == 0]
+        found = [cp for cp in CONTEXTS if ranks % cp == length % cp == 0]
         if found[1:]:
             try:
                 self.prices(1, CONTEXTS[1], "none")

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.passes.builder import Builder, copied, fake_mode_of
+from autotp.passes.builder import Builder, copied, evaluated, fake_mode_of
 from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws_from_numpy, has
@@ -88,7 +88,7 @@ def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals
             builder.env[node], count = _by_total(builder, node, given[node], None if divided[node] else rows)
             counts[node] = builder.call(aten.to.dtype, count, torch.float64)
         elif node.op != "output":
-            builder.copy(node)
+            _copy(builder, node)
     ordered = [counts[one] for one in divided]  # As their placeholders; the graph may compute them in another order.
     batch = next(node for node in graph.nodes if node.name == inputs[0]).meta["val"].shape[0]
     by_rows = tuple(line_of(node) for node in divided if _is_over_places(node, symbols(batch)))
@@ -113,6 +113,18 @@ def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True) -
             env[node] = copied(new, node, env.__getitem__)
     new.output(tuple(env[node] for node in wanted))
     return new
+
+
+def _copy(builder: Builder, node: fx.Node) -> None:
+    """Copies a node. Behind a mean that is computed in a wider dtype, its example value is in that dtype, too."""
+    new = builder.copy(node)
+    if any(_dtype(builder.env[x]) != _dtype(x) for x in node.all_input_nodes):
+        args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+        new.meta["val"] = evaluated(builder.mode, node.target, *args, **kwargs)
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _total(builder: Builder, i: int, of: fx.Node) -> fx.Node:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import gpt
+from torch import nn
 
 import autotp
 from autotp.diagnostics import mesh_proof
@@ -203,6 +204,28 @@ def test_at_full_size(make: Callable[[int], Any], layers: int, billions: int, si
     assert sum(map(len, proof.division.blocks)) == layers
     assert time.process_time() - began < LIMITS["seconds"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < LIMITS["bytes"]
+
+
+class Counted(nn.Module):
+    """A norm whose result is scaled by what has no gradient: a parameter, and a count of it in whole numbers."""
+
+    def __init__(self, norm: nn.Module, width: int) -> None:
+        super().__init__()
+        self.norm, self.scale = norm, nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Any) -> Any:
+        scale = self.scale.detach()
+        return self.norm(x) * scale * (scale > 0).float().cumsum(0, dtype=torch.int32)
+
+
+def test_parameters_without_a_gradient_are_found_as_a_trainer_finds_them() -> None:
+    model = on_meta()
+    model.ln_f = Counted(model.ln_f, SIZES["n_embd"]).to("meta")
+    report = autotp.verify(model, 2, pp=2)
+    assert report.mesh is not None and report.mesh.without_gradient == ("ln_f.scale",)
+    assert "; 1 without a gradient" in " ".join(str(report).split())
+    alone = autotp.verify(on_meta(), 2, pp=2).mesh
+    assert alone is not None and alone.without_gradient == ()
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 3)])

@@ -55,6 +55,12 @@ def test_cut_sequences_divide_activations_but_for_keys_and_values() -> None:
     assert one.seconds > two.seconds > four.seconds
 
 
+def test_a_sequence_that_is_not_divided_evenly_counts_as_the_next_multiple() -> None:
+    model = gpt(layers=2, hidden=64, heads=4, vocab=128, seq=16)
+    odd, even = (estimated(model, cp=4, sequence=n) for n in (9, 12))
+    assert odd.row == "[12], [12]" and odd == even
+
+
 def test_the_flops_are_those_of_the_paper(pipeline: autotp.Estimate) -> None:
     """Korthikanti et al. 2022, equation 8, for the whole batch."""
     formula = 72 * 16 * 8 * 1024 * 1024**2 * (1 + 1024 / 6 / 1024 + 51200 / 12 / 1024 / 8)

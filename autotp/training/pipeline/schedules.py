@@ -326,6 +326,10 @@ def learning_of(analysis: Program) -> frozenset[str] | None:
     return frozenset(names[x] for x in found if x in names)
 
 
-def parameters_of_stage(stage: Stage, names: Mapping[str, str]) -> set[str]:
-    """Returns the names of the parameters that a stage reads; `names` has them by placeholder."""
-    return {names[x] for x in placeholders(stage.graph) if x in names}
+def parameters_of_stage(stage: Stage, names: Mapping[str, str]) -> list[str]:
+    """Returns the names of the parameters that a stage reads, in the order of its graph: the same on every rank.
+
+    Args:
+        names: the names by placeholder.
+    """
+    return list(dict.fromkeys(names[x] for x in placeholders(stage.graph) if x in names))

@@ -80,7 +80,7 @@ def test_what_a_piece_keeps_lives_until_backward_has_read_it() -> None:
 
 @pytest.mark.parametrize("vocab", [512, 65536], ids=["block", "logits"])
 def test_recomputed_blocks_run_when_the_logits_are_gone(vocab: int) -> None:
-    """The fullest moment of the last block and the head is the loss, or the block that is computed again; never both."""
+    """The fullest moment of the last block and the head is the loss, or the recomputed block; never both."""
     pieces = found("full", vocab=vocab)
     logits = stage_memory(pieces.pieces, pieces).logits
     block, head = (own_peaks(pieces.records[i])["backward"] for i in (1, -1))

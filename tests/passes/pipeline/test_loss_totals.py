@@ -85,8 +85,8 @@ def two_counts(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return tokens(x, y, w) + 0.01 * (x.logsumexp(-1).square() * counts).sum() / count
 
 
-def taken(function: Callable[..., Tensor]) -> Any:
-    captured = capture(skeleton_of(Loss(function)), (X, SOME), {})
+def taken(function: Callable[..., Tensor], x: Tensor = X) -> Any:
+    captured = capture(skeleton_of(Loss(function)), (x, SOME), {})
     graph = canonicalize(captured.graph)
     return captured, loss_totals(graph, returned(graph)[0], captured.inputs)
 
@@ -138,6 +138,15 @@ def test_what_is_no_mean_is_refused(function: Callable[..., Tensor]) -> None:
     with pytest.raises(Error, match="not a mean over the batch") as raised:
         taken(function)
     assert "test_loss_totals.py" in str(raised.value)
+
+
+def test_what_is_computed_from_a_wide_mean_is_wide() -> None:
+    """The example values say so: ranks without the loss take its dtype from there."""
+    captured, found = taken(two, X.bfloat16())
+    known = dict.fromkeys(captured.buffers, WEIGHT) | dict(zip(captured.inputs, (X.bfloat16(), SOME), strict=True))
+    given = {f"{TOTAL}_{i}": total.float() for i, total in enumerate(run(found.counts, known))}
+    (loss,) = run(found.graph, known | given)
+    assert returned(found.graph)[0].meta["val"].dtype == loss.dtype == torch.float32
 
 
 def test_a_count_that_is_a_term() -> None:
