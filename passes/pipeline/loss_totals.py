@@ -21,7 +21,7 @@ from autotp.errors import Error
 from autotp.passes.builder import Builder, copied, evaluated, fake_mode_of
 from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.row import Trait
-from autotp.rules.traits import draws_from_numpy, has
+from autotp.rules.traits import draws, draws_from_numpy, has
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
@@ -93,17 +93,18 @@ def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals
     batch = next(node for node in graph.nodes if node.name == inputs[0]).meta["val"].shape[0]
     by_rows = tuple(line_of(node) for node in divided if _is_over_places(node, symbols(batch)))
     return Totals(
-        returning(builder.graph, [builder.env[loss]]), returning(builder.graph, ordered, places=False), by_rows
+        returning(builder.graph, [builder.env[loss]], draw=True), returning(builder.graph, ordered, places=False), by_rows
     )
 
 
-def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True) -> fx.Graph:
+def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True, draw: bool = False) -> fx.Graph:
     """Returns the part of a graph that these values need, with them as outputs.
 
     Args:
         places: whether to keep placeholders that are not needed.
+        draw: whether to keep random numbers that are not needed: those behind them are others without them.
     """
-    needed = set(wanted)
+    needed = {*wanted, *(node for node in graph.nodes if draw and draws(node))}
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)

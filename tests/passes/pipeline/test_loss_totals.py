@@ -149,6 +149,24 @@ def test_what_is_computed_from_a_wide_mean_is_wide() -> None:
     assert returned(found.graph)[0].meta["val"].dtype == loss.dtype == torch.float32
 
 
+def test_random_numbers_that_nobody_needs_are_drawn() -> None:
+    """A layer drop of zero draws one: the masks behind it are others without it. A count draws nothing again."""
+
+    def drawn(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        torch.rand([])
+        return F.dropout(x, 0.5).square().mean()
+
+    captured, found = taken(drawn)
+    known = dict.fromkeys(captured.buffers, WEIGHT) | dict(zip(captured.inputs, (X, SOME), strict=True))
+    state = torch.get_rng_state()
+    (total,) = run(found.counts, known)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(3)
+    (loss,) = run(found.graph, known | {f"{TOTAL}_0": total.float()})
+    torch.manual_seed(3)
+    torch.testing.assert_close(loss, drawn(X, SOME, WEIGHT))
+
+
 def test_a_count_that_is_a_term() -> None:
     def added(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         count = (y >= 0).to(x.dtype).sum()
