@@ -384,8 +384,8 @@ class Trainer(InGraphs, HasHoldings):
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
         several = groups.read_by_several_stages(stages, names, self.mesh["pp"].size(), self._stages_of)
         for i, work in self._works.items():
-            mine = {value_at(place_of(self, name)) for name in parameters_of_stage(stages[i], names) if name not in several}
-            mine = {parameter for parameter in mine - empty if parameter.dim()}
+            read = set(parameters_of_stage(stages[i], names)) - several
+            mine = {parameter for name in read if (parameter := value_at(place_of(self, name))).dim()} - empty
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
             blocks = [block for block in blocks if empty.union(mine).issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)

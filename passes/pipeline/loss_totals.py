@@ -92,9 +92,8 @@ def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals
     ordered = [counts[one] for one in divided]  # As their placeholders; the graph may compute them in another order.
     batch = next(node for node in graph.nodes if node.name == inputs[0]).meta["val"].shape[0]
     by_rows = tuple(line_of(node) for node in divided if _is_over_places(node, symbols(batch)))
-    return Totals(
-        returning(builder.graph, [builder.env[loss]], draw=True), returning(builder.graph, ordered, places=False), by_rows
-    )
+    of_loss = returning(builder.graph, [builder.env[loss]], draw=True)
+    return Totals(of_loss, returning(builder.graph, ordered, places=False), by_rows)
 
 
 def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True, draw: bool = False) -> fx.Graph:
