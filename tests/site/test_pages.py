@@ -60,7 +60,7 @@ PAGES = (
     "performance",
 )
 MADE = ("complaints", "stages")
-"""Scripts write these: tests/project/test_complaints_page.py and tests/diagnostics/test_stages.py compare them."""
+"""Scripts write these: tests/site/test_complaints_page.py and tests/diagnostics/test_stages.py compare them."""
 ELSEWHERE = ("README", "command_line")
 """tests/project/test_readme.py and tests/project/test_command_line.py run the blocks of these."""
 SHELL = sorted({*PAGES, *ELSEWHERE, "complaints"})

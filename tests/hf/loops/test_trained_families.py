@@ -17,7 +17,10 @@ pytest.importorskip("transformers")
 
 from support.hf_families import FAMILIES
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # in transformers
+]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pp": 2, "microbatches": 2},
     "interleaved": {"pp": 2, "microbatches": 2, "schedule": "interleaved"},
