@@ -129,7 +129,7 @@ def call_of(model: nn.Module, sequence: int | None, given: Any = None, cp: int =
     if given is None or sequence is not None:
         arguments = of_length(arguments, _length(model, arguments, sequence))
     first = next((x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)), None)
-    if first is not None and first.dim() > 1 and first.shape[1] % cp:
+    if first is not None and _is_ids(first) and first.shape[1] % cp:
         arguments = of_length(arguments, -(-first.shape[1] // cp) * cp)
     return Capturing(model, of_rows(arguments, CAPTURED_ROWS))
 

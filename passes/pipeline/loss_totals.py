@@ -119,8 +119,9 @@ def _copy(builder: Builder, node: fx.Node) -> None:
     """Copies a node. Behind a mean that is computed in a wider dtype, its example value is in that dtype, too."""
     new = builder.copy(node)
     if any(_dtype(builder.env[x]) != _dtype(x) for x in node.all_input_nodes):
+        target: Any = node.target
         args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
-        new.meta["val"] = evaluated(builder.mode, node.target, *args, **kwargs)
+        new.meta["val"] = evaluated(builder.mode, target, *args, **kwargs)
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import autotp
 from autotp.distributed.gradient_buckets import BUCKET
+from autotp.estimation.estimate import call_of
 from autotp.estimation.seconds.hardware import KINDS
 from autotp.models.gpt import GPT, GPTConfig
 
@@ -59,6 +60,8 @@ def test_a_sequence_that_is_not_divided_evenly_counts_as_the_next_multiple() -> 
     model = gpt(layers=2, hidden=64, heads=4, vocab=128, seq=16)
     odd, even = (estimated(model, cp=4, sequence=n) for n in (9, 12))
     assert odd.row == "[12], [12]" and odd == even
+    image = torch.zeros(2, 3, 8, 8)
+    assert call_of(nn.Conv2d(3, 4, 2), None, (image,), cp=2).arguments[0][0].shape == image.shape  # No sequence.
 
 
 def test_the_flops_are_those_of_the_paper(pipeline: autotp.Estimate) -> None:
@@ -197,7 +200,7 @@ def test_an_encoder_decoder_is_estimated_in_every_way(gpu: str, given: dict[str,
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
     ("given", "most"),
-    [({}, 2), ({"sequence_parallel": True}, 2), ({"overlap": "batch", "micro_batch": 2}, 2), ({"cp": 2}, 12)],
+    [({}, 2), ({"sequence_parallel": True}, 3), ({"overlap": "batch", "micro_batch": 2}, 3)],
 )
 def test_every_family_is_estimated_or_refused(given: dict[str, Any], most: int) -> None:
     pytest.importorskip("transformers")
