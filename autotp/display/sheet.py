@@ -28,7 +28,8 @@ Kind = Literal["", "cut", "whole", "sent", "note", "good", "bad", "gone", "new"]
 """What a text is about: what is cut, what stays whole, what is sent between ranks, a note; good or bad news; a line of
 code that is gone, or new."""
 
-STYLES = {"": "", "cut": "green", "whole": "yellow", "sent": "cyan", "note": "dim", "good": "green", "bad": "bold red",
+STYLES = {
+    "": "", "cut": "green", "whole": "yellow", "sent": "cyan", "note": "dim", "good": "green", "bad": "bold red",
     "gone": "yellow", "new": "green",
 }  # fmt: skip
 """The style of each kind on a terminal, in the words of rich."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET = 25 * 2**20
-"""The most bytes of gradients that are copied into one tensor; as much as DistributedDataParallel's by default."""
+"""The most bytes of gradients that are copied into one tensor; as many as in DistributedDataParallel by default."""
 
 
 def sum_in_buckets(gradients: Sequence[Tensor], group: dist.ProcessGroup, size: int = BUCKET) -> None:

@@ -322,7 +322,7 @@ def _rank_memory(
         return float(memory.forward if action.half == "F" else memory.backward)
 
     together = most_held(row, lambda i: float(stages[i].memory.kept), extra)
-    if practice.buckets and layout.dp > 1 and not layout.zero:  # Behind the last backward, which needs nothing then.
+    if practice.buckets and layout.dp > 1 and not layout.zero:  # Copied when backward has ended and keeps nothing.
         together = max(together, float(min(BUCKET, prices.copied(names))))
     transients = max(0.0, together - activations - logits)
     return RankMemory(

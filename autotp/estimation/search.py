@@ -101,9 +101,10 @@ class Search(Shown):
             first.batch_line(),
             Table(head, rows, ("cut", "", "note", "note", "note")),
         ]
-        notes = [f"too close    {ties}" for ties in [self._ties()] if ties]
-        notes += [f"zero=3       {why_zero_3()}"] * any(est.layout.zero == 3 for est in self.best)
-        parts += [tuple(notes)] * bool(notes)
+        notes: tuple[str, ...] = (f"too close    {ties}",) if (ties := self._ties()) else ()
+        if any(est.layout.zero == 3 for est in self.best):
+            notes += (f"zero=3       {why_zero_3()}",)
+        parts += [notes] * bool(notes)
         parts += [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
         lines = torchrun_line(first.layout.devices, first.device.node), python_line(first.layout)
         return Sheet(title, (*parts, ("the first:", *lines, *limits_of(first.layout))))

@@ -509,8 +509,10 @@ class Executable:
         key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
         guards = [entry.guard for known, entry in self.entries if known == key and entry.guard is not None]
         for guard in guards:
-            slots = {place for place in guard.changed() if not isinstance(place, CodeName)}
-            self.opened |= Opened(frozenset(slot for slot in slots if guard.holds_tensors(slot)))
+            places = guard.changed()
+            self.opened |= Opened(
+                frozenset(slot for slot in places if not isinstance(slot, CodeName) and guard.holds_tensors(slot))
+            )
         if is_many(len(guards)) and (changed := guards[-1].changed()):
             self._warn(len(guards), spelled_places(changed), "a buffer, or a plain attribute")
         others = [numbers for known, _ in self.entries if (numbers := _other_numbers(known, key))]

@@ -26,7 +26,7 @@ from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error
 from autotp.passes.builder import copied
 from autotp.passes.pipeline.cost import Cost
-from autotp.rules.call import returned
+from autotp.rules.call import operator_name, returned
 from autotp.rules.traits import draws
 from autotp.source_location import block_of, line_of
 
@@ -148,7 +148,7 @@ def staged(graph: fx.Graph, parts: Sequence[Collection[str]], parameters: Collec
     until = {node: max((homes.get(user, last) for user in node.users), default=home) for node, home in homes.items()}
     crossing = [[node for node, home in homes.items() if home <= i < until[node]] for i in range(last)]
     for node in (node for nodes in crossing for node in nodes if not isinstance(node.meta.get("val"), torch.Tensor)):
-        raise Error(f"a stage would send a value that is not a tensor: `{node.target}`", at=line_of(node))
+        raise Error(f"a stage would send a value that is not a tensor: `{operator_name(node)}`", at=line_of(node))
     pairs = zip([[], *crossing], [*crossing, list(returned(graph))], strict=True)
     return [
         Stage(_cut(graph, homes, i, *pair), tuple(node.name for node in pair[0]), tuple(parts[i]))

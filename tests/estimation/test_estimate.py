@@ -64,6 +64,17 @@ def test_a_sequence_that_is_not_divided_evenly_counts_as_the_next_multiple() -> 
     assert call_of(nn.Conv2d(3, 4, 2), None, (image,), cp=2).arguments[0][0].shape == image.shape  # No sequence.
 
 
+def test_parts_that_are_not_equal_inside_a_model_are_one_error() -> None:
+    """Four patches of an image and the token of its class."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = transformers.ViTForImageClassification(transformers.ViTConfig(**small, image_size=8, patch_size=4))
+    rows = {"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2, dtype=torch.long)}
+    text = message(lambda: estimated(model, cp=2, dtype=None, example_inputs=rows))
+    assert "the graph of one of cp=2 parts of a sequence does not run" in text and "lengths that 2 divides" in text
+
+
 def test_the_flops_are_those_of_the_paper(pipeline: autotp.Estimate) -> None:
     """Korthikanti et al. 2022, equation 8, for the whole batch."""
     formula = 72 * 16 * 8 * 1024 * 1024**2 * (1 + 1024 / 6 / 1024 + 51200 / 12 / 1024 / 8)
@@ -200,7 +211,7 @@ def test_an_encoder_decoder_is_estimated_in_every_way(gpu: str, given: dict[str,
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
     ("given", "most"),
-    [({}, 2), ({"sequence_parallel": True}, 3), ({"overlap": "batch", "micro_batch": 2}, 3)],
+    [({}, 2), ({"sequence_parallel": True}, 3), ({"overlap": "batch", "micro_batch": 2}, 3), ({"cp": 2}, 5)],
 )
 def test_every_family_is_estimated_or_refused(given: dict[str, Any], most: int) -> None:
     pytest.importorskip("transformers")

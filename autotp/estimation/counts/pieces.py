@@ -297,7 +297,14 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
             try:
                 records.append(_run(i, divided, model, read, on_gpu, early_stop))
             except Exception as error:
-                if isinstance(error, Error) or rows == CAPTURED_ROWS:
+                if isinstance(error, Error):
+                    raise
+                if (cp := model.training.cp) > 1:
+                    raise Error(
+                        f"the graph of one of cp={cp} parts of a sequence does not run: {str(error).splitlines()[0]}",
+                        fix=f"lengths that {cp} divides, also inside the model, as the patches of an image",
+                    ) from error
+                if rows == CAPTURED_ROWS:
                     raise
                 _recorded(model, divided, CAPTURED_ROWS, on_gpu, early_stop)  # It raises what is no matter of rows.
                 raise Error(
