@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cards.pretend import DEVICES, pretend
 from hypothesis import Phase, settings
 from ranks import BILL, RUNNING, SELECTED
 from seconds import COSTLY, Written, listed, shares
@@ -41,6 +42,7 @@ BUSY = 2
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the rare cases, too: every family in every way; an hour")
     parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 24; takes two hours")
+    parser.addoption("--cards", action="store_true", help="on NVIDIA cards: those of the machine, or pretended ones")
     parser.addoption("--share", help="2/4: the second of four shares of the files of make test-rest")
     parser.addoption("--seconds", action="store_true", help="write the seconds of the tests that ran into seconds.txt")
     parser.addoption("--budget", type=float, help="the seconds of CPU that a test may take that is not rare")
@@ -48,6 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(TRACEBACK, "full")
+    if config.getoption("cards"):
+        _use_cards()
     config.addinivalue_line("markers", "rare: a case for --all only")
     config.addinivalue_line("markers", "system: of whole models, or of processes that end; for make test-rest")
     config.addinivalue_line("markers", "costly: listed in seconds.txt; for make test-rest")
@@ -63,6 +67,14 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("deep", deadline=None, max_examples=5000, print_blob=True)
     settings.register_profile("all", settings.get_profile("default"))
     settings.load_profile(next((name for name in ("deep", "all") if config.getoption(name)), "default"))
+
+
+def _use_cards() -> None:
+    """Gives this process cards, and the processes that it starts."""
+    os.environ.setdefault(DEVICES, "8")
+    folders = [str(HERE / "support" / "cards" / "site"), str(HERE / "support"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    pretend()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -77,8 +77,8 @@ def test_folders_are_small_and_say_what_they_are_for() -> None:
 
 
 TESTS = ROOT / "tests"
-BESIDE = {"models", "examples", "benchmarks", "system", "project", "site"}
-"""Folders of tests beside those of autotp: of the folders beside it, of whole systems, of the project's own files."""
+BESIDE = {"models", "examples", "benchmarks", "system", "project", "site", "cards"}
+"""Folders of tests beside those of autotp: of the folders beside it, of whole systems, of the project, of cards."""
 
 
 def test_tests_lie_as_the_source_does() -> None:

@@ -25,6 +25,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cards.build import NoCompiler, built
+from cards.pretend import REAL, asked_for, pretend
 from graphs import shared_captures
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,6 +100,7 @@ def run_ranks(
     may_die: Sequence[int] = (),
     fresh: bool = False,
     alone: bool = False,
+    cards: bool = False,
 ) -> list[Any]:
     """What `fn(rank, n, *args)` returned on each of `n` real processes, by rank; None for one of `may_die` that died.
 
@@ -112,14 +115,18 @@ def run_ranks(
         fresh: each rank is an interpreter of its own, as torchrun's are, with a hash seed of its own: sets of strings
             have another order on each. (Forked from one server, all have its seed.) A start costs seconds more.
         alone: the run has processes of its own, for it changes what cannot be put back.
+        cards: each rank has an NVIDIA card of its own, a pretended one where the machine has too few, and NCCL. The
+            test is skipped where no cards can be pretended. With pytest's `--cards` every run is so.
 
     Raises:
         Exception: what a rank raised first, with its traceback there as the cause.
         Died: a rank died.
         TimeoutError: a rank was not done in time.
     """
-    alone = alone or fresh or bool(may_die)
-    ranks = Ranks(n, fresh) if alone else _waiting(RUNNING.file, n)
+    alone, cards = alone or fresh or bool(may_die), cards or asked_for()
+    if cards:
+        expect_cards()
+    ranks = Ranks(n, fresh, cards) if alone else _waiting(RUNNING.file, n, cards)
     try:
         replies = ranks.run(pickle.dumps((fn, args)), timeout, may_die)
         failed = [rank for rank, reply in replies.items() if reply.error is not None]
@@ -129,10 +136,18 @@ def run_ranks(
         raise
     finally:
         if alone:
-            WAITING.pop((RUNNING.file, n), None)
+            WAITING.pop((RUNNING.file, n, cards), None)
             ranks.end()
     BILL.ranks += max((reply.cpu for reply in replies.values()), default=0.0)
     return _values(fn.__name__, n, replies, may_die, timeout)
+
+
+def expect_cards() -> None:
+    """Skips the test where there are no cards, and none can be pretended."""
+    try:
+        REAL or built()
+    except NoCompiler as error:
+        pytest.skip(str(error))
 
 
 def _values(name: str, n: int, replies: dict[int, Reply], may_die: Sequence[int], timeout: float) -> list[Any]:
@@ -151,8 +166,8 @@ def _values(name: str, n: int, replies: dict[int, Reply], may_die: Sequence[int]
 class Ranks:
     """Running processes, one a rank. These, and nothing else, are killed by `end`."""
 
-    def __init__(self, n: int, fresh: bool = False) -> None:
-        self.folder = Path(tempfile.mkdtemp())
+    def __init__(self, n: int, fresh: bool = False, cards: bool = False) -> None:
+        self.folder, self.cards = Path(tempfile.mkdtemp()), cards
         self.runs = 0
         self.ranks: list[tuple[BaseProcess, Connection]] = []
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
@@ -169,7 +184,7 @@ class Ranks:
     def run(self, payload: bytes, timeout: float, may_die: Sequence[int]) -> dict[int, Reply]:
         """What the ranks answered to a pickled function and its arguments, in order of arrival."""
         self.runs += 1
-        job = Job(payload, Path(self.folder, f"rendezvous-{self.runs}").as_uri(), timeout, RUNNING)
+        job = Job(payload, Path(self.folder, f"rendezvous-{self.runs}").as_uri(), timeout, RUNNING, self.cards)
         for _, pipe in self.ranks:
             with suppress(ConnectionError):  # It died: reading will say so.
                 pipe.send(job)
@@ -183,8 +198,8 @@ class Ranks:
         shutil.rmtree(self.folder)
 
 
-WAITING: dict[tuple[Path, int], Ranks] = {}
-"""A file of tests and a number of ranks -> those that wait for its next run."""
+WAITING: dict[tuple[Path, int, bool], Ranks] = {}
+"""A file of tests, a number of ranks, whether they have cards -> those that wait for its next run."""
 
 
 @atexit.register
@@ -193,13 +208,13 @@ def _end_waiting() -> None:
         WAITING.popitem()[1].end()
 
 
-def _waiting(file: Path, n: int) -> Ranks:
+def _waiting(file: Path, n: int, cards: bool) -> Ranks:
     """Ranks that wait for this file, or new ones; those of other files end."""
     for key in [key for key in WAITING if key[0] != file]:
         WAITING.pop(key).end()
-    if (file, n) not in WAITING:
-        WAITING[file, n] = Ranks(n)
-    return WAITING[file, n]
+    if (file, n, cards) not in WAITING:
+        WAITING[file, n, cards] = Ranks(n, cards=cards)
+    return WAITING[file, n, cards]
 
 
 @contextmanager
@@ -259,7 +274,11 @@ def _run(job: Job, rank: int, n: int) -> Any:
     os.environ.update({name: str(value) for name, value in (place | master).items()})
     torch.set_num_threads(1)
     limit = timedelta(seconds=job.timeout)
-    dist.init_process_group("gloo", init_method=job.rendezvous, rank=rank, world_size=n, timeout=limit)
+    if job.cards:
+        pretend()
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if job.cards else "gloo"
+    dist.init_process_group(backend, init_method=job.rendezvous, rank=rank, world_size=n, timeout=limit)
     dist.barrier()  # Else a function that leaves the group at once could close it while another rank still connects.
     fn, args = pickle.loads(job.payload)
     with job.running.captures(), warnings.catch_warnings():
@@ -287,12 +306,14 @@ class Job:
         payload: a pickled function and its arguments.
         rendezvous: the address of a file where the ranks meet.
         timeout: in seconds.
+        cards: whether each rank has a card.
     """
 
     payload: bytes
     rendezvous: str
     timeout: float
     running: Running
+    cards: bool
 
 
 @dataclass(frozen=True)
@@ -310,8 +331,8 @@ class Checks:
     session does not run (`-k`, `-m`) are left out.
     """
 
-    def __init__(self, timeout: float = 240, fresh: bool = False) -> None:
-        self.timeout, self.fresh = timeout, fresh
+    def __init__(self, timeout: float = 240, fresh: bool = False, cards: bool = False) -> None:
+        self.timeout, self.fresh, self.cards = timeout, fresh, cards
         self.functions: dict[tuple[int, bool], list[Callable[[int, int], None]]] = {}
         self.outcomes: dict[tuple[int, bool], list[dict[str, Outcome]] | BaseException] = {}
 
@@ -348,7 +369,7 @@ class Checks:
         before = BILL.ranks
         chosen = [fn for fn in self.functions[n, rare] if (RUNNING.file, n, fn.__name__) in SELECTED]
         try:
-            return run_ranks(_in_turn, n, chosen, timeout=self.timeout, fresh=self.fresh)
+            return run_ranks(_in_turn, n, chosen, timeout=self.timeout, fresh=self.fresh, cards=self.cards)
         except Exception as error:
             return error
         finally:
