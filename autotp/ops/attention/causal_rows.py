@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from autotp.ops.attention.products import attention, attention_weights
 
@@ -39,7 +39,8 @@ def causal_pieces(
 ) -> Tensor:
     """Returns attention in which the queries of some pieces of a sequence read the keys up to their positions.
 
-    On a GPU each piece is the fused attention that is causal from the bottom right, on the keys up to its last query.
+    Each piece is torch's attention that is causal from the bottom right, on the keys up to its last query. For CPUs
+    torch has no kernel that keeps no mask of it: there it is `_OnCPU`.
 
     Args:
         query: the queries of all pieces, [batch heads rows width].
@@ -52,10 +53,9 @@ def causal_pieces(
     if transformed or not query.numel() or stop > key.shape[-2]:
         return _masked(query, key, value, pieces, scale, enable_gqa)
     key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), alone(query)
-    if query.is_cuda:
-        return _fused(query, key, value, pieces, scale, enable_gqa)
-    if query.dim() != 4 or query.shape[-1] != value.shape[-1] or query.dtype not in FUSED:
-        return _masked(query, key, value, pieces, scale, enable_gqa)
+    own = query.device.type == "cpu" and query.dtype in FUSED
+    if not own or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+        return lower_right_pieces(query, key, value, pieces, scale, enable_gqa)
     if enable_gqa:
         repeats = query.shape[-3] // max(1, key.shape[-3])
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
@@ -70,14 +70,29 @@ def alone(query: Tensor) -> Tensor:
     return query.clone() if together else query  # In the same order, so that the result has it as well.
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, gqa: bool) -> Tensor:
-    found = []
+def lower_right_pieces(
+    query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Returns the same as `causal_pieces` on any device, by the kernels that torch has there; arguments as there."""
+    parts = []
     for rows, (start, stop) in zip(query.split([b - a for a, b in pieces], -2), pieces, strict=True):
         if stop > start:
-            mask = causal_lower_right(stop - start, stop)
             keys, values = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)
-            found.append(F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=gqa))
-    return torch.cat(found, -2) if len(found) > 1 else found[0]
+            parts.append(_lower_right(rows, keys, values, scale, enable_gqa))
+    return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
+
+
+def _lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
+    """Returns attention in which the last query reads all keys, and each query before it one key less.
+
+    `CausalBias` is a tensor in name only: torch's attention asks its class, by `__torch_function__`. A graph runs where
+    such questions are off, and there a CausalBias is a tensor of [2 queries keys] numbers that nobody has set. Made
+    without sizes, as here, it has no memory at all.
+    """
+    bias = CausalBias.__new__(CausalBias)
+    CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, query.shape[-2], key.shape[-2])
+    with torch._C._EnableTorchFunction():
+        return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=enable_gqa)
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, gqa: bool) -> Tensor:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from ranks import Checks
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autotp.ops.attention.causal_rows import causal_rows
+import autotp
+from autotp.ops.attention.causal_rows import causal_rows, lower_right_pieces
+
+checks = Checks(cards=True)
 
 
 def inputs(seq: int, kv_heads: int = 4, width: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -131,3 +137,67 @@ def test_under_transforms() -> None:
 def test_a_rank_without_heads() -> None:
     q, k, v = (x[:, :0] for x in inputs(6))
     assert causal_rows(q[..., 2:, :], k, v, 2, None, False).shape == (2, 0, 4, 8)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("pieces", [[(0, 3)], [(4, 7)], [(1, 2), (5, 7)], [(0, 0), (3, 6)]], ids=str)
+def test_pieces_by_the_kernels_of_any_device(heads: int, kv_heads: int, pieces: list[tuple[int, int]]) -> None:
+    """As a graph calls it: where tensors of other classes are not asked what they mean."""
+    q, k, v = inputs(7, kv_heads)
+    q = q[:, :heads]
+    rows = torch.cat([torch.arange(*piece) for piece in pieces])
+    expected = whole(q, k, v)[..., rows, :]
+    with torch._C.DisableTorchFunctionSubclass():
+        found = lower_right_pieces(q[..., rows, :], k, v, pieces, 0.3, heads != kv_heads)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Decoder(nn.Module):
+    """Two causal attentions. tokens: [rows, seq] -> loss []"""
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        self.table, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+        width = 8 * (heads + 2 * kv_heads)
+        self.ins, self.outs = (
+            nn.ModuleList(nn.Linear(a, b) for _ in range(2)) for a, b in ((16, width), (8 * heads, 16))
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for into, out in zip(self.ins, self.outs, strict=True):
+            parts = into(x).unflatten(-1, (-1, 8)).transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], 1)
+            grouped = self.heads != self.kv_heads
+            read = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=grouped)
+            x = x + out(read.transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@checks.on(2, 3)
+def causal_sequences_on_cards(rank: int, n: int) -> None:
+    """Each length with pieces of equal work and, where the last rank has fewer positions, of other lengths."""
+    for heads, kv_heads in ((2, 2), (4, 4), (4, 2)):
+        torch.manual_seed(0)
+        one: Any = Decoder(heads, kv_heads).double()
+        torch.manual_seed(0)
+        tokens = (torch.arange(2 * 12) * 7 % 20).view(2, 12)
+        model = Decoder(heads, kv_heads).double()
+        cut: Any = autotp.parallelize(model, 1, cp=n, device="cuda", example_inputs=tokens)
+        assert "zigzag_rows" in cut.code
+        for length in (12, 11, 5):
+            given = tokens[:, :length]
+            one.zero_grad()
+            cut.zero_grad()
+            expected, found = one(given), cut(given.cuda())
+            assert found.is_cuda
+            expected.backward()
+            found.backward()
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
+            for (name, whole_one), part in zip(one.named_parameters(), cut.parameters(), strict=True):
+                torch.testing.assert_close(part.grad.cpu(), whole_one.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_cards(n: int, name: str) -> None:
+    checks.expect(n, name)
