@@ -130,7 +130,8 @@ def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     size, block = sum(lengths), gcd(*lengths)
     assert lengths == [n * block for n in chunk_sizes(size // block, mesh.size)], "an output is cut in whole blocks"
     whole = collectives.gather(local, mesh.group, layout.dim, size, block)
-    order = torch.tensor([i for piece in layout.pieces for a, b in piece for i in range(a, b)])
-    if torch.equal(order, torch.arange(size)):
+    received = [held for piece in layout.pieces for held in piece]
+    if received == sorted(received):
         return whole
-    return whole.index_select(layout.dim, order.argsort().to(whole.device))
+    parts = dict(zip(received, whole.split([stop - start for start, stop in received], layout.dim), strict=True))
+    return torch.cat([parts[held] for held in sorted(received)], layout.dim)

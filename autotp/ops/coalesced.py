@@ -31,6 +31,7 @@ from autotp.groups.process_group import seat
 from autotp.ops.batch_halves.turns import running_sums, waits_now
 from autotp.ops.collectives import communicate_all, copy, share, start_all
 from autotp.ops.eager_mode import apply_plain, is_plain, no_transform
+from autotp.ops.placement_moves import chosen, replaced
 
 Where = tuple[int, tuple[tuple[int, int], ...]] | None
 """A dimension and the ranges of its positions that all ranks of the group hold; None for all positions."""
@@ -185,30 +186,26 @@ class Together(torch.autograd.Function):
 
 def _sum(group: str, where: Sequence[Where], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the tensors, with these positions summed over the group."""
-    index, sent = _chosen(where, xs)
-    return _put_back(xs, index, communicate_all(sent, group))
+    places, sent = _chosen(where, xs)
+    return _put_back(xs, places, communicate_all(sent, group))
 
 
 def _start_sum(group: str, where: Sequence[Where], xs: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     """Starts `_sum`; returns a function that waits for it."""
-    index, sent = _chosen(where, xs)
+    places, sent = _chosen(where, xs)
     wait = start_all(sent, group)
-    return lambda: _put_back(xs, index, wait())
+    return lambda: _put_back(xs, places, wait())
 
 
-Index = tuple[int, Tensor] | None
-"""A dimension and the positions in it; None for all positions."""
+def _chosen(where: Sequence[Where], xs: Sequence[Tensor]) -> tuple[list[Where], list[Tensor]]:
+    """Returns the positions of each tensor that are summed (None: all), and the values there."""
+    places = [None if _is_all(x, at) else at for x, at in zip(xs, where, strict=True)]
+    return places, [x if at is None else chosen(x, *at).contiguous() for x, at in zip(xs, places, strict=True)]
 
 
-def _chosen(where: Sequence[Where], xs: Sequence[Tensor]) -> tuple[list[Index], list[Tensor]]:
-    """Returns the positions of each tensor that are summed, and the values there."""
-    index = [None if _is_all(x, at) else _index(x, at) for x, at in zip(xs, where, strict=True)]
-    return index, [x if i is None else x.index_select(i[0], i[1]) for x, i in zip(xs, index, strict=True)]
-
-
-def _put_back(xs: Sequence[Tensor], index: Sequence[Index], found: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the tensors, with these values at these positions."""
-    return tuple(y if i is None else x.index_copy(*i, y) for x, i, y in zip(xs, index, found, strict=True))
+def _put_back(xs: Sequence[Tensor], places: Sequence[Where], sums: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the tensors, with these sums at these positions."""
+    return tuple(y if at is None else replaced(x, *at, y) for x, at, y in zip(xs, places, sums, strict=True))
 
 
 Like = tuple[torch.Size, dict[str, Any]]
@@ -243,9 +240,3 @@ def _is_nothing(x: Tensor) -> bool:
 
 def _is_all(x: Tensor, at: Where) -> bool:
     return at is None or at[1] == ((0, x.shape[at[0]]),)
-
-
-def _index(x: Tensor, at: Where) -> Index:
-    assert at is not None
-    dim, ranges = at
-    return dim, torch.tensor([i for a, b in ranges for i in range(a, b)], device=x.device, dtype=torch.int64)

@@ -29,6 +29,7 @@ from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of, process_group, seat
 from autotp.groups.shared_memory import channel_of
 from autotp.ops.eager_mode import apply_plain, is_computed, is_kept, is_observed, is_plain
+from autotp.ops.placement_moves import chosen, replaced
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
 
@@ -170,8 +171,8 @@ def _rows_reduced(x: Tensor, group: str, dim: int, ranges: Any, *_: Any) -> Tens
     """Returns `x` with some positions of `dim` summed over ranks."""
     if ranges == ((0, x.shape[dim]),):
         return communicate("all_reduce", x, "sum", group)
-    index = torch.tensor([i for start, stop in ranges for i in range(start, stop)], device=x.device, dtype=torch.int64)
-    return x.index_copy(dim, index, communicate("all_reduce", x.index_select(dim, index), "sum", group))
+    sent = chosen(x, dim, ranges).contiguous()
+    return replaced(x, dim, ranges, communicate("all_reduce", sent, "sum", group))
 
 
 def _maximum(x: Tensor, group: str, *_: Any) -> Tensor:

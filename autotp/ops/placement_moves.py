@@ -20,12 +20,26 @@ Ranges = tuple[tuple[int, int], ...]
 
 def take(x: Tensor, axis: str, dim: int, pieces: tuple[Ranges, ...], rank: int) -> Tensor:
     """Returns a rank's positions along `dim` of a value that all ranks have. x: [... n ...] -> [... m ...]"""
-    return _at(x, dim, pieces[rank])
+    return chosen(x, dim, pieces[rank])
 
 
-def _at(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
+def chosen(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Returns the positions `ranges` along `dim`. x: [... n ...] -> [... m ...]
+
+    NOTE [Ranges, and no index] An index that is made from numbers is copied to the device, and the host waits for the
+    copy. So positions are read and written as slices.
+    """
     parts = [x.narrow(dim, start, stop - start) for start, stop in ranges]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+
+def replaced(x: Tensor, dim: int, ranges: Ranges, values: Tensor) -> Tensor:
+    """Returns `x` with `values` [... m ...] at the positions `ranges` along `dim`. x: [... n ...]"""
+    pieces, at, taken = [], 0, 0
+    for start, stop in ranges:
+        pieces += [x.narrow(dim, at, start - at), values.narrow(dim, taken, stop - start)]
+        at, taken = stop, taken + stop - start
+    return torch.cat([*pieces, x.narrow(dim, at, x.shape[dim] - at)], dim)
 
 
 def place(x: Tensor, axis: str, dim: int, ranges: Ranges, places: Ranges, size: int) -> Tensor:
@@ -38,9 +52,8 @@ def place(x: Tensor, axis: str, dim: int, ranges: Ranges, places: Ranges, size: 
     Returns:
         [... size ...]
     """
-    index = [i for start, stop in places for i in range(start, stop)]
     whole = x.new_zeros([size if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
-    return whole.index_copy(dim, torch.tensor(index, dtype=torch.int64, device=x.device), _at(x, dim, ranges))
+    return replaced(whole, dim, places, chosen(x, dim, ranges))
 
 
 def first(x: Tensor, axis: str, dim: int, ranges: Ranges | None) -> Tensor:

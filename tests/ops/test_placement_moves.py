@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from cards.graph_lint import graph_lint
 from graphs import some
 
-from autotp.ops.placement_moves import apart, first, place, take
+from autotp.ops.placement_moves import apart, chosen, first, place, replaced, take
 
 PIECES = (((0, 2), (4, 5)), ((2, 4), (4, 5)), ((4, 5),))
 """The positions of three ranks: all hold the last one."""
@@ -23,6 +24,21 @@ def test_parts_add_up_to_the_whole() -> None:
     terms = [place(part, "tp", 1, MINE[rank], AT[rank], 5) for rank, part in enumerate(parts)]
     assert sum(terms).equal(x)
     assert not terms[2].any()
+
+
+def test_positions_are_read_and_written_without_an_index() -> None:
+    """An index of Python numbers would be copied to the device, and the host would wait for it."""
+    x, ranges = some(3, 5, 2), ((0, 1), (3, 5))
+    with graph_lint() as findings:
+        values = chosen(x, -2, ranges)
+        written = replaced(torch.zeros_like(x), -2, ranges, values)
+        placed = place(values, "tp", -2, ((0, 3),), ranges, 5)
+    assert values.equal(x[:, [0, 3, 4]])
+    expected = x.clone()
+    expected[:, 1:3] = 0
+    assert written.equal(expected) and placed.equal(expected)
+    assert replaced(x, 1, (), values[:, :0]).equal(x)
+    assert not findings
 
 
 def test_a_gradient_reaches_each_element_once() -> None:
