@@ -17,13 +17,17 @@ OURS = "autotp_reports"
 """Marks the function that is called for an error that ends the program, as ours."""
 
 
-def _write(error: Exception) -> None:
+def write_error(error: Exception) -> None:
+    """Writes an error into torchrun's file, unless there is one already; does nothing under other launchers."""
+    if VARIABLE not in os.environ or os.path.exists(os.environ[VARIABLE]):
+        return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    try:
-        raise error  # torch's handler writes the exception that is being handled.
-    except Exception as raised:
-        get_error_handler().record_exception(raised)
+    with suppress(Exception):  # The error itself is more important.
+        try:
+            raise error  # torch's handler writes the exception that is being handled.
+        except Exception as raised:
+            get_error_handler().record_exception(raised)
 
 
 def report_errors() -> None:
@@ -34,9 +38,8 @@ def report_errors() -> None:
 
     @wraps(theirs)
     def reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not os.path.exists(os.environ.get(VARIABLE, "")):
-            with suppress(Exception):  # The error itself is more important.
-                _write(error)
+        if isinstance(error, Exception):
+            write_error(error)
             error.__traceback__ = trace
         theirs(kind, error, trace)
 

@@ -147,4 +147,9 @@ def calls_in_progress() -> list[str]:
     return [calls[0] for calls in list(_calls.values()) if calls]
 
 
+def threads_in_calls() -> list[int]:
+    """Returns the threads that are in a public call."""
+    return [thread for thread, calls in list(_calls.items()) if calls]
+
+
 Error.__module__ = "autotp"

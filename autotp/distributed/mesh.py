@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.distributed.launch import Launch, launch, meeting, store_of
-from autotp.distributed.peers.heartbeat import SILENCE, answered, begin
+from autotp.distributed.peers.heartbeat import SILENCE, answered
+from autotp.distributed.peers.never_ending import begin
 from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
 from autotp.groups.one_thread import in_collective

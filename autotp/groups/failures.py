@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +30,43 @@ Compare = Callable[[str], None]
 _comparing: list[Compare] = []
 
 
+@dataclass
+class Fatal:
+    """The Error with which this process has to end, as some rank is lost and its communicators are aborted.
+
+    Attributes:
+        error: it.
+        raised: set once a thread has raised it.
+        cancel: keeps the thread that is to raise it from doing so, as another has done it.
+    """
+
+    error: Error
+    raised: Event = field(default_factory=Event)
+    cancel: Callable[[], object] = lambda: None
+
+
+_fatal: weakref.WeakKeyDictionary[ProcessGroup, Fatal] = weakref.WeakKeyDictionary()
+
+
+def make_fatal(error: Error, groups: Iterable[ProcessGroup]) -> Fatal:
+    """Has the next collective in each of these groups raise an error; returns what is known of that."""
+    fatal = Fatal(error)
+    for group in groups:
+        _fatal[group] = fatal
+        uncompared[str(group.group_name)] = weakref.ref(group)
+    return fatal
+
+
+def fatal_error(group: str) -> Error | None:
+    """Returns the Error with which this process has to end, if there is one; its caller raises it."""
+    fatal = _fatal.get(process_group(group)) if _fatal else None
+    if fatal is None:
+        return None
+    fatal.cancel()
+    fatal.raised.set()
+    return fatal.error
+
+
 def note_interrupted(group: str) -> None:
     """Notes that an exception left a graph or a backward: the group's ranks are compared before its next collective."""
     if not is_lost(group):
@@ -42,6 +81,8 @@ def compare_after_exceptions(compare: Compare) -> None:
 
 def compare_if_interrupted(group: str) -> None:
     """Raises Error if the ranks of the group are at different collectives, if an exception was noted before."""
+    if error := fatal_error(group):
+        raise error
     noted = uncompared.get(group)
     if noted is not None and noted() is process_group(group):  # Else it was another group of this name.
         for compare in _comparing:
@@ -85,7 +126,11 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
         return called(rank, group) if mesh is None else mesh.named([rank])
 
     ranks = dist.get_process_group_ranks(process_group(group))
-    why = next((said for ask in _informed if (said := ask(named, ranks))), seen)
+    return lost_error(what, group, next((said for ask in _informed if (said := ask(named, ranks))), seen))
+
+
+def lost_error(what: str, group: str, why: str) -> Error:
+    """Returns the Error of a collective, or of a call, that fails since other ranks do not come."""
     rank, size = seat(group)
     return Error(
         f"{what} over axis `{axis_of(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",

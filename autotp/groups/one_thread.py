@@ -9,7 +9,7 @@ from typing import Any
 from torch._C._distributed_c10d import ProcessGroup
 
 from autotp.errors import Error
-from autotp.groups.failures import compare_if_interrupted, note_lost, peer_error, uncompared
+from autotp.groups.failures import compare_if_interrupted, fatal_error, note_lost, peer_error, uncompared
 from autotp.groups.process_group import axis_of, process_group
 
 _users: dict[str, int] = {}
@@ -22,7 +22,12 @@ _shared: dict[str, weakref.ref[ProcessGroup]] = {}
 
 def is_waiting() -> bool:
     """Returns whether some thread of this process is in a graph or in a collective."""
-    return any(thread != SHARED for thread in list(_users.values()))
+    return bool(waiting_threads())
+
+
+def waiting_threads() -> list[int]:
+    """Returns the threads of this process that are in a graph or in a collective."""
+    return [thread for thread in list(_users.values()) if thread != SHARED]
 
 
 class one_thread:
@@ -90,7 +95,7 @@ class in_collective(one_thread):
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, Error):
-            named = peer_error(self.what, self.group, error)
+            named = fatal_error(self.group) or peer_error(self.what, self.group, error)
             if named is not None:
                 note_lost(self.group)
                 raise named from error

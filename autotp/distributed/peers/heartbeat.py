@@ -1,159 +1,222 @@
-"""heartbeat: finds the lost rank when a collective fails.
+"""heartbeat: finds the lost rank when a collective fails or never ends.
 
 A failed collective reports a timeout or a closed connection, but not whose. After a process is killed, processes that
 waited for it end, then others that waited for these; a stopped process closes no connection. So each process has a
-thread that runs while a collective waits, and answers calls through the store in which the processes met. After a
-failure the ranks are called; those that do not answer are lost. The first rank that finds this writes it into the store
-for the others, because it may soon end itself. An answer tells the public call that the process is in: if nobody is
-lost, the error names the rank that is elsewhere.
+thread that runs while a collective waits, with connections to its neighbours in a tree of all ranks. Each neighbour
+sends a beat once a second; NOTE [Who is lost]. After a failure a rank asks for a roll call. An answer tells the public
+call that the process is in: if nobody is lost, the error names the rank that is elsewhere.
 
-If the store does not answer, the process that keeps it is lost; all ranks know which process that is.
-
-The cost is two small requests to the store each second. Nothing is written for this until a rank calls, because a
-store in a file would grow.
+The store in which the processes met has the addresses, and is asked for nothing once the connections are there. The
+busiest rank of 8,192 has 29 neighbours. `benchmarks/lost_ranks.py` counts the messages.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import multiprocessing.util
+import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from threading import Event, Thread
+from queue import SimpleQueue
+from threading import Event, Thread, current_thread
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from autotp.distributed.peers.links import Links, connect
+from autotp.distributed.peers.roll_call import SILENCE, Census, Node, State, lost_of, notes_of
 from autotp.errors import Error, calls_in_progress, listen
 from autotp.groups.failures import ask_of_lost_peers
 from autotp.groups.one_thread import is_waiting
 
 T = TypeVar("T")
 INTERVAL = 1.0
-"""Seconds between two looks for a call."""
-FIRST_LOOKS = 20
-"""Looks in the first interval: who keeps the store has to be known before the store is gone."""
-SILENCE = 4 * INTERVAL
-"""Seconds without an answer after which a process, or the keeper of the store, counts as lost."""
-LEAVING = 10 * INTERVAL
+"""Seconds between two beats."""
+SOON = 0.02
+"""Seconds between the first two looks into the store for a neighbour's address; then ever longer."""
+SELDOM = 60.0
+"""Seconds between two such looks at most: some neighbours may never use autotp."""
+UNREACHED = 30.0
+"""Seconds after which a rank gives up to connect to a neighbour that is there."""
+LEAVING = 10.0
 """Seconds that a process waits at its end for an answer of the store."""
 PREFIX = "autotp/heartbeat"
-"""Of all keys here."""
-JOINED, CALLED, HERE = "joined", "called", "here"
-"""Prefixes of keys: `joined/rank`: the rank answers calls; `called/call`: a call; `here/call/rank`: an answer.
-
-The answer is the public call that the rank is in, or "".
-"""
-VERDICT, KEEPER = "lost", "keeper"
+"""Of all keys here: `joined/rank`: the rank's address, or `ALONE`."""
+JOINED, ALONE = "joined", "alone"
 IN_A_GRAPH = "forward or backward"
 """The answer of a process that waits for others in a graph, which is in no public call."""
-NOTE = "failed"
-"""Prefix of a key `failed/rank`: what a rank did while the others went on, such as an exception that it raised."""
+NAMED = 8
+"""The number of ranks that a message names of each kind at most."""
 
-Look = Callable[[Any], None]
-"""A function of the store that is called at each look."""
+Look = Callable[[], None]
+"""A function that is called once a second, in the thread of the heartbeat."""
 _looks: list[Look] = []
+_topics: dict[str, Callable[[int, Any], None]] = {}
+_waits: list[Callable[[], bool]] = [is_waiting]
+_counts: list[Callable[[], Mapping[str, int]]] = []
 _hearts: weakref.WeakKeyDictionary[Any, Heart] = weakref.WeakKeyDictionary()
 
 
 class Heart:
-    """Answers calls in a store, until it is stopped or the store is gone.
+    """The thread of this process that beats, until it is stopped.
 
     Attributes:
-        keeper: the global rank that keeps the store, if it is known.
-        found: the lost ranks, once they are known.
-        note: what this rank has noted for the others; "" for nothing.
+        node: what this rank knows of the others; it belongs to the thread.
         waited: the call in which this rank last waited in vain; "" for none.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:  # A dist.Store, whose `clone` torch's types do not have.
-        # Each thread has its own connection. They stay open: torch cannot close a store on a full disk.
-        self.rank, self.store, self._listening = rank, store.clone(), store.clone()
-        self.stopped, self.note, self.waited, self.calls = Event(), "", "", 0
-        self.keeper: int | None = None
-        self.found: list[int] | None = None
-        if keeps(store):
-            self.store.set(KEEPER, str(rank))
-        self.store.set(f"{JOINED}/{rank}", "")
-        self.thread = Thread(target=self._listen, name="autotp-heartbeat", daemon=True)
+    def __init__(self, store: Any, rank: int, size: int) -> None:  # A dist.Store; torch's types have no `clone`.
+        self.rank, self.store, self.waited = rank, store.clone(), ""
+        self.stopped, self.jobs = Event(), SimpleQueue[Callable[[], None]]()
+        self.node = Node(rank, size, self._send, self._state)
+        self.node.topics = _topics
+        self.links = Links(bool(self.node.children), store)
+        self.store.set(f"{JOINED}/{rank}", self.links.address)
+        self.meeting = Thread(target=self._meet, name="autotp-meeting", daemon=True)
+        self.thread = Thread(target=self._beat, name="autotp-heartbeat", daemon=True)
+        self.meeting.start()
         self.thread.start()
 
-    def _listen(self) -> None:
-        looks = 0
-        while not self.stopped.wait(INTERVAL if looks >= FIRST_LOOKS else INTERVAL / FIRST_LOOKS):
-            looks += 1
-            try:
-                self._look()
-            except dist.DistNetworkError:  # The process that kept the store has ended.
-                return
-            except Exception:  # For example a full disk, which may have space again later.
-                continue
+    # ---- neighbours
 
-    def _look(self) -> None:
-        store = self._listening
-        if self.keeper is None and store.check([KEEPER]):
-            self.keeper = int(store.get(KEEPER))
-        if store.check([f"{CALLED}/{self.calls}"]):
-            store.set(f"{HERE}/{self.calls}/{self.rank}", self.doing())
-            self.calls += 1
-        if self.calls and store.check([VERDICT]):  # Noted here, because the store may be gone later.
-            self.found = list(map(int, json.loads(store.get(VERDICT))))
-        for look in _looks:
-            look(store)
+    def _meet(self) -> None:
+        """Looks for the neighbours in the store, until all are connected."""
+        absent, pause = {self.node.parent, *self.node.children} - {None}, SOON
+        joined = dict[int, float]()
+        while absent and not self.stopped.wait(pause):
+            for neighbour in list(absent):
+                try:
+                    if self._meets(neighbour, joined):
+                        absent.discard(neighbour)
+                except dist.DistNetworkError:  # The process that kept the store has ended.
+                    return
+                except Exception:  # For example a full disk, which may have space again later.
+                    continue
+            pause = min(1.3 * pause, 1.0 if joined and absent & {*joined} else SELDOM)
+
+    def _meets(self, neighbour: int, joined: dict[int, float]) -> bool:
+        """Returns whether nothing is left to do about a neighbour."""
+        if neighbour in self.links.by_rank:
+            return True
+        if not self.store.check([f"{JOINED}/{neighbour}"]):
+            return False
+        address = self.store.get(f"{JOINED}/{neighbour}").decode()
+        if address == ALONE:
+            self._do(lambda: self.node.expected.pop(neighbour, None))
+            return True
+        if neighbour not in joined:
+            joined[neighbour] = since = time.monotonic()
+            self._do(lambda: self.node.expected.setdefault(neighbour, since))
+        if neighbour != self.node.parent:
+            return False
+        try:
+            connection = connect(address, self.rank)
+        except OSError as error:
+            if time.monotonic() - joined[neighbour] < UNREACHED:
+                return False
+            self.store.set(f"{JOINED}/{self.rank}", ALONE)
+            self._do(lambda: self.node.expected.pop(neighbour, None))
+            warnings.warn(UNREACHABLE.format(neighbour, address.rpartition(",")[0].strip("["), error), stacklevel=1)
+            return True
+        self._do(lambda: self._linked(neighbour, connection))
+        return True
+
+    def _linked(self, neighbour: int, connection: Any) -> None:
+        self.links.add(neighbour, connection)
+        self.node.linked(neighbour)
+
+    def _send(self, neighbour: int, message: list[Any]) -> None:
+        self.links.send(neighbour, message)
+
+    # ---- the thread
+
+    def _beat(self) -> None:
+        last = beaten = time.monotonic()
+        while not self.stopped.is_set():
+            with suppress(Exception):  # The thread must not end by an odd message.
+                self._take(max(0.0, beaten + INTERVAL - time.monotonic()))
+            now = time.monotonic()
+            if now - last > INTERVAL + SILENCE / 2:  # This process was stopped, or another thread held Python's lock.
+                self.node.resume()
+            last = now
+            if now - beaten >= INTERVAL:
+                beaten = now
+                self.node.beat()
+                for look in _looks:
+                    with suppress(Exception):
+                        look()
+        self.links.close()
+
+    def _take(self, seconds: float) -> None:
+        """Takes what comes within a time, and does what other threads ask for."""
+        for rank, message, is_open in self.links.events(seconds):
+            if message is not None:
+                self.node.received(rank, message)
+            elif is_open:
+                self.node.linked(rank)
+            else:
+                self.node.unlinked(rank)
+        while not self.jobs.empty():
+            self.jobs.get()()
+
+    def _do(self, job: Callable[[], None]) -> None:
+        """Has the thread do something."""
+        self.jobs.put(job)
+        self.links.wake()
+
+    def _state(self) -> State:
+        counts = [item for count in _counts for item in count().items()]
+        return State(self.doing(), self.node.note, tuple(sorted(counts)))
 
     def doing(self) -> str:
         """Returns the call that this process is in, or in which it waited in vain; "" if it is elsewhere."""
-        return next(iter(calls_in_progress()), IN_A_GRAPH if is_waiting() else self.waited)
+        waits = any(waiting() for waiting in _waits)
+        return next(iter(calls_in_progress()), IN_A_GRAPH if waits else self.waited)
 
-    def call(self) -> tuple[list[int], dict[int, str]]:
-        """Calls all ranks; returns those that do not answer, or the lost ranks that another rank found before.
+    def census(self) -> Census | None:
+        """Returns the answers of all ranks that can be reached; None if there are none in time."""
+        answers = SimpleQueue[Census]()
+        self._do(lambda: self.node.ask(answers.put))
+        with suppress(Exception):  # queue.Empty
+            return answers.get(timeout=3 * SILENCE)
+        return None
 
-        If none is lost, also returns what each of the others is doing.
+    def note(self, text: str) -> None:
+        """Notes what this rank did while the others went on; "" deletes the note."""
+        self.node.note, sent = text, Event()
 
-        Raises:
-            RuntimeError: the store is gone.
-        """
-        store, call, end = self.store, self.calls, time.monotonic() + SILENCE
-        if store.check([VERDICT]):
-            return list(map(int, json.loads(store.get(VERDICT)))), {}
-        others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
-        absent = others = [rank for rank in others if store.check([f"{JOINED}/{rank}"])]
-        store.set(f"{CALLED}/{call}", "")
-        while absent and time.monotonic() < end:
-            time.sleep(INTERVAL / 10)
-            absent = [rank for rank in absent if not store.check([f"{HERE}/{call}/{rank}"])]
-        if not absent:
-            return [], {rank: store.get(f"{HERE}/{call}/{rank}").decode() for rank in others}
-        found = list(map(int, json.loads(store.compare_set(VERDICT, "", json.dumps(absent)))))
-        if self.keeper == self.rank:  # The store may end with this process; the others must read it first.
-            time.sleep(2 * INTERVAL)
-        return found, {}
+        def send() -> None:
+            self.node.set_note(text)
+            sent.set()
+
+        self._do(send)
+        sent.wait(INTERVAL)  # The process may end right now.
 
     def stop(self) -> None:
-        """Ends the thread. A thread that waits for the store while Python exits would abort the process (SIGABRT)."""
+        """Takes leave, and ends the threads. A thread that waits for the store while Python exits would abort it."""
+        if self.stopped.is_set():
+            return
+        raised = getattr(sys, "last_value", None) or sys.exc_info()[1]
+        ends_alone = (raised is not None or bool(self.node.note)) and not (self.node.lost or self.node.silent)
+
+        def leave() -> None:
+            self.node.leave(ends_alone)
+            self.stopped.set()
+
+        self._do(leave)
+        if current_thread() is self.thread:  # It held the last reference to the group.
+            return leave()
+        self.thread.join(LEAVING)
         self.stopped.set()
-        gone = self.keeper in (self.found or ())
-        self.thread.join(INTERVAL if gone else LEAVING)  # The store may be busy; without its keeper it never answers.
+        self.meeting.join(LEAVING)  # The store may be busy; without the process that keeps it, it never answers.
 
 
-def keeps(store: dist.Store) -> bool:
-    """True if this process keeps a store: it listens on the store's port. False if that is not known."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        return False
-    mine, rows = set[str](), list[list[str]]()
-    with suppress(OSError):  # Linux lists its sockets. torchrun's agent, the first rank or another process may listen.
-        for file in ("tcp", "tcp6"):
-            rows += [line.split() for line in Path("/proc/self/net", file).read_text().splitlines()[1:]]
-    for descriptor in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):
-            mine.add(os.readlink(descriptor))
-    listening = [row for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == store.port]
-    return any(f"socket:[{row[9]}]" in mine for row in listening)
+UNREACHABLE = (
+    "autotp: this rank cannot connect to global rank {} ({}: {}), so a rank that is lost is not named here. Let the "
+    "machines of a job reach each other's ports"
+)
 
 
 def begin() -> None:
@@ -162,17 +225,43 @@ def begin() -> None:
     if world is None or world.size() == 1 or world in _hearts:
         return
     store = dist.distributed_c10d._get_default_store()
-    heart = Heart(dist.PrefixStore(PREFIX, store), world.rank())
+    heart = Heart(dist.PrefixStore(PREFIX, store), world.rank(), world.size())
     _hearts[world] = heart
     ask_of_lost_peers(reason)
     listen(_note_end)
     weakref.finalize(world, heart.stop)
+    multiprocessing.util.Finalize(None, heart.stop, exitpriority=0)  # Its processes end without `atexit`.
 
 
 def on_each_look(look: Look) -> None:
-    """Has the thread of the heartbeat call `look` about once a second, with the store."""
+    """Has the thread of the heartbeat call `look` about once a second."""
     if look not in _looks:
         _looks.append(look)
+
+
+def on_news(topic: str, receive: Callable[[int, Any], None]) -> None:
+    """Has the thread of the heartbeat call `receive(sender, data)` for what other ranks `tell` of a topic."""
+    _topics[topic] = receive
+
+
+def tell(ranks: Sequence[int], topic: str, data: Any) -> None:
+    """Sends data of JSON to these global ranks; it does not arrive if there are no connections, or not any more."""
+    heart = _heart()
+    if heart is not None:
+        heart._do(lambda: heart.node.tell([rank for rank in ranks if rank != heart.rank], topic, data))
+
+
+def say_what_waits(waiting: Callable[[], bool], counts: Callable[[], Mapping[str, int]]) -> None:
+    """Has roll calls ask whether this process waits for others, and how many collectives it has started by axis."""
+    if waiting not in _waits:
+        _waits.append(waiting)
+        _counts.append(counts)
+
+
+def lost_ranks() -> dict[int, str]:
+    """Returns the global ranks whose processes ended without a farewell -> the last note of each."""
+    heart = _heart()
+    return {} if heart is None else dict(heart.node.lost)
 
 
 def answered(run: Callable[[], T], within: float) -> T:
@@ -213,36 +302,50 @@ def reason(named: Callable[[int], str], ranks: Sequence[int] = ()) -> str:
     if heart is None:
         return ""
     heart.waited = heart.doing()
-    notes, doing = dict[int, str](), dict[int, str]()
-    try:
-        notes = answered(lambda: _notes(heart), SILENCE)
-        if said := [f"{named(rank)} {text}" for rank, text in notes.items() if text != heart.note]:
-            return "; ".join(said)
-        (lost, doing), about = answered(heart.call, 3 * SILENCE), ""
-    except Exception:  # The store is gone.
-        lost, about = heart.found or [], ""
-        if not lost and heart.keeper is None:
-            return "the store in which the processes met is gone, and with it torchrun or the process that kept it"
-        if not lost and heart.keeper != heart.rank:
-            assert heart.keeper is not None
-            heart.found = lost = [heart.keeper]
-            about = ", and with it the store in which the processes met"
-    if not lost and heart.note and len(notes) < dist.get_world_size() - 1:
-        return f"this rank {heart.note}"
-    if not lost:
-        outside = {rank: text for rank, text in doing.items() if rank not in ranks} if ranks else {}
-        inside = {rank: text for rank, text in doing.items() if rank in ranks}
-        return _elsewhere(heart.waited, inside, named) or _elsewhere(heart.waited, outside, named)
-    return f"{', '.join(map(named, lost))} {'is' if len(lost) == 1 else 'are'} lost, ended or stopped{about}"
+    census = heart.census()
+    if census is None:
+        return ""
+    notes = notes_of(census)
+    if said := [f"{named(rank)} {text}" for rank, text in notes.items() if text != heart.node.note]:
+        return "; ".join(said[:NAMED])
+    if lost := lost_of(census):
+        return f"{_listed(lost, named)} {'is' if len(lost) == 1 else 'are'} lost, ended or stopped"
+    states = census.by_rank()
+    states.pop(heart.rank, None)
+    if heart.node.note and len(notes) < dist.get_world_size():
+        return f"this rank {heart.node.note}"
+    outside = {rank: state for rank, state in states.items() if rank not in ranks} if ranks else {}
+    inside = {rank: state for rank, state in states.items() if rank in ranks}
+    return (
+        _elsewhere(heart.waited, inside, named)
+        or _elsewhere(heart.waited, outside, named)
+        or _apart(heart._state(), inside, named)
+    )
 
 
-def _elsewhere(here: str, doing: Mapping[int, str], named: Callable[[int], str]) -> str:
+def _listed(ranks: Sequence[int], named: Callable[[int], str]) -> str:
+    more = [f"{len(ranks) - NAMED} others"] if len(ranks) > NAMED else []
+    return ", ".join([*map(named, ranks[:NAMED]), *more])
+
+
+def _elsewhere(here: str, states: Mapping[int, State], named: Callable[[int], str]) -> str:
     """Returns which ranks are not in the call `here`; "" if all are."""
-    said = [f"{named(rank)} called {text}" for rank, text in doing.items() if text not in ("", here)]
-    behind = [named(rank) for rank, text in doing.items() if not text]
+    said = [f"{named(rank)} called {it.doing}" for rank, it in states.items() if it.doing not in ("", here)][:NAMED]
+    behind = [rank for rank, state in states.items() if not state.doing]
     if behind:
-        said.append(f"{', '.join(behind)} {'is' if len(behind) == 1 else 'are'} alive, but did not come to this call")
+        are = "is" if len(behind) == 1 else "are"
+        said.append(f"{_listed(behind, named)} {are} alive, but did not come to this call")
     return "; ".join(said)
+
+
+def _apart(mine: State, states: Mapping[int, State], named: Callable[[int], str]) -> str:
+    """Returns which ranks have started another number of collectives; "" if none has."""
+    for axis, count in mine.started:
+        other = {rank: n for rank, it in states.items() if (n := dict(it.started).get(axis, count)) != count}
+        if other:
+            first = next(iter(other))
+            return f"{_listed(list(other), named)} had started {other[first]} collectives there, and this rank {count}"
+    return ""
 
 
 def _note_end(error: BaseException | None) -> None:
@@ -269,25 +372,14 @@ def take_note_back() -> None:
     heart = _heart()
     if heart is not None:
         heart.waited = ""
-        if heart.note:
+        if heart.node.note:
             _note("")
 
 
 def _note(text: str) -> None:
     heart = _heart()
     if heart is not None:
-        with suppress(Exception):  # The store may be gone, too.
-            answered(lambda: heart.store.set(f"{NOTE}/{heart.rank}", text), SILENCE)
-            heart.note = text
-
-
-def _notes(heart: Heart) -> dict[int, str]:
-    """Returns the notes of other ranks, by global rank."""
-    found = dict[int, str]()
-    for rank in (rank for rank in range(dist.get_world_size()) if rank != heart.rank):
-        if heart.store.check([f"{NOTE}/{rank}"]) and (said := heart.store.get(f"{NOTE}/{rank}")):
-            found[rank] = said.decode()
-    return found
+        heart.note(text)
 
 
 def _heart() -> Heart | None:

@@ -6,32 +6,33 @@ batch), or makes a call that they do not make, each collective of it pairs with 
 Where the sizes agree no library sees that, and all numbers are wrong from then on. So each rank records at every
 PERIOD-th call of a model how many collectives its group had started, and a fingerprint of the arguments; and at every
 PERIOD-th step of the model's optimizers how many collectives, as nothing is recorded in a call that torch.compile
-compiled. The thread of the heartbeat compares the newest records of the first rank with this rank's own. If they
-differ, the next call or the next step raises Error on every rank. Neither waits for the comparison, and four requests
-to the store a second are all that it costs.
+compiled. About once a second the first rank tells the others its newest record, and the thread of their heartbeat
+compares it with their own. If they differ, the next call or the next step raises Error on every rank. Neither waits for
+the comparison.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed import get_process_group_ranks
 
 from autotp.distributed.mesh import Mesh, numbered_groups
 from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint, near
-from autotp.distributed.peers.heartbeat import leave_note, on_each_look
+from autotp.distributed.peers.heartbeat import leave_note, on_each_look, on_news, tell
 from autotp.errors import Error
 from autotp.groups.point_to_point import started_collectives
+from autotp.groups.process_group import process_group
 
 PERIOD = 16
 """Calls, or steps, from one record to the next."""
 KEPT = 256
 """The number of records that a rank keeps: the first rank's newest may be older than its own."""
 TOLD, APART = "progress", "apart"
-"""Prefixes of keys, before the number of a mesh: the first rank's newest record; what was found by another rank."""
+"""Topics of news: the first rank's newest record; what was found by another rank."""
 CALL, STEP = "call", "step"
 """What is counted on a mesh: calls of models, and steps of their optimizers."""
 OWNER = {CALL: "the model", STEP: "its optimizers"}
@@ -59,7 +60,7 @@ class Progress:
         count: number of calls so far that started collectives, or of steps.
         pending: number of the last recorded call, and its record: its fingerprint may not have arrived yet.
         records: number of a call or step -> its record.
-        told: the newest of them whose record the first rank has written, or this rank has compared.
+        told: the newest of them whose record the first rank has told, or this rank has compared.
         apart: how ranks differ; "" if they do not.
     """
 
@@ -73,12 +74,14 @@ class Progress:
 
     @property
     def key(self) -> str:
-        """What tells it from others in the store."""
+        """What tells it from others on all ranks."""
         return f"{self.place.number}/{self.kind}"
 
 
 _progress: dict[tuple[int, str], Progress] = {}
 """Number of a mesh and what is counted -> progress on it."""
+_first: dict[str, list[Any]] = {}
+"""Key of a progress -> number and record of the first rank's newest call or step."""
 
 
 def begin_call(mesh: Mesh) -> int:
@@ -118,6 +121,8 @@ def _count(kind: str, place: Mesh, started: int, arguments: Any) -> None:
     if progress is None:
         progress = _progress[place.number, kind] = Progress(place, kind)
         on_each_look(_look)
+        on_news(TOLD, lambda sender, told: _first.update({told[0]: told[1:]}))
+        on_news(APART, _note_apart)
     progress.count += 1
     if progress.count % PERIOD == 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         _keep(progress)
@@ -162,27 +167,33 @@ def _expect_together(progress: Progress) -> None:
         raise error
 
 
-def _look(store: Any) -> None:
-    """Writes the first rank's newest record to the store; on the others, compares it with their own."""
+def _look() -> None:
+    """Tells the others the first rank's newest record; on the others, compares it with their own."""
     alive = numbered_groups()
     for place, progress in list(_progress.items()):
         key, records = progress.key, dict(progress.records)
         if progress.place.group not in alive:
             del _progress[place]
+            _first.pop(key, None)
         if not records or progress.apart or progress.place.group not in alive:
             continue
-        newest = max(records)
+        newest, others = max(records), get_process_group_ranks(process_group(str(progress.place.group)))
         if progress.place.rank == 0 and newest > progress.told:
-            store.set(f"{TOLD}/{key}", json.dumps([newest, *_read(records[newest])]))
+            tell(others, TOLD, [key, newest, *_read(records[newest])])
             progress.told = newest
-        elif progress.place.rank > 0 and store.check([f"{TOLD}/{key}"]):
-            call, *first = json.loads(store.get(f"{TOLD}/{key}"))
+        elif progress.place.rank > 0 and key in _first:
+            call, *first = _first[key]
             if call in records and progress.told < call:
                 if how := _difference(progress, call, _read(records[call]), first):
-                    store.set(f"{APART}/{key}", how)
+                    progress.apart = how
+                    tell(others, APART, [key, how])
                 progress.told = call
-        if store.check([f"{APART}/{key}"]):
-            progress.apart = store.get(f"{APART}/{key}").decode()
+
+
+def _note_apart(sender: int, told: Sequence[str]) -> None:
+    for progress in list(_progress.values()):
+        if progress.key == told[0]:
+            progress.apart = progress.apart or told[1]
 
 
 def _read(record: Record) -> list[Any]:

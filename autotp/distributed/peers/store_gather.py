@@ -7,26 +7,25 @@ the next collective of that rank. Here the others wait for the missing rank by n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from autotp.distributed.mesh import Mesh, group_of, timeout_of
-from autotp.distributed.peers.heartbeat import INTERVAL, SILENCE, answered, reason
+from autotp.distributed.peers.heartbeat import INTERVAL, SILENCE, answered, lost_ranks, reason
 from autotp.errors import Error
 
 _calls: dict[tuple[int, str | None], int] = {}
 """Number of a mesh and name of its group -> number of exchanges so far."""
 
 
-def store_gather(text: str, place: Mesh, unless: Callable[[dist.Store], str] = lambda store: "") -> list[str]:
+def store_gather(text: str, place: Mesh, unless: Callable[[], str] = lambda: "") -> list[str]:
     """Returns every rank's `text`, by rank.
 
     Args:
-        unless: returns why some rank will never make this call, as far as the store tells; "" if it may. It is asked
-            about once a second.
+        unless: returns why some rank will never make this call; "" if it may. It is asked about once a second.
 
     Raises:
         Error: some rank did not make this call within the group's timeout, or will not.
@@ -36,7 +35,7 @@ def store_gather(text: str, place: Mesh, unless: Callable[[dist.Store], str] = l
 
     def told() -> list[str]:
         store.set(names[place.rank], text)
-        _wait(store, names, timeout, unless)
+        _wait(store, names, timeout, unless, dist.get_process_group_ranks(group_of(place)))
         found = [store.get(name).decode() for name in names]
         if call > 1:  # Every rank has read the texts of the previous call.
             store.delete_key(_names(place, call - 1)[place.rank])
@@ -50,15 +49,17 @@ def store_gather(text: str, place: Mesh, unless: Callable[[dist.Store], str] = l
         raise _missing(names, store, place) from error
 
 
-def _wait(store: dist.Store, names: list[str], timeout: timedelta, unless: Callable[[dist.Store], str]) -> None:
+def _wait(
+    store: dist.Store, names: list[str], timeout: timedelta, unless: Callable[[], str], ranks: Sequence[int]
+) -> None:
     end = time.monotonic() + timeout.total_seconds()
     while True:
         try:
             return store.wait(names, timedelta(seconds=max(min(INTERVAL, end - time.monotonic()), 0.001)))
         except RuntimeError:
-            if why := unless(store):
+            if why := unless():
                 raise Error(why) from None
-            if time.monotonic() >= end:
+            if time.monotonic() >= end or any(rank in lost_ranks() for rank in ranks):
                 raise
 
 

@@ -9,9 +9,9 @@ collectives each has started in it. If all ranks raised at the same place, as fo
 that waits in a collective does not come: after the group's timeout it is an error on all ranks. Without an exception
 this costs one look at a dictionary.
 
-The threads of the heartbeat look whether a rank waits so. A rank that has started more collectives than the waiting
-one has passed the place of the exception, and will not come. It says so, and the waiting rank need not wait for the
-timeout.
+The waiting rank tells the others that it waits. A rank that has started more collectives than the waiting one has
+passed the place of the exception, and will not come. The thread of its heartbeat says so, and the waiting rank need not
+wait for the timeout.
 
 A group is compared by itself, and not with the other groups of a model: several models may use it, and the ranks may
 not have the same models any more.
@@ -34,16 +34,17 @@ from torch import Tensor
 
 from autotp.distributed.live_models import Undo, models
 from autotp.distributed.mesh import Mesh, numbered_groups
-from autotp.distributed.peers.heartbeat import PREFIX, leave_note, on_each_look, take_note_back
+from autotp.distributed.peers.heartbeat import leave_note, on_each_look, on_news, take_note_back, tell
 from autotp.distributed.peers.store_gather import store_gather
 from autotp.errors import Error
 from autotp.groups.failures import compare_after_exceptions, note_interrupted, uncompared
 from autotp.groups.point_to_point import started_collectives
+from autotp.groups.process_group import process_group
 
 OURS = "autotp.ops."
 """Where the modules of autotp's own autograd functions are: some of them communicate in backward."""
-WAITS = "interrupted"
-"""Key: some rank waits for others after an exception, or has done so. Prefix of what it has started, for each group."""
+WAITS, PASSED = "interrupted", "passed"
+"""Topics of news: a rank waits for others after an exception; a rank has passed the place where another waits."""
 REMEDY = {
     "fix": "let the exception end the program on all ranks, and start again from a checkpoint",
     "alternative": "raise it on all ranks alike, before forward or after backward: one decision, by one all_reduce",
@@ -62,21 +63,22 @@ def interrupted(error: BaseException) -> None:
 
 
 _compared: dict[str, int] = {}
-"""Key of a group in the store -> number of comparisons so far."""
+"""Key of a group -> number of comparisons so far."""
+_waiting: dict[str, dict[int, int]] = {}
+"""Key of a comparison -> global rank that waits there -> the number of collectives that it has started."""
+_passed: dict[str, str] = {}
+"""Key of a comparison -> the rank that has passed the place."""
 
 
 def _compare(group: str) -> None:
     """Raises Error unless all ranks of a group come here, after equally many collectives."""
     place, started = numbered_groups()[group], started_collectives(group)
-    key = _key(place)
+    key, others = _key(place), dist.get_process_group_ranks(process_group(group))
 
-    def passed(store: Any) -> str:
+    def passed() -> str:
         """Returns which rank has passed the place. The others are asked once this rank has waited for a second."""
-        known = dist.PrefixStore(PREFIX, store)
-        known.set(WAITS, "")
-        known.set(key, str(started))
-        other = known.get(f"{key}/passed").decode() if known.check([f"{key}/passed"]) else ""
-        return f"{other} went on without one" if other else ""
+        tell(others, WAITS, [key, started])
+        return f"{_passed[key]} went on without one" if key in _passed else ""
 
     try:
         told = store_gather(str(started), place, unless=passed)
@@ -101,19 +103,20 @@ def _key(place: Mesh) -> str:
     return f"{_group_key(place)}/{_compared.get(_group_key(place), 0)}"
 
 
-def _look(store: Any) -> None:
+def _look() -> None:
     """Tells a rank that waits for this one that this one has passed the place."""
-    if not store.check([WAITS]):
-        return
-    for group, place in numbered_groups().items():
-        key = _key(place)
-        if group not in uncompared and store.check([key]) and started_collectives(group) > int(store.get(key)):
-            store.set(f"{key}/passed", place.named([place.rank]))
+    for group, place in numbered_groups().items() if _waiting else ():
+        mine = started_collectives(group)
+        late = [rank for rank, started in _waiting.get(_key(place), {}).items() if mine > started]
+        if late and group not in uncompared:
+            tell(late, PASSED, [_key(place), place.named([place.rank])])
 
 
 def install() -> Undo:
     """Notes exceptions that leave a backward; returns the undo."""
     on_each_look(_look)
+    on_news(WAITS, lambda sender, told: _waiting.setdefault(told[0], {}).update({sender: told[1]}))
+    on_news(PASSED, lambda sender, told: _passed.update({told[0]: told[1]}))
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 
