@@ -97,6 +97,7 @@ def save_checkpoint(
         _expect_between_steps("save_checkpoint")
         _expect_own_thread(trainer)
         agree(trainer.everyone, lambda: _finish(trainer))
+        trainer.expect_finite_losses()
         at = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
         state = agree(trainer.everyone, lambda: state_to_write(at, trainer, optimizer, step, more))
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +51,8 @@ class Mesh:
             replicas (`tp` is smaller than their number, and there is no mesh of the user's).
         sequence: the axis `cp`: the ranks that hold the same parameters, and other parts of the sequences.
         together: all ranks that hold one model together, along `tp` and `cp`, if there is an axis `cp`.
+        axes: names of groups; a sum over the first, then over the next, and so on is a sum over all ranks. With many
+            ranks it takes fewer messages than the sum over `group`.
     """
 
     axis: str = "tp"
@@ -63,6 +66,7 @@ class Mesh:
     replicas: Mesh | None = field(default=None, compare=False)
     sequence: Mesh | None = field(default=None, compare=False)
     together: Mesh | None = field(default=None, compare=False)
+    axes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def groups(self) -> dict[str, str | None]:
@@ -251,51 +255,110 @@ def follow_first_numpy_state(mesh: Mesh) -> None:
         set_numpy_state(state)
 
 
-FRAME = 64
-"""The integers in the first exchange of `gather_ints`. The first two are the count and the call's checksum."""
+FRAME = 12
+"""The integers in the first exchange of a call: a mark, the call's checksum, and values."""
 MARK = 0x6175746F << 32
-"""Marks the first integer of a frame; other data has another value, with high probability."""
+"""The first integer of a frame; other data has another value, with high probability."""
+NAME = 64
+"""The integers in which ranks tell each other the names of their calls."""
 
 
 def gather_ints(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
     """Returns the `values` of every rank of `mesh.everyone`; each is a signed 64-bit integer.
 
-    Many values need a second exchange.
+    Raises:
+        Error: on every rank, if some rank makes another call.
+    """
+    mesh, count = mesh.everyone, len(values)
+    if mesh.size == 1:
+        return [list(values)]
+    counts, squares = sum_ints([count, count * count], mesh)
+    if mesh.size * squares == counts * counts:  # All counts are equal (Cauchy-Schwarz).
+        return _gathered(values, mesh) if count else [[] for _ in range(mesh.size)]
+    every = [row[0] for row in _gathered([count], mesh)]
+    rows = _gathered([*values, *[0] * (max(every) - count)], mesh)
+    return [row[:count] for row, count in zip(rows, every, strict=True)]
+
+
+def sum_ints(values: Sequence[int], mesh: Mesh) -> list[int]:
+    """Returns the sums of the ranks' `values` over `mesh.everyone`, modulo 2**64, as signed integers.
+
+    The cost does not grow with the number of ranks, as that of `gather_ints` does.
 
     NOTE [Frames]
     Ranks that make different calls (`if rank == 0: save_checkpoint(...)`) would pair exchanges of different sizes: then
-    gloo ends the process, and NCCL waits. So every exchange of data other than the model's tensors begins with a frame
-    of a fixed size, which names the call.
+    gloo ends the process, and NCCL waits. So every exchange of data other than the model's tensors begins with a sum
+    of a fixed size, which tells whether all ranks make the same call.
+
+    Args:
+        values: at most FRAME - 2 integers.
 
     Raises:
         Error: on every rank, if some rank makes another call.
     """
     mesh = mesh.everyone
     if mesh.size == 1:
-        return [list(values)]
+        return [_signed(value) for value in values]
     call = call_in_progress()
-    head = [MARK | len(values), zlib.crc32(call.encode()), *values[: FRAME - 2]]
-    frames = _gathered([*head, *[0] * (FRAME - len(head))], mesh)
-    if any(frame[0] & ~0xFFFFFFFF != MARK or frame[1] != frames[0][1] for frame in frames):
+    head = [MARK, zlib.crc32(call.encode()) * _weight_of_all(mesh.rank, mesh.size)]
+    frame = [*head, *values, *[0] * (FRAME - len(head) - len(values))]
+    total = torch.tensor([_signed(value) for value in frame], dtype=torch.int64, device=_sends_from(mesh))
+    for group in mesh.axes or (mesh.group,):
+        total = communicate("all_reduce", total, "sum", group)
+    marks, calls, *sums = total.tolist()
+    if marks != _signed(mesh.size * MARK) or calls:
         _refuse_calls(call, mesh)
-    counts = [frame[0] ^ MARK for frame in frames]
-    rows = [frame[2:] for frame in frames]
-    if max(counts) > FRAME - 2:
-        rest = list(values[FRAME - 2 :])
-        longest = max(counts) - (FRAME - 2)
-        more = _gathered([*rest, *[0] * (longest - len(rest))], mesh)
-        rows = [row + later for row, later in zip(rows, more, strict=True)]
-    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+    return sums[: len(values)]
 
 
-def _gathered(values: list[int], mesh: Mesh) -> list[list[int]]:
-    mine = torch.tensor([values], dtype=torch.int64, device=mesh.device)
+def agreement_weight(rank: int, ranks: Sequence[int]) -> int:
+    """Returns this rank's weight in a sum over `ranks` that is 0 if all have the same number; 0 for another rank.
+
+    NOTE [Ranks agree if a sum is 0]
+    The weights of `ranks` are pseudo-random odd numbers, the first one such that their sum is 0 modulo 2**64. So the
+    weighted sum of equal numbers is 0. If one rank has another number, the sum is not 0; if several have, it is 0 with
+    a probability of about 2**-63. The weights of other ranks are other numbers: several such sums, over parts of the
+    ranks, are one sum over all ranks.
+    """
+    if rank not in ranks:
+        return 0
+    if rank != ranks[0]:
+        return _mixed(rank)
+    return -sum(map(_mixed, ranks[1:])) % 2**64
+
+
+@lru_cache(64)
+def _weight_of_all(rank: int, size: int) -> int:
+    return agreement_weight(rank, range(size))
+
+
+def _mixed(number: int) -> int:
+    """Returns an odd number whose bits all depend on `number` (SplitMix64; Steele et al. 2014)."""
+    x = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return (x ^ x >> 31) | 1
+
+
+def _signed(value: int) -> int:
+    """Returns an integer modulo 2**64 as a signed one."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _sends_from(mesh: Mesh) -> torch.device:
+    """Returns the CPU if the group takes its tensors, so that nobody waits for a GPU; else this process's device."""
+    types = [device.type for device in group_of(mesh)._device_types]
+    return torch.device("cpu") if "cpu" in types else mesh.device
+
+
+def _gathered(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    mine = torch.tensor([list(values)], dtype=torch.int64, device=_sends_from(mesh))
     return gather(mine, mesh.group, 0, mesh.size).tolist()
 
 
 def _refuse_calls(call: str, mesh: Mesh) -> NoReturn:
     """Raises Error: the ranks make different calls."""
-    name = call.encode()[: 8 * FRAME].ljust(8 * FRAME, b"\0")
+    name = call.encode()[: 8 * NAME].ljust(8 * NAME, b"\0")
     rows = _gathered([int.from_bytes(name[i : i + 8], "little", signed=True) for i in range(0, len(name), 8)], mesh)
     names = [b"".join(n.to_bytes(8, "little", signed=True) for n in row).rstrip(b"\0") for row in rows]
     spelled = [name.decode(errors="replace") or "outside autotp" for name in names]

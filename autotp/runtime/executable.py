@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.compiler import CallState, analyse, warn_of_whole_sequences
 from autotp.distributed.consistency import agree_on_graph
+from autotp.distributed.device_arguments import to_device
 from autotp.distributed.gather import mark, marked
 from autotp.distributed.mesh import Mesh, follow_first_numpy_state
 from autotp.distributed.peers.in_step import begin_call, end_call
@@ -250,6 +251,7 @@ class Executable:
         state = random_state_of(self.mesh.device) if entry.assumes and entry.random else None
         tensors, shapes = self._given(entry.analysis.captured, called.tensors)
         mine = self._written_into(entry.analysis.captured, tensors)
+        tensors = to_device(tensors, self.mesh.device, entry.on_host)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
             found = entry.module(
                 *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),

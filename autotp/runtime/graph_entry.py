@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from autotp.compiler import Program, emitted, rank_graph
+from autotp.distributed.device_arguments import inputs_on_host
 from autotp.distributed.gather import OutputLayout
 from autotp.distributed.mesh import Mesh
 from autotp.ops.eager_mode import unseen
@@ -66,6 +68,13 @@ class GraphEntry:
     last: int = 0
     assumed_reads: AssumedReads | None = None
     warned: bool = False
+
+    @cached_property
+    def on_host(self) -> list[bool]:
+        """For each input, whether an operator wants it on the CPU."""
+        inputs = self.analysis.captured.inputs
+        found = inputs_on_host(self.analysis.graph, inputs)
+        return [name in found for name in inputs]
 
     @property
     def assumes(self) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.distributed.mesh import Mesh, new_group, with_number
+from autotp.groups.process_group import backend_of
 from autotp.passes.pipeline.stages import Stage
 from autotp.training.pipeline.schedules import parameters_of_stage
 
@@ -35,10 +36,23 @@ def group(rows: torch.Tensor, timeout: timedelta, axis: str | None = None) -> An
     return next((group for row, group in made.items() if dist.get_rank() in row), None)
 
 
-def world_mesh(place: Mesh, timeout: timedelta) -> Mesh:
-    """Returns the mesh of all ranks, in a group of its own that waits no longer than `timeout`."""
-    every = new_group(None, timeout, group_desc="global")
-    return replace(place.alone(), axis="global", size=every.size(), rank=every.rank(), group=every.group_name)
+MANY = 64
+"""The number of ranks from which on a sum over all is one over each axis in turn: gloo sums along a ring."""
+
+
+def world_mesh(place: Mesh, mesh: DeviceMesh, timeout: timedelta) -> Mesh:
+    """Returns the mesh of all ranks, in a group of its own that waits no longer than `timeout`.
+
+    The group also sends tensors of the CPU: what ranks tell each other in each step does not wait for a GPU.
+    """
+    nccl = place.device.type == "cuda" and backend_of(dist.group.WORLD.group_name, "cuda") == "nccl"  # type: ignore[union-attr]
+    every = new_group(None, timeout, group_desc="global", backend="cpu:gloo,cuda:nccl" if nccl else None)
+    axes = [axis for axis in mesh.get_all_groups() if axis.size() > 1]
+    several = every.size() >= MANY and all(torch.device("cpu") in axis._device_types for axis in axes)
+    return replace(
+        place.alone(), axis="global", size=every.size(), rank=every.rank(), group=every.group_name,
+        axes=tuple(axis.group_name for axis in axes) if several else (),
+    )  # fmt: skip
 
 
 def with_sequences(place: Mesh, mesh: DeviceMesh) -> Mesh:

@@ -3,14 +3,20 @@
 If one rank raised an error alone, the other ranks' collectives would wait for it. So if one rank cannot take its batch,
 or the ranks of a replica have different batches, all ranks raise the same error, in any step. Structure, shapes and
 dtypes are compared in each step. All values, which have to be copied to the CPU, are compared in the first steps only;
-later a fingerprint of them is, and on a GPU that of the step before, which has arrived.
+later a fingerprint of them is, and of a batch on a GPU that of the step before, which has arrived.
+
+The exchange is a sum over all ranks: NOTE [Ranks agree if a sum is 0] in `mesh.py`. If it says that all agree, as in
+almost every step, no rank looks at what another one has. Otherwise all ranks gather all states, and find the
+difference that the error names.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,12 +24,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.compiler import expect_one_order
 from autotp.distributed.consistency import agreed, checksum, compared, random_state
-from autotp.distributed.mesh import Mesh, gather_ints
-from autotp.distributed.peers.fingerprint import may_be_one_batch
+from autotp.distributed.mesh import Mesh, agreement_weight, gather_ints, sum_ints
+from autotp.distributed.peers.fingerprint import may_be_one_batch, rounded
 from autotp.errors import Error
 from autotp.passes.capture.pytree import flatten
 from autotp.runtime.call_consistency import shown
 from autotp.runtime.torch_hooks.optimizer_steps import NEVER
+from autotp.training.step_facts import SHOWN
+
+NOW = 0
+"""In place of the number of a step: the one that begins."""
+NOTHING: Mapping[int, Sequence[int]] = {}
+COUNT = 2**20
+"""More than there are ranks: an integer has three counts of ranks."""
 
 
 class StepState(NamedTuple):
@@ -78,8 +91,8 @@ def with_rank_names(everyone: Mesh, grid: DeviceMesh) -> Mesh:
     """Returns `everyone`, where each rank's name is its place on the axes with more than one rank."""
     names = [""] * everyone.size
     axes = [(dim, axis) for dim, axis in enumerate(grid.mesh_dim_names or ()) if grid.mesh.shape[dim] > 1]
-    for rank in range(everyone.size):
-        place = (grid.mesh == rank).nonzero()[0].tolist()
+    places = itertools.product(*map(range, grid.mesh.shape))
+    for rank, place in zip(grid.mesh.flatten().tolist(), places, strict=True):
         names[rank] = ", ".join(f"{axis} rank {place[dim]}" for dim, axis in axes)
     return replace(everyone, names=tuple(names))
 
@@ -97,15 +110,78 @@ def frozen_checksums(frozen: Collection[str], holders: Mapping[str, tuple[int, .
     }
 
 
+@dataclass(frozen=True)
+class Weights:
+    """This rank's weights in the sums by which ranks agree: those among all ranks, and among parts of them.
+
+    Attributes:
+        every: among all ranks.
+        stage: among the ranks of one stage.
+        replica: among the ranks of one replica, which have the same batch.
+        draws: among the ranks that draw the same random numbers.
+        tied: the ranks of the pipeline that share parameters -> among all ranks there.
+    """
+
+    every: int
+    stage: int
+    replica: int
+    draws: int
+    tied: Mapping[tuple[int, ...], int]
+
+
+def weights_of(rank: int, grid: DeviceMesh, tied: Iterable[tuple[int, ...]] = ()) -> Weights:
+    """Returns the weights of a rank.
+
+    Args:
+        grid: all ranks, by "pp", "dp", perhaps "cp", and "tp".
+        tied: the ranks of the pipeline that share parameters.
+    """
+    pp, dp = (grid.mesh == rank).nonzero()[0].tolist()[:2]
+
+    def weight(ranks: Tensor) -> int:
+        return agreement_weight(rank, ranks.flatten().tolist())
+
+    return Weights(
+        every=weight(grid.mesh),
+        stage=weight(grid.mesh[pp]),
+        replica=weight(grid.mesh[:, dp]),
+        draws=weight(grid.mesh[pp, dp]),
+        tied={ranks: weight(grid.mesh[list(ranks)]) for ranks in tied},
+    )
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What a rank knows of all ranks before a step that they run together.
+
+    Attributes:
+        captures: whether some rank has no graph for its batch yet.
+        idle: whether some rank trains parameters and never stepped one, where others step.
+        arrived: the number of steps, from the oldest on, whose facts have arrived on all ranks.
+        lengths: whether all ranks have rows of the same lengths.
+        rows: the states of all ranks, where they were gathered; else empty.
+    """
+
+    captures: bool
+    idle: bool
+    arrived: int
+    lengths: bool
+    rows: Sequence[StepState] = ()
+
+
 def agree_on_step(
     mesh: Mesh,
     grid: DeviceMesh,
     mine: StepState,
     tied: Mapping[tuple[int, ...], int],
     problem: Exception | None,
-    batch: Sequence[int] = (),
-) -> list[StepState]:
-    """Returns the states of all ranks, if they can run the step together.
+    prints: Mapping[int, Sequence[int]] = NOTHING,
+    arrived: int = 0,
+    weights: Weights | None = None,
+    gathers: bool = False,
+    names_idle: bool = False,
+) -> Agreed:
+    """Returns what a rank knows of all ranks, if they can run the step together.
 
     Args:
         mesh: all ranks.
@@ -113,12 +189,74 @@ def agree_on_step(
         mine: the state of this rank.
         tied: as `frozen_checksums` returns it.
         problem: the error of this rank's batch, if it has one.
-        batch: a fingerprint of this rank's batch, or of that before, `as_ints`.
+        prints: number of a step, or `NOW` -> a fingerprint of its batch, `as_ints`.
+        arrived: the number of steps, from the oldest on, whose facts have arrived here.
+        weights: as `weights_of` returns them, if they are known.
+        gathers: whether the states of all ranks are gathered though they agree. All ranks say the same.
+        names_idle: whether they are where a rank is idle. All ranks say the same.
 
     Raises:
         Error: on every rank, if one rank cannot take its batch, or if the ranks of a replica have different batches.
     """
-    every = gather_ints([*map(int, mine), *tied.values(), *batch], mesh)
+    weights = weights or weights_of(mesh.rank, grid, tied)
+    steps = max(mine.steps, 0)
+    differ, lengths, failed, captures, never, stepping, total, squares, here = sum_ints(
+        [
+            _weighted(weights, mine, tied, prints),
+            weights.every * mine.lengths,
+            mine.failed,
+            mine.captures,
+            mine.steps == NEVER,
+            mine.steps >= 0,
+            steps,
+            steps * steps,
+            sum(COUNT**i for i in range(arrived)),
+        ],
+        mesh,
+    )
+    agree = not differ and not failed and stepping * squares == total * total  # NOTE [Equal numbers of steps]
+    idle = never > 0 and total > 0
+    looks = not agree or gathers or (idle and names_idle)
+    rows = _compared_states(mesh, grid, mine, tied, problem, prints) if looks else ()
+    everywhere = sum(here // COUNT**i % COUNT == mesh.size for i in range(SHOWN))
+    return Agreed(captures > 0, idle, everywhere, not lengths, rows)
+
+
+def _weighted(
+    weights: Weights, mine: StepState, tied: Mapping[tuple[int, ...], int], prints: Mapping[int, Sequence[int]]
+) -> int:
+    """Returns this rank's part of the sum that is 0 if all ranks agree.
+
+    NOTE [Equal numbers of steps]
+    Ranks that have no number of steps do not count, so these numbers have no such sum. n numbers are equal if n times
+    the sum of their squares is the square of their sum (Cauchy-Schwarz).
+    """
+    of_batches = [(step, rounded(batch)) for step, batch in prints.items()]
+    return (
+        weights.every * _digest(mine.mode)
+        + weights.stage * _digest(mine.frozen)
+        + weights.replica * _digest(mine.structure, mine.values, of_batches)
+        + weights.draws * _digest(mine.random)
+        + sum(weights.tied[ranks] * _digest(number) for ranks, number in tied.items())
+    )
+
+
+def _digest(*values: Any) -> int:
+    """Returns a number of 64 bits that other values have with a probability of 2**-64."""
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+def _compared_states(
+    mesh: Mesh,
+    grid: DeviceMesh,
+    mine: StepState,
+    tied: Mapping[tuple[int, ...], int],
+    problem: Exception | None,
+    prints: Mapping[int, Sequence[int]],
+) -> list[StepState]:
+    """Returns the states of all ranks; raises the Error of `agree_on_step` if they cannot run the step together."""
+    told = [number for step, batch in prints.items() for number in (step, len(batch), *batch)]
+    every = gather_ints([*map(int, mine), *tied.values(), *told], mesh)
     rows = [StepState._make(row[: len(mine)]) for row in every]
     if any(row.failed for row in rows):
         agreed(problem, mesh)
@@ -132,20 +270,33 @@ def agree_on_step(
         remedy = "requires_grad_ on all ranks that hold a parameter: it is tied over stages of the pipeline"
         held = grid.mesh[list(ranks)].flatten().tolist()
         compared(every, column, mesh, held, "has other tied parameters frozen", remedy)
+    of_ranks = [_prints_in(row[len(mine) + len(tied) :]) for row in every]
     for replica in grid.mesh.transpose(0, 1).flatten(1).tolist():
-        for column, what, remedy in (
-            (StepState._fields.index("structure"), "got other inputs", SAME_BATCH),
-            (StepState._fields.index("values"), "got other inputs", SAME_BATCH),
-        ):
-            compared(rows, column, mesh, replica, what, remedy)
-        prints = [row[len(mine) + len(tied) :] for row in every]
-        if other := [rank for rank in replica if not may_be_one_batch(prints[rank], prints[replica[0]])]:
-            first = mesh.named(replica[:1])
-            raise Error(f"{mesh.named(other)} got another batch than {first}, now or in the last step", fix=SAME_BATCH)
+        for column in (StepState._fields.index("structure"), StepState._fields.index("values")):
+            compared(rows, column, mesh, replica, "got other inputs", SAME_BATCH)
+        _expect_one_batch(of_ranks, replica, mesh)
     for ranks in grid.mesh.flatten(0, 1).flatten(1).tolist():
         remedy = "torch.manual_seed(seed) with one seed on all of them"
         compared(rows, StepState._fields.index("random"), mesh, ranks, "would draw other random numbers", remedy)
     return rows
+
+
+def _prints_in(numbers: Sequence[int]) -> dict[int, Sequence[int]]:
+    """Returns the fingerprints in a row: each follows its step and its length."""
+    found, at = dict[int, Sequence[int]](), 0
+    while at < len(numbers):
+        end = at + 2 + numbers[at + 1]
+        found[numbers[at]], at = numbers[at + 2 : end], end
+    return found
+
+
+def _expect_one_batch(prints: Sequence[Mapping[int, Sequence[int]]], replica: Sequence[int], mesh: Mesh) -> None:
+    """Raises Error if the fingerprint of a batch on some rank of a replica is not that of its first rank."""
+    for step, first in prints[replica[0]].items():
+        if other := [rank for rank in replica if not may_be_one_batch(prints[rank].get(step, first), first)]:
+            when = "now or in the last step" if step == NOW else f"in step {step}"
+            told = f"{mesh.named(other)} got another batch than {mesh.named(replica[:1])}, {when}"
+            raise Error(told, fix=SAME_BATCH)
 
 
 def _expect_same_steps(rows: Sequence[StepState], mesh: Mesh) -> None:
@@ -189,11 +340,6 @@ def equal_replicas(rows: Sequence[StepState], grid: DeviceMesh) -> bool:
     """Whether all replicas have the same batch, where each should have rows of its own."""
     firsts = _first_of_replicas(grid)
     return len(firsts) > 1 and len({(rows[rank].structure, rows[rank].values) for rank in firsts}) == 1
-
-
-def unequal_replicas(rows: Sequence[StepState], grid: DeviceMesh) -> bool:
-    """Whether some replicas have rows of other lengths."""
-    return len({rows[rank].lengths for rank in _first_of_replicas(grid)}) > 1
 
 
 def _first_of_replicas(grid: DeviceMesh) -> list[int]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from threading import Thread, current_thread
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequences
 from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
 from autotp.distributed.cut_parameter import Cut, Warned, as_cut
+from autotp.distributed.device_arguments import inputs_on_host, to_device
 from autotp.distributed.gradient_buckets import sum_in_buckets
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
@@ -64,7 +66,6 @@ from autotp.training.microbatches import (
     totals_of,
 )
 from autotp.training.model_settings import model_settings
-from autotp.training.nonfinite import raise_nonfinite
 from autotp.training.original_model import OriginalModel, expect_one_mode
 from autotp.training.pipeline.schedules import (
     ENGINES,
@@ -79,15 +80,17 @@ from autotp.training.pipeline.schedules import (
     stages_of,
 )
 from autotp.training.step_consistency import (
+    NOW,
     agree_on_new_graph,
     agree_on_step,
     equal_replicas,
     frozen_checksums,
     step_state,
-    unequal_replicas,
+    weights_of,
     with_rank_names,
     without_optimizer,
 )
+from autotp.training.step_facts import LateFacts, StepFacts, finite_tensors, raise_nonfinite
 from autotp.training.trainer_module import InGraphs, as_module_of
 
 T = TypeVar("T")
@@ -139,6 +142,11 @@ class Pipeline:
     def training(self) -> bool:
         """Whether the graphs are for training."""
         return bool(self.key[0])
+
+    @cached_property
+    def on_host(self) -> frozenset[str]:
+        """The names of the inputs that an operator wants on the CPU."""
+        return inputs_on_host(self.analysis.graph, self.analysis.captured.inputs)
 
 
 class Trainer(InGraphs, HasHoldings):
@@ -195,10 +203,11 @@ class Trainer(InGraphs, HasHoldings):
     ) -> None:
         super().__init__()
         self._watchers: list[Callable[[], bool]] = []
-        self._failed, self._last, self._idle = "", Fingerprint(), False
+        self._failed, self._idle = "", False
+        self._late, self._facts = LateFacts(), StepFacts(0, Fingerprint())
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
-        self.everyone = groups.world_mesh(self.place, timeout)
+        self.everyone = groups.world_mesh(self.place, mesh, timeout)
         self.files, self.saving, self.thread = new_group(None, timeout, backend="gloo"), None, None
         self._ranks = with_rank_names(self.everyone, mesh)
         self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
@@ -228,6 +237,7 @@ class Trainer(InGraphs, HasHoldings):
         self._hold(model, analysis, stages)
         self._original = OriginalModel(model)
         self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
+        self._weights = weights_of(self._ranks.rank, mesh, self._holders.values())
         # In `__dict__`: a model may have a module named "shared" or "tied", whose attribute this would be.
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
@@ -459,12 +469,14 @@ class Trainer(InGraphs, HasHoldings):
         same rows.
 
         Args:
-            args, kwargs: what the model's `forward` takes; tensors are this replica's rows, [batch/dp ...].
+            args, kwargs: what the model's `forward` takes; tensors are this replica's rows, [batch/dp ...], on the
+                rank's device or on the CPU.
 
         Raises:
             Error: on every rank. The batch does not divide into the microbatches; the ranks of one replica have
                 different batches; a rank was lost; or the loss is infinite or undefined (the error names the first
-                parameter or gradient that is).
+                parameter or gradient that is). On a GPU it is raised in one of the next calls, for the step that it
+                names: NOTE [No rank waits for its device].
         """
         self._watchers = [watcher for watcher in self._watchers if watcher()]
         pipeline, given = self._begin(True, args, kwargs)
@@ -483,9 +495,24 @@ class Trainer(InGraphs, HasHoldings):
         add_gradients(before)
         self.steps += 1
         loss = self._named_if_lost("Trainer.step", lambda: self._sum_losses(pipeline, losses))
-        if self._scaler is None and not torch.isfinite(loss):
-            within("Trainer.step", lambda: raise_nonfinite(float(loss), self.steps, self, self.everyone))
+        if self._scaler is None:
+            within("Trainer.step", lambda: self._expect_finite(loss))
         return loss
+
+    def _expect_finite(self, loss: Tensor) -> None:
+        """Raises Error if a loss is not finite: now, or on a GPU once it has come from there."""
+        if loss.is_cuda:
+            self._facts.note_loss(loss, self)
+        elif not torch.isfinite(loss):
+            raise_nonfinite(float(loss), self.steps, *finite_tensors(self), self.everyone)
+
+    def expect_finite_losses(self) -> None:
+        """Waits for the losses of all steps. All ranks call it.
+
+        Raises:
+            Error: on every rank, if one of them is infinite or undefined.
+        """
+        self._late.take_all(self.everyone)
 
     def watch(self, watcher: Callable[[], bool]) -> None:
         """Calls a function before each following step, until it returns False; `Estimate.watch` uses it.
@@ -539,7 +566,9 @@ class Trainer(InGraphs, HasHoldings):
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         pipeline, tensors = self._graphs_for(training, args, kwargs)
-        given = dict(zip(pipeline.analysis.captured.inputs, tensors, strict=True))
+        names = pipeline.analysis.captured.inputs
+        stay = [name in pipeline.on_host for name in names]
+        given = dict(zip(names, to_device(tensors, self.place.device, stay), strict=True))
         totals = totals_of(pipeline.analysis, given, self, self.mesh.get_group("dp"))
         for i, work in self._works.items():
             work.use(pipeline.stages[i], totals)
@@ -560,25 +589,30 @@ class Trainer(InGraphs, HasHoldings):
         found = self._fitting_graphs(taken[0]) if taken else None
         mine = mine._replace(captures=found is None)
         now = fingerprint(taken[0].arguments) if taken else Fingerprint()
-        told = now if now.arrived is None else self._last  # The step does not wait for the device.
-        self._last = Fingerprint()  # All ranks have none if this step is refused.
+        prints = self._late.prints() | ({NOW: now.as_ints()} if now.arrived is None else {})
         tied = frozen_checksums(frozen, self._holders)
-        rows = agree_on_step(self._ranks, self.mesh, mine, tied, problem, told.as_ints())
-        self._last = now
+        agreed = agree_on_step(
+            self._ranks, self.mesh, mine, tied, problem, prints, self._late.count(), self._weights,
+            values, not self._idle,
+        )  # fmt: skip
+        self._late.take(agreed.arrived, self.everyone)
+        self._facts = StepFacts(self.steps + training, Fingerprint() if now.arrived is None else now)
+        if self.place.device.type == "cuda":
+            self._late.add(self._facts)
         count_anew(self)
         take_note_back()
-        if values and equal_replicas(rows, self.mesh):
+        if values and equal_replicas(agreed.rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
-        if not self._idle and (idle := without_optimizer(rows, self._ranks)):
+        if agreed.idle and not self._idle:
             self._idle = True
-            warnings.warn(NO_OPTIMIZER.format(idle), stacklevel=5)
+            warnings.warn(NO_OPTIMIZER.format(without_optimizer(agreed.rows, self._ranks)), stacklevel=5)
         (batch,) = taken
-        if any(row.captures for row in rows):
+        if agreed.captures:
             found = agree(self._ranks, lambda: found or self._capture(training, batch))
             agree_on_new_graph(self._ranks, self.mesh, *found.checksums)
             self._keep(found)
         assert found is not None  # Captured above otherwise.
-        if found.analysis.by_rows and unequal_replicas(rows, self.mesh):
+        if found.analysis.by_rows and not agreed.lengths:
             warnings.warn(OTHER_LENGTHS.format(found.analysis.by_rows[0]), stacklevel=5)
         return found, batch.tensors
 
@@ -670,7 +704,8 @@ class Trainer(InGraphs, HasHoldings):
         if self.place.rank or self.place.cp_rank:  # The first rank's loss counts; of others, show what is not finite.
             loss = torch.where(torch.isfinite(loss), 0.0, loss)
         loss = reduce(loss, self._ranks.group)
-        return loss if self._scaler is None else loss / self._scaler.get_scale()
+        scale = self._scale(torch.ones_like(loss))  # `get_scale()` would wait for the device.
+        return (loss / scale).to(loss.dtype) if self._scaler is not None else loss
 
     def _drop_zeros(self, learning: Collection[str] | None) -> None:
         """Leaves no gradient where one device has none: a stage gets zeros back for what the next one detaches."""

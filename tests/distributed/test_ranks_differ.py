@@ -89,7 +89,7 @@ def test_load_state_dict() -> None:
         "Sequential.load_state_dict: `0.weight` is [3]: neither the whole, [15, 8], nor the part that this rank holds, "
     )
     assert one[0] == other[0] == told + "[7, 8]"
-    assert one[1].startswith("Sequential.load_state_dict: all_gather_into_tensor over axis `tp` failed on rank 0")
+    assert one[1].startswith("Sequential.load_state_dict: all_reduce over axis `tp` failed on rank 0")
     assert one[1].endswith("(global rank 0): this rank called load_state_dict, and not all ranks did")
     assert other[1].endswith("(global rank 1): tp rank 0 (global rank 0) called load_state_dict, and not all ranks did")
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import autotp
 from autotp.distributed.mesh import Mesh
+from autotp.distributed.peers.fingerprint import fingerprint, may_be_one_batch, rounded
 from autotp.runtime.torch_hooks.optimizer_steps import NEVER
+from autotp.training import step_consistency
 from autotp.training.step_consistency import (
+    NOW,
+    Agreed,
     StepState,
+    agree_on_step,
     equal_replicas,
     frozen_checksums,
     step_state,
-    unequal_replicas,
+    weights_of,
     with_rank_names,
 )
 
@@ -90,10 +99,158 @@ def test_frozen_parameters_that_stages_share() -> None:
 
 def test_replicas() -> None:
     """Of two replicas on two ranks each, the first ranks are compared."""
-    same, other, longer = state(X), state(X + 1), state(X[:, :1])
+    same, other = state(X), state(X + 1)
     layout = grid(1, 2, 2)
     assert equal_replicas([same, same, same, same], layout)
     assert not equal_replicas([same, same, other, other], layout)
     assert not equal_replicas([same, same], grid(1, 1, 2)), "there is one replica"
-    assert unequal_replicas([same, same, longer, longer], layout)
-    assert not unequal_replicas([same, same, other, other], layout)
+
+
+# ---- one sum over all ranks
+
+
+class World:
+    """Ranks that are simulated one after the other: what all of them sent is summed, or gathered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layout: Any) -> None:
+        self.grid, self.size, self.gathered = layout, layout.mesh.numel(), 0
+        self.mesh = Mesh("global", self.size, 0, "x", names=tuple(map(str, range(self.size))))
+        self.monkeypatch = monkeypatch
+
+    def agree(self, states: Sequence[StepState], tied: Any = None, prints: Any = None, **more: Any) -> Agreed:
+        """What the first rank knows, or raises, after all ranks have sent their states."""
+        tied, prints = tied or [{}] * self.size, prints or [{NOW: [0]}] * self.size
+        sent = [list[int]() for _ in range(self.size)]
+        patch = self.monkeypatch.setattr
+
+        def keep(rank: int) -> Any:
+            return lambda values, mesh: sent.__setitem__(rank, list(values)) or values
+
+        def gathered(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
+            self.gathered += 1
+            return [
+                [*map(int, state), *its.values(), *(n for step, x in of.items() for n in (step, len(x), *x))]
+                for state, its, of in zip(states, tied, prints, strict=True)
+            ]
+
+        patch(step_consistency, "gather_ints", gathered)
+        for rank in range(self.size):
+            patch(step_consistency, "sum_ints", keep(rank))
+            patch(step_consistency, "_compared_states", lambda *given: [])
+            place = replace(self.mesh, rank=rank)
+            agree_on_step(place, self.grid, states[rank], tied[rank], None, prints[rank], **more)
+        patch(step_consistency, "_compared_states", COMPARED)
+        total = [(sum(column) + 2**63) % 2**64 - 2**63 for column in zip(*sent, strict=True)]
+        patch(step_consistency, "sum_ints", lambda values, mesh: total)
+        return agree_on_step(self.mesh, self.grid, states[0], tied[0], None, prints[0], **more)
+
+
+COMPARED = step_consistency._compared_states
+LAYOUTS = [(1, 1, 2), (2, 1, 1), (2, 2, 2), (1, 3, 2), (4, 2, 1)]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_ranks_that_agree_gather_nothing(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int]) -> None:
+    """Replicas have batches of their own, and stages their own frozen parameters."""
+    torch.manual_seed(0)
+    layout = grid(*sizes)
+    pp, dp, tp = sizes
+    states, prints = [], []
+    for rank in range(pp * dp * tp):
+        replica, stage = rank // tp % dp, rank // (tp * dp)
+        its = state(X + replica, values=False, frozen=("w",) * stage)
+        states.append(its._replace(random=stage * 7 + replica, steps=3 if stage else -2))
+        prints.append({NOW: fingerprint([X.long() + replica, X / 3 + replica]).as_ints()})
+    world = World(monkeypatch, layout)
+    found = world.agree(states, prints=prints)
+    assert found == Agreed(captures=False, idle=False, arrived=0, lengths=True) and world.gathered == 0
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"structure": 1}, "got other inputs"),
+        ({"values": 1}, "got other inputs"),
+        ({"mode": False}, "was called in another mode"),
+        ({"steps": 2}, "different numbers of optimizer steps"),
+        ({"random": 5}, "would draw other random numbers"),
+        ({"frozen": 9}, "has other parameters frozen"),
+        ("prints", r"got another batch than \d, in step 4"),
+        ("tied", "has other tied parameters frozen"),
+    ],
+    ids=str,
+)
+def test_what_one_rank_has_otherwise_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], change: Any, told: str
+) -> None:
+    """On the last rank, which shares a stage, a replica or its random numbers with others."""
+    pp, dp, tp = sizes
+    size, alike = pp * dp * tp, state(X, values=False)._replace(steps=1)
+    states, prints = [alike] * size, [{4: fingerprint([X.long()]).as_ints()}] * size
+    tied = [{(0, pp - 1): 3}] * size
+    if isinstance(change, dict):
+        states = [*states[:-1], alike._replace(**change)]
+    elif change == "prints":
+        prints = [*prints[:-1], {4: fingerprint([X.long() + 1]).as_ints()}]
+    else:
+        tied = [*tied[:-1], {(0, pp - 1): 4}]
+    alone = {"random": tp == 1, "frozen": dp * tp == 1, "prints": pp * tp == 1, "structure": pp * tp == 1}
+    name = change if isinstance(change, str) else next(iter(change))
+    world = World(monkeypatch, grid(*sizes))
+    if alone.get("structure" if name == "values" else name, False):
+        world.agree(states, tied, prints)
+        assert world.gathered == 0, "no other rank has to have the same"
+    else:
+        with pytest.raises(autotp.Error, match=told):
+            world.agree(states, tied, prints)
+
+
+def test_batches_that_two_replicas_exchanged_do_not_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = state(X, values=False), state(X.long(), values=False)
+    with pytest.raises(autotp.Error, match="got other inputs"):
+        World(monkeypatch, grid(1, 2, 2)).agree([one, other, other, one])
+
+
+def test_round_off_of_a_batch_is_looked_at_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that are in two neighbouring steps of `rounded`, by chance: the states are gathered, and compared."""
+    one = fingerprint([X]).as_ints()
+    every = (fingerprint([X * (1 + i / 1000)]).as_ints() for i in range(1, 100))
+    other = next(ints for ints in every if rounded(ints) != rounded(one))
+    assert may_be_one_batch(one, other)
+    world = World(monkeypatch, grid(1, 1, 2))
+    world.agree([state(X, values=False)] * 2, prints=[{NOW: one}, {NOW: other}])
+    assert world.gathered == 1
+
+
+def test_what_all_ranks_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, alike = World(monkeypatch, grid(1, 2, 1)), state(X, values=False)._replace(steps=1)
+    assert world.agree([alike, alike._replace(captures=True)]).captures
+    assert not world.agree([alike, alike._replace(lengths=5)]).lengths
+    assert world.agree([alike, alike._replace(steps=NEVER)]).idle and world.gathered == 0
+    assert len(world.agree([alike, alike._replace(steps=NEVER)], names_idle=True).rows) == 2
+    assert len(world.agree([alike, alike], gathers=True).rows) == 2
+    assert world.agree([alike, alike], arrived=2).arrived == 2
+
+
+def test_what_a_rank_does_in_a_step_does_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8,192 ranks as of 8 it sends eleven integers, and looks at as many: counted, as lines of Python that run."""
+    lines = []
+    for sizes in ((1, 1, 8), (8, 128, 8)):
+        layout, mine = grid(*sizes), state(X, values=False)
+        mesh = Mesh("global", layout.mesh.numel(), 0, "x")
+        weights, count = weights_of(0, layout), 0
+
+        def counted(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return counted
+
+        monkeypatch.setattr(step_consistency, "sum_ints", lambda values, mesh: [0, 0, 0, 0, 0, 1, 0, 0, 0])
+        sys.settrace(counted)
+        try:
+            agree_on_step(mesh, layout, mine, {}, None, {NOW: [1, 5]}, weights=weights)
+        finally:
+            sys.settrace(None)
+        lines.append(count)
+    assert lines[0] == lines[1] < 200

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import SMALL, batch, started, trained
 
 import autotp
-from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
-from autotp.training import trainer as training
 
 LAYOUTS = [((2, 2, 1), {})]
 RARE = [
@@ -284,41 +280,6 @@ def test_a_rank_that_skips_a_batch_later(axis: str) -> None:
     expected = f"Trainer.step: {axis} rank 1 got another batch than {axis} rank 0, now or in the last step"
     layout = (2, 1, 1) if axis == "tp" else (1, 2, 1)
     assert run_ranks(later_otherwise, 2, layout, timeout=100) == [expected] * 2
-
-
-class Arrived:
-    """Stands for the event of a GPU: what was sent to the CPU before has come."""
-
-    def synchronize(self) -> None: ...
-
-
-def as_on_a_gpu(rank: int, n: int) -> tuple[str, str]:
-    """What is said of a step that one rank's batch refuses, and of another batch on one rank, a step later."""
-    trainer, optimizer = started((2, 1, 1), timeout=timedelta(seconds=20))
-    trained(trainer, optimizer, range(3))
-    said = []
-
-    def late(arguments: Any) -> Fingerprint:
-        return replace(fingerprint(arguments), arrived=Arrived())  # type: ignore[arg-type]
-
-    with patch.object(training, "fingerprint", late):
-        trainer.step(**batch(3))
-        rows = batch(4)
-        with pytest.raises(autotp.Error) as raised:
-            trainer.step(**(rows | {"tokens": rows["tokens"].to("meta")} if rank else rows))
-        said.append(str(raised.value).splitlines()[0])
-        for step in (5, 6, 7 + rank):
-            trainer.step(**batch(step))
-        with pytest.raises(autotp.Error) as raised:
-            trainer.step(**batch(9))
-        said.append(str(raised.value).splitlines()[0])
-    return said[0], said[1]
-
-
-def test_a_gpu_tells_another_batch_a_step_later() -> None:
-    refused = "Trainer.step: a tensor of the batch has no values: it is on meta"
-    other = "Trainer.step: tp rank 1 got another batch than tp rank 0, now or in the last step"
-    assert run_ranks(as_on_a_gpu, 2) == [(refused, other)] * 2
 
 
 def taken_over(rank: int, n: int) -> list[str]:

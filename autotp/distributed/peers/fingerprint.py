@@ -7,6 +7,7 @@ Two batches of independent numbers differ by about their norm.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,9 +45,7 @@ class Fingerprint:
         return [int(x) for x in self.whole], [number for x in self.real for number in x.tolist()]
 
     def as_ints(self) -> list[int]:
-        """Returns the same as integers of 64 bits, once they have arrived. `near` compares two such lists."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        """Returns the same as integers of 64 bits; they have arrived. `may_be_one_batch` compares two such lists."""
         whole, real = self.read()
         return [len(whole), *whole, *(struct.unpack("<q", struct.pack("<d", x))[0] for x in real)]
 
@@ -79,6 +78,21 @@ def may_be_one_batch(mine: Sequence[int], first: Sequence[int]) -> bool:
     if len(mine) != len(first) or (mine and mine[: mine[0] + 1] != first[: first[0] + 1]):
         return False
     return near(*([struct.unpack("<d", struct.pack("<q", x))[0] for x in one[one[0] + 1 :]] for one in (mine, first)))
+
+
+def rounded(ints: Sequence[int]) -> list[int]:
+    """Returns a fingerprint, `as_ints`, with its other numbers in wide steps: near ones are equal, almost always."""
+    count = ints[0] + 1 if ints else 0
+    real = [struct.unpack("<d", struct.pack("<q", x))[0] for x in ints[count:]]
+    steps = [_steps(total, norm) for total, norm in zip(real[::2], real[1::2], strict=True)]
+    return [*ints[:count], *(step for pair in steps for step in pair)]
+
+
+def _steps(total: float, norm: float) -> tuple[int, int]:
+    if not (math.isfinite(total) and math.isfinite(norm) and norm):
+        return 0, 0
+    wide = round(math.log(norm) / NEAR)
+    return round(total / (NEAR * math.exp(wide * NEAR))), wide
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""nonfinite: the error names what made a loss infinite: a parameter, else a gradient, else nothing."""
+"""step_facts: what made a loss infinite is named; facts of a step are used once they have arrived on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from errors import message
 from torch import nn
 
 from autotp.distributed.mesh import Mesh
-from autotp.training.nonfinite import raise_nonfinite
+from autotp.training.step_facts import finite_tensors, raise_nonfinite
 
 FIX = "\n  try      autotp.load_checkpoint(...), and a smaller learning rate from there"
 
@@ -34,6 +34,5 @@ def model(parameter: float = 1.0, gradient: float | None = 1.0) -> nn.Module:
     ],
 )
 def test_what_is_named(given: Any, text: str) -> None:
-    assert (
-        message(lambda: raise_nonfinite(float("nan"), 7, model(**given), Mesh())) == f"the loss of step 7 is nan{text}"
-    )
+    told = message(lambda: raise_nonfinite(float("nan"), 7, *finite_tensors(model(**given)), Mesh()))
+    assert told == f"the loss of step 7 is nan{text}"

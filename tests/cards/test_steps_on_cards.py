@@ -1,0 +1,176 @@
+"""A step of `distribute`, and a call of a parallel model, on cards: batches are moved, and the host never waits."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cards.spies import host_waits
+from ranks import Checks, run_ranks
+from small_models import gpt
+from torch import Tensor, nn
+from trainers import SMALL, batch, mine, started
+
+import autotp
+from autotp.distributed import device_arguments
+
+checks = Checks(cards=True)
+MOVED = "tensors of the batch are on the CPU, and are copied to cuda"
+LAYOUTS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
+    ((2, 1, 1), {}),
+    ((1, 2, 1), {}),
+    ((1, 1, 2), {}),
+    ((1, 1, 2), {"zero": 1}),
+    ((1, 1, 2), {"zero": 3}),
+    ((2, 2, 1), {}),
+    ((2, 1, 2), {"zero": 1}),
+    ((1, 2, 2), {}),
+]
+
+
+# ---- batches
+
+
+def message(call: Any) -> str:
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    return str(raised.value)
+
+
+def ended(trainer: Any, optimizer: Any, steps: range, of: Any = batch) -> list[Tensor]:
+    """The losses of these steps, on the device."""
+    dp, rank, losses = trainer.mesh["dp"].size(), trainer.mesh["dp"].get_local_rank(), []
+    for step in steps:
+        losses.append(trainer.step(**mine(of(step), rank, dp)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def steps_of(rank: int, n: int, layout: Any, more: Any, on_cards: bool) -> tuple[list[float], dict[Any, int], int]:
+    """Losses, waits of steps 6 to 9, and how often it was said that batches are moved."""
+    device_arguments._tell_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, optimizer = started(layout, **more)
+        of = (lambda step: {name: x.cuda() for name, x in batch(step).items()}) if on_cards else batch
+        losses = ended(trainer, optimizer, range(6), of)
+        rows = {step: of(step) for step in range(6, 10)}
+        with host_waits() as traffic:
+            losses += ended(trainer, optimizer, range(6, 10), rows.get)
+    said = sum(str(warning.message).startswith(MOVED) for warning in caught)
+    return [float(loss) for loss in losses], traffic.waits, said
+
+
+def alone() -> list[float]:
+    model = gpt(seed=0, n_layer=2, **SMALL)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), []
+    for step in range(10):
+        loss = model(**batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("on_cards", [False, True], ids=["cpu-batch", "card-batch"])
+@pytest.mark.parametrize(("layout", "more"), LAYOUTS, ids=str)
+def test_no_step_waits_for_its_card(layout: Any, more: dict[str, Any], on_cards: bool) -> None:
+    """In every layout, with batches of the CPU, which are moved, as with batches of the card."""
+    tp, pp, dp = layout
+    for losses, waits, said in run_ranks(steps_of, tp * pp * dp, layout, more, on_cards, cards=True, timeout=100):
+        assert not waits
+        assert said == (not on_cards), "once, where they are moved"
+        assert losses == pytest.approx(alone(), rel=1e-4)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, batch: dict[str, Any], scale: Tensor) -> dict[str, Any]:
+        x, (mask,) = batch["x"], batch["masks"]
+        return {"y": self.down(self.up(x).relu()) * mask * scale, "mask": mask}
+
+
+@checks.on(2)
+def a_call_takes_a_batch_of_the_cpu(rank: int, n: int) -> None:
+    """Tensors in structures are moved; one without dimensions need not be. Gradients go back to the caller's tensor."""
+    device_arguments._tell_once.cache_clear()
+    torch.manual_seed(0)
+    whole = Nested()
+    given = {"x": torch.randn(3, 8), "masks": (torch.ones(3, 1).tril(),)}, torch.tensor(2.0)
+    model: Any = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=given)
+    leaf = given[0]["x"].clone().requires_grad_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            found = model(*given)
+        with host_waits() as traffic:
+            model(*given)
+        model({"x": leaf, "masks": given[0]["masks"]}, given[1])["y"].sum().backward()
+    assert sum(str(warning.message).startswith(MOVED) for warning in caught) == 1
+    assert not traffic.waits and traffic.count("pageable copy") == 0
+    assert found["y"].is_cuda and found["mask"].is_cuda
+    torch.testing.assert_close(found["y"].cpu(), whole(*given)["y"])
+    other = given[0]["x"].clone().requires_grad_()
+    whole({"x": other, "masks": given[0]["masks"]}, given[1])["y"].sum().backward()
+    torch.testing.assert_close(leaf.grad, other.grad)
+
+
+# ---- what ranks learn late
+
+
+@checks.on(2)
+def a_loss_that_is_not_finite_is_an_error_that_names_its_step(rank: int, n: int) -> None:
+    """Steps 4 and 5 begin before it is known; then the parameter is named that was not finite in step 4."""
+    trainer, optimizer = started((2, 1, 1))
+    steps = iter(range(20))
+    ended(trainer, optimizer, range(3))
+    with torch.no_grad():
+        next(p for name, p in trainer.named_parameters() if name.endswith("0.ln_2.weight"))[0] = torch.nan
+    told = message(lambda: [ended(trainer, optimizer, range(step, step + 1)) for step in steps])
+    assert next(steps) <= 4
+    first, fix = told.splitlines()
+    assert first.startswith("Trainer.step: the loss of step 4 is nan: `") and first.endswith("is infinite or undefined")
+    assert "ln_2.weight" in first
+    assert fix == "  try      autotp.load_checkpoint(...), and a smaller learning rate from there"
+
+
+@checks.on(2)
+def a_checkpoint_waits_for_the_losses(rank: int, n: int) -> None:
+    trainer, optimizer = started((1, 2, 1))
+    ended(trainer, optimizer, range(2))
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.fill_(torch.inf)
+    ended(trainer, optimizer, range(2, 3))
+    told = message(lambda: autotp.save_checkpoint("not-written", trainer, optimizer, step=3))
+    assert told.startswith("save_checkpoint: the loss of step 3 is nan: `")
+
+
+@checks.on(2)
+def another_batch_of_a_card_is_an_error_that_names_its_step(rank: int, n: int) -> None:
+    trainer, optimizer = started((2, 1, 1))
+
+    def of(step: int) -> dict[str, Tensor]:
+        return {name: x.cuda() for name, x in batch(step + (step == 5 and rank)).items()}
+
+    ended(trainer, optimizer, range(4), of)
+    meta = {name: x.to("meta") for name, x in batch(4).items()}
+    told = message(lambda: trainer.step(**(meta if rank else of(4))))
+    assert told.startswith("Trainer.step: a tensor of the batch has no values: it is on meta")
+    ended(trainer, optimizer, range(4, 6), of)  # The refused step is none.
+    told = message(lambda: [ended(trainer, optimizer, range(step, step + 1), of) for step in range(6, 12)])
+    assert told.splitlines()[0] == "Trainer.step: tp rank 1 got another batch than tp rank 0, in step 6"
+    ended(trainer, optimizer, range(12, 16), of)
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_cards(n: int, name: str) -> None:
+    checks.expect(n, name)
