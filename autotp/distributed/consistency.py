@@ -185,6 +185,28 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(data.view(torch.uint8).numpy().tobytes()) if data.numel() else 0
 
 
+FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""The golden ratio times 2**64: its multiples modulo 2**64 are far apart (Knuth, vol. 3, section 6.4)."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Returns two numbers of a tensor's bits that change, almost certainly, with any of its elements. [...] -> [2]
+
+    They are computed where the tensor is: as integers of 64 bits, whose sums are exact in any order.
+    """
+    if not tensor.numel():
+        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    rows = tensor.contiguous().view(tensor.shape[0] if tensor.dim() else 1, -1)
+    bits = rows.view(_INTEGERS[tensor.element_size()])
+    sums = [bits.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    return torch.stack([(each * _weights(each)).sum() for each in sums])
+
+
+def _weights(like: Tensor) -> Tensor:
+    return (torch.arange(1, like.numel() + 1, device=like.device) * FACTOR) | 1
+
+
 def random_state(mesh: Mesh) -> int:
     """Returns a checksum of this rank's random state."""
     states = [torch.get_rng_state()]

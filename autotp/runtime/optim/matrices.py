@@ -9,8 +9,8 @@ from enum import IntFlag
 import torch
 from torch import Tensor, nn
 
-from autotp.distributed.consistency import agreed, gather_texts
-from autotp.distributed.mesh import expect_alike, gather_ints
+from autotp.distributed.consistency import agreed, bits_of, gather_texts
+from autotp.distributed.mesh import expect_alike, gather_ints, sum_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
 from autotp.runtime.optim.moves import exchange
@@ -67,7 +67,10 @@ class Matrices:
         self._groups = groups
         self._ranks: dict[tuple[str, ...], list[int]] = {}
         self._filled: dict[str, set[int]] = {}
-        self._sent: dict[str, Tensor] = {}
+        self._sent: dict[str, Sent] = {}
+        self._row: list[int] = []
+        self._rows: list[list[int]] = []
+        self._late: list[LateComparison] = []
         self._boxes = {name: self.parts.boxes(name, first=False) for name in parameters}
 
     def assign(self, before: Mapping[str, int]) -> None:
@@ -78,7 +81,7 @@ class Matrices:
         """
         held = [self._held(name) for name in self.parameters]
         every = [from_text(text) for text in gather_texts(as_text(held), self.mesh)]
-        self._ranks, self._filled = {}, {}
+        self._ranks, self._filled, self._rows = {}, {}, []
         for rank, some in enumerate(every):
             self._ranks.setdefault(tuple(one.name for one in some), []).append(rank)
             for one in some:
@@ -122,31 +125,63 @@ class Matrices:
         """
         stale = stale or self.owners is None
         seen = [] if stale else self._seen(is_foreign)
-        head = [int(stale), int(problem is not None)]
-        rows = gather_ints([*head, *_packed(seen)], self.mesh)
+        problem = problem or self._unseen_write()
+        rows = self._rows_of([int(stale), int(problem is not None), *_packed(seen)])
         if any(row[1] for row in rows):
             agreed(problem, self.mesh)
         if any(row[0] for row in rows):
             return None
         return self._told([row[2:] for row in rows])
 
+    def _rows_of(self, row: list[int]) -> list[list[int]]:
+        """Returns every rank's row. Ranks gather them only if that of some rank is not the one of the last step."""
+        changed, self._row = row != self._row, row
+        if sum_ints([changed], self.mesh)[0] or not self._rows:
+            self._rows = gather_ints(row, self.mesh)
+        return self._rows
+
     def _seen(self, is_foreign: Callable[[str], bool]) -> list[Seen]:
         assert self.owners is not None
-        learning = [name for name, p in self.parameters.items() if p.grad is not None]
-        followed = [name for name in learning if name in self.owners.sent]
-        now = _fingerprints([_plain(self.parameters[name]) for name in followed])
-        changed = {name for name in followed if name not in self._sent}
-        known = [i for i, name in enumerate(followed) if name in self._sent]
-        if known:
-            before = torch.stack([self._sent[followed[i]] for i in known])
-            differs = (torch.stack([now[i] for i in known]) != before).any(1).tolist()
-            changed |= {followed[i] for i, other in zip(known, differs, strict=True) if other}
+        learning = {name for name, p in self.parameters.items() if p.grad is not None}
+        changed = self._changed([name for name in self.parameters if name in learning and name in self.owners.sent])
         found = []
         for name in self.parameters:
-            seen = Seen.GRADIENT if name in set(learning) else Seen(0)
+            seen = Seen.GRADIENT if name in learning else Seen(0)
             seen |= Seen.CHANGED if name in changed else Seen(0)
             found.append(seen | (Seen.FOREIGN if is_foreign(name) else Seen(0)))
         return found
+
+    def _changed(self, names: Sequence[str]) -> set[str]:
+        """Returns those of the parameters whose values are not the ones that the owner sent.
+
+        NOTE [Writes that torch does not count]
+        torch counts writes into a parameter, except those through `.data`; only the bits tell of these. On the CPU the
+        bits are compared before the step. On a GPU the host would wait for that, so it learns of such a write later,
+        and then an Error says so: the owner has stepped earlier values.
+        """
+        parts = {name: _plain(self.parameters[name]) for name in names}
+        changed = {name for name, part in parts.items() if name not in self._sent or self._sent[name].is_other(part)}
+        known = [name for name in names if name not in changed]
+        if known:
+            before = torch.stack([self._sent[name].bits for name in known])
+            differs = (torch.stack([bits_of(parts[name]) for name in known]) != before).any(1)
+            if not differs.is_cuda:
+                return changed | {name for name, other in zip(known, differs.tolist(), strict=True) if other}
+            self._late.append(LateComparison.begun(known, differs))
+        return changed
+
+    def _unseen_write(self) -> Exception | None:
+        """Returns the Error of a write through `.data`, once a comparison that tells of one has come from the GPU."""
+        arrived = [late for late in self._late if late.arrived.query()]
+        self._late = [late for late in self._late if late not in arrived]
+        others = [name for late in arrived for name, other in zip(late.names, late.differs.tolist(), strict=True) if other]
+        if not others:
+            return None
+        return Error(
+            f"`{others[0]}` was written through `.data`, which torch does not count, before one of the last steps: its "
+            "owner has stepped the values from before",
+            fix="`with torch.no_grad(): parameter.clamp_(...)`, or another write into the parameter itself",
+        )
 
     def _told(self, rows: Sequence[Sequence[int]]) -> Told:
         assert self.owners is not None
@@ -222,7 +257,7 @@ class Matrices:
         for whole in self.wholes.values():
             whole.grad = None
         names = [name for name in self.parameters if name in told.active and name in self.owners.sent]
-        self._sent |= dict(zip(names, _fingerprints([_plain(self.parameters[name]) for name in names]), strict=True))
+        self._sent |= {name: Sent.of(_plain(self.parameters[name])) for name in names}
 
     def _stays(self, move: Move) -> bool:
         """True for a move within this rank of a parameter that it holds whole: both ends are the same memory."""
@@ -267,32 +302,48 @@ def _at(whole: Tensor, move: Move) -> Tensor:
 # ---- values that other code writes
 
 
-FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""The golden ratio times 2**64: its multiples modulo 2**64 are far apart (Knuth, vol. 3, section 6.4)."""
+@dataclass(frozen=True)
+class Sent:
+    """What the owner sent of a parameter.
 
-
-def _fingerprints(parts: Sequence[Tensor]) -> list[Tensor]:
-    return [_fingerprint(part) for part in parts]
-
-
-def _fingerprint(part: Tensor) -> Tensor:
-    """Returns two numbers of a part's bits that change, almost certainly, with any of its elements. [2], int64
-
-    The owner keeps the values of its matrices, so that ranks need not send them in each step. With this number a rank
-    sees that other code has written into its part, also through `.data`, which torch does not count.
+    Attributes:
+        bits: two numbers of its bits, [2].
+        version, address: torch's count of the writes into this memory, and where it is.
     """
-    if not part.numel():
-        return torch.zeros(2, dtype=torch.int64, device=part.device)
-    bits = part.contiguous().view(part.shape[0] if part.dim() else 1, -1).view(_INTEGERS[part.element_size()])
-    sums = [bits.sum(dim, dtype=torch.int64) for dim in (0, 1)]
-    return torch.stack([(each * _weights(each)).sum() for each in sums])
+
+    bits: Tensor
+    version: int
+    address: int
+
+    @staticmethod
+    def of(part: Tensor) -> Sent:
+        """Returns what is known of a part."""
+        return Sent(bits_of(part), part._version, part.data_ptr())
+
+    def is_other(self, part: Tensor) -> bool:
+        """Returns whether torch knows that the part has been written since, or is another tensor."""
+        return (self.version, self.address) != (part._version, part.data_ptr())
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+@dataclass(frozen=True, eq=False)
+class LateComparison:
+    """Which parameters have other bits than the owner sent, on the way from a GPU.
 
+    Attributes:
+        differs: for each of the names, [names], on the CPU.
+        arrived: tells whether they have come.
+    """
 
-def _weights(like: Tensor) -> Tensor:
-    return (torch.arange(1, like.numel() + 1, device=like.device) * FACTOR) | 1
+    names: Sequence[str]
+    differs: Tensor
+    arrived: torch.cuda.Event
+
+    @staticmethod
+    def begun(names: Sequence[str], differs: Tensor) -> LateComparison:
+        """Has the result of a comparison copied to the CPU."""
+        late = LateComparison(names, differs.to("cpu", non_blocking=True), torch.cuda.Event())
+        late.arrived.record()
+        return late
 
 
 def _packed(seen: Sequence[Seen]) -> list[int]:
