@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -112,6 +113,39 @@ def store_of(started: Launch, timeout: timedelta) -> dist.Store:
         store = _on_one_machine(started, timeout)
     store.set_timeout(timeout)
     return dist.PrefixStore(f"autotp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def ranks_on_one_card(store: dist.Store, started: Launch, card: Any, asked_for: bool) -> tuple[tuple[int, ...], bool]:
+    """Returns two ranks that compute on the same card, if there are such, and whether all asked for their cards.
+
+    All ranks call it, and all get the same answer. Each makes six requests to the store, however many ranks there are.
+    Two cards are the same by the rule of NCCL: in one machine, with one address on its bus.
+
+    Args:
+        store: one in which the ranks meet.
+        card: the properties of this rank's card.
+        asked_for: whether the caller named this card.
+    """
+    entered = store.add("cards", 1)
+    store = dist.PrefixStore(f"cards/{(entered - 1) // started.size}", store)  # A store may serve several worlds.
+    address = f"{machine()}/{card.pci_domain_id}:{card.pci_bus_id}:{card.pci_device_id}"
+    first = int(store.compare_set(address, "", str(started.rank)))
+    if first != started.rank:
+        store.set("shared", f"{first} {started.rank}")
+    if not asked_for:
+        store.set("by default", "")
+    if store.add("arrived", 1) == started.size:
+        shared = store.get("shared").decode() if store.check(["shared"]) else ""
+        store.set("answer", f"{int(not store.check(['by default']))} {shared}")
+    all_asked, *ranks = map(int, store.get("answer").split())
+    return tuple(ranks), bool(all_asked)
+
+
+def machine() -> str:
+    """Returns a name of this machine, the same in all its containers."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 @contextmanager

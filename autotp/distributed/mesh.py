@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.distributed.launch import Launch, launch, meeting, store_of
+from autotp.distributed.launch import Launch, launch, meeting, ranks_on_one_card, store_of
 from autotp.distributed.peers.heartbeat import SILENCE, answered
 from autotp.distributed.peers.never_ending import begin
 from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
+from autotp.groups.members_only import connecting_late, without_others
 from autotp.groups.one_thread import in_collective
 from autotp.groups.point_to_point import count_from_here
 from autotp.groups.process_group import process_group
@@ -42,7 +43,7 @@ class Mesh:
         axis: its name in graphs and errors.
         size: number of processes.
         rank: the rank of this process.
-        group: name of the process group; None for a single process without a group.
+        group: name of the process group; None for a single rank without a group.
         device: the device of this process.
         runs: number of ranks -> name of the group of so many neighbours that this process is in.
         names: the names of the ranks in errors, if there are several axes.
@@ -148,7 +149,7 @@ def make_mesh(
         return Mesh(device=_own_device(device))
     if timeout is None:
         timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
-    return _over_the_world(tp or world_size() // cp, cp, _own_device(device), timeout)
+    return _over_the_world(tp or world_size() // cp, cp, device, timeout)
 
 
 def group_of(mesh: Mesh) -> Any:
@@ -160,21 +161,35 @@ def _resolved(name: str) -> Any:
     return process_group(name)
 
 
-def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> Any:
-    """Returns a new process group, as torch's `new_group`; raises Error if a rank is lost meanwhile."""
+def new_group(ranks: Sequence[int] | None, timeout: timedelta, axis: str = "global", backend: str | None = None) -> Any:
+    """Returns a new process group, which its own ranks make, and no others.
+
+    Args:
+        ranks: global ranks; None means all. Ranks that are together in several new groups make them in the same order.
+        axis: the group's name in errors.
+        backend: None means that of the default group.
+
+    Raises:
+        Error: a rank was lost meanwhile, or torch is set to make groups by all ranks only.
+    """
     world: Any = dist.group.WORLD
+    members = list(range(world.size()) if ranks is None else ranks)
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def made() -> Any:
         if device is not None:  # Each thread has its own current device.
             torch.cuda.set_device(device)
-        return dist.new_group(None if ranks is None else list(ranks), timeout, **how)
+        return dist.new_group(members, timeout, backend, use_local_synchronization=True, group_desc=axis)
 
-    with in_collective("new_group", world.group_name):
+    with in_collective("new_group", world.group_name), without_others(members, axis):
         try:
             return answered(made, timeout.total_seconds() + SILENCE)
         except TimeoutError as error:
             raise RuntimeError(f"timed out: {error}") from error
+        except NotImplementedError as error:
+            told = str(error).partition(";")[0]
+            fix = "TORCH_DISTRIBUTED_USE_TORCHCOMMS=0"
+            raise Error(f"torch cannot make a process group of some ranks only: {told}", fix=fix) from error
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -403,15 +418,17 @@ def _from_device_mesh(
     where = _mesh_device(mesh, device)
     every = _ranks_of_model(mesh) if found["cp"] > 1 else []
     begin()
-    if timeout is not None and timeout != timeout_of(group):  # The caller's group keeps its timeout.
-        given = with_number(Mesh("tp", group.size(), group.rank(), group.group_name, where))
-        group = _group_of_members(dist.get_process_group_ranks(group), timeout, "tp", given.number)
+    if timeout is not None:  # The caller's groups keep their timeouts.
+        group, across = _with_timeout(group, timeout, "tp"), _with_timeout(across, timeout, "cp")
     own = _with_runs(Mesh("tp", group.size(), group.rank(), group.group_name, where), group)
-    if found["cp"] == 1:
-        return own
-    number = int(broadcast_from_first(torch.tensor(own.number, device=where), _along(own, across, "cp")))
-    columns = dist.get_process_group_ranks(across)
-    return _with_sequences(own, columns, every, timeout or timeout_of(group), number)
+    return own if found["cp"] == 1 else _with_sequences(own, group, across, every, timeout_of(group))
+
+
+def _with_timeout(group: Any, timeout: timedelta, axis: str) -> Any:
+    """Returns the group if there is none or it has this timeout, else a new one of the same ranks."""
+    if group is None or timeout == timeout_of(group):
+        return group
+    return new_group(dist.get_process_group_ranks(group), timeout, axis)
 
 
 def _ranks_of_model(mesh: DeviceMesh) -> list[int]:
@@ -439,57 +456,84 @@ def _ranks_of_model(mesh: DeviceMesh) -> list[int]:
     return sorted(grids[tuple(own[i] for i in range(mesh.ndim) if i not in both)].flatten().tolist())
 
 
-def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
-    """Initialises torch.distributed, as the launcher says or for a single process; returns this process's device."""
+def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None) -> torch.device:
+    """Initialises torch.distributed, as the launcher says or for a single process; returns this process's device.
+
+    On GPUs the default group, and each group that is made after it, sends tensors of the CPU too: over gloo.
+
+    Args:
+        device: None means the GPU of this process, else the CPU.
+
+    Raises:
+        Error: ranks share a GPU, and not all of them were told so by `device`.
+    """
     report_errors()
-    device = device or _own_device(None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    own = _own_device(device)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
     if not dist.is_initialized():
-        kind = "nccl" if device.type == "cuda" and _own_gpus() else "gloo"
         started = launch() or Launch("", 0, 1, 0, 1)
-        with meeting(started):
+        with meeting(started), connecting_late(started.size):
             store = store_of(started, timeout) if started.by else dist.HashStore()
-            dist.init_process_group(kind, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
+            backend = _backend(own, own == torch.device(device or "cuda"), store, started)
+            dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
     begin()
-    return device
+    return own
 
 
-def _over_the_world(tp: int, cp: int, device: torch.device, timeout: timedelta) -> Mesh:
-    start(timeout, device)
-    count, me = dist.get_world_size(), dist.get_rank()
-    if tp == count:
-        # A new group, so that it has this timeout and this name, whatever the default group has.
-        group = new_group(None, timeout, group_desc="tp")
-        return _with_runs(Mesh("tp", tp, me, group.group_name, device), group)
-    world: Any = dist.group.WORLD
-    number = with_number(Mesh("world", count, me, world.group_name, device)).number
-    first, held = me // (tp * cp) * (tp * cp), tp * cp
-    group = _group_of_members(range(me // tp * tp, me // tp * tp + tp), timeout, "tp", number)
-    mesh = _with_runs(Mesh("tp", tp, me % tp, group.group_name, device), group)
-    if cp > 1:
-        mesh = _with_sequences(
-            mesh, range(first + me % tp, first + held, tp), range(first, first + held), timeout, number
+def _backend(own: torch.device, asked_for: bool, store: dist.Store, started: Launch) -> str:
+    """Returns the backend of the default group, the same on all ranks: NCCL if each has a GPU of its own, else gloo.
+
+    Args:
+        asked_for: whether the caller named this GPU.
+
+    Raises:
+        Error: as `start`.
+    """
+    if own.type != "cuda":
+        return "gloo"
+    ranks, all_asked = ranks_on_one_card(store, started, torch.cuda.get_device_properties(own), asked_for)
+    if not ranks:
+        return "cpu:gloo,cuda:nccl"
+    problem = f"global ranks {' and '.join(map(str, ranks))} compute on the same GPU"
+    if not all_asked:
+        raise Error(
+            f"{problem}, and NCCL wants one for each rank",
+            fix='fewer processes, or device="cuda:0" on each to share a card (slow: gloo instead of NCCL)',
         )
-    if held == count:
+    warnings.warn(f"{problem}, so all ranks send over gloo, through the memory of the host: this is slow", stacklevel=2)
+    return "gloo"
+
+
+def _over_the_world(tp: int, cp: int, device: torch.device | str | None, timeout: timedelta) -> Mesh:
+    own = start(timeout, device)
+    count, me = dist.get_world_size(), dist.get_rank()
+    first, row = me // (tp * cp) * (tp * cp), me // tp * tp
+    # New groups, so that they have this timeout and this name, whatever the default group has.
+    group = new_group(range(row, row + tp), timeout, "tp") if tp > 1 or cp == 1 else None
+    mesh = _with_runs(Mesh("tp", tp, me % tp, None if group is None else group.group_name, own), group)
+    if cp > 1:
+        every = range(first, first + tp * cp)
+        mesh = _with_sequences(mesh, group, new_group(every[me % tp :: tp], timeout, "cp"), every, timeout)
+    if tp * cp == count:
         return mesh
-    alike = _group_of_members(range(me % held, count, held), timeout, "dp", number)
+    alike = new_group(range(me % (tp * cp), count, tp * cp), timeout, "dp")
     return replace(mesh, replicas=with_number(_along(mesh, alike, "replica")))
 
 
-def _with_sequences(mesh: Mesh, columns: Sequence[int], every: Sequence[int], timeout: timedelta, number: int) -> Mesh:
+def _with_sequences(mesh: Mesh, group: Any, across: Any, every: Sequence[int], timeout: timedelta) -> Mesh:
     """Returns the tensor-parallel axis with the axis `cp` beside it, and with all ranks of both.
 
     Args:
-        columns: the global ranks of this process's axis `cp`.
+        group: the process group of `mesh`.
+        across: that of this process's axis `cp`.
         every: the global ranks of both axes, those along `tp` neighbours.
-        number: a number that all of them share.
     """
-    across = with_number(_along(mesh, _group_of_members(columns, timeout, "cp", number), "cp"))
-    both = _group_of_members(every, timeout, "cp x tp", number)
+    same = [its for its in (group, across) if its is not None and its.size() == len(every)]
+    both = same[0] if same else new_group(every, timeout, "cp x tp")
     names = tuple(f"tp rank {i % mesh.size}, cp rank {i // mesh.size}" for i in range(len(every)))
     together = with_number(replace(_along(mesh, both, "cp x tp"), names=names))
-    return replace(mesh, sequence=across, together=together)
+    return replace(mesh, sequence=with_number(_along(mesh, across, "cp")), together=together)
 
 
 def _along(mesh: Mesh, group: Any, axis: str) -> Mesh:
@@ -498,31 +542,14 @@ def _along(mesh: Mesh, group: Any, axis: str) -> Mesh:
 
 def _with_runs(mesh: Mesh, group: Any) -> Mesh:
     """Returns the mesh with its number, and with groups of 2, 4, ... neighbours for cuts on a factor of the axis."""
-    mesh, ranks, found = with_number(mesh), dist.get_process_group_ranks(group), []
-    for n in (n for n in range(2, len(ranks)) if len(ranks) % n == 0):
-        start = group.rank() // n * n
-        run = _group_of_members(ranks[start : start + n], timeout_of(group), f"tp/{n}", mesh.number)
+    mesh, runs = with_number(mesh), []
+    for n in (n for n in range(2, mesh.size) if mesh.size % n == 0):
+        start = mesh.rank // n * n
+        ranks = dist.get_process_group_ranks(group)[start : start + n]
+        run = new_group(ranks, timeout_of(group), f"tp/{n}")
         _numbered[run] = replace(_along(mesh, run, f"tp/{n}"), number=mesh.number)
-        found.append((n, run.group_name))
-    return replace(mesh, runs=tuple(found))
-
-
-def _group_of_members(ranks: Sequence[int], timeout: timedelta, axis: str, number: int) -> Any:
-    """Returns a new group that only its own ranks make.
-
-    torch names it by its ranks and by how many groups this process is in. Ranks that are in other groups besides, such
-    as one of the user's, would give it different names, and wait for each other. So the name is made of `number`.
-
-    Args:
-        number: a number that these ranks share, and that no other group of them was made with.
-    """
-    torch_names: Any = dist.distributed_c10d
-    before = torch_names._hash_ranks_to_str
-    torch_names._hash_ranks_to_str = lambda its: f"autotp/{axis}/{number}/{'_'.join(map(str, its))}"
-    try:
-        return new_group(ranks, timeout, use_local_synchronization=True, group_desc=axis)
-    finally:
-        torch_names._hash_ranks_to_str = before
+        runs.append((n, run.group_name))
+    return replace(mesh, runs=tuple(runs))
 
 
 _numbered: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
@@ -606,12 +633,6 @@ def _local_rank() -> int:
     return torch.cuda.current_device() or dist.get_rank() % max(torch.cuda.device_count(), 1)
 
 
-def _own_gpus() -> bool:
-    """True if each process of this machine has its own GPU."""
-    started = launch()
-    return torch.cuda.device_count() >= (started.local_size if started is not None else 1)
-
-
 def _own_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         gloo = dist.is_initialized() and dist.get_backend() == "gloo"
@@ -619,6 +640,8 @@ def _own_device(device: torch.device | str | None) -> torch.device:
     device = _usable(device)
     if device.type != "cuda" or device.index is not None:
         return device
+    if torch.cuda.device_count() == 1:  # Its own, if the launcher shows each process one card; `start` asks the others.
+        return torch.device("cuda", 0)
     if _local_rank() >= torch.cuda.device_count():
         raise Error(
             f"LOCAL_RANK {_local_rank()} has no GPU of its own: this machine has {torch.cuda.device_count()}",

@@ -493,12 +493,18 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
 
 
 def start_all(xs: Sequence[Tensor], group: str) -> Callable[[], list[Tensor]]:
-    """Starts the sums of several tensors over the group, in one collective; returns a function that waits for them."""
-    ops = torch.ops._c10d_functional
+    """Starts the sums of several tensors over the group; returns a function that waits for them.
+
+    They are one collective, but for tensors of a GPU over gloo, which sums one of those at a time.
+    """
+    ops, operands = torch.ops._c10d_functional, [in_memory(x) for x in xs]
     with in_collective("all_reduce_coalesced", group):
         for x in xs[:1]:
             pass_by(group, x)
-        found = ops.all_reduce_coalesced([in_memory(x) for x in xs], "sum", group)
+        if xs and xs[0].device.type == "cuda" and _is_gloo(group, "cuda"):
+            found = [ops.all_reduce(x, "sum", group) for x in operands]
+        else:
+            found = ops.all_reduce_coalesced(operands, "sum", group)
 
     def received() -> list[Tensor]:
         with in_collective("all_reduce_coalesced", group):

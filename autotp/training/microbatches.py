@@ -129,7 +129,8 @@ def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module,
     counts = counts_of(analysis, given, holder)
     if counts is None:
         return {}
-    dist.all_reduce(counts, group=replicas)
+    if replicas.size() > 1:  # NCCL would make a communicator of a single rank.
+        dist.all_reduce(counts, group=replicas)
     return named_totals(analysis, counts)
 
 

@@ -1,4 +1,4 @@
-"""Makes the process groups of a mesh; every rank makes every group, as torch requires."""
+"""Makes the process groups of a mesh: each rank makes those that it is in."""
 
 from __future__ import annotations
 
@@ -19,21 +19,33 @@ from autotp.training.pipeline.schedules import parameters_of_stage
 
 
 def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """Returns the mesh of all processes, the last axis innermost; its groups wait no longer than `timeout`."""
+    """Returns the mesh of all processes, the last axis innermost; its groups wait no longer than `timeout`.
+
+    Axes of size 1 have one group, which autotp does not communicate in: torch wants one for each dimension of a mesh.
+    """
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = [
-        group(ranks.movedim(dim, -1).reshape(-1, size), timeout, axis) for dim, (axis, size) in enumerate(sizes.items())
-    ]
+    groups: list[Any] = []
+    for dim, axis in enumerate(sizes):
+        rows = ranks.movedim(dim, -1).reshape(-1, sizes[axis])
+        groups.append(_group(groups, rows, timeout, axis))
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
 
 
-def group(rows: torch.Tensor, timeout: timedelta, axis: str | None = None) -> Any:
-    """Makes one process group per row of ranks, and returns this rank's; None if no row has this rank.
+def _group(groups: Sequence[Any], rows: torch.Tensor, timeout: timedelta, axis: str) -> Any:
+    """Returns the group of this rank's row: one of `groups` if it has these ranks, else a new one; None without a row.
 
-    `axis` is the group's name in errors.
+    Each communicator of NCCL takes memory of the GPU.
+
+    Args:
+        rows: [rows ranks].
+        axis: the name of a new group in errors.
     """
-    made = {tuple(row): new_group(row, timeout, group_desc=axis) for row in rows.tolist()}
-    return next((group for row, group in made.items() if dist.get_rank() in row), None)
+    mine = rows[(rows == dist.get_rank()).any(1)]
+    if not len(mine):
+        return None
+    ranks = sorted(mine[0].tolist())
+    same = (its for its in groups if dist.get_process_group_ranks(its) == ranks)
+    return next(same, None) or new_group(ranks, timeout, axis)
 
 
 MANY = 64
@@ -41,16 +53,12 @@ MANY = 64
 
 
 def world_mesh(place: Mesh, mesh: DeviceMesh, timeout: timedelta) -> Mesh:
-    """Returns the mesh of all ranks, in a group of its own that waits no longer than `timeout`.
-
-    The group also sends tensors of the CPU: what ranks tell each other in each step does not wait for a GPU.
-    """
-    nccl = place.device.type == "cuda" and backend_of(dist.group.WORLD.group_name, "cuda") == "nccl"  # type: ignore[union-attr]
-    every = new_group(None, timeout, group_desc="global", backend="cpu:gloo,cuda:nccl" if nccl else None)
+    """Returns the mesh of all ranks, in a group that waits no longer than `timeout`."""
+    every = _group(mesh.get_all_groups(), mesh.mesh.view(1, -1), timeout, "global")
     axes = [axis for axis in mesh.get_all_groups() if axis.size() > 1]
     several = every.size() >= MANY and all(torch.device("cpu") in axis._device_types for axis in axes)
     return replace(
-        place.alone(), axis="global", size=every.size(), rank=every.rank(), group=every.group_name,
+        place.alone(), axis="global", size=every.size(), rank=every.rank(), group=every.group_name, runs=(),
         axes=tuple(axis.group_name for axis in axes) if several else (),
     )  # fmt: skip
 
@@ -95,5 +103,8 @@ def shared(
     holders: Mapping[str, tuple[int, ...]], mesh: DeviceMesh, timeout: timedelta
 ) -> dict[str, tuple[list[int], Any]]:
     """Returns parameter -> the ranks of the pipeline that hold it, and their group, for parameters of this rank."""
-    groups = {some: group(mesh.mesh[list(some)].flatten(1).T, timeout) for some in dict.fromkeys(holders.values())}
+    groups = {
+        some: _group(mesh.get_all_groups(), mesh.mesh[list(some)].flatten(1).T, timeout, "pp")
+        for some in dict.fromkeys(holders.values())
+    }
     return {name: (list(some), groups[some]) for name, some in holders.items() if groups[some] is not None}

@@ -208,7 +208,7 @@ class Trainer(InGraphs, HasHoldings):
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
         self.everyone = groups.world_mesh(self.place, mesh, timeout)
-        self.files, self.saving, self.thread = new_group(None, timeout, backend="gloo"), None, None
+        self.files, self.saving, self.thread = new_group(None, timeout, "files", "gloo"), None, None
         self._ranks = with_rank_names(self.everyone, mesh)
         self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
         self._signature = signature_of(model)

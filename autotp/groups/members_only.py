@@ -1,0 +1,62 @@
+"""Process groups that only their own ranks make: their names, and how their ranks connect."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha1
+from typing import Any
+
+import torch.distributed as dist
+
+MANY = 64
+"""In groups of more ranks gloo connects two ranks when the first one sends, and not when the group is made."""
+LATE = "TORCH_GLOO_LAZY_INIT"
+"""torch's environment variable for that. With n ranks and without it, each of them asks the store 2n + 1 times."""
+_made: Counter[str] = Counter()
+"""Digest of ranks -> the number of groups of these ranks that this process has made."""
+
+
+@contextmanager
+def without_others(ranks: Sequence[int], axis: str) -> Iterator[None]:
+    """A region in which `new_group(ranks, use_local_synchronization=True)` waits for nobody but these ranks.
+
+    NOTE [Groups that only their ranks make]
+    By torch's rule all ranks of the world make all groups: 2,112 calls on each of 8,192 ranks, of which a rank is in
+    some six groups. `use_local_synchronization` lifts this rule, but for two things that are changed here:
+    - torch names such a group by its ranks and by the number of groups that this process is in. Ranks that are in other
+      groups besides, such as one of the user's, would use different names, and would wait for each other. Here the name
+      has the number of groups of the same ranks that autotp has made: all members have made the same ones.
+    - After the user's `init_process_group("nccl", device_id=...)` torch splits the communicator of the world, and NCCL
+      wants all its ranks for that. A default group that is bound to no device is not split: the new group gets a
+      communicator of its own when it is first used.
+    """
+    world: Any = dist.group.WORLD
+    torch_names: Any = dist.distributed_c10d
+    digest = sha1(repr(sorted(ranks)).encode(), usedforsecurity=False).hexdigest()
+    name = f"autotp/{axis}/{digest}/{_made[digest]}"
+    _made[digest] += 1
+    name_before, device_before = torch_names._hash_ranks_to_str, world.bound_device_id
+    torch_names._hash_ranks_to_str = lambda _: name
+    world.bound_device_id = None
+    try:
+        with connecting_late(len(ranks)):
+            yield
+    finally:
+        torch_names._hash_ranks_to_str = name_before
+        world.bound_device_id = device_before
+
+
+@contextmanager
+def connecting_late(size: int) -> Iterator[None]:
+    """A region in which gloo connects the ranks of a new group of this size at once if they are few, else on use."""
+    before = os.environ.get(LATE)
+    if size > MANY and before is None:
+        os.environ[LATE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(LATE, None)
