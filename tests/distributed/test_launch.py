@@ -8,18 +8,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import HERE, ROOT, run_ranks
 
 import autotp
-from autotp.distributed.launch import TORCHRUN, Launch, launch, store_of
-from autotp.distributed.mesh import gather_ints, make_mesh, world_size
+from autotp.distributed.launch import TORCHRUN, Launch, launch, ranks_on_one_card, store_of
+from autotp.distributed.mesh import gather_ints, group_of, make_mesh, world_size
 
 NAMES = re.compile("^(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMIX?_|MPI_)")
 JOB = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "a1"}
@@ -119,6 +123,124 @@ def test_the_folder_is_this_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with pytest.raises(autotp.Error) as raised:
         store_of(Launch("srun", 0, 2, 0, 2, "1.0.0"), timedelta(seconds=1))
     assert str(raised.value) == f"{folder} can be changed by other users\n  try      TMPDIR=<a folder of yours>"
+
+
+# ---- one card for each process
+
+
+@dataclass(frozen=True)
+class Card:
+    """What `torch.cuda.get_device_properties` says of where a card is."""
+
+    pci_bus_id: int
+    pci_domain_id: int = 0
+    pci_device_id: int = 0
+
+
+def answers(store: dist.Store, buses: Sequence[int], by_default: Sequence[int] = ()) -> set[Any]:
+    """What ranks with cards at these places of the bus are told."""
+
+    def asked(rank: int) -> Any:
+        started = Launch("srun", rank, len(buses), rank, len(buses))
+        return ranks_on_one_card(store, started, Card(buses[rank]), rank not in by_default)
+
+    with ThreadPoolExecutor(len(buses)) as threads:
+        return set(threads.map(asked, range(len(buses))))
+
+
+def test_ranks_on_one_card() -> None:
+    store = dist.HashStore()
+    assert answers(store, (5, 7, 9)) == {((), True)}
+    assert answers(store, (9, 5, 7), by_default=(1,)) == {((), False)}, "another world in the same store"
+    (found,) = answers(store, (5, 7, 7))
+    assert sorted(found[0]) == [1, 2] and found[1]
+    (found,) = answers(store, (5, 7, 5), by_default=(1,))
+    assert sorted(found[0]) == [0, 2] and not found[1]
+
+
+def test_the_requests_of_a_rank_do_not_grow_with_the_world() -> None:
+    few, many = (Counting() for _ in range(2))
+    for store, size in ((few, 2), (many, 32)):
+        answers(store, range(size))
+        assert store.requests <= 7 * size
+
+
+class Counting(dist.Store):
+    """A store that counts requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.requests = dist.HashStore(), 0
+
+    def set(self, *args: Any) -> Any:
+        self.requests += 1
+        return self.inside.set(*args)
+
+    def get(self, *args: Any) -> Any:
+        self.requests += 1
+        return self.inside.get(*args)
+
+    def add(self, *args: Any) -> Any:
+        self.requests += 1
+        return self.inside.add(*args)
+
+    def check(self, *args: Any) -> Any:
+        self.requests += 1
+        return self.inside.check(*args)
+
+    def compare_set(self, *args: Any) -> Any:
+        self.requests += 1
+        return self.inside.compare_set(*args)
+
+
+def of_ray(rank: int, size: int, port: int) -> dict[str, str]:
+    """What a worker of Ray sets before it imports torch; here the parent keeps the store."""
+    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    found = {name: str(value) for name, value in values.items()}
+    return found | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def with_one_visible_card(rank: int, n: int, by: str, where: Any, buses: Sequence[int], device: str | None) -> Any:
+    """Each process sees one card, as under `srun --gpus-per-task=1` and in an actor of Ray."""
+    dist.destroy_process_group()
+    put(of_srun(rank, n) | {"TMPDIR": where} if by == "srun" else of_ray(rank, n, where))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: Card(buses[rank]))
+        try:
+            mesh = make_mesh(n, timeout=timedelta(seconds=30), device=device)
+        except autotp.Error as error:
+            return str(error), dist.is_initialized()
+    x = torch.tensor([1.0 + rank], device=mesh.device if dist.get_backend() != "gloo" else "cpu")
+    dist.all_reduce(x, group=group_of(mesh))
+    assert x.item() == 3.0
+    return str(mesh.device), dist.get_backend(), [str(warning.message) for warning in told]
+
+
+SHARED = r"global ranks (0 and 1|1 and 0) compute on the same GPU"
+
+
+@pytest.mark.parametrize("by", ["srun", "ray"])
+def test_each_process_sees_one_card_of_its_own(by: str, tmp_path: Path) -> None:
+    for device in (None, "cuda:0"):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        where = str(tmp_path) if by == "srun" else store.port
+        found = run_ranks(with_one_visible_card, 2, by, where, (23, 27), device, cards=True)
+        assert found == [("cuda:0", "cpu:gloo,cuda:nccl", [])] * 2
+
+
+def test_all_processes_see_the_same_card(tmp_path: Path) -> None:
+    for message, initialised in run_ranks(with_one_visible_card, 2, "srun", str(tmp_path), (7, 7), None, cards=True):
+        problem, fix = message.splitlines()
+        assert re.fullmatch(f"{SHARED}, and NCCL wants one for each rank", problem)
+        assert fix.endswith('fewer processes, or device="cuda:0" on each to share a card (slow: gloo instead of NCCL)')
+        assert not initialised, "an error leaves nothing half done"
+    for device, backend, told in run_ranks(
+        with_one_visible_card, 2, "srun", str(tmp_path), (7, 7), "cuda:0", cards=True
+    ):
+        assert (device, backend) == ("cuda:0", "gloo")
+        assert re.match(f"{SHARED}, so all ranks send over gloo", told[0])
 
 
 # ---- processes that meet

@@ -99,6 +99,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_mesh(1, device="cuda").device == torch.device("cuda:1")
     assert make_mesh(1, device="cuda:0").device == torch.device("cuda:0")
     assert make_mesh(1, device="cpu").device == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert make_mesh(1).device == torch.device("cuda:0"), "the only one that this process sees"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert message(lambda: make_mesh(1)) == (
         "LOCAL_RANK 2 has no GPU of its own: this machine has 2\n"
@@ -307,6 +310,26 @@ def waits(rank: int, n: int) -> list[timedelta]:
 def test_timeouts() -> None:
     """A model's group waits as long as the default one, or as it is told."""
     assert run_ranks(waits, 2, timeout=41) == [[timedelta(seconds=41), timedelta(seconds=7)]] * 2
+
+
+def sums_on_both_sides(rank: int, n: int, port: int) -> list[float]:
+    """autotp initialises torch.distributed: users' scalars on the CPU are summed like tensors of the card."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    mesh = make_mesh(2, timeout=timedelta(seconds=30))
+    found = []
+    for group in (None, _resolve_process_group(str(mesh.group)), _resolve_process_group(str(mesh.replicas.group))):  # type: ignore[union-attr, arg-type]
+        for device in ("cpu", mesh.device):
+            x = torch.tensor([float(rank)], device=device)
+            dist.all_reduce(x, group=group)
+            found.append(x.item())
+    return found
+
+
+def test_groups_on_cards_sum_tensors_of_the_cpu() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = run_ranks(sums_on_both_sides, 4, store.port, cards=True)
+    assert found == [[6, 6, 1, 1, 2, 2], [6, 6, 1, 1, 4, 4], [6, 6, 5, 5, 2, 2], [6, 6, 5, 5, 4, 4]]
 
 
 def beside_other_groups(rank: int, n: int) -> list[int]:
