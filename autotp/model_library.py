@@ -36,6 +36,10 @@ class ModelLibrary:
         """Returns an attribute of such an object in a form that can be flattened. Raises Error if there is none."""
         return value
 
+    def rewrites(self, name: str) -> bool:
+        """False for the name of an attribute that `read_attribute` returns as it is."""
+        return False
+
     def read_attribute(self, name: str, value: Any, among: Sequence[Any]) -> Any:
         """Returns the attribute for the form that `shown_attribute` returned.
 
@@ -211,6 +215,11 @@ def shown_attribute(name: str, value: Any) -> Any:
     for it in libraries():
         value = it.shown_attribute(name, value)
     return value
+
+
+def rewrites(name: str) -> bool:
+    """False for the name of an attribute that `read_attribute` returns as it is."""
+    return any(it.rewrites(name) for it in libraries())
 
 
 def read_attribute(name: str, value: Any, among: Sequence[Any]) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ def shown_attribute(name: str, value: Any) -> Any:
     if name in COUNTS and isinstance(value, int | torch.SymInt):
         return torch.zeros((), dtype=torch.bool).expand(value)
     return None if isinstance(value, torch.device) else value
+
+
+@cache
+def rewrites(name: str) -> bool:
+    """False for the name of an attribute that `shown_attribute` and `read_attribute` return as it is."""
+    return name in (*COUNTS, "offloading", "q_group_size") or name.endswith("device")
 
 
 def read_attribute(name: str, value: Any, among: Sequence[Any]) -> Any:

@@ -58,6 +58,10 @@ class Transformers(ModelLibrary):
         """Returns an attribute of a cache in a form that pytree can flatten."""
         return caches.shown_attribute(name, value)
 
+    def rewrites(self, name: str) -> bool:
+        """False for the name of an attribute that is in a graph as it is."""
+        return caches.rewrites(name)
+
     def read_attribute(self, name: str, value: Any, among: Sequence[Any]) -> Any:
         """Returns the attribute that `shown_attribute` was given."""
         return caches.read_attribute(name, value, among)

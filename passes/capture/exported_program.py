@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
 from autotp.passes.capture.guards.code_names import named
 from autotp.passes.capture.guards.sizes import SizeAssumptions
 from autotp.passes.capture.inline import inline
-from autotp.passes.capture.pytree import unflatten_outcome, within_states
+from autotp.passes.capture.pytree import Built, builder_of, unflatten_outcome, within_states
 from autotp.passes.capture.repeats.unfold import unfold
 from autotp.passes.capture.skeleton import storage_of
 from autotp.rules.call import writes
@@ -311,8 +312,17 @@ class _Rebuilding:
     spec: Any
 
     def __call__(self, found: Sequence[Any], mine: Sequence[Any]) -> Any:
-        leaves = [found[leaf.at] if isinstance(leaf, OutputAt) else leaf for leaf in self.leaves]
-        return unflatten_outcome(leaves, self.spec, mine)
+        leaves = [found[leaf.at] if type(leaf) is OutputAt else leaf for leaf in self.leaves]
+        builders = None if torch.compiler.is_compiling() else self.builders
+        return unflatten_outcome(leaves, self.spec, mine, builders)
+
+    @cached_property
+    def builders(self) -> tuple[Built, Built]:
+        """Build the result, and the states."""
+        return builder_of(self.spec[0]), builder_of(self.spec[1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"leaves": self.leaves, "spec": self.spec}  # Functions that are made here cannot be pickled.
 
 
 def _environment(graph: fx.Graph) -> Any:

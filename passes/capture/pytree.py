@@ -13,7 +13,7 @@ import inspect
 from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import NoneType
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.model_library import is_state, read_attribute, shown_attribute
+from autotp.model_library import is_state, read_attribute, rewrites, shown_attribute
 
 
 @dataclass(frozen=True)
@@ -63,26 +63,90 @@ def signature_of(model: nn.Module) -> Signature:
     return Signature(None if bare else positional, named)
 
 
-def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Returns `flatten((args, kwargs))`; fast if each argument is a tensor or a plain value."""
-    leaves = [*args, *kwargs.values()]
-    if _are_leaves(leaves) and not torch.compiler.is_compiling():
-        return leaves, _flat_spec(len(args), tuple(kwargs))
-    return flatten((args, kwargs))
-
-
-def _are_leaves(values: Sequence[Any]) -> bool:
-    return all(kind in PLAIN for kind in map(type, values))
-
-
 PLAIN = frozenset({Tensor, NoneType, bool, int, float, str})
 """Classes of arguments that are leaves."""
 
 
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Returns `flatten((args, kwargs))`; fast if a call of the same form was flattened before.
+
+    NOTE [The form of a call] For the key-value cache of 8 layers torch's pytree takes 0.2 ms, in each decoded token,
+    and its structure takes as long to compare with that of an earlier call. So `_Form` walks through the arguments
+    that calls most often have, and calls of one form get the same object as their structure.
+    """
+    if torch.compiler.is_compiling():
+        return flatten((args, kwargs))
+    call = _Form()
+    if not call.walk((args, kwargs)):
+        return flatten((args, kwargs))
+    form = tuple(call.form)
+    if form not in _SPECS:
+        leaves, spec = flatten((args, kwargs))
+        same = len(leaves) == len(call.leaves) and all(map(_is_alike, leaves, call.leaves))
+        _SPECS[form] = spec if same else None
+    spec = _SPECS[form]
+    return flatten((args, kwargs)) if spec is None else (call.leaves, spec)
+
+
+_SPECS: dict[tuple[Any, ...], Any] = {}
+"""The form of a call -> its structure; None where `flatten` finds other leaves than `_Form`."""
+
+
+def _is_alike(leaf: Any, other: Any) -> bool:
+    """True for the same leaf; a count of a cache is another tensor each time."""
+    return leaf is other or (isinstance(leaf, Tensor) and isinstance(other, Tensor) and leaf.shape == other.shape)
+
+
+class _Form:
+    """The leaves of a call, and what else it consists of, from the outside to the inside.
+
+    Attributes:
+        leaves: the leaves, as `flatten` returns them.
+        form: None for each leaf; for a container its class, and its keys or length.
+    """
+
+    __slots__ = ("form", "leaves")
+
+    def __init__(self) -> None:
+        self.leaves: list[Any] = []
+        self.form: list[Any] = []
+
+    def walk(self, x: Any) -> bool:
+        """Adds a value. Returns False for a value that only `flatten` knows."""
+        kind = type(x)
+        if kind in PLAIN or _is_leaf(kind):
+            self.form.append(None)
+            self.leaves.append(x)
+            return True
+        if kind is dict:
+            self.form.append((kind, *x))
+            return all(map(_is_text, x)) and all(map(self.walk, x.values()))
+        if kind is list or kind is tuple:
+            self.form.append((kind, len(x)))
+            return all(map(self.walk, x))
+        return is_state(x) and self._walk_state(x)
+
+    def _walk_state(self, state: Any) -> bool:
+        attributes = vars(state)
+        self.form.append((type(state), *attributes))
+        for name, value in attributes.items():
+            kind = type(value)
+            if rewrites(name) or not (kind in PLAIN or kind is list):
+                value = shown_attribute(name, value)
+            if not self.walk(value):
+                return False
+        return True
+
+
+def _is_text(key: Any) -> bool:
+    return type(key) is str
+
+
 @cache
-def _flat_spec(count: int, names: tuple[str, ...]) -> Any:
-    """Returns the structure of a call with `count` arguments by position and these names, all of them leaves."""
-    return pytree.tree_flatten(((0,) * count, dict.fromkeys(names, 0)))[1]
+def _is_leaf(kind: type) -> bool:
+    """True for further classes of leaves that hold no other tensors."""
+    leaf = issubclass(kind, Tensor | torch.dtype | type)
+    return leaf and kind not in pytree.SUPPORTED_NODES
 
 
 def flatten(tree: Any, known: Sequence[Any] = ()) -> tuple[list[Any], Any]:
@@ -163,9 +227,8 @@ def states(tree: tuple[Sequence[Any], Mapping[str, Any]]) -> list[Any]:
     Args:
         tree: positional and named arguments.
     """
-    if _are_leaves([*tree[0], *tree[1].values()]):
-        return []
-    found = {id(x): x for x in pytree.tree_leaves(tree, is_state) if is_state(x)}
+    values = [x for x in (*tree[0], *tree[1].values()) if type(x) not in PLAIN]
+    found = {id(x): x for x in pytree.tree_leaves(values, is_state) if is_state(x)} if values else {}
     return list(found.values())
 
 
@@ -204,15 +267,43 @@ def _key(key: Any) -> str:
     return str(next((getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)), key))
 
 
-def unflatten_outcome(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> Any:
-    """Rebuilds the result of a call from the leaves of its outcome; puts the new values into the caller's states."""
-    of_result, of_states = spec
-    changed = pytree.tree_unflatten(leaves[of_result.num_leaves :], of_states)
-    for state, now in zip(mine, changed, strict=True):
+Built = Callable[[Iterator[Any]], Any]
+"""A function that makes a value from the next leaves."""
+
+
+def unflatten_outcome(
+    leaves: Sequence[Any], spec: tuple[Any, Any], mine: Sequence[Any], builders: tuple[Built, Built] | None = None
+) -> Any:
+    """Rebuilds the result of a call from the leaves of its outcome; puts the new values into the caller's states.
+
+    Args:
+        builders: `builder_of` both structures of `spec`. (torch traces pytree's own functions, and not these.)
+    """
+    of_result, of_states = builders or [partial(_unflatten, spec=one) for one in spec]
+    count = spec[0].num_leaves
+    for state, now in zip(mine, of_states(iter(leaves[count:])), strict=True):
         vars(state).clear()
         vars(state).update(vars(now))
-    inside = [mine[leaf.at] if type(leaf) is StateAt else leaf for leaf in leaves[: of_result.num_leaves]]
-    return pytree.tree_unflatten(inside, of_result)
+    return of_result(iter([mine[leaf.at] if type(leaf) is StateAt else leaf for leaf in leaves[:count]]))
+
+
+def _unflatten(leaves: Iterator[Any], spec: Any) -> Any:
+    return pytree.tree_unflatten(list(leaves), spec)
+
+
+def builder_of(spec: Any) -> Built:
+    """Returns a function that does what `tree_unflatten` does with a structure, with its decisions made once."""
+    if spec.is_leaf():
+        return next
+    parts, context = [builder_of(part) for part in spec.children()], spec.context
+    if spec.type is list:
+        return lambda leaves: [part(leaves) for part in parts]
+    if spec.type is tuple:
+        return lambda leaves: tuple([part(leaves) for part in parts])
+    if spec.type is dict:
+        return lambda leaves: dict(zip(context, [part(leaves) for part in parts], strict=True))
+    unflatten = _built if spec.type is _Open else pytree.SUPPORTED_NODES[spec.type].unflatten_fn
+    return lambda leaves: unflatten([part(leaves) for part in parts], context)
 
 
 @dataclass(frozen=True)
@@ -248,7 +339,9 @@ def _built(below: Any, context: Any) -> Any:
     """Returns an object of the same class and attributes, without calling its constructor."""
     kind, names = context
     new = object.__new__(kind)
-    vars(new).update({name: read_attribute(name, value, below) for name, value in zip(names, below, strict=True)})
+    attributes = vars(new)
+    for name, value in zip(names, below, strict=True):
+        attributes[name] = read_attribute(name, value, below) if rewrites(name) else value
     return new
 
 

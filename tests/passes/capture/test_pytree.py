@@ -18,6 +18,7 @@ import autotp
 from autotp.model_library import libraries
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.pytree import (
+    builder_of,
     flatten,
     flatten_call,
     leaf_names,
@@ -82,6 +83,34 @@ def test_a_plain_call_is_flattened_like_any_other(args: Any, kwargs: Any) -> Non
     assert same == spec and hash(same) == hash(spec)
     assert len(fast) == len(leaves) and all(a is b for a, b in zip(fast, leaves, strict=True))
     assert states((args, kwargs)) == []
+
+
+def test_a_call_with_a_cache_is_flattened_like_any_other() -> None:
+    """The structure of a second call is the same object, so that comparing the two takes no time."""
+    transformers = pytest.importorskip("transformers")
+    assert libraries()
+    config = transformers.LlamaConfig(num_hidden_layers=2, sliding_window=4, layer_types=SLIDING)
+    made = torch.ones(1, 1, 2, 4)
+    for cache in (
+        transformers.DynamicCache(),
+        transformers.DynamicCache(config=config),
+        transformers.StaticCache(config, max_cache_len=8),
+    ):
+        for layer in range(2):
+            cache.update(made, made, layer)
+        given = {"x": X, "cache": cache, "more": [(Y, 1.5), {"a": None}]}
+        leaves, spec = flatten(((), given))
+        fast, same = flatten_call((), given)
+        assert same == spec and flatten_call((), given)[1] is same
+        assert [type(leaf) for leaf in fast] == [type(leaf) for leaf in leaves]
+        assert all(a is b or a.equal(b) for a, b in zip(fast, leaves, strict=True))
+        assert states(((), given)) == [cache]
+        again, whole = builder_of(spec)(iter(fast)), torch.utils._pytree.tree_unflatten(fast, spec)
+        assert str(flatten(again)[1]) == str(flatten(whole)[1]) == str(spec)
+        assert vars(again[1]["cache"].layers[1]).keys() == vars(cache.layers[1]).keys()
+
+
+SLIDING = ["full_attention", "sliding_attention"]
 
 
 def test_leaves() -> None:
