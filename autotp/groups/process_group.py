@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
@@ -41,7 +43,16 @@ def called(rank: int, group: str) -> str:
 
 def backend_of(group: str, device_type: str) -> str:
     """Returns the name of a process group's backend for devices of this type, such as "nccl"."""
-    return process_group(group)._get_backend(torch.device(device_type)).name()
+    found = process_group(group)
+    known = _backends.get((group, device_type))
+    if known is None or known[0]() is not found:  # A later group may have the same name.
+        name = found._get_backend(torch.device(device_type)).name()
+        known = _backends[group, device_type] = weakref.ref(found), name
+    return known[1]
+
+
+_backends: dict[tuple[str, str], tuple[weakref.ref[ProcessGroup], str]] = {}
+"""Name of a group and type of device -> the group, and the name of its backend: torch makes an object to tell it."""
 
 
 # Dynamo calls it while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).

@@ -98,8 +98,8 @@ class AsyncLinear(torch.autograd.Function):
 
 def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
     """Returns the gradients of input, weights and biases; sums the first over ranks while computing the others."""
-    learns, again, sent = any(ctx.needs_input_grad[5 : 5 + len(weights)]), None, None
-    if ctx.gathered is not None and learns:
+    again = sent = None
+    if ctx.gathered is not None and any(ctx.needs_input_grad[5 : 5 + len(weights)]):
         again = start_gather(x, ctx.group, *ctx.gathered)
     total = _input_gradient(ctx, x, weights, grads) if ctx.needs_input_grad[4] else None
     if total is not None and ctx.late and not waits_now():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from autotp.errors import Error
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of, process_group, seat
 from autotp.groups.shared_memory import channel_of
-from autotp.ops.eager_mode import apply_plain, is_computed, is_kept, is_observed, is_plain
+from autotp.ops.eager_mode import apply_plain, is_bare, is_computed, is_kept, is_observed, is_plain
 from autotp.ops.placement_moves import chosen, replaced
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of
@@ -189,6 +190,8 @@ def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tenso
     part, tp = _padded(x, group, dim, size, block), seat(group)[1]
     joined = communicate("all_gather_into_tensor", _to_send(part, dim), tp, group)
     whole = _put_together(joined, part, tp, dim, size, block, order_of(x))
+    if is_bare(whole) and not whole._is_view():
+        return whole
     return torch.ops.aten._unsafe_view(whole, whole.shape)  # Writing into a view that a Function returns is an error.
 
 
@@ -389,9 +392,12 @@ def _start(name: str, *args: Any) -> Started:
 
 def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
-    own, x, rest = _GROUP_METHODS.get(name), in_memory(args[0]), args[1:]
+    own, x, rest = _GROUP_METHODS.get(name), args[0], args[1:]
+    if own is not None and is_bare(x) and not x.is_cpu and not x.is_complex() and not x.is_neg():
+        return own(process_group(rest[-1]), x, *rest[:-1])
+    x = in_memory(x)
     observed = own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex()
-    if x.device.type == "cpu" and (found := _through_memory(name, x, rest, observed)) is not None:
+    if x.is_cpu and (found := _through_memory(name, x, rest, observed)) is not None:
         return found, ARRIVED
     if observed:
         name = "all_reduce" if name == "all_reduce_" and is_kept(x) else name  # A broadcast has to be in place.
@@ -402,7 +408,7 @@ def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Work | None]:
 
 def _through_memory(name: str, x: Tensor, rest: tuple[Any, ...], observed: bool) -> Tensor | None:
     """Returns the result of a collective of a small tensor through memory that ranks share; None if it did not run."""
-    if not is_computed(x):
+    if observed and not is_computed(x):
         return None
     group = process_group(rest[-1])
     shared = channel_of(group)
@@ -464,9 +470,15 @@ def _all_gathered(group: ProcessGroup, x: Tensor, size: int) -> tuple[Tensor, di
 
 
 def _reduce_scattered(group: ProcessGroup, x: Tensor, op: str, size: int) -> tuple[Tensor, dist.Work]:
-    found, options = x.new_empty((x.shape[0] // size, *x.shape[1:])), dist.ReduceScatterOptions()
+    found = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    return found, group._reduce_scatter_base(found, x.contiguous(), _scatter_options(op))
+
+
+@cache
+def _scatter_options(op: str) -> dist.ReduceScatterOptions:
+    options = dist.ReduceScatterOptions()
     options.reduceOp = _SUMS[op]
-    return found, group._reduce_scatter_base(found, x.contiguous(), options)
+    return options
 
 
 _GROUP_METHODS: dict[str, Callable[..., tuple[Tensor, dist.Work]]] = {
@@ -477,8 +489,18 @@ _GROUP_METHODS: dict[str, Callable[..., tuple[Tensor, dist.Work]]] = {
 }
 
 
+def _launch_all(xs: list[Tensor], group: str) -> tuple[list[Tensor], dist.Work | None]:
+    """Starts the sums of several tensors. Returns the tensors of their results, and the work (None: c10d keeps it)."""
+    if xs and xs[0].device.type == "cuda" and _is_gloo(group, "cuda"):
+        return [torch.ops._c10d_functional.all_reduce(x, "sum", group) for x in xs], None
+    if not xs or not all(is_bare(x) and not x.is_complex() for x in xs):
+        return torch.ops._c10d_functional.all_reduce_coalesced(xs, "sum", group), None
+    found = [x.clone(memory_format=torch.contiguous_format) for x in xs]
+    return found, process_group(group).allreduce_coalesced(found)
+
+
 # Where Dynamo does not compile a function, it tries those that this one calls; of a process group it makes an error.
-for _function in (_launch, _through_memory, _wait, *_GROUP_METHODS.values()):
+for _function in (_launch, _launch_all, _through_memory, _wait, *_GROUP_METHODS.values()):
     set_code_exec_strategy(_function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
@@ -497,18 +519,17 @@ def start_all(xs: Sequence[Tensor], group: str) -> Callable[[], list[Tensor]]:
 
     They are one collective, but for tensors of a GPU over gloo, which sums one of those at a time.
     """
-    ops, operands = torch.ops._c10d_functional, [in_memory(x) for x in xs]
     with in_collective("all_reduce_coalesced", group):
         for x in xs[:1]:
             pass_by(group, x)
-        if xs and xs[0].device.type == "cuda" and _is_gloo(group, "cuda"):
-            found = [ops.all_reduce(x, "sum", group) for x in operands]
-        else:
-            found = ops.all_reduce_coalesced(operands, "sum", group)
+        found, work = _launch_all([in_memory(x) for x in xs], group)
 
     def received() -> list[Tensor]:
         with in_collective("all_reduce_coalesced", group):
-            return [ops.wait_tensor(x) for x in found]
+            if work is None:
+                return [torch.ops._c10d_functional.wait_tensor(x) for x in found]
+            work.wait()
+            return found
 
     return received
 

@@ -30,6 +30,18 @@ def no_transform(*xs: Tensor) -> bool:
     return all(map(is_plain, xs)) and not torch._C._are_functorch_transforms_active()
 
 
+def is_bare(x: Tensor) -> bool:
+    """True in eager mode for a plain tensor whose operators nobody else sees: `is_plain`, and not `is_observed`."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or _transforms() or _modes() > 0:
+        return False
+    depth = _function_modes()
+    return (depth == 0 or not _has_function_mode(depth)) and is_plain(x)
+
+
+_transforms, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+
+
 def is_observed(x: Tensor) -> bool:
     """True if other code than torch's own sees each operator on `x`: a mode, a transform, or a subclass."""
     own = type(x) is Tensor and not torch._C._are_functorch_transforms_active()

@@ -200,11 +200,11 @@ class Executable:
     ) -> GraphEntry:
         """Returns the graph for a call in which the first reads of values have these outcomes."""
         if not torch.compiler.is_compiling():
-            return self._agreed(self._find(key, called.tensors, outcomes), called, key, held, outcomes)
+            return self._agreed(self._find(key, called.tensors, held, outcomes), called, key, held, outcomes)
         if self.read_places:  # Dynamo has no values, either.
-            entry = self.uncompiled(self._find, key, called.tensors, outcomes)
+            entry = self.uncompiled(self._find, key, called.tensors, held, outcomes)
         else:
-            entry = self._find(key, called.tensors)
+            entry = self._find(key, called.tensors, held)
         return entry or self.uncompiled(self._agreed, entry, called, key, held, outcomes)
 
     def _run_or_read(
@@ -377,11 +377,13 @@ class Executable:
         asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
         return spec, kinds, self.structure, self.modes, used, *asked
 
-    def _find(self, key: Key, tensors: Sequence[Tensor], outcomes: tuple[Outcome, ...] = ()) -> GraphEntry | None:
+    def _find(
+        self, key: Key, tensors: Sequence[Tensor], parameters: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
+    ) -> GraphEntry | None:
         """Returns the graph for a call; of those that assume outcomes of activations the one that was right last."""
         found: GraphEntry | None = None
         for known, entry in self.entries:
-            if known == key and (given := self._given_if_right(entry, tensors, outcomes)) is not None:
+            if known == key and (given := self._given_if_right(entry, tensors, parameters, outcomes)) is not None:
                 if not entry.analysis.captured.asked:
                     return entry
                 if entry.reads_as(given) and (found is None or entry.last > found.last):
@@ -389,7 +391,11 @@ class Executable:
         return found
 
     def _given_if_right(
-        self, entry: GraphEntry, tensors: Sequence[Tensor], outcomes: tuple[Outcome, ...]
+        self,
+        entry: GraphEntry,
+        tensors: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+        outcomes: tuple[Outcome, ...],
     ) -> list[Tensor] | None:
         """Returns the inputs of a graph whose key is the call's; None if it is not right for the call.
 
@@ -401,7 +407,7 @@ class Executable:
         given, shapes = self._given(captured, tensors)
         if not captured.fits(shapes) or not _begins_with(captured, outcomes):
             return None
-        if captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors)):
+        if captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors, parameters)):
             return None
         return given if captured.opened or guard.holds(version) else None
 
@@ -485,7 +491,7 @@ class Executable:
             layouts=self.layouts,
             given=given,
             opened=self.opened,
-            wanted=self._wanted(called.tensors),
+            wanted=self._wanted(called.tensors, self.tensors()),
             values=KnownValues(self.read_places, outcomes),
         )
 
@@ -500,9 +506,8 @@ class Executable:
             agree_on_order(mesh, entry.order)
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
 
-    def _wanted(self, tensors: Sequence[Tensor]) -> GradientsWanted:
+    def _wanted(self, tensors: Sequence[Tensor], held: Mapping[str, Tensor]) -> GradientsWanted:
         """Returns the gradient modes of a call."""
-        held = self.tensors()
         with torch._C.DisableTorchFunctionSubclass():  # A cut parameter would look for the user's code.
             return wanted_now(tensors, [held[name] for name in self.layouts])
 

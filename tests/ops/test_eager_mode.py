@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotp.ops.eager_mode import (
     alone,
     apply_plain,
+    is_bare,
     is_kept,
     is_last_backward,
     is_observed,
@@ -65,6 +66,26 @@ def test_plain() -> None:
     assert not asked(lambda ask: grad(ask)(x))
     with forward_ad.dual_level():
         assert not is_plain(x)
+
+
+def test_bare_is_plain_and_unobserved() -> None:
+    x, seen = some(2), list[bool]()
+
+    def noted(y: Tensor) -> Tensor:
+        seen.append(is_bare(y))
+        return y * 2
+
+    assert is_bare(x) and not is_bare(torch.nn.Parameter(x))
+    for run in (grad(lambda y: noted(y).sum()), vmap(noted)):
+        run(x)
+    with forward_ad.dual_level():
+        noted(x)
+    for mode in (TorchDispatchMode(), TorchFunctionMode()):
+        with mode:
+            seen.append(is_bare(x))
+    assert seen == [False] * 5
+    with torch.device("cpu"):  # A mode that keeps no tensor.
+        assert is_bare(x)
 
 
 def test_kept_by_others() -> None:

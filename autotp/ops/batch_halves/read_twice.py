@@ -49,6 +49,8 @@ def rows_of(x: Tensor) -> Tensor:
     """Flattens all dimensions but the last, without -1, which is ambiguous for an empty shard."""
     if x.dim() == 2:
         return x
+    if x.numel():
+        return x.reshape(-1, x.shape[-1])
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # Not `flatten`: gradients that torch batches have no rule.
 
 
@@ -83,7 +85,8 @@ class Sum:
 
 def sum_of(w: Tensor) -> Sum | None:
     """Returns where the gradient of a weight from `read_twice` is summed; None for other weights."""
-    return w.grad_fn.total if isinstance(w.grad_fn, ReadTwice._backward_cls) else None  # type: ignore[union-attr]
+    made_by: Any = w.grad_fn
+    return made_by.total if made_by is not None and isinstance(made_by, ReadTwice._backward_cls) else None
 
 
 class ReadTwice(torch.autograd.Function):

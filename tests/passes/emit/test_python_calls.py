@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotp.ops.placement_moves import apart
 from autotp.passes.emit.python_calls import PYTHON_CALLS, call_python
 
 aten = torch.ops.aten
@@ -106,3 +107,30 @@ def test_graphs_in_blocks_are_changed_too() -> None:
     assert "torch.add(x, 1.0)" in module.get_submodule("block").code  # type: ignore[operator]
     assert "torch.ops.aten.slice.Tensor" in module.code
     assert module(torch.arange(4.0)).tolist() == [2, 3]
+
+
+def test_slices_of_numbers_have_a_python_function() -> None:
+    graph = fx.Graph()
+    x, n = graph.placeholder("x"), graph.placeholder("n")
+    x.meta["val"] = torch.empty(3, 8)
+    ends = [(0, 5), (2, 2**63 - 1), (-3, -1), (None, None), (5, 2), (-99, 99)]
+    outputs = [graph.call_function(aten.slice.Tensor, (x, -1, *pair)) for pair in ends]
+    kept = [graph.call_function(aten.slice.Tensor, (x, 1, 0, end, step)) for end, step in ((8, 2), (n, 1))]
+    graph.output([*outputs, *kept])
+    module = call_python(fx.GraphModule(nn.Module(), graph))
+    assert module.code.count("torch.narrow(") == len(ends)
+    value = torch.arange(24.0).view(3, 8)
+    expected = [value[:, slice(*pair)] for pair in ends]
+    assert all(a.equal(b) for a, b in zip(module(value, 4), [*expected, value[:, ::2], value[:, :4]], strict=True))
+
+
+def test_what_separates_axes_is_left_out_unless_it_is_returned() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    inside, returned = (graph.call_function(apart, (x,)) for _ in range(2))
+    graph.output([graph.call_function(aten.mul.Tensor, (inside, 2.0)), returned])
+    module = call_python(fx.GraphModule(nn.Module(), graph))
+    assert module.code.count("apart(") == 1, module.code
+    value = torch.ones(2)
+    twice, same = module(value)
+    assert twice.tolist() == [2, 2] and same.equal(value) and same is not value
