@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 from math import gcd
 from typing import Any, cast
 
@@ -13,36 +13,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from autotp.distributed.cut_parameter import Cut, CutTensor
-from autotp.distributed.live_models import sorted_by_model
+from autotp.distributed.live_models import models, sorted_by_model
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.sharded_tensor import Sharded, as_sharded
 from autotp.errors import Error
 from autotp.ops import collectives, placement_moves
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_sizes
-
-LAYOUT_ATTRIBUTE = "autotp_held"
-"""The attribute of each tensor that a parallel model returns, with its layout, for `gather`."""
-
-
-@dataclass(frozen=True)
-class OutputLayout:
-    """The layout of an output over a mesh axis; None for a whole output. (In its shape -1 is an unknown size.)"""
-
-    layout: Layout | None
-    mesh: Mesh
-
-
-def mark(value: Any, held: OutputLayout) -> None:
-    """Notes the layout of an output tensor on it."""
-    if isinstance(value, Tensor):
-        setattr(value, LAYOUT_ATTRIBUTE, held)
-
-
-def marked(value: Any) -> Any:
-    """Returns a cut tensor of a parallel model as `Sharded`, with the shape of the whole; other values unchanged."""
-    held: OutputLayout | None = getattr(value, LAYOUT_ATTRIBUTE, None) if isinstance(value, Tensor) else None
-    return value if held is None or held.layout is None else Sharded(value, held.layout, held.mesh)
 
 
 def gather(output: Any) -> Any:
@@ -67,12 +44,12 @@ def gather(output: Any) -> Any:
         >>> autotp.gather(model[0].weight).shape  # with tp=2 each rank holds [8, 4] of it
         torch.Size([16, 4])
     """
-    return _mapped(lambda x: _gathered(x) if isinstance(x, Tensor) else x, output)
+    return _mapped(lambda x: _gathered(as_sharded(x)) if isinstance(x, Tensor) else x, output)
 
 
 def gather_all(output: Any) -> Any:
     """Returns a structure with its cut tensors gathered, and other values unchanged."""
-    return _mapped(lambda x: _gathered(x) if isinstance(x, Sharded) else x, _mapped(marked, output))
+    return _mapped(lambda x: _gathered(x) if isinstance(x, Sharded) else x, _mapped(as_sharded, output))
 
 
 def _mapped(function: Callable[[Any], Any], output: Any) -> Any:
@@ -82,20 +59,31 @@ def _mapped(function: Callable[[Any], Any], output: Any) -> Any:
 
 def _gathered(output: Tensor) -> Tensor:
     if isinstance(output, Sharded):
-        return _joined(output.part, output.held, output.mesh)
+        return _joined(output.to_local(), output.held, output.mesh)
     if isinstance(output, CutTensor):
         return cast(Tensor, _Whole.apply(output, output.autotp_cut))
-    held: OutputLayout | None = getattr(output, LAYOUT_ATTRIBUTE, None)
-    if held is None and sorted_by_model([output])[0]:
-        return output
-    if held is None:
-        raise Error(
-            f"gather: a tensor {list(output.shape)} that is not an output of a parallel model",
-            fix="autotp.gather(output) on what the model returned, before anything is computed from it",
-        )
-    if held.layout is None or held.mesh.size == 1:
-        return output
-    return _joined(output, held.layout, held.mesh)
+    if not output.requires_grad and not sorted_by_model([output])[0]:
+        _expect_no_part(output)
+    return output
+
+
+def _expect_no_part(tensor: Tensor) -> None:
+    """Raises Error if a plain tensor may be a part: of a state dict, of an optimizer's state. Equal on all ranks."""
+    shape = tuple(tensor.shape)
+    for parameter in (p for model in models() for p in model.parameters() if isinstance(p, CutTensor)):
+        layout = parameter.autotp_cut.layout
+        if shape != layout.shape and shape in _part_shapes(layout):
+            raise Error(
+                f"gather: a tensor {list(shape)} that may be a part: ranks have parts {list(shape)} of the parameter "
+                f"`{parameter.autotp_cut.name}` {list(layout.shape)}, and a plain tensor does not say what it is",
+                fix="autotp.gather of the parameter, of its gradient, or of what the model returned",
+                alternative="autotp.full_state_dict(model); a tensor that is whole needs no gather",
+            )
+
+
+@cache
+def _part_shapes(layout: Layout) -> frozenset[tuple[int, ...]]:
+    return frozenset(layout.local_shape(rank) for rank in range(len(layout.pieces)))
 
 
 class _Whole(torch.autograd.Function):
@@ -123,7 +111,7 @@ def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         mine = layout.first(mesh.rank)
         places = tuple(layout.places(mesh.rank, mine))
         return collectives.reduce(
-            placement_moves.place(local, mesh.axis, layout.dim, tuple(mine), places, layout.shape[layout.dim]),
+            placement_moves.place(local, mesh.axis, layout.dim, tuple(mine), places, layout.size),
             mesh.group,
         )
     lengths = layout.lengths()

@@ -1,31 +1,40 @@
-"""Sharded: a tensor of which each rank holds a part, such as a cache that a parallel model returns.
+"""Sharded: a tensor of which each rank holds a part: logits that stay cut, or a cache that a parallel model returns.
 
-Its shape is the global shape, so code that reads the length of a cache gets the same length on every rank, also on a
-rank with an empty part. Operators that do not touch the cut dimension work on the part; all others raise Error.
+Its shape is that of the whole, on every rank, also on one with an empty part. It is a type of torch's own dispatcher,
+as DTensor is: every operator sees it, whoever calls it, and autograd goes through it. `sharded_operators.py` says what
+an operator gives: a tensor that is cut alike, or an Error; never a number of a part.
+
+NOTE [A part with derivatives of its own]
+Inside a transform of torch.func, or of forward-mode derivatives, a part is a tensor of the transform, which autograd
+functions do not see through. There a `Sharded` is only a box: `to_local` and `autotp.gather` give what is in it, and
+each operator is an Error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autotp.distributed.mesh import Mesh
+from autotp.distributed.sharded_operators import on_parts, refused
 from autotp.errors import Error
+from autotp.ops.eager_mode import apply_plain, is_transformed
 from autotp.sharding.layout import Layout
-
-Followed = Callable[..., tuple[Tensor, int]]
-"""An operator on the part: (cut dimension, the operator, part, its other arguments) -> result, its cut dimension."""
 
 
 class Sharded(Tensor):
     """A tensor with the shape of the whole that holds one rank's part.
 
     Attributes:
-        part: this rank's part, through which gradients flow.
-        held: the layout; its `shape` is not used.
+        part: this rank's part, without a gradient; `to_local` gives it with one.
+        held: the layout, without a shape.
         mesh: the ranks.
     """
 
@@ -33,13 +42,24 @@ class Sharded(Tensor):
     held: Layout
     mesh: Mesh
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
     @staticmethod
-    def __new__(cls, part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
-        size = max(stop for ranges in layout.pieces for _, stop in ranges)
-        shape = [size if d == layout.dim else n for d, n in enumerate(part.shape)]
-        new: Sharded = Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
-        new.part, new.held, new.mesh = part, layout, mesh
+    def __new__(cls, part: Tensor, layout: Layout, mesh: Mesh, strides: Sequence[int] | None = None) -> Sharded:
+        shape = [layout.size if d == layout.dim else n for d, n in enumerate(part.shape)]
+        new: Sharded = Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=strides or whole_strides(part, layout),
+            dtype=part.dtype,
+            device=part.device,
+        )
+        new.part, new.held, new.mesh = part, replace(layout, shape=()), mesh
         return new
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return on_parts(func, args, kwargs or {}, cls)
 
     @property
     def cut(self) -> tuple[int, Any]:
@@ -47,103 +67,199 @@ class Sharded(Tensor):
         assert self.held.dim is not None
         return self.held.dim, self.held.pieces
 
-    def like(self, part: Tensor, dim: int) -> Sharded:
+    def like(self, part: Tensor, dim: int, strides: Sequence[int] | None = None) -> Sharded:
         """Returns another tensor that is cut in the same way, along its dimension `dim`."""
-        return Sharded(part, Layout(tuple(part.shape), dim, self.held.pieces, self.held.axis), self.mesh)
+        return Sharded(part, replace(self.held, dim=dim), self.mesh, strides)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def to_local(self) -> Tensor:
+        """Returns this rank's part; gradients flow through it."""
+        if self.requires_grad and torch.is_grad_enabled():
+            part: Tensor = apply_plain(_Part, self)
+            return part
+        return torch._C._functorch.unwrap_if_dead(self.part) if is_transformed(self.part) else self.part
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         sizes = ", ".join(f"{n}@{self.mesh.axis}" if d == self.cut[0] else str(n) for d, n in enumerate(self.shape))
         return f"Sharded([{sizes}], {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        memo[id(self)] = new = self.like(self.part.clone(), self.cut[0])
-        return new
+        copied: Any = self.detach().clone().requires_grad_(self.requires_grad) if self.is_leaf else self.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def _without_operator(name: str) -> Any:  # type: ignore[misc]
+        """Returns a method that raises Error: it would read or set memory that this object does not have."""
+
+        def method(self: Sharded, *_: Any, **__: Any) -> NoReturn:
+            raise refused(name, self)
+
+        return method
+
+    item, tolist, numpy, __array__ = map(_without_operator, ("item", "tolist", "numpy", "__array__"))
+    __bool__, __int__, __float__, __index__ = map(_without_operator, ("bool", "int", "float", "index"))
+    data_ptr, set_ = map(_without_operator, ("data_ptr", "set_"))
+    __dlpack__, __dlpack_device__, __reduce_ex__ = map(_without_operator, ("__dlpack__", "__dlpack__", "pickle"))
+    data = property(Tensor.detach, _without_operator("data ="))
+
+    def untyped_storage(self) -> Any:
+        """Returns memory without data, by which torch.compile tells tensors apart; for others raises Error."""
+        if not str(sys._getframe(1).f_globals.get("__name__")).startswith(COMPILING):
+            raise refused("untyped_storage", self)
+        return super().untyped_storage()
+
+    # torch.compile takes a tensor apart, and puts it together again.
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["part"], (self.held, self.mesh)
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], facts: tuple[Layout, Mesh], size: Any, stride: Any) -> Sharded:
+        return Sharded(tensors["part"], facts[0], facts[1], stride)
+
+
+COMPILING = ("torch._functorch", "torch._inductor", "torch._dynamo", "torch._subclasses", "torch.utils.")
+"""Packages of torch.compile."""
+
+
+def whole_strides(part: Tensor, layout: Layout) -> list[int] | None:
+    """Returns the strides of a whole tensor that lies in memory as its part does; None for a contiguous one."""
+    dim, strides = layout.dim or 0, part.stride()
+    if part.is_contiguous():
+        return None
+    own, length = strides[dim], max(part.shape[dim], 1)
+    outer = [n > own or (n == own and d < dim) for d, n in enumerate(strides)]
+    return [n // length * layout.size if is_outer else n for n, is_outer in zip(strides, outer, strict=True)]
+
+
+def sharded(part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
+    """Returns the tensor of which `part` is this rank's part; gradients flow to `part`."""
+    if is_transformed(part):  # NOTE [A part with derivatives of its own]
+        return Sharded(part, layout, mesh)
+    if part.requires_grad and torch.is_grad_enabled():
+        whole: Sharded = apply_plain(_Whole, part, layout, mesh)
+        return whole
+    return Sharded(part.detach(), layout, mesh)
+
+
+class _Whole(torch.autograd.Function):
+    """Part -> the tensor that it is a part of."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
+        ctx.layout, ctx.mesh = layout, mesh
+        return Sharded(part.detach(), layout, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if not isinstance(gradient, Sharded):
+            raise Error("a whole gradient of a tensor that is cut", fix="autotp.gather(tensor).backward(gradient)")
+        return gradient.to_local(), None, None
+
+
+class _Part(torch.autograd.Function):
+    """The tensor -> its part."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Sharded) -> Tensor:
+        ctx.layout, ctx.mesh = whole.held, whole.mesh
+        return whole.part.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return sharded(gradient, ctx.layout, ctx.mesh)
+
+
+# ---- in code that torch.compile makes
+
+
+class CompiledOutput(Tensor):
+    """A part that compiled code returns: every operator makes the cut tensor of it first.
+
+    NOTE [What compiled code returns]
+    Autograd gives compiled code plain zeros as the gradient of an output that nobody reads, and torch refuses these
+    where the output is of a type such as `Sharded`. So compiled code returns parts, and Dynamo changes their class when
+    its graph has run. In the same code, an operator makes a `Sharded`, by a call in Dynamo's graph; a cast makes such a
+    part again, since a wrapper around the model (accelerate's for mixed precision) may be the last thing compiled.
+
+    Attributes:
+        whole_of: makes the cut tensor of a part.
+    """
+
+    whole_of: ClassVar[Callable[[Tensor], Tensor]]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        followed = FOLLOWED.get(func)
-        if followed is None or not isinstance(args[0], Sharded):
-            _expect_about(func)
-            return super().__torch_function__(func, types, args, kwargs)
-        x = args[0]
-        found, dim = followed(x.cut[0], func, x.part, *args[1:], **(kwargs or {}))
-        return x if found is x.part else x.like(found, dim)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return args[0].like(args[0].part.detach(), args[0].cut[0])
-        raise _of_a_part(func)
+        args, kwargs = pytree.tree_map(as_sharded, (args, kwargs or {}))
+        if torch.compiler.is_compiling():
+            found = func(*args, **kwargs)
+            return _local_in_graphs(found).as_subclass(cls) if func in CASTS else found
+        own = vars(Sharded).get(getattr(func, "__name__", ""), func)
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            own = Sharded.data.fset
+        return own(*args, **kwargs)
 
 
-_NAMES = """
-    size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex
-    is_signed is_inference is_conj is_neg get_device is_same_size is_pinned is_shared type detach has_names
-    shape dtype device layout ndim nbytes itemsize names requires_grad is_leaf grad grad_fn output_nr _version _base
-    is_sparse is_sparse_csr is_cuda is_cpu is_meta is_mps is_xpu is_xla is_hpu is_ipu is_maia is_mtia is_vulkan
-    is_mkldnn is_quantized is_nested retains_grad __len__ __hash__ __repr__ __str__ __format__ __dir__ __deepcopy__
-"""
-PROPERTIES = frozenset(_NAMES.split())
-"""Attributes and methods that do not read values. Others could read memory that the wrapper does not have."""
+CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.detach)
+"""Operators whose result is cut as the operand is."""
 
 
-def _expect_about(func: Any) -> None:
-    """Raises Error for an operator that reads values."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name not in PROPERTIES:
-        raise _of_a_part(name)
+def as_sharded(x: Any) -> Any:
+    """Returns a cut tensor that compiled code returned as `Sharded`; other values as they are."""
+    if not isinstance(x, CompiledOutput):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.compiler.is_compiling():
+            return type(x).whole_of(x)
+        if "made" not in vars(x):
+            vars(x)["made"] = type(x).whole_of(x)  # Once: it may be written into, or get a gradient.
+        return vars(x)["made"]
 
 
-def _of_a_part(what: Any) -> Error:
-    return Error(
-        f"{what} on a tensor of which each rank holds a part",
-        fix="autotp.gather(tensor), which is whole",
-        alternative='parallelize(..., outputs="full")',
-    )
+@dataclass(frozen=True)
+class CutOutput:
+    """How an output of a graph becomes a cut tensor.
 
-
-def _anywhere(cut: int, func: Any, part: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
-    """Runs an elementwise operator on the part."""
-    return func(part, *args, **kwargs), cut
-
-
-def _along(place: int) -> Followed:
-    """Returns a function that runs an operator along `dim` (its argument number `place` after the tensor) on the part.
-
-    Raises:
-        Error: `dim` is the cut dimension.
+    Attributes:
+        layout: the layout.
+        mesh: the ranks.
+        compiled: the class of the output of compiled code.
     """
 
-    def followed(cut: int, func: Any, part: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
-        dim = args[place] if len(args) > place else kwargs.get("dim")
-        if dim is None or dim % part.dim() == cut:
-            raise Error(f"{func.__name__} along a dimension that is cut", fix="autotp.gather(tensor) first")
-        return func(part, *args, **kwargs), cut
+    layout: Layout
+    mesh: Mesh
+    compiled: type[CompiledOutput]
 
-    return followed
-
-
-def _indexed(cut: int, func: Any, part: Tensor, index: Any) -> tuple[Tensor, int]:
-    """Runs `x[index]` with numbers, slices, `...` and at most one list, if it takes all of the cut dimension."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(item is Ellipsis for item in items):
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (part.dim() - len(items) + 1)
-    items += [slice(None)] * (part.dim() - len(items))
-    lists = [item for item in items if isinstance(item, Tensor)]
-    plain = all(isinstance(item, int | slice) or (isinstance(item, Tensor) and item.dim() == 1) for item in items)
-    if not plain or len(lists) > 1 or items[cut] != slice(None):
-        raise Error(f"an index into dimension {cut}, of which each rank has a part", fix="autotp.gather(tensor) first")
-    return func(part, tuple(items)), cut - sum(isinstance(item, int) for item in items[:cut])
+    def of(self, part: Tensor) -> Tensor:
+        """Returns the tensor of which `part` is this rank's part."""
+        if torch.compiler.is_compiling():
+            return part.as_subclass(self.compiled)
+        return sharded(part, self.layout, self.mesh)
 
 
-FOLLOWED: dict[Any, Followed] = {
-    Tensor.__getitem__: _indexed,
-    **dict.fromkeys((Tensor.index_select, torch.index_select, Tensor.narrow), _along(0)),
-    **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), _along(1)),
-    **dict.fromkeys((Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous, Tensor.clone, torch.clone), _anywhere),
-    **dict.fromkeys((Tensor.detach, torch.detach, Tensor.data.__get__, Tensor.requires_grad_), _anywhere),  # type: ignore[attr-defined]
-    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.zero_), _anywhere),
-}
+@cache
+def cut_output(layout: Layout, mesh: Mesh) -> CutOutput:
+    """Returns how an output with this layout becomes a cut tensor.
+
+    NOTE [A call in Dynamo's graph]
+    Dynamo does not trace how a tensor of another type is made. It puts the call of a function that it is told of into
+    its graph; the arguments of this function must be tensors or numbers. So there is a function for each layout.
+    """
+
+    def whole_of(part: Tensor) -> Tensor:
+        plain = part.as_subclass(Tensor) if isinstance(part, CompiledOutput) else part
+        return sharded(plain, layout, mesh)
+
+    torch._dynamo.allow_in_graph(_local_in_graphs)
+    allowed = staticmethod(torch._dynamo.allow_in_graph(whole_of))
+    return CutOutput(layout, mesh, type("CompiledOutput", (CompiledOutput,), {"whole_of": allowed}))
+
+
+def local_part(x: Any) -> Any:
+    """Returns this rank's part of a cut tensor; gradients flow through it. Other values come back as they are."""
+    if not isinstance(x, Sharded):
+        return x
+    return _local_in_graphs(x) if torch.compiler.is_compiling() else x.to_local()
+
+
+def _local_in_graphs(x: Any) -> Any:
+    return x.to_local()

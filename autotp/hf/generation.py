@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autotp.distributed.consistency import agree
-from autotp.distributed.gather import gather_all, marked
+from autotp.distributed.gather import gather_all
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
@@ -82,8 +82,8 @@ class Generates:
         with self.outputs_stay_cut():
             outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
         for name, value in list(outputs.items()):
-            if not is_state(value):
-                outputs[name] = marked(value) if name == "logits" and logits == "cut" else gather_all(value)
+            if not is_state(value) and not (name == "logits" and logits == "cut"):
+                outputs[name] = gather_all(value)
         return outputs
 
     def _sample(

@@ -16,10 +16,15 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 def is_plain(x: Tensor) -> bool:
     """True in eager mode outside of transforms: `x` is not traced or mapped, and has no tangent."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return False
-    functorch = torch._C._functorch
-    return not (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
+    return not (torch.compiler.is_compiling() or is_transformed(x))
+
+
+def is_transformed(x: Tensor) -> bool:
+    """True if `x` is a tensor of a transform of torch.func, or may have a tangent."""
+    if forward_ad._current_level >= 0:
+        return True
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
 def no_transform(*xs: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -56,13 +56,24 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of a node by name, with defaults; nodes stay nodes."""
     if not isinstance(node.target, OpOverload):
         return dict(zip(_parameters(node.target), node.args, strict=False)) | dict(node.kwargs)
+    return bound_arguments(node.target, node.args, node.kwargs)
+
+
+def bound_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by name, in the order of the schema, with defaults."""
     bound: dict[str, Any] = {}
-    for i, (name, default, kwarg_only, _) in enumerate(_schema(node.target)):
-        if name in node.kwargs:
-            bound[name] = node.kwargs[name]
+    for i, (name, default, kwarg_only, _) in enumerate(_schema(op)):
+        if name in kwargs:
+            bound[name] = kwargs[name]
         else:
-            bound[name] = node.args[i] if not kwarg_only and i < len(node.args) else default
+            bound[name] = args[i] if not kwarg_only and i < len(args) else default
     return bound
+
+
+def called_with(op: OpOverload, bound: Mapping[str, Any]) -> Any:
+    """Returns what an operator gives for arguments by name: the inverse of `bound_arguments`."""
+    plain = [bound[name] for name, _, kwarg_only, _ in _schema(op) if not kwarg_only]
+    return op(*plain, **{name: bound[name] for name, _, kwarg_only, _ in _schema(op) if kwarg_only})
 
 
 def operand_nodes(node: fx.Node) -> tuple[fx.Node | None, ...]:
@@ -72,7 +83,11 @@ def operand_nodes(node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 def outputs_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """Returns the example values of a node's output tensors."""
-    value = node.meta.get("val")
+    return tensors_in(node.meta.get("val"))
+
+
+def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of an operator's result."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if isinstance(value, list | tuple):
@@ -84,8 +99,12 @@ def _operands(node: fx.Node) -> Iterator[fx.Node | None]:
     if not isinstance(node.target, OpOverload):
         yield from (n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor))
         return
-    bound = arguments_of(node)
-    for name, _, _, kind in _schema(node.target):
+    yield from tensor_arguments(node.target, arguments_of(node), is_tensor)
+
+
+def tensor_arguments(op: OpOverload, bound: Mapping[str, Any], is_tensor: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yields the arguments of a call that are tensors, lists flattened; None for an optional one that is absent."""
+    for name, _, _, kind in _schema(op):
         value = bound[name]
         if kind == "tensor" and (value is None or is_tensor(value)):
             yield value

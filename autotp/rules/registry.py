@@ -91,6 +91,11 @@ def rule_of(call: Call) -> Rule | None:
     return found
 
 
+def has_rule(op: Operator) -> bool:
+    """True if there is a rule for some calls of an operator."""
+    return _function_of(op) is not None
+
+
 def _function_of(op: Operator) -> f.RuleFunction | None:
     return RULES.get(op) or rule_function_of(getattr(op, "_name", "").removesuffix(".default"))
 

@@ -70,3 +70,22 @@ def in_place_of(op: Any) -> OpOverload | None:
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     return getattr(packet, op._overloadname, None)
+
+
+@cache
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """Returns the functional form of an in-place operator, or None: same name, arguments of the same types.
+
+    The overload's name does not tell: `pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor.
+    """
+    namespace, _, written = op._schema.name.partition("::")
+    name = f"__{written[3:]}" if written.startswith("__i") else written.removesuffix("_")  # `__ior__` of `x |= y`.
+    library, wanted = getattr(torch.ops, namespace), _types(op)
+    packets = [getattr(library, n) for n in (name, f"{name}_functional") if hasattr(library, n)]
+    found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    fitting = [one for one in found if not one._schema.is_mutable and _types(one) == wanted]
+    return min(fitting, key=lambda one: one._overloadname != op._overloadname, default=None)
+
+
+def _types(op: OpOverload) -> list[tuple[str, bool]]:
+    return [(str(arg.type), arg.kwarg_only) for arg in op._schema.arguments if not arg.is_out]

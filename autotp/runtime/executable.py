@@ -18,16 +18,15 @@ from torch.utils import _pytree as pytree
 from autotp.compiler import CallState, analyse, warn_of_whole_sequences
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.device_arguments import to_device
-from autotp.distributed.gather import mark, marked
 from autotp.distributed.mesh import Mesh, follow_first_numpy_state
 from autotp.distributed.peers.in_step import begin_call, end_call
 from autotp.distributed.replica_check import expect_own_ranks
-from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.sharded_tensor import Sharded, as_sharded, local_part
 from autotp.errors import Error, within
 from autotp.groups.one_thread import one_thread
 from autotp.groups.process_group import backend_of
 from autotp.model_library import watch_calls
-from autotp.ops.eager_mode import alone, is_plain, is_recorded, unseen
+from autotp.ops.eager_mode import alone, is_recorded, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
 from autotp.passes.capture.autocast_regions import Autocast, ambient
@@ -179,7 +178,7 @@ class Executable:
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.signature.by_name(args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
-        leaves = [marked(leaf) for leaf in leaves]
+        leaves = [as_sharded(leaf) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device))
         held = self.tensors()
@@ -255,7 +254,7 @@ class Executable:
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
             found = entry.module(
                 *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
-                *(t.part if isinstance(t, Sharded) else t for t in tensors),
+                *map(local_part, tensors),
             )
         return _Ran(found, mine, shapes, state)
 
@@ -318,17 +317,12 @@ class Executable:
         """
         with torch.no_grad():
             # In reverse: a buffer that was written to and then replaced comes twice, with its final value first.
-            for name, value in reversed(list(zip(entry.updated, found[len(entry.held) :], strict=True))):
+            for name, value in reversed(list(zip(entry.updated, found[entry.count :], strict=True))):
                 value_at(self.places[name]).copy_(value)
-        for value, held in zip(found, entry.held, strict=False):
-            mark(value, held)
+        found = list(found)
+        for at, output in entry.cut.items():
+            found[at] = output.of(found[at])
         captured = entry.analysis.captured
-        keeps = captured.kept | captured.stays
-        knows = self.tree.settings.outputs != "local"  # With "local" the user gets plain tensors.
-        found = [
-            marked(x) if i in keeps or (knows and isinstance(x, Tensor) and is_plain(x)) else x
-            for i, x in enumerate(found)
-        ]
         for at, tensor in mine.items():
             write_into(tensor, found[at])
             found[at] = tensor

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.device_arguments import inputs_on_host
-from autotp.distributed.gather import OutputLayout
 from autotp.distributed.mesh import Mesh
+from autotp.distributed.sharded_tensor import CutOutput, cut_output
 from autotp.ops.eager_mode import unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
@@ -38,7 +38,8 @@ class GraphEntry:
         outlined: the bound graph, with each block as a submodule.
         sources: placeholder before the inputs -> first name of a parameter or buffer, or a constant.
         updated: names of the buffers whose new values are the last outputs.
-        held: the layout of each output tensor.
+        count: the number of its other outputs.
+        cut: the outputs that stay cut, by position.
         random: whether it draws random numbers.
         numpy_random: whether it draws some from `numpy.random`.
         order: a checksum of its collectives in order.
@@ -56,7 +57,8 @@ class GraphEntry:
     outlined: fx.GraphModule
     sources: dict[str, str | Tensor]
     updated: list[str]
-    held: list[OutputLayout]
+    count: int
+    cut: Mapping[int, CutOutput]
     random: bool
     numpy_random: bool = False
     order: int = 0
@@ -205,10 +207,10 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     }
     updated = [captured.buffers[name] for name in analysis.updated]
     count = len(returned(lowered)) - len(updated)
-    held = [OutputLayout(analysis.local_outputs.get(i), mesh) for i in range(count)]
+    cut = {at: cut_output(layout, mesh) for at, layout in analysis.local_outputs.items()}
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
     values = _input_values(captured, mesh.device)
     entry = GraphEntry(
-        analysis, module, sources, updated, held, random, of_numpy, order_of(lowered), input_values=values
+        analysis, module, sources, updated, count, cut, random, of_numpy, order_of(lowered), input_values=values
     )
     return replace(entry, assumed_reads=AssumedReads(lowered, captured, mesh)) if entry.assumes else entry

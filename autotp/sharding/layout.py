@@ -112,7 +112,7 @@ class Layout:
     @property
     def repeated(self) -> bool:
         """True if some positions are on several ranks, as with fewer key/value heads than ranks."""
-        return self.dim is not None and sum(self.lengths()) > self._size
+        return self.dim is not None and sum(self.lengths()) > self.size
 
     def holders(self) -> set[int]:
         """Returns the numbers of ranks that hold the same position."""
@@ -129,12 +129,12 @@ class Layout:
 
     def first(self, rank: int) -> list[Range]:
         """Returns the local positions, along the cut dimension, that no earlier rank holds."""
-        before = sum((self._marked(other) for other in range(rank)), torch.zeros(self._size))
+        before = sum((self._marked(other) for other in range(rank)), torch.zeros(self.size))
         return _runs(before[self._marked(rank) > 0] == 0)
 
     @property
-    def _size(self) -> int:
-        """The global length of the cut dimension."""
+    def size(self) -> int:
+        """The length of the whole dimension that is cut."""
         return max((stop for piece in self.pieces for _, stop in piece), default=0)
 
     def _counts(self) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Layout:
 
     def _marked(self, rank: int) -> torch.Tensor:
         """Returns 1 for each position that a rank holds, and 0 for the others."""
-        marked = torch.zeros(self._size)
+        marked = torch.zeros(self.size)
         for a, b in self.pieces[rank]:
             marked[a:b] = 1
         return marked

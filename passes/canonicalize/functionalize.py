@@ -37,7 +37,7 @@ from autotp.passes.builder import Builder, at_captured_sizes, evaluated, fake_mo
 from autotp.passes.canonicalize.gradient_flow import carries_gradient
 from autotp.rules.call import arguments_of, operator_name, updates_statistics, writes, written_operand
 from autotp.rules.row import Trait
-from autotp.rules.traits import has
+from autotp.rules.traits import functional_of, has
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
@@ -156,7 +156,7 @@ class _Versions:
         if name == "aten::fill_":
             ones = self.builder.call(aten.ones_like.default, args[0])
             return self.builder.call(getattr(aten.mul, op._overloadname), ones, args[1])
-        form = _form(op)
+        form = functional_of(op)
         if form is None:
             raise _refused(node, f"{op} has no form that returns a new tensor")
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
@@ -232,25 +232,6 @@ class _Versions:
     def _version(self, node: fx.Node) -> int:
         """Returns the number of writes to the memory of a node."""
         return sum(map(self._version, self.base[node])) if node in self.base else self.version.get(node, 0)
-
-
-@cache
-def _form(op: OpOverload) -> OpOverload | None:
-    """Returns the functional form of an in-place operator, or None: same name, arguments of the same types.
-
-    The overload's name does not tell: `pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor.
-    """
-    namespace, _, written = op._schema.name.partition("::")
-    name = f"__{written[3:]}" if written.startswith("__i") else written.removesuffix("_")  # `__ior__` of `x |= y`.
-    library, wanted = getattr(torch.ops, namespace), _types(op)
-    packets = [getattr(library, n) for n in (name, f"{name}_functional") if hasattr(library, n)]
-    found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    fitting = [one for one in found if not one._schema.is_mutable and _types(one) == wanted]
-    return min(fitting, key=lambda one: one._overloadname != op._overloadname, default=None)
-
-
-def _types(op: OpOverload) -> list[tuple[str, bool]]:
-    return [(str(arg.type), arg.kwarg_only) for arg in op._schema.arguments if not arg.is_out]
 
 
 def _defaults(op: OpOverload, form: OpOverload) -> list[Any]:

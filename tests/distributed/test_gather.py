@@ -12,13 +12,9 @@ from small_models import ROWS, Plain
 from torch import nn
 
 import autotp
-from autotp.distributed.gather import OutputLayout, gather_all, mark, marked
-from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_tensor import Sharded
-from autotp.sharding.layout import Layout
+from autotp.distributed.gather import gather_all
 
 checks = Checks()
-HALVES = Layout((4, 3), 0, (((0, 2),), ((2, 4),)))
 
 
 class Hidden(Plain):
@@ -31,22 +27,28 @@ def test_sizes_stay_sizes() -> None:
     assert [type(x) for x in gather_all((torch.Size([2]), 3, torch.ones(2)))] == [torch.Size, int, torch.Tensor]
 
 
-def test_marks() -> None:
-    part, whole, plain = torch.ones(2, 3), torch.ones(4, 3), torch.ones(1)
-    mark(part, OutputLayout(HALVES, Mesh(size=2, rank=1)))
-    mark(whole, OutputLayout(None, Mesh(size=2)))
-    mark("text", OutputLayout(None, Mesh()))
-    found = marked(part)
-    assert isinstance(found, Sharded) and found.shape == (4, 3)
-    assert marked(whole) is whole and marked(plain) is plain and marked(3) == 3
-    assert gather_all({"a": whole, "b": [plain, 3]}) == {"a": whole, "b": [plain, 3]}
+def test_what_is_whole_comes_back() -> None:
+    plain = torch.ones(2, 3)
+    assert autotp.gather({"a": plain, "b": [3, "text"]}) == {"a": plain, "b": [3, "text"]}
 
 
-def test_what_is_no_output() -> None:
-    assert message(lambda: autotp.gather(torch.ones(2, 3))) == (
-        "gather: a tensor [2, 3] that is not an output of a parallel model\n"
-        "  try      autotp.gather(output) on what the model returned, before anything is computed from it"
+@checks.on(2)
+def what_may_be_a_part(rank: int, n: int) -> None:
+    """A plain tensor with the shape of a part: of an optimizer's state, of a state dict. The same on every rank."""
+    mine = autotp.parallelize(Plain().double(), n, example_inputs=ROWS)
+    optimizer = torch.optim.Adam(mine.parameters())
+    mine(ROWS).sum().backward()
+    optimizer.step()
+    weight, bias = mine.get_parameter("up.weight"), mine.get_parameter("down.bias")
+    whole, part = mine.layouts["up.weight"].shape, list(weight.shape)
+    assert message(lambda: autotp.gather(optimizer.state[weight]["exp_avg"])) == (
+        f"gather: a tensor {part} that may be a part: ranks have parts {part} of the parameter `up.weight` "
+        f"{list(whole)}, and a plain tensor does not say what it is\n"
+        "  try      autotp.gather of the parameter, of its gradient, or of what the model returned\n"
+        "  or       autotp.full_state_dict(model); a tensor that is whole needs no gather"
     )
+    for what in (bias, bias.detach(), optimizer.state[bias]["exp_avg"], torch.ones(whole)):
+        assert autotp.gather(what) is what
 
 
 @checks.on(2)
@@ -58,7 +60,7 @@ def outputs_and_parameters(rank: int, n: int) -> None:
     torch.manual_seed(0)
     mine = autotp.parallelize(Hidden().double(), n, example_inputs=ROWS, outputs="local")
     expected, found = one(ROWS), mine(ROWS)
-    assert found["hidden"].shape[-1] < 32
+    assert found["hidden"].to_local().shape[-1] < found["hidden"].shape[-1] == 32
     whole = autotp.gather([found, "text"])[0]
     torch.testing.assert_close(whole["hidden"], expected["hidden"])
     assert whole["out"] is found["out"]

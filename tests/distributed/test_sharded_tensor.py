@@ -1,92 +1,219 @@
-"""sharded_tensor: whole to look at, cut in memory; operators beside the cut work on the part, others say so."""
+"""sharded_tensor: one type that every operator, autograd, torch.compile and torch.func see; whole to look at."""
+
+from __future__ import annotations
 
 import copy
-import io
+from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
+from ranks import Checks
+from small_models import gpt
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vjp, vmap
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 import autotp
+from autotp.distributed.gather import gather_all
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.sharded_tensor import Sharded, as_sharded, cut_output, sharded
 from autotp.sharding.layout import Layout
 
+checks = Checks()
 PIECES = (((0, 2),), ((2, 4),), ((4, 6),), ())  # 6 heads on 4 ranks
+LAYOUT = Layout((-1, 6, -1, 3), 1, PIECES, "heads")
 WHOLE = torch.arange(2 * 6 * 5 * 3).view(2, 6, 5, 3).double()
 
 
-def sharded(rank: int) -> Sharded:
+def cut(rank: int, part: Tensor | None = None) -> Sharded:
     """[2 6@tp 5 3]"""
-    layout = Layout((-1, 6, -1, 3), 1, PIECES, "heads")
-    return Sharded(layout.take(WHOLE, rank), layout, Mesh(size=4, rank=rank))
+    return sharded(LAYOUT.take(WHOLE, rank) if part is None else part, LAYOUT, Mesh(size=4, rank=rank))
 
 
 @pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(lambda x: x[:, :, -2:], id="slice"),
-        pytest.param(lambda x: x[..., :-1, :], id="dots"),
-        pytest.param(lambda x: x[1], id="select"),
-        pytest.param(lambda x: x[:, :, -1], id="select-behind"),
-        pytest.param(lambda x: x[torch.tensor([1, 0, 1]), ...], id="places"),
-        pytest.param(lambda x: x.index_select(0, torch.tensor([1, 0])), id="index-select"),
-        pytest.param(lambda x: x.narrow(2, 1, 3), id="narrow"),
-        pytest.param(lambda x: x.repeat_interleave(3, dim=0), id="repeat"),
-        pytest.param(lambda x: x.to(torch.float32).clone(), id="to"),
-        pytest.param(lambda x: copy.deepcopy(x).zero_(), id="zero"),
-        pytest.param(lambda x: x.detach().data.requires_grad_(False), id="detach"),
-    ],
-)
-def test_beside_the_cut(use: Any, rank: int) -> None:
-    """A rank that holds nothing answers as the others do."""
-    found, expected = use(sharded(rank)), use(WHOLE)
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    dim = found.cut[0]
-    assert torch.equal(found.part, Layout(tuple(expected.shape), dim, PIECES).take(expected, rank))
-    assert found.numel() == expected.numel() and len(found) == len(expected)
+def test_it_is_whole_to_look_at(rank: int) -> None:
+    """Also on a rank that holds nothing."""
+    x = cut(rank)
+    assert x.shape == WHOLE.shape and x.stride() == WHOLE.stride() and len(x) == 2 and x.numel() == WHOLE.numel()
+    assert (x.dtype, x.device, x.cut, x.is_contiguous()) == (WHOLE.dtype, WHOLE.device, (1, PIECES), True)
+    assert str(x) == repr(x.data) == "Sharded([2, 6@tp, 5, 3], torch.float64)"
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(lambda x: x + 1, id="add"),
-        pytest.param(lambda x: x.sum(), id="sum"),
-        pytest.param(lambda x: torch.cat([x, x], 2), id="cat"),
-        pytest.param(lambda x: x[:, 0], id="one-of-the-cut"),
-        pytest.param(lambda x: x[..., torch.tensor([[0]])], id="two-dimensional-places"),
-        pytest.param(lambda x: x.index_select(1, torch.tensor([0])), id="places-of-the-cut"),
-        pytest.param(lambda x: x.repeat_interleave(2, 1), id="repeat-the-cut"),
-        pytest.param(lambda x: x.repeat_interleave(2), id="repeat-flat"),
-        pytest.param(lambda x: x.detach().numpy(), id="numpy"),
-        pytest.param(lambda x: numpy.asarray(x), id="asarray"),
-        pytest.param(lambda x: x.tolist(), id="tolist"),
-        pytest.param(lambda x: x.item(), id="item"),
-        pytest.param(lambda x: bool(x), id="bool"),
-        pytest.param(lambda x: list(x), id="iterate"),
-        pytest.param(lambda x: x.data_ptr(), id="data-ptr"),
-        pytest.param(lambda x: x.untyped_storage(), id="storage"),
-        pytest.param(lambda x: torch.from_dlpack(x), id="dlpack"),
-        pytest.param(lambda x: torch.save({"x": x}, io.BytesIO()), id="save"),
-        pytest.param(lambda x: setattr(x, "data", WHOLE), id="set-data"),
-        pytest.param(lambda x: x.register_hook(print), id="hook"),
-    ],
-)
-def test_across_the_cut(use: Any) -> None:
-    with pytest.raises(autotp.Error, match=r"autotp\.gather"):
-        use(sharded(1))
+def test_its_memory_has_the_order_of_the_part() -> None:
+    turned = cut(1, LAYOUT.take(WHOLE, 1).transpose(0, 3).contiguous().transpose(0, 3))
+    assert turned[:, :, 1].stride() == WHOLE.transpose(0, 3).contiguous().transpose(0, 3)[:, :, 1].stride()
 
 
-def test_a_copy_has_memory_of_its_own_and_prints_its_placement() -> None:
-    x = sharded(0)
-    copy.deepcopy(x).zero_()
-    assert torch.equal(x.part, WHOLE[:, :2])
-    assert str(x) == "Sharded([2, 6@tp, 5, 3], torch.float64)"
+def test_a_copy_has_memory_of_its_own() -> None:
+    x = cut(0)
+    copied = copy.deepcopy({"x": x, "again": x})
+    copied["x"].zero_()
+    assert copied["x"] is copied["again"] and not copied["x"].part.any()
+    x.detach()[:, :, 0] = 7
+    assert (x.part[:, :, 0] == 7).all() and torch.equal(x.part[:, :, 1:], WHOLE[:, :2, 1:])
 
 
-def test_the_gradient_passes_through_the_part() -> None:
+def test_autograd_goes_through_it() -> None:
+    """Hooks, leaves, `torch.autograd.grad`, and a second derivative; gradients are cut as the tensor is."""
+    part = LAYOUT.take(WHOLE, 1).requires_grad_()
+    x, seen = cut(1, part), list[Any]()
+    assert x.requires_grad and not x.is_leaf and x.grad_fn is not None
+    x.register_hook(lambda gradient: seen.append(gradient))
+    (slope,) = torch.autograd.grad((x**3).to_local().sum(), x, create_graph=True)
+    assert isinstance(slope, Sharded) and seen and isinstance(seen[0], Sharded)
+    (second,) = torch.autograd.grad(slope.to_local().sum(), part)
+    torch.testing.assert_close(second, 6 * part.detach())
+    leaf = x.detach().requires_grad_()
+    (leaf * 2).to_local().sum().backward()
+    assert isinstance(leaf.grad, Sharded) and (leaf.grad.part == 2).all()
+    with torch.no_grad():
+        assert not cut(1, part).requires_grad
+
+
+def test_maps_of_outputs_keep_it() -> None:
+    """As accelerate's, Lightning's and torch's own do."""
+    output = {"loss": torch.ones(()), "logits": [cut(1).bfloat16()], "text": "text"}
+    mapped: Any = pytree.tree_map_only(Tensor, lambda x: x.detach().to("cpu").float(), output)
+    assert isinstance(mapped["logits"][0], Sharded) and mapped["logits"][0].dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(autotp.Error, match=r"`.*` of a tensor"):
+        mapped["logits"][0] @ torch.ones(3, 2)
+
+
+# ---- compiled code
+
+
+MAKER = cut_output(LAYOUT, Mesh(size=4, rank=1))
+
+
+def model(part: Tensor) -> dict[str, Tensor]:
+    """[2 2 5 3]"""
+    hidden = part * 2
+    return {"loss": hidden.sum(), "out": MAKER.of(hidden)}
+
+
+def cast(part: Tensor) -> dict[str, Tensor]:
+    """The output as accelerate returns it."""
+    return pytree.tree_map(lambda x: x.float(), model(part))
+
+
+def computed(part: Tensor) -> Any:
+    out = model(part)["out"]
+    assert out.shape == (2, 6, 5, 3)
+    return (out.float() / 2)[:, :, -1].detach()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", [model, cast], ids=lambda f: f.__name__)
+def test_compiled_code_returns_it(function: Callable[[Tensor], dict[str, Any]], backend: str) -> None:
+    """In one graph; a backward of the loss alone, and one of both."""
+    torch._dynamo.reset()
+    fast, part = torch.compile(function, fullgraph=True, backend=backend), torch.ones(2, 2, 5, 3, requires_grad=True)
+    fast(part)["loss"].backward()
+    assert part.grad is not None and (part.grad == 2).all()
+    found = fast(part)
+    out = found["out"]
+    assert isinstance(out, Tensor) and out.shape == (2, 6, 5, 3) and out.requires_grad and as_sharded(out).cut[0] == 1
+    for use in (Tensor.tolist, Tensor.sum, Tensor.data_ptr, copy.copy, lambda x: setattr(x, "data", WHOLE), print_sum):
+        with pytest.raises(autotp.Error, match=r"of which each rank holds a part"):
+            use(out)
+    assert str(out) == f"Sharded([2, 6@tp, 5, 3], {out.dtype})" and copy.deepcopy(out.detach()).shape == out.shape
+    (found["loss"] + (out * 3).to_local().sum()).backward()  # type: ignore[attr-defined]
+    assert (part.grad == 2 + 2 + 6).all()
+    assert isinstance(out[0] + 1, Sharded) and isinstance(gather_all([as_sharded(out.mul_(2))])[0], Tensor) is True
+
+
+def print_sum(x: Tensor) -> str:
+    return f"{x.sum():.3f}"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_computes_with_it(backend: str) -> None:
+    torch._dynamo.reset()
     part = torch.ones(2, 2, 5, 3, requires_grad=True)
-    Sharded(part * 2, sharded(0).held, Mesh(size=4))[:, :, 1:].part.sum().backward()
-    assert part.grad is not None and part.grad.sum() == 2 * 2 * 2 * 4 * 3
+    found = torch.compile(computed, fullgraph=True, backend=backend)(part)
+    assert isinstance(found, Sharded) and found.shape == (2, 6, 3) and (found.part == 1).all()
+    with pytest.raises(Exception, match=r"`argmax` of a tensor \[2, 6@tp, 5, 3\] of which each rank holds a part"):
+        torch.compile(lambda x: model(x)["out"].argmax(1), fullgraph=True, backend=backend)(part)
+
+
+# ---- on ranks
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt(n_layer=1)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """[batch seq], [batch seq] -> [], [batch seq vocab]"""
+        logits = self.gpt(x)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
+
+
+def both(n: int, **settings: Any) -> tuple[nn.Module, autotp.ParallelModule, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    whole = WithLoss().double().train()
+    given = {"x": torch.arange(12).view(2, 6), "y": torch.arange(12).view(2, 6) + 1}
+    return whole, autotp.parallelize(copy.deepcopy(whole), n, example_inputs=given, **settings), given
+
+
+def expect_gradients(whole: nn.Module, parallel: Any, gradients: dict[str, Tensor | None] | None = None) -> None:
+    for name, p in parallel.named_parameters():
+        expected = parallel.layouts[name].take(whole.get_parameter(name).grad, parallel.mesh.rank)
+        torch.testing.assert_close(p.grad if gradients is None else gradients[name], expected)
+
+
+def penalty(model: Any, given: dict[str, Tensor]) -> Tensor:
+    """A loss of the model's, and one of its logits: cast, shifted, divided, gathered."""
+    out = model(**given)
+    logits = autotp.gather((out["logits"].float().double() / 0.7)[:, :-1])
+    return out["loss"] + logits.logsumexp(-1).square().mean()
+
+
+@checks.on(2)
+@checks.on(3, rare=True)
+def a_loss_of_cast_logits(rank: int, n: int) -> None:
+    """Its value and every gradient; also through DistributedDataParallel, and where the caller is compiled."""
+    whole, parallel, given = both(n)
+    penalty(whole, given).backward()
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    wrapped = DistributedDataParallel(parallel, process_group=alone, find_unused_parameters=True)
+    compiled = torch.compile(parallel, backend="aot_eager", fullgraph=True)
+    for model in (parallel, wrapped, compiled):
+        parallel.zero_grad()
+        loss = penalty(model, given)
+        torch.testing.assert_close(loss, penalty(whole, given))
+        loss.backward()
+        expect_gradients(whole, parallel)
+    with pytest.raises(autotp.Error, match=r"`_log_softmax` of a tensor \[12, 97@tp\]"):
+        out = parallel(**given)["logits"]
+        nn.functional.cross_entropy(out.float().flatten(0, 1), given["y"].flatten())
+
+
+@checks.on(2)
+def in_transforms(rank: int, n: int) -> None:
+    """A box: gathered it has its derivatives; what computes with it is an Error; what ignores it is right."""
+    whole, parallel, given = both(n)
+    parameters = {name: p.detach() for name, p in parallel.named_parameters()}
+    call = lambda p: functional_call(parallel, p, kwargs=given)  # noqa: E731
+    penalty_of = lambda out: out["loss"] + autotp.gather(out["logits"]).square().mean()  # noqa: E731
+    expected = whole(**given)
+    (expected["loss"] + expected["logits"].square().mean()).backward()
+    expect_gradients(whole, parallel, grad(lambda p: penalty_of(call(p)))(parameters))
+    slopes, out = grad(lambda p: (penalty_of(call(p)), call(p)), has_aux=True)(parameters)
+    expect_gradients(whole, parallel, slopes)
+    torch.testing.assert_close(autotp.gather(out["logits"].float() * 2), expected["logits"].detach().float() * 2)
+    for computes in (torch.Tensor.float, torch.Tensor.sum, lambda x: x[:, -1]):
+        with pytest.raises(autotp.Error, match=r"inside a transform of torch\.func"):
+            vjp(lambda p, computes=computes: computes(call(p)["logits"]), parameters)
+    with pytest.raises(autotp.Error, match=r"inside a transform of torch\.func"):
+        vmap(lambda x: parallel(x[None], x[None])["logits"])(given["x"])
+    rows = vmap(lambda x: autotp.gather(parallel(x[None], x[None])["logits"]))(given["x"])
+    torch.testing.assert_close(rows, torch.stack([whole(x[None], x[None])["logits"] for x in given["x"]]))
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)

@@ -68,10 +68,10 @@ def test_what_placeholders_stand_for() -> None:
 
 def test_layouts_of_outputs() -> None:
     """The second output is cut along the width; new values of buffers are no outputs."""
-    held = prepared(Model(), 2, rank=1, outputs="local").held
-    assert [str(one.layout) if one.layout else "" for one in held] == ["", "[-1, 32@tp]"]
-    assert {one.mesh.rank for one in held} == {1}
-    assert [one.layout for one in prepared(Model(), 2, outputs="full").held] == [None, None]
+    entry = prepared(Model(), 2, rank=1, outputs="local")
+    assert entry.count == 2
+    assert {at: (str(one.layout), one.mesh.rank) for at, one in entry.cut.items()} == {1: ("[-1, 32@tp]", 1)}
+    assert prepared(Model(), 2, outputs="full").cut == {}
 
 
 def test_random_graphs() -> None:
