@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha1
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -15,8 +16,11 @@ MANY = 64
 """In groups of more ranks gloo connects two ranks when the first one sends, and not when the group is made."""
 LATE = "TORCH_GLOO_LAZY_INIT"
 """torch's environment variable for that. With n ranks and without it, each of them asks the store 2n + 1 times."""
-_made: Counter[str] = Counter()
-"""Digest of ranks -> the number of groups of these ranks that this process has made."""
+_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""The default group -> digest of ranks -> the number of groups of these ranks that this process has made beside it.
+
+After `destroy_process_group()` names begin anew, as torch's do: its caches of device meshes keep names of groups.
+"""
 
 
 @contextmanager
@@ -36,8 +40,9 @@ def without_others(ranks: Sequence[int], axis: str) -> Iterator[None]:
     world: Any = dist.group.WORLD
     torch_names: Any = dist.distributed_c10d
     digest = sha1(repr(sorted(ranks)).encode(), usedforsecurity=False).hexdigest()
-    name = f"autotp/{axis}/{digest}/{_made[digest]}"
-    _made[digest] += 1
+    made = _made.setdefault(world, Counter())
+    name = f"autotp/{axis}/{digest}/{made[digest]}"
+    made[digest] += 1
     name_before, device_before = torch_names._hash_ranks_to_str, world.bound_device_id
     torch_names._hash_ranks_to_str = lambda _: name
     world.bound_device_id = None

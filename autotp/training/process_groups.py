@@ -31,7 +31,7 @@ def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) 
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
 
 
-def _group(groups: Sequence[Any], rows: torch.Tensor, timeout: timedelta, axis: str) -> Any:
+def _group(groups: Sequence[Any], rows: torch.Tensor, timeout: timedelta, axis: str, backend: str | None = None) -> Any:
     """Returns the group of this rank's row: one of `groups` if it has these ranks, else a new one; None without a row.
 
     Each communicator of NCCL takes memory of the GPU.
@@ -39,13 +39,14 @@ def _group(groups: Sequence[Any], rows: torch.Tensor, timeout: timedelta, axis: 
     Args:
         rows: [rows ranks].
         axis: the name of a new group in errors.
+        backend: of a new group; None means that of the default group.
     """
     mine = rows[(rows == dist.get_rank()).any(1)]
     if not len(mine):
         return None
     ranks = sorted(mine[0].tolist())
     same = (its for its in groups if dist.get_process_group_ranks(its) == ranks)
-    return next(same, None) or new_group(ranks, timeout, axis)
+    return next(same, None) or new_group(ranks, timeout, axis, backend)
 
 
 MANY = 64
@@ -53,10 +54,16 @@ MANY = 64
 
 
 def world_mesh(place: Mesh, mesh: DeviceMesh, timeout: timedelta) -> Mesh:
-    """Returns the mesh of all ranks, in a group that waits no longer than `timeout`."""
-    every = _group(mesh.get_all_groups(), mesh.mesh.view(1, -1), timeout, "global")
+    """Returns the mesh of all ranks, in a group that waits no longer than `timeout`.
+
+    The group also sends tensors of the CPU: what ranks tell each other in each step does not wait for a GPU.
+    """
     axes = [axis for axis in mesh.get_all_groups() if axis.size() > 1]
-    several = every.size() >= MANY and all(torch.device("cpu") in axis._device_types for axis in axes)
+    on_host = [axis for axis in mesh.get_all_groups() if torch.device("cpu") in axis._device_types]
+    nccl = place.device.type == "cuda" and backend_of(mesh.get_all_groups()[0].group_name, "cuda") == "nccl"
+    backend = "cpu:gloo,cuda:nccl" if nccl else None
+    every = _group(on_host, mesh.mesh.view(1, -1), timeout, "global", backend)
+    several = every.size() >= MANY and len(on_host) == len(mesh.get_all_groups())
     return replace(
         place.alone(), axis="global", size=every.size(), rank=every.rank(), group=every.group_name, runs=(),
         axes=tuple(axis.group_name for axis in axes) if several else (),
