@@ -43,7 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the rare cases, too: every family in every way; an hour")
     parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 24; takes two hours")
     parser.addoption("--cards", action="store_true", help="on NVIDIA cards: those of the machine, or pretended ones")
-    parser.addoption("--share", help="2/4: the second of four shares of the files of make test-rest")
+    parser.addoption(
+        "--share", help="2/4: the second of four shares of the files of make test-rest, or of all with --cards"
+    )
     parser.addoption("--seconds", action="store_true", help="write the seconds of the tests that ran into seconds.txt")
     parser.addoption("--budget", type=float, help="the seconds of CPU that a test may take that is not rare")
 
@@ -96,7 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         (left if item.get_closest_marker("rare") and not config.getoption("all") else runs).append(item)
     if share := config.getoption("share"):
-        rest = [item for item in runs if item.get_closest_marker("system") or item.get_closest_marker("costly")]
+        shared = [item for item in runs if item.get_closest_marker("system") or item.get_closest_marker("costly")]
+        rest = runs if config.getoption("cards") else shared
         mine = shares([item.nodeid for item in rest], share)
         left += [item for item in runs if item.nodeid.partition("::")[0] not in mine]
         runs = [item for item in runs if item.nodeid.partition("::")[0] in mine]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import pickle
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ from types import SimpleNamespace
 import activations
 import capture
 import checkpoint
-import gpu
 import growth
 import pytest
 import share
@@ -216,38 +213,6 @@ def test_checkpoint_rows_are_those_of_the_fullest_rank(tmp_path):
         assert read.shard == bf16 * (vocab * hidden + layer + norms) + ROTARY
         assert read.allowed - written.allowed == read.shard
     assert len(list((tmp_path / "again").glob("*.safetensors"))) == 1
-
-
-# --- gpu.py
-
-
-def on_cpu(rank: int, tp: int, name: str) -> gpu.Found:
-    return getattr(gpu, name)("cpu")
-
-
-@pytest.mark.parametrize("name", ["bert_dropout", pytest.param("autocast", marks=pytest.mark.rare)])
-def test_gpu_checks_hold_on_the_cpu(name):
-    for found in run_ranks(on_cpu, TP, name):
-        assert found.error <= found.limit, found
-
-
-def test_differences_are_relative_to_the_whole_gradient():
-    expected = {"a": torch.tensor([4.0, 1.0]), "b": torch.tensor([0.0])}
-    found = gpu.differences(expected, {"a": torch.tensor([4.0, 1.0]), "b": torch.tensor([1.0])}, 0.5)
-    assert found == gpu.Found(0.25, 0.5, "b")
-
-
-def test_no_number_is_the_worst():
-    expected, nan = {"a": torch.ones(1), "b": torch.ones(1)}, torch.tensor([math.nan])
-    found = gpu.worst(gpu.Found(9, 1), gpu.differences(expected, {"a": torch.zeros(1), "b": nan}, 0.5))
-    assert found.where == "b" and not found.error <= found.limit
-
-
-def test_failed_rank_ends_the_wait(tmp_path):
-    (tmp_path / "found0").write_bytes(pickle.dumps(gpu.Found(0, 1)))
-    alive, dead = (SimpleNamespace(is_alive=lambda a=a: a, exitcode=-9) for a in (True, False))
-    found = gpu._wait(tmp_path, [alive, dead, alive], time.monotonic() + 60)
-    assert found == [gpu.Found(0, 1), "rank 1 died with exit code -9", "took too long"]
 
 
 # --- muon.py

@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cards.build import NoCompiler, built
-from cards.pretend import REAL, asked_for, pretend
+from cards.pretend import DEVICES, REAL, asked_for, pretend
 from graphs import shared_captures
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,6 +43,7 @@ ROOT = HERE.parent.parent
 LAST_WORDS = 0.5  # seconds the other ranks have to answer once one has failed
 EXPECTED = (
     ".*this rank's part", ".* is captured for the",  # Tests compare parts, and change models.
+    "tensors of the batch are on the CPU",  # With `cards`, as they come from a loader.
     "Converting a tensor with requires_grad", "The .grad attribute of a Tensor that is not a leaf",
     "There is a performance drop", "autotp is tested with torch",  # `make versions` runs them with others.
 )  # fmt: skip
@@ -422,16 +423,27 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def environment(cards: bool) -> dict[str, str]:
+    """The variables of a program that a test starts; with `cards` it has NVIDIA cards, as `run_ranks` says."""
+    paths = [ROOT, HERE]
+    if cards or asked_for():
+        expect_cards()
+        paths.insert(0, HERE / "cards" / "site")
+    more = {DEVICES: os.environ.get(DEVICES, "8")} if cards else {}
+    return os.environ | more | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
 @contextmanager
-def job(folder: Path, script: str, given: Sequence[str], restarts: int) -> Iterator[subprocess.Popen[str]]:
+def job(
+    folder: Path, script: str, given: Sequence[str], restarts: int, cards: bool = False
+) -> Iterator[subprocess.Popen[str]]:
     """torchrun with two processes of a file of `scripts`; ended, with its own processes, in any case."""
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
     process = subprocess.Popen(
         [*command, *where, str(HERE / "scripts" / script), str(folder), *given],
-        env=environment,
+        env=environment(cards),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

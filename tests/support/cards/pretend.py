@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -180,6 +181,13 @@ def _report(event: str) -> None:
     report(event, 0)
 
 
+def _set_sync_debug_mode(mode: int | str) -> None:
+    """Warns of each wait of the host from now on, as torch does with the mode "warn"."""
+    from cards.spies import warn_of_waits
+
+    warn_of_waits(mode in (1, "warn"))
+
+
 def _replacements(cards: ModuleType) -> dict[Any, dict[str, Any]]:
     """Returns, for each module or class of torch, the names that are replaced and their values."""
     generators = tuple(cards.default_generator(index) for index in range(cards.device_count()))
@@ -217,7 +225,7 @@ def _replacements(cards: ModuleType) -> dict[Any, dict[str, Any]]:
         "set_device": lambda device: cards.set_device(_index(device)),
         "device": OnDevice,
         "_exchange_device": _exchanged,
-        "_maybe_exchange_device": _exchanged,
+        "_maybe_exchange_device": partial(_exchanged),  # Dynamo asks for two functions.
         "get_device_properties": lambda device=None: Properties(_index(device)),
         "get_device_name": lambda device=None: Properties.name,
         "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
@@ -233,6 +241,7 @@ def _replacements(cards: ModuleType) -> dict[Any, dict[str, Any]]:
         "set_stream": lambda stream: None,
         "synchronize": _synchronize,
         "is_current_stream_capturing": lambda: False,
+        "set_sync_debug_mode": _set_sync_debug_mode,
     }
     tensor = {
         "pin_memory": lambda x, device=None: x if cards.is_pinned(x) else cards.pin(x),

@@ -54,8 +54,20 @@ class Traffic:
 _open: list[Traffic] = []
 
 
+_warning = [False]
+
+
+def warn_of_waits(on: bool) -> None:
+    """Sets whether each wait of the host is a warning, too."""
+    _warning[0] = on
+    pretended().set_spy(report)
+    pretended().set_spying(on or bool(_open))
+
+
 def report(event: str, elements: int) -> None:
     """Notes an event in all open regions."""
+    if _warning[0] and not event.startswith(HARMLESS):
+        warnings.warn(f"called a synchronizing CUDA operation: {event}", stacklevel=2)
     if _open:
         lines = _lines()
         for traffic in _open:

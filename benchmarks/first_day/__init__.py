@@ -1,0 +1,1 @@
+"""The checks of `gpu.py`: what is tried on the first day on GPUs."""
