@@ -59,7 +59,8 @@ def parallelize(
             gradients; in another loop, replicas with other gradients are an Error before the optimizer's step.
         mesh: a DeviceMesh of one dimension, or with a dimension named "tp", and perhaps one named "cp". Without a mesh,
             the process groups are made from the environment that torchrun sets.
-        device: where this rank computes; None means the mesh's device, the GPU of LOCAL_RANK, or the CPU.
+        device: where this rank computes; None means the mesh's device, the GPU of LOCAL_RANK or the only one that
+            this process sees, or the CPU.
         example_inputs: keyword arguments (a dict), positional arguments (a tuple), or one tensor. Of the tensors
             ([batch ...]) only shapes and dtypes are read. None means the model's `dummy_inputs`, or inputs that are
             found from the signature of `forward`.

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cards.pretend import REAL
+from cards.spies import collective_order
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.ops import collectives
-from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
+from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, start_all
 
 PAIRS = (copy, reduce), (scatter, gather), (all_gather, reduce_scatter)
 ALL = {fn.__name__: fn for pair in PAIRS for fn in pair}
@@ -496,3 +498,20 @@ def test_wrong_lengths() -> None:
         "  try      pass the value as the parallel model returned it, with the global size of the cut dimension"
     )
     assert run_ranks(run_misfit, 2)[0] == [message.format(2), message.format(4)]
+
+
+def one_by_one(rank: int, n: int) -> list[str]:
+    """As over gloo, which has no coalesced sum of tensors of a GPU. (The wheel for CPUs has none of them at all.)"""
+    group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    xs = [torch.full((k + 1,), float(rank + k), device="cuda") for k in range(3)]
+    with pytest.MonkeyPatch.context() as patch, collective_order() as order:
+        patch.setattr(collectives, "_is_gloo", lambda group, device_type: True)
+        found = start_all(xs, group)()
+    assert [x.tolist() for x in found] == [[n * (n - 1) / 2 + n * k] * (k + 1) for k in range(3)]
+    return [line.partition(": ")[2] for line in order]
+
+
+def test_gloo_sums_tensors_of_a_gpu_one_by_one() -> None:
+    if REAL:
+        pytest.skip("real cards log no collectives")
+    assert run_ranks(one_by_one, 2, cards=True) == [[f"allreduce Float[{k + 1}]" for k in range(3)]] * 2
