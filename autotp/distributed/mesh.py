@@ -417,7 +417,7 @@ def _from_device_mesh(
             raise Error(f"{name}={size}, but the mesh has {name}={found[name]}", fix=f"leave {name} out")
     where = _mesh_device(mesh, device)
     every = _ranks_of_model(mesh) if found["cp"] > 1 else []
-    begin()
+    begin(where)
     if timeout is not None:  # The caller's groups keep their timeouts.
         group, across = _with_timeout(group, timeout, "tp"), _with_timeout(across, timeout, "cp")
     own = _with_runs(Mesh("tp", group.size(), group.rank(), group.group_name, where), group)
@@ -477,7 +477,7 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None
             store = store_of(started, timeout) if started.by else dist.HashStore()
             backend = _backend(own, own == torch.device(device or "cuda"), store, started)
             dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
-    begin()
+    begin(own)
     return own
 
 

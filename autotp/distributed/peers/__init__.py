@@ -1,1 +1,1 @@
-"""What a rank learns of the others beside its collectives, through the store in which the processes met."""
+"""What a rank learns of the others beside its collectives: along a tree of connections, and through the store."""

@@ -69,7 +69,7 @@ class Heart:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:  # A dist.Store; torch's types have no `clone`.
         self.rank, self.store, self.waited = rank, store.clone(), ""
-        self.stopped, self.jobs = Event(), SimpleQueue[Callable[[], None]]()
+        self.stopped, self.jobs = Event(), SimpleQueue[Callable[[], object]]()
         self.node = Node(rank, size, self._send, self._state)
         self.node.topics = _topics
         self.links = Links(bool(self.node.children), store)
@@ -83,7 +83,7 @@ class Heart:
 
     def _meet(self) -> None:
         """Looks for the neighbours in the store, until all are connected."""
-        absent, pause = {self.node.parent, *self.node.children} - {None}, SOON
+        absent, pause = self.node.neighbours(), SOON
         joined = dict[int, float]()
         while absent and not self.stopped.wait(pause):
             for neighbour in list(absent):
@@ -161,7 +161,7 @@ class Heart:
         while not self.jobs.empty():
             self.jobs.get()()
 
-    def _do(self, job: Callable[[], None]) -> None:
+    def _do(self, job: Callable[[], object]) -> None:
         """Has the thread do something."""
         self.jobs.put(job)
         self.links.wake()

@@ -85,7 +85,7 @@ class Links:
                     self.woken.recv(4096)
             elif key.fileobj is self.server:
                 with suppress(OSError):
-                    self._register(Link(self.server.accept()[0], None))  # type: ignore[union-attr]
+                    self._register(Link(self.server.accept()[0], None))
             else:
                 if mask & selectors.EVENT_WRITE:
                     self._flush(key.data)

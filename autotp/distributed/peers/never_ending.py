@@ -4,8 +4,9 @@ NOTE [Collectives that do not fail]
 A failed collective of gloo raises an error. One of NCCL never does: its `wait` returns at once, the work on the card
 stops there, and the host blocks at its next read of a result, or once too much work is queued. So the thread of the
 heartbeat looks once a second whether this process still moves: whether the main thread is at another instruction, and
-whether collectives were started. Only if it does not move, a thread waits for the card, to know whether that is busy.
-A process that reads data for an hour waits for nobody.
+whether collectives were started. Only if it does not move, it looks whether a thread is inside of a collective, and
+another thread waits for the card, to know whether that is busy. A process that reads data for an hour, compiles, or is
+in a debugger waits for nobody. While a process moves, no other thread touches its card.
 
 - A peer was lost, and the process has waited for GRACE since: it ends.
 - The process has waited nearly for the group's timeout: it asks all ranks what they do, and ends. (After the timeout
@@ -37,7 +38,7 @@ from autotp.distributed.peers.heartbeat import lost_ranks, on_each_look, reason,
 from autotp.error_file import write_error
 from autotp.errors import Error, calls_in_progress, threads_in_calls
 from autotp.groups.failures import Fatal, lost_error, make_fatal
-from autotp.groups.one_thread import is_waiting, waiting_threads
+from autotp.groups.one_thread import waiting_threads
 from autotp.groups.process_group import axis_of, called
 
 GRACE = 3.0
@@ -51,6 +52,8 @@ EARLY = 30.0
 LAST = 5.0
 """Seconds that the blocked thread has to raise the Error, once the communicators are aborted."""
 CUDA = torch.device("cuda")
+COMMUNICATE = ("autotp.ops.", "autotp.groups.", "autotp.distributed.", "torch.distributed")
+"""Beginnings of the names of modules whose functions wait for other ranks."""
 
 
 @dataclass
@@ -78,18 +81,21 @@ class Watch:
 
 _watches: dict[int, Watch] = {}
 """Identity of the default group -> how this process moves."""
+_cards: list[torch.device] = []
+"""The card of this process: each thread has a current one of its own."""
 
 
-def begin() -> None:
-    """Starts the heartbeat of this process, and has it watch for collectives that never end."""
+def begin(device: torch.device) -> None:
+    """Starts the heartbeat of this process, and has it watch for collectives that never end on its device."""
     heartbeat.begin()
+    _cards[:] = [device] if device.type == "cuda" else []
     on_each_look(_look)
     say_what_waits(_waits_for_the_card, _started)
 
 
 def _device_groups() -> dict[str, Any]:
     """Returns the process groups of several ranks that use cards, by name."""
-    if not (dist.is_initialized() and torch.cuda.is_initialized()):
+    if not (_cards and dist.is_initialized()):
         return {}
     groups = list(dist.distributed_c10d._world.pg_map)
     return {str(group.group_name): group for group in groups if group.size() > 1 and _backend(group) is not None}
@@ -125,6 +131,18 @@ def _waits_for_the_card() -> bool:
     return looking is not None and time.monotonic() - looking >= STILL
 
 
+def _is_in_a_collective() -> bool:
+    """Returns whether the main thread, or one in a graph, is inside of a function that waits for other ranks."""
+    frames = sys._current_frames()
+    for thread in {threading.main_thread().ident, *waiting_threads()}:
+        frame = frames.get(thread or 0)
+        while frame is not None and frame.f_globals.get("__name__") == "torch._ops":  # Each operator is called there.
+            frame = frame.f_back
+        if frame is not None and str(frame.f_globals.get("__name__")).startswith(COMMUNICATE):
+            return True
+    return False
+
+
 def _look() -> None:
     """Looks whether the process moves. Runs in the thread of the heartbeat, so it waits for nothing."""
     groups = _device_groups()
@@ -140,7 +158,7 @@ def _look() -> None:
     if watch.looking is None and (watch.lost is not None or now - watch.looked >= AGAIN):
         watch.looking = now
         threading.Thread(target=_wait_for_the_card, args=(watch,), name="autotp-card", daemon=True).start()
-    if not (is_waiting() or _waits_for_the_card()):
+    if not (_waits_for_the_card() or _is_in_a_collective()):
         return
     group = groups.get(watch.group, next(iter(groups.values())))
     timeout = _backend(group).options._timeout.total_seconds()
@@ -164,9 +182,9 @@ def _note_moves(watch: Watch, groups: Mapping[str, Any], now: float) -> None:
 def _wait_for_the_card(watch: Watch) -> None:
     began = time.monotonic()
     with suppress(Exception):  # Whatever is wrong with the card, its user will be told.
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(_cards[0])
     watch.looking, watch.looked = None, time.monotonic()
-    if not is_waiting():
+    if not _is_in_a_collective():
         watch.since = max(watch.since, began)
 
 
@@ -182,14 +200,19 @@ def _end(watch: Watch, group: str, groups: Mapping[str, Any]) -> None:
     thread = _blocked_thread()
     _raise_in(thread, fatal)
     for it in groups.values():
-        threading.Thread(target=_backend(it).abort, name="autotp-abort", daemon=True).start()
+        threading.Thread(target=_abort, args=(it,), name="autotp-abort", daemon=True).start()
     if fatal.raised.wait(LAST):
         return
-    for line in (str(fatal.error), "", *_stack_of(thread)):
+    for line in (f"autotp.Error: {fatal.error}", *_stack_of(thread)):
         print(line, file=sys.stderr)
     sys.stderr.flush()
     write_error(fatal.error)
     os._exit(1)
+
+
+def _abort(group: Any) -> None:
+    """Aborts a group's communicator; NCCL may block here, too."""
+    _backend(group).abort()
 
 
 def _stack_of(thread: int) -> list[str]:

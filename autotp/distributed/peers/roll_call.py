@@ -142,6 +142,10 @@ class Node:
         self.waiting = list[Callable[[Census], None]]()
         self.topics = dict[str, Callable[[int, Any], None]]()
 
+    def neighbours(self) -> set[int]:
+        """Returns the ranks to which this one has connections if all is well."""
+        return self.children | ({self.parent} if self.parent is not None else set())
+
     # ---- connections
 
     def linked(self, neighbour: int) -> None:
