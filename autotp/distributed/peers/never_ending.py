@@ -134,7 +134,7 @@ def _waits_for_the_card() -> bool:
 def _is_in_a_collective() -> bool:
     """Returns whether the main thread, or one in a graph, is inside of a function that waits for other ranks."""
     frames = sys._current_frames()
-    for thread in {threading.main_thread().ident, *waiting_threads()}:
+    for thread in (threading.main_thread().ident, *waiting_threads()):
         frame = frames.get(thread or 0)
         while frame is not None and frame.f_globals.get("__name__") == "torch._ops":  # Each operator is called there.
             frame = frame.f_back

@@ -270,7 +270,7 @@ class Node:
         self.roll = Roll(number, source, pending - {*self.lost}, census)
         if here is not None and self._is_silent(here) and here not in self.lost and here not in self.ended:
             census.silent.add(here)
-        for child in self.roll.pending & {*self.heard}:
+        for child in sorted(self.roll.pending & {*self.heard}):
             self.send(child, [ROLL, number])
         self._go_on()
 
@@ -308,7 +308,7 @@ class Node:
         for rank, note in census.lost.items():
             self.lost.setdefault(rank, note)
         data = census.as_data()
-        for child in self.children & {*self.heard}:
+        for child in sorted(self.children & {*self.heard}):
             self.send(child, [CENSUS, data])
         waiting, self.waiting = self.waiting, []
         for told in waiting:
