@@ -174,8 +174,9 @@ class Matrices:
         """Returns the Error of a write through `.data`, once a comparison that tells of one has come from the GPU."""
         arrived = [late for late in self._late if late.arrived.query()]
         self._late = [late for late in self._late if late not in arrived]
-        pairs = (zip(late.names, late.differs.tolist(), strict=True) for late in arrived)
-        others = [name for names in pairs for name, other in names if other]
+        others = [
+            name for late in arrived for name, other in zip(late.names, late.differs.tolist(), strict=True) if other
+        ]
         if not others:
             return None
         return Error(

@@ -8,8 +8,12 @@ pipeline read. For parameters that replicas shard only the settings are compared
 NOTE [When ranks are compared]
 Before the first steps of an optimizer and every `EVERY`-th step after, ranks exchange a checksum of everything that
 must be the same, through the store (`store_gather.py`), so that the error names a rank that does not step.
-Sums over replicas may have another order on each rank (buckets differ if parts differ), so a difference by round-off is
-not an Error. Then all ranks take the first rank's numbers, and a warning says so once.
+Sums over replicas may have another order on each rank (buckets differ if parts differ), and on GPUs so may sums within
+a kernel (atomics, kernels that each process tunes for itself). So a difference by round-off is not an Error. Then all
+ranks take the first rank's numbers, and a warning says so once.
+
+On a GPU the checksums are computed there. After the first steps the host does not wait for them: ranks exchange them
+`LATER` steps on, and if they differ, they compare the values that they have then.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import json
 import re
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autotp.distributed.consistency import checksum
+from autotp.distributed.consistency import bits_of, checksum
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.distributed.peers.in_step import are_apart, expect_together
@@ -50,6 +54,8 @@ from autotp.sharding.layout import Layout
 
 CHECKED_STEPS, EVERY = 4, 64
 """The number of first steps that are compared, and the interval of later comparisons."""
+LATER = 4
+"""The number of steps that checksums have to come from a GPU."""
 
 OF_A_MATRIX = re.compile(
     "muon|scion|dion|shampoo|soap|kron|kfac|galore|apollo|fira|adafactor|adalomo|adammini|came$|sm3|lamb(?!da)|lars"
@@ -68,6 +74,7 @@ class Watched:
         models: those that have its parameters.
         always: whether each step is compared.
         warned: whether there was a warning about round-off.
+        late: the comparisons that wait for checksums from a GPU.
     """
 
     steps: int = 0
@@ -76,6 +83,13 @@ class Watched:
     models: SteppedModels = field(default_factory=SteppedModels)
     always: bool = False
     warned: bool = False
+    late: list[Comparison] = field(default_factory=list)
+
+    def warn(self, warning: str) -> None:
+        """Warns about round-off, once."""
+        if warning and not self.warned:
+            self.warned = True
+            warnings.warn(warning, stacklevel=5)
 
 
 _watched: WeakKeyDictionary[Optimizer, Watched] = WeakKeyDictionary()
@@ -101,6 +115,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     step, size = watched.steps, sum(len(group["params"]) for group in optimizer.param_groups)
     due = watched.always or step < CHECKED_STEPS or step % EVERY == 0
     watched.steps += 1
+    if watched.late:
+        within(f"{type(optimizer).__name__}.step", partial(_compare_late, watched, step))
     known = (watched.size, watched.state) == (size, id(optimizer.state))
     if (not due and known) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         watched.models.count(optimizer)
@@ -120,13 +136,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if other and parts.place.size > 1 and parts.check != "never" and not whole:
                 own = partial(_expect_own_state, optimizer, parts, parameters, step)
                 within(f"{type(optimizer).__name__}.step", own)
-            compared = due and parts.check != "never"
-            warning = within(
-                f"{type(optimizer).__name__}.step", partial(_checked, optimizer, parts, parameters, step, compared)
-            )
-            if warning and not watched.warned:
-                watched.warned = True
-                warnings.warn(warning, stacklevel=3)
+            begin = partial(_checked, optimizer, parts, parameters, step, due and parts.check != "never")
+            within(f"{type(optimizer).__name__}.step", partial(_compare, watched, begin, step))
 
 
 def _expect_live(optimizer: Optimizer) -> None:
@@ -140,8 +151,31 @@ def _expect_live(optimizer: Optimizer) -> None:
         )
 
 
-def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int, compared: bool) -> str:
-    """Returns the warning about a step, or "". Raises Error if the step would differ from that of one device."""
+def _compare(watched: Watched, begin: Callable[[], list[Comparison]], step: int) -> None:
+    """Begins comparisons, and ends them: now, or later if their checksums are on their way from a GPU."""
+    for comparison in begin():
+        if comparison.place.device.type == "cuda" and not watched.always and step >= CHECKED_STEPS:
+            watched.late.append(comparison)
+        else:
+            comparison.checksums.have_arrived(wait=True)
+            watched.warn(_differing(comparison, late=False))
+
+
+def _compare_late(watched: Watched, step: int) -> None:
+    """Ends the comparisons that were begun `LATER` steps ago."""
+    for comparison in list(watched.late):
+        ends = step >= comparison.step + LATER
+        if not comparison.checksums.have_arrived() and ends:
+            comparison.checksums.have_arrived(wait=True)
+        if ends:
+            watched.late.remove(comparison)
+            watched.warn(_differing(comparison, late=True))
+
+
+def _checked(
+    optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int, compared: bool
+) -> list[Comparison]:
+    """Returns the comparisons to make with other ranks; raises Error if the step would not be that of one device."""
     cut = [name for name in parameters if parts.layout(name).dim is not None and parts.place.size > 1]
     if parts.pipeline is not None and _is(OF_ALL, optimizer):
         raise Error(
@@ -154,18 +188,16 @@ def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Ten
         for name in cut:
             _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
         foreign = [name for name in cut if _of_another_rank(optimizer, parameters[name], parts.layout(name))]
-    if not compared:
-        return ""
-    warning = ""
-    for place, names in parts.alike:
+    begun = list[Comparison]()
+    for place, names in parts.alike if compared else ():
         same = {name: p for name, p in parameters.items() if name in names and not p.is_meta}
         if place.size > 1 and (same or place is parts.place):
             # Of cut parameters ranks compare all but the values; a part that is empty may be left out of the step.
             filled = [name for name in cut if place is parts.place and all(parts.layout(name).lengths())]
             parts_of = {name: parameters[name] for name in filled}
             theirs = foreign if place is parts.place else []
-            warning = warning or _differing(optimizer, same, parts_of, place, step, theirs)
-    return warning
+            begun.append(Comparison.begun(optimizer, same, parts_of, place, step, theirs))
+    return begun
 
 
 def _expect_elementwise(optimizer: Optimizer, cut: Sequence[str]) -> None:
@@ -206,15 +238,16 @@ def _of_another_rank(optimizer: Optimizer, parameter: Tensor, layout: Layout) ->
 
 def _expect_own_state(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int) -> None:
     """Raises Error on every rank if several ranks have loaded the same state for different parts: it is one rank's."""
-    found, held = [], []
+    found, held = list[int | str](), list[Tensor]()
     for name, p in parameters.items():
         layout = parts.layout(name)
         kept = [x for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor) and x.shape == p.shape]
         if layout.dim is not None and not layout.repeated and p.shape != layout.shape:
             locals_ = [local_of(x.detach()) for x in kept if x.layout is torch.strided]
-            found += [checksum(x) for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any())]
-            held.append(_number(p))
-    every = [json.loads(one) for one in _exchanged(LOADED, json.dumps([found, held]), parts.place, step)]
+            found += Checksums([x for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any())]).read()
+            held.append(p)
+    text = json.dumps([found, Checksums(held).read()])
+    every = [json.loads(one) for one in _exchanged(LOADED, text, parts.place, step)]
     others = [[one[0] for one in every if one[0] == mine[0] and one[1] != mine[1]] for mine in every]
     if same := [rank for rank, mine in enumerate(every) if mine[0] and others[rank]]:
         raise Error(
@@ -263,41 +296,128 @@ def _named(pattern: re.Pattern[str], kind: type[Optimizer]) -> bool:
 # ---- NOTE [When ranks are compared]
 
 
-def _differing(
-    optimizer: Optimizer,
-    same: Mapping[str, Tensor],
-    cut: Mapping[str, Tensor],
-    place: Mesh,
-    step: int,
-    foreign: Sequence[str],
-) -> str:
+class Checksums:
+    """Checksums of tensors. Those of tensors on a GPU are computed there, and copied to the CPU together.
+
+    Attributes:
+        arrived: tells whether they have come from the GPU; None if none has to.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        local = [local_of(tensor.detach()) for tensor in tensors]
+        dense = [x if x.layout is torch.strided else x.to_dense() for x in local]
+        self._here = {i: checksum(x) for i, x in enumerate(dense) if not x.is_cuda}
+        bits = {i: bits_of(x) for i, x in enumerate(dense) if x.is_cuda}
+        self._of_gpu, self.arrived = list(bits), torch.cuda.Event() if bits else None
+        self._bits = torch.stack(list(bits.values())).to("cpu", non_blocking=True) if bits else torch.empty(0, 2)
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def have_arrived(self, wait: bool = False) -> bool:
+        """Returns whether all have come."""
+        if wait and self.arrived is not None:
+            self.arrived.synchronize()
+        return self.arrived is None or self.arrived.query()
+
+    def read(self) -> list[int | str]:
+        """Returns the checksums; those of a GPU have to come first."""
+        self.have_arrived(wait=True)
+        return self.values()
+
+    def values(self) -> list[int | str]:
+        """Returns the checksums, which have come."""
+        found: dict[int, int | str] = {**self._here}
+        found |= {i: str(pair) for i, pair in zip(self._of_gpu, self._bits.tolist(), strict=True)}
+        return [found[i] for i in range(len(found))]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What a rank compares with others before a step.
+
+    Attributes:
+        place: the ranks.
+        step: the number of steps taken so far.
+        same: the parameters that all ranks hold.
+        foreign: the parameters whose state on this rank is another rank's.
+        settings: those of the optimizer.
+        values, gradients: name -> the position of the checksum; None where there is none to compare.
+        without: the parameters without a gradient.
+        checksums: of parameters and gradients.
+    """
+
+    place: Mesh
+    step: int
+    same: Mapping[str, Tensor]
+    foreign: Sequence[str]
+    settings: Sequence[str]
+    values: Mapping[str, int | None]
+    gradients: Mapping[str, int | None]
+    without: frozenset[str]
+    checksums: Checksums
+
+    @staticmethod
+    def begun(
+        optimizer: Optimizer,
+        same: Mapping[str, Tensor],
+        cut: Mapping[str, Tensor],
+        place: Mesh,
+        step: int,
+        foreign: Sequence[str],
+    ) -> Comparison:
+        """Returns a comparison, whose checksums may be on their way.
+
+        Args:
+            cut: the parameters of which each rank has a part.
+        """
+        every_one = {**same, **cut}
+        apart = {name for name, p in same.items() if _is_sharded(p, place)} | set(cut)
+        tensors = list[Tensor]()
+
+        def position(name: str, tensor: Tensor | None) -> int | None:
+            if name in apart or tensor is None:
+                return None
+            tensors.append(tensor)
+            return len(tensors) - 1
+
+        values = {name: position(name, p) for name, p in every_one.items()}
+        gradients = {name: position(name, p.grad) for name, p in every_one.items()}
+        without = frozenset(name for name, p in every_one.items() if p.grad is None)
+        settings = _settings_of(optimizer, every_one)
+        return Comparison(place, step, same, foreign, settings, values, gradients, without, Checksums(tensors))
+
+    def as_plain_data(self) -> dict[str, Any]:
+        """Returns what the ranks exchange."""
+        numbers = self.checksums.values()
+
+        def known(position: int | None) -> int | str:
+            return 0 if position is None else numbers[position]
+
+        return {
+            "step": self.step,
+            "foreign": self.foreign,
+            "settings": self.settings,
+            "values": {name: known(i) for name, i in self.values.items()},
+            "gradients": {name: None if name in self.without else known(i) for name, i in self.gradients.items()},
+        }
+
+
+def _differing(comparison: Comparison, late: bool) -> str:
     """Compares ranks; returns a warning about differences by round-off, which it has removed, or "".
 
     Args:
-        same: the parameters that all ranks hold.
-        cut: the parameters of which each rank has a part.
-        foreign: the parameters whose state on this rank is another rank's.
+        late: whether the ranks have taken steps since.
 
     Raises:
         Error: on every rank, if parameters, gradients or the optimizer's settings differ, or if state is foreign.
     """
-    every_one = {**same, **cut}
-    apart = {name for name, p in same.items() if _is_sharded(p, place)} | set(cut)
-    mine = {
-        "step": step,
-        "foreign": foreign,
-        "settings": _settings_of(optimizer, every_one),
-        "values": {name: 0 if name in apart else _number(p) for name, p in every_one.items()},
-        "gradients": {
-            name: None if p.grad is None else 0 if name in apart else _number(p.grad) for name, p in every_one.items()
-        },
-    }
-    text = json.dumps(mine)
-    if len(set(_exchanged(COMPARED, str(zlib.crc32(text.encode())), place, step))) == 1 and not foreign:
+    text, place = json.dumps(comparison.as_plain_data()), comparison.place
+    texts = _exchanged(COMPARED, str(zlib.crc32(text.encode())), place, comparison.step)
+    if len(set(texts)) == 1 and not comparison.foreign:
         return ""
-    every = [json.loads(one) for one in _exchanged(COMPARED, text, place, step)]
+    every = [json.loads(one) for one in _exchanged(COMPARED, text, place, comparison.step)]
     _expect_same_calls(every, place)
-    return _expect_close(same, every, place)
+    return _expect_close(comparison.same, every, place, late)
 
 
 def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
@@ -308,13 +428,6 @@ def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
     mine = dist.get_process_group_ranks(_resolve_process_group(place.group))  # type: ignore[arg-type]
     mesh = tensor.device_mesh
     return any(dist.get_process_group_ranks(mesh.get_group(dim)) == mine for dim in range(mesh.ndim))
-
-
-def _number(tensor: Tensor) -> int:
-    local = local_of(tensor.detach())
-    if local.layout is torch.strided:
-        return checksum(local)
-    return checksum(local.to_dense())
 
 
 def _settings_of(optimizer: Optimizer, same: Mapping[str, Tensor]) -> list[str]:
@@ -359,11 +472,20 @@ def _same(values: list[Any], place: Mesh, problem: str, facts: dict[str, str]) -
         raise Error(problem, **expected, got=f"{values[other[0]]} on {place.named(other)}", **facts)
 
 
-def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place: Mesh) -> str:
-    """Gives all ranks the first rank's values and gradients if they differ by round-off; raises Error if by more."""
+def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place: Mesh, late: bool) -> str:
+    """Gives all ranks the first rank's values and gradients if they differ by round-off; raises Error if by more.
+
+    Args:
+        late: whether gradients that differed are in the values by now.
+    """
+    other = {
+        kind: [name for name in same if len({one[kind][name] for one in every}) > 1] for kind in ("values", "gradients")
+    }
+    if late:
+        other = {"values": list(dict.fromkeys([*other["values"], *other["gradients"]])), "gradients": []}
     found = []
     for kind, what in (("values", ""), ("gradients", "the gradient of ")):
-        for name in (name for name in same if len({one[kind][name] for one in every}) > 1):
+        for name in other[kind]:
             tensor = same[name] if kind == "values" else same[name].grad
             assert tensor is not None
             off, first = _off(local_of(tensor.detach()), place)
@@ -374,7 +496,10 @@ def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place
             found.append(f"{what}`{name}` differed between ranks by {off:.1e} of its largest element")
     if not found:
         return ""
-    return f"{found[0]}, by round-off (sums over replicas in another order): all ranks took the first rank's numbers"
+    return (
+        f"{found[0]}. This is round-off and no error: sums over replicas, and sums within kernels of GPUs, may have "
+        "another order on each rank. All ranks go on with the first rank's numbers (this is said once)"
+    )
 
 
 def _apart(what: str, off: float, place: Mesh) -> Error:
