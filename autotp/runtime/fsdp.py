@@ -54,7 +54,8 @@ def shard(
     """Shards the parameters of each block, and the other parameters of `root`; gradients are summed.
 
     Args:
-        zero: the ZeRO stage; 3 frees gathered parameters after forward, too.
+        zero: the ZeRO stage; 3 frees the gathered parameters of a block after forward, too. (Backward begins with the
+            parameters of `root`: they stay.)
         dtype: the compute dtype, with sums in float32; None keeps each dtype.
         ignored: parameters that are not sharded.
     """
@@ -62,8 +63,9 @@ def shard(
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+\) returned a view")
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
     for module in (*blocks, root):
+        frees = zero == 3 and module is not root
         unit = fully_shard(
-            module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=set(ignored)
+            module, mesh=mesh, reshard_after_forward=frees, mp_policy=policy, ignored_params=set(ignored)
         )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -82,6 +84,24 @@ def replicate(root: nn.Module, mesh: DeviceMesh) -> None:
                     tensor = DTensor.from_local(parameter.data, mesh, [Replicate()], run_check=False)
                     made[parameter] = nn.Parameter(tensor, parameter.requires_grad)
                 module._parameters[name] = made[parameter]
+
+
+def gather_ahead(units: Sequence[FSDPModule], zero: int) -> None:
+    """Makes the next forward gather parameters beside computation that does not need them.
+
+    ZeRO 1 and 2 keep gathered parameters until the step's last backward, so all units are gathered from now on: a stage
+    of a pipeline gathers while the stages before it compute. With ZeRO 3, each unit has the next one gathered while it
+    computes.
+
+    Args:
+        units: the units that the next forward runs, all of them and no other, in order. What is gathered for a unit
+            that does not run may be its parameters in the next step.
+    """
+    for i, unit in enumerate(units):
+        if zero < 3:
+            unit.unshard(async_op=True)
+        else:
+            unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 2]))
 
 
 def pace(root: nn.Module, zero: int, last: bool) -> None:

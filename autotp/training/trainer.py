@@ -44,7 +44,7 @@ from autotp.passes.emit.python_calls import call_python
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
-from autotp.runtime.fsdp import pace, replicate, shard
+from autotp.runtime.fsdp import gather_ahead, pace, replicate, shard
 from autotp.runtime.graph_digest import digest, order_of
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
@@ -678,6 +678,8 @@ class Trainer(InGraphs, HasHoldings):
 
     def _run_microbatches(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
         losses: list[Tensor] = []
+        if len(self._works) == 1:  # With several stages on a rank, torch's schedule gathers the next ones.
+            gather_ahead(next(iter(self._works.values())).units(), self._training.zero)
         if pipeline.engine is not None:
             last = len(self.plan.blocks) - 1 in self._my_stages
             run = pipeline.engine.step if pipeline.training else pipeline.engine.eval

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from small_models import gpt
 from torch import Tensor
 from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.checkpoint.files.checksums import sealed, unsealed
@@ -52,6 +53,28 @@ def trained(trainer: autotp.Trainer, optimizer: AdamW, steps: range) -> list[flo
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+class _Order(TorchDispatchMode):
+    """A mode that notes gathers, sums and products in the order in which they start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.letters = "", {"_allgather_base_": "G", "_reduce_scatter_base_": "S", "mm": ".", "addmm": "."}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.text += self.letters.get(func.overloadpacket.__name__, "")
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_a_step(trainer: autotp.Trainer) -> str:
+    """The second step, as text: G for a gather of parameters, S for a sum of gradients, a point for a product."""
+    dp, rank = trainer.mesh["dp"].size(), trainer.mesh["dp"].get_local_rank()
+    for step in range(2):
+        with _Order() as order:
+            trainer.step(**{name: x.chunk(dp)[rank] for name, x in batch(step).items()})
+        trainer.zero_grad()
+    return order.text
 
 
 def fingerprint(trainer: autotp.Trainer, optimizer: AdamW) -> str:

@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 
 from autotp.compiler import CallState, Captures, Program, analyse
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
-from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter
+from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, ReadParameter
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
 from autotp.passes.plan.infer_axes import Axes, infer_axes
@@ -184,6 +185,12 @@ class StageModule(nn.Module):
         """Sets the graph and the totals that the next calls of `forward` use."""
         self.graph, self.totals = graph, totals
 
+    def units(self) -> list[FSDPModule]:
+        """Returns what of `fully_shard` the graph runs, in order: this module, then each block that it calls."""
+        calls = (part for part in self.graph.module.children() if isinstance(part, BlockCall))
+        units = dict.fromkeys([self, *(call.owner[0] for call in calls)])
+        return [unit for unit in units if isinstance(unit, FSDPModule)]
+
     def forward(self, *received: Tensor, **given: Tensor) -> Any:
         """Returns the tensors that the stage sends, or the loss in shape [1]: the engine concatenates the losses."""
         arrived = [ContiguousGradient.apply(x) for x in received]
@@ -226,7 +233,7 @@ def engine(
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
     kind, inputs = ENGINES[training.schedule], analysis.captured.inputs
-    stages = _torch_stages(works, group.size() * kind.rounds, device, group)
+    stages = _torch_stages(kind, works, device, group)
     try:
         return getattr(pipelining, kind.kind)(
             stages if kind.rounds > 1 else stages[0],
@@ -243,13 +250,22 @@ def engine(
         ) from error
 
 
-def _torch_stages(works: Mapping[int, nn.Module], count: int, device: torch.device, group: Any) -> list[Any]:
-    """Returns torch's object of each stage of this rank, of `count` stages."""
-    from torch.distributed.fsdp import FSDPModule
+def _torch_stages(kind: Engine, works: Mapping[int, nn.Module], device: torch.device, group: Any) -> list[Any]:
+    """Returns torch's object of each stage of this rank.
+
+    NOTE [Sums under the last backward]
+    torch's schedules sum the gradients of a stage of `fully_shard` when its last backward has ended, and wait for the
+    sums. Here each block's gradients are summed while the blocks before it run backward, and a rank waits for all sums
+    once, when its last stage has ended. Schedules that halve backward have the gradients of weights later: they sum
+    behind, as torch does.
+    """
     from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining._backward import stage_backward
+
+    ended: list[Any] = []
 
     class Stage(PipelineStage):
-        """A stage whose trial run has valid indices.
+        """A stage whose trial run has valid indices, and whose sums over replicas run beside backward.
 
         To learn the shapes that stages send, torch runs them once on uninitialized memory, where integers may be out of
         range for an embedding. Here they are zeros.
@@ -261,19 +277,34 @@ def _torch_stages(works: Mapping[int, nn.Module], count: int, device: torch.devi
             made: Tensor = super()._to_tensor(arg)
             return made if isinstance(arg, Tensor) or made.is_floating_point() else made.zero_()
 
-        def backward_maybe_with_nosync(self, kind: str, values: dict[str, Any], last_backward: bool = False) -> Any:
-            """Runs backward (kind "full"), or one of our halves ("input", "weight")."""
-            if kind == "full":
-                return super().backward_maybe_with_nosync(kind, values, last_backward)
+        def backward_maybe_with_nosync(self, half: str, values: dict[str, Any], last_backward: bool = False) -> Any:
+            """Runs backward ("full"), or one of our halves ("input", "weight")."""
+            if half == "full":
+                if not last_backward or not isinstance(self.submod, FSDPModule):
+                    return super().backward_maybe_with_nosync(half, values, last_backward)
+                self.submod.set_is_last_backward(False)  # Nobody waits for the sums here.
+                self.submod.set_reshard_after_backward(True)
+                self.submod.set_requires_gradient_sync(True)
+                return stage_backward(values["stage_output"], values["output_grads"], values["input_values"]), None
             if isinstance(self.submod, FSDPModule):
                 # The schedule sums gradients and divides the parameters again after the last microbatch.
                 self.submod.set_is_last_backward(False)
                 self.submod.set_reshard_after_backward(False)
                 self.submod.set_requires_gradient_sync(False)
-            if kind == "input":
+            if half == "input":
                 return input_half(values["stage_output"], values["output_grads"], values["input_values"])
             return values["param_groups"].run(), None
 
+        def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+            """Waits for the sums of all stages of this rank, once the last of them has run backward."""
+            ended.append(self)
+            if not kind.halves and len(ended) < len(works):
+                return
+            for stage in ended:
+                PipelineStage.perform_reduce_grad(stage, grad_scale_factor)
+            ended.clear()
+
+    count = group.size() * kind.rounds
     return [Stage(work, i, count, device, group=group) for i, work in works.items()]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ranks import run_ranks
+from trainers import order_of_a_step, started
 
 from autotp.training.pipeline.schedules import ENGINES, Training, stages_of
 
@@ -46,3 +48,16 @@ def test_where_backward_is_halved_nothing_overlaps(schedule: Any, found: bool) -
 )
 def test_stages_of_a_rank(schedule: Any, ranks: int, found: list[list[int]]) -> None:
     assert [stages_of(Training(schedule=schedule), rank, ranks) for rank in range(ranks)] == found
+
+
+def ordered(rank: int, n: int, schedule: Any) -> str:
+    trainer, _ = started((1, 2, 2), layers=8, zero=1, schedule=schedule)
+    return order_of_a_step(trainer)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "interleaved"])
+def test_gradients_are_summed_under_the_last_backward(schedule: Any) -> None:
+    """Between the first two sums the backward of a block runs: eight products. All is gathered from the start."""
+    for text in run_ranks(ordered, 4, schedule, timeout=100):
+        _, between, *_ = text.split("S")
+        assert between == "." * 8 and text.index(".") > text.rindex("G")
