@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -177,8 +177,9 @@ class Ranks:
         for rank in range(n):
             here, there = context.Pipe()
             process = context.Process(target=_rank, args=(rank, n, there), daemon=True)
-            with _hash_seed(2 * rank + 1 if fresh else None):
-                process.start()
+            seed = {"PYTHONHASHSEED": str(2 * rank + 1)} if fresh else {}
+            with _variables(seed | {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}):
+                process.start()  # The first one starts the server, which does not get our `sys.path`.
             there.close()  # so that reading ends when the rank does
             self.ranks.append((process, here))
 
@@ -219,17 +220,15 @@ def _waiting(file: Path, n: int, cards: bool) -> Ranks:
 
 
 @contextmanager
-def _hash_seed(seed: int | None) -> Iterator[None]:
-    """A region in which interpreters that are started have this hash seed."""
-    before = os.environ.get("PYTHONHASHSEED")
-    if seed is not None:
-        os.environ["PYTHONHASHSEED"] = str(seed)
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """A region in which these variables of the environment have these values, for interpreters that are started."""
+    before = dict(os.environ)
+    os.environ.update(values)
     try:
         yield
     finally:
-        os.environ.pop("PYTHONHASHSEED", None)
-        if before is not None:
-            os.environ["PYTHONHASHSEED"] = before
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _replies(ranks: list[tuple[BaseProcess, Connection]], deadline: float, may_die: Sequence[int]) -> dict[int, Reply]:
