@@ -277,6 +277,7 @@ def _run(job: Job, rank: int, n: int) -> Any:
     if job.cards:
         pretend()
         torch.cuda.set_device(rank)
+        torch.cuda.manual_seed_all(0)
     backend = "cpu:gloo,cuda:nccl" if job.cards else "gloo"
     dist.init_process_group(backend, init_method=job.rendezvous, rank=rank, world_size=n, timeout=limit)
     dist.barrier()  # Else a function that leaves the group at once could close it while another rank still connects.
@@ -404,6 +405,7 @@ def silence() -> Iterator[None]:
     """A region in which a warning is an error: in the ranks' processes it is none by itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "tensors of the batch are on the CPU")  # With cards, once a process.
         yield
 
 

@@ -6,7 +6,7 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,6 +28,9 @@ from autotp.sharding.axis import Axis, find
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_bounds
 from autotp.source_location import layer_of
+
+assert_values_close = partial(torch.testing.assert_close, check_device=False)
+"""`torch.testing.assert_close` of tensors that may lie on other devices."""
 
 # ---- a GPT
 

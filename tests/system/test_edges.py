@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_models import as_gathered
+from small_models import as_gathered, assert_values_close
 from torch import Tensor, nn
 
 import autotp
@@ -213,11 +213,11 @@ def run(case: int, n: int) -> None:
         context = (
             f"case {case}, call {call}: {[e.__name__ for e in (*whole.before, *whole.behind)]}, {names}, {options}"
         )
-        torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-10, msg=lambda m, c=context: f"{c}: {m}")
+        assert_values_close(found[1], found[0], rtol=1e-9, atol=1e-10, msg=lambda m, c=context: f"{c}: {m}")
         assert (whole.calls, whole.memo.get("rows")) == (parallel.calls, parallel.memo.get("rows")), context
         state = autotp.full_state_dict(parallel)
         for name, value in state.items():
-            torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-9, atol=1e-10, msg=f"{context}: {name}")
+            assert_values_close(value, whole.state_dict()[name], rtol=1e-9, atol=1e-10, msg=f"{context}: {name}")
 
 
 def several(rank: int, n: int, cases: list[int]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from graphs import PAIRS, PASSES, only
 from ranks import Checks, run_ranks
+from small_models import assert_values_close
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -165,13 +166,13 @@ def in_parts(rank: int, n: int, name: str, layout: tuple[int, int]) -> None:
             torch.manual_seed(1)
             losses.append(one(**given)[0])
             losses[-1].sum().backward()
-        torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=near, atol=near)
+        assert_values_close(losses[1].detach(), losses[0].detach(), rtol=near, atol=near)
         gradients = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
         scale = max(gradient.abs().max() for gradient in gradients.values())
         for key, p in parallel.named_parameters():
             if key in gradients:
                 part = parallel.layouts[key].take(gradients[key], parallel.mesh.rank) / scale
-                torch.testing.assert_close(torch.as_tensor(p.grad) / scale, part, rtol=0, atol=near, msg=key)
+                assert_values_close(torch.as_tensor(p.grad) / scale, part, rtol=0, atol=near, msg=key)
         whole.zero_grad()
         parallel.zero_grad()
 
@@ -212,7 +213,7 @@ def _expect_equal_steps(names: Iterable[str], rank: int, n: int) -> None:
         _expect_equal_copies(parallel)
         state = autotp.full_state_dict(parallel)
         for key, tensor in whole.state_dict().items() if rank == 0 else ():
-            torch.testing.assert_close(state[key], tensor, rtol=0, atol=1e-5)  # their norms compute in float32
+            assert_values_close(state[key], tensor, rtol=0, atol=1e-5)  # their norms compute in float32
 
 
 def _trained_alone(name: str) -> tuple[nn.Module, dict[str, Tensor]]:

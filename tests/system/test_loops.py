@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Checks, run_ranks, silence
-from small_models import STEPS, X, expect_equal_state, pair
+from small_models import STEPS, X, assert_values_close, expect_equal_state, pair
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -244,7 +244,7 @@ def accelerated_bfloat16(rank: int, n: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        torch.testing.assert_close(losses[2], losses[0], rtol=2e-3, atol=0)
+        assert_values_close(losses[2], losses[0], rtol=2e-3, atol=0)
         assert torch.equal(losses[2], losses[1])
     other = copy.deepcopy(parallel)  # A copy is in the same precision, and runs its own weights.
     with torch.no_grad():

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Checks
-from small_models import Plain, expect_gradients
+from small_models import Plain, assert_values_close, expect_gradients
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -54,7 +54,7 @@ def expect_as_on_one_device(model: nn.Module, calls: list[Given], rank: int, n: 
     for step, given in enumerate(calls):
         expected, found = (_done(one, copy.deepcopy(given), step) for one in (whole, split))
         for a, b in zip(expected, found, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+            assert_values_close(b, a, rtol=1e-12, atol=1e-12)
         expect_gradients(whole, split)
     assert report is None or report.ok, report  # At the end, for the other rank is in step till here.
 
@@ -237,8 +237,8 @@ def an_array_that_changes_between_calls(rank: int, n: int) -> None:
     split = autotp.parallelize(Scaled().double(), n, example_inputs={"x": x, "scale": scale, "by": 1.0})
     first = split(x, scale, 1.0)
     scale += 1
-    torch.testing.assert_close(split(x, scale, 1.0), 2 * first)
-    torch.testing.assert_close(split(x, numpy.ones(8), 1.0), first)
+    assert_values_close(split(x, scale, 1.0), 2 * first)
+    assert_values_close(split(x, numpy.ones(8), 1.0), first)
 
 
 class Narrowed(nn.Module):
@@ -503,7 +503,7 @@ def gradients_of_what_is_written_into(rank: int, n: int) -> None:
         _loss([y, x * x]).backward()
         found.append((y.detach(), x.detach(), start.grad))
     for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+        assert_values_close(b, a, rtol=1e-12, atol=1e-12)
     expect_gradients(whole, split)
     with pytest.raises(autotp.Error, match="writes into an argument that requires a gradient"):
         split(numbers(2, 5, 8), ids(2, 5))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Checks, Collectives
-from small_models import VOCAB, gpt
+from small_models import VOCAB, assert_values_close, gpt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -73,9 +73,7 @@ def expect_equal_state(whole: nn.Module, parallel: nn.Module, tolerance: float) 
     if dist.get_rank() == 0:
         assert list(state) == list(whole.state_dict())
         for name, tensor in whole.state_dict().items():
-            torch.testing.assert_close(
-                state[name], tensor, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
-            )
+            assert_values_close(state[name], tensor, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @checks.on(2)
@@ -220,12 +218,12 @@ def ddp_over_tp(rank: int, n: int) -> None:
             rows = given if model is whole else {name: t[2 * half : 2 * half + 2] for name, t in given.items()}
             model(**rows).backward()
             optimizer.step()
-    torch.testing.assert_close(
+    assert_values_close(
         autotp.clip_grad_norm_(replica, 1.0), nn.utils.clip_grad_norm_(whole.parameters(), 1.0), rtol=1e-9, atol=0
     )
     state = autotp.full_state_dict(replica)
     for name, tensor in whole.state_dict().items() if mesh["tp"].get_local_rank() == 0 else ():
-        torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-10)
+        assert_values_close(state[name], tensor, rtol=0, atol=1e-10)
 
 
 @checks.on(2)
@@ -235,7 +233,7 @@ def one_dimensional_mesh(rank: int, n: int) -> None:
     parallel = autotp.parallelize(copy.deepcopy(whole), mesh=mesh)
     assert (parallel.mesh.size, parallel.mesh.rank) == (n, rank)
     given = batch(whole, 0)
-    torch.testing.assert_close(parallel(**given), whole(**given))
+    assert_values_close(parallel(**given), whole(**given))
 
 
 @pytest.mark.timeout(300)

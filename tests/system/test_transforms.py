@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Checks
-from small_models import gpt
+from small_models import assert_values_close, gpt
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -61,7 +61,7 @@ def expect_equal(parallel: autotp.ParallelModule, found: Params, expected: Param
     assert list(found) == list(mine)
     scale = max(float(t.abs().max()) for t in expected.values())
     for name, tensor in mine.items():
-        torch.testing.assert_close(
+        assert_values_close(
             found[name], tensor, rtol=0, atol=TOLERANCE * scale, msg=lambda m, name=name: f"{name}: {m}"
         )
 
@@ -81,7 +81,7 @@ def functional_calls(rank: int, n: int) -> None:
     other = {name: p + 0.1 for name, p in parameters(whole).items()}
     expected = functional_call(whole, other, tokens())[0]
     found = functional_call(parallel, cut(parallel, other), tokens())[0]
-    torch.testing.assert_close(found, expected)
+    assert_values_close(found, expected)
     assert not torch.allclose(found, whole(*tokens())[0])
 
 
@@ -137,7 +137,7 @@ def a_map_over_a_model_that_maps(rank: int, n: int) -> None:
     x = torch.linspace(-1, 2, 3 * 4 * 5 * 8, dtype=torch.float64).sin().view(3, 4, 5, 8)
     for seen in (True, False):
         parallel: Any = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x[0] if seen else x[0, :, 0])
-        torch.testing.assert_close(vmap(parallel)(x), vmap(whole)(x))
+        assert_values_close(vmap(parallel)(x), vmap(whole)(x))
         found, expected = (
             vmap(grad(lambda p, x, m=m: functional_call(m, p, (x,)).square().sum()), (None, 0))(parameters(m), x)
             for m in (parallel, whole)
@@ -212,7 +212,7 @@ def forward_mode(rank: int, n: int) -> None:
         slope = jvp(lambda p, model=model: loss_of(model)(p, *tokens()), (parameters(model),), (v,))[1]
         curve = jvp(lambda p, model=model: grad(loss_of(model))(p, *tokens()), (parameters(model),), (v,))[1]
         found.append((slope, curve))
-    torch.testing.assert_close(found[1][0], found[0][0])
+    assert_values_close(found[1][0], found[0][0])
     expect_equal(parallel, found[1][1], found[0][1])
 
 
@@ -258,7 +258,7 @@ def outputs_are_written_into(rank: int, n: int) -> None:
             write(z)
             (z**2).sum().backward()
             found.append(z.detach())
-        torch.testing.assert_close(found[1], found[0])
+        assert_values_close(found[1], found[0])
         gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
         expect_equal(parallel, gradients, {name: p.grad for name, p in whole.named_parameters() if p.grad is not None})
     assert not parallel(torch.ones(2, 8).double()).detach_().requires_grad
@@ -284,7 +284,7 @@ def compiled(rank: int, n: int) -> None:
     logits = fast(*tokens())[1]
     assert logits.shape == (4, 6, 97)
     torch.manual_seed(9)
-    torch.testing.assert_close(autotp.gather(logits), autotp.gather(parallel(*tokens())[1]))
+    assert_values_close(autotp.gather(logits), autotp.gather(parallel(*tokens())[1]))
     with pytest.raises(Exception, match="make one such call of the parallel model before the compiled one"):
         fast.eval()(*tokens())
 
@@ -304,7 +304,7 @@ def compiled_from_the_first_call(rank: int, n: int) -> None:
             torch.manual_seed(9)
             results.append(model(*given))
         expected, found = results
-        torch.testing.assert_close(autotp.gather(found[1]), expected[1])
+        assert_values_close(autotp.gather(found[1]), expected[1])
         expected[0].backward()
         found[0].backward()
         gradients, known = ({k: p.grad for k, p in m.named_parameters()} for m in (parallel, whole))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_models import gpt
+from small_models import assert_values_close, gpt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -86,11 +86,11 @@ def steps(
         expected = loss_of(whole(**batch))
         expected.backward()
         found = trainer.step(**mine(batch, trainer.mesh["dp"].get_local_rank(), dp))
-        torch.testing.assert_close(found, expected.detach(), **close)
+        assert_values_close(found, expected.detach(), **close)
         grads = {names[id(p)]: p.grad for p in whole.parameters()}
         for key, parameter in trainer.named_parameters():
             grad = trainer.layouts[key].take(grads[key], trainer.mesh["tp"].get_local_rank())
-            torch.testing.assert_close(whole_of(parameter.grad), grad, **close, msg=lambda m, key=key: f"{key}: {m}")
+            assert_values_close(whole_of(parameter.grad), grad, **close, msg=lambda m, key=key: f"{key}: {m}")
         for optimizer in optimizers:
             optimizer.step()
     if not ENGINES[schedule].evaluates and pp > 1:
@@ -101,7 +101,7 @@ def steps(
     with torch.no_grad():
         expected = loss_of(whole(**batch))
     found = trainer.evaluate(**mine(batch, trainer.mesh["dp"].get_local_rank(), dp))
-    torch.testing.assert_close(found, expected, **close)
+    assert_values_close(found, expected, **close)
 
 
 def each_model(
@@ -208,16 +208,16 @@ def undivided(rank: int, n: int, layout: tuple[int, int, int], zero: int) -> Non
         expected = whole(**batch)
         expected.backward()
         found = trainer.step(**mine(batch, trainer.mesh["dp"].get_local_rank(), dp))
-        torch.testing.assert_close(found, expected.detach())
+        assert_values_close(found, expected.detach())
         norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-        torch.testing.assert_close(autotp.clip_grad_norm_(trainer, 0.1), norm)
+        assert_values_close(autotp.clip_grad_norm_(trainer, 0.1), norm)
         for optimizer in optimizers:
             optimizer.step()
     assert {type(p) for p in trainer.parameters()} == {DTensor}
     assert (trainer.place.rank == 2) == any(not p.numel() for p in trainer.parameters())
     state = autotp.full_state_dict(trainer)
     for name, value in whole.state_dict().items() if rank == 0 else ():
-        torch.testing.assert_close(state[name], value, msg=lambda m, name=name: f"{name}: {m}")
+        assert_values_close(state[name], value, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.timeout(300)
@@ -250,7 +250,7 @@ def accumulated(rank: int, n: int) -> None:
         trainer.step(**mine(batch, rank, 2))
         grads.append([p.grad.clone() for p in trainer.parameters() if p.grad is not None])
     for first, both in zip(*grads, strict=True):
-        torch.testing.assert_close(both, 2 * first)
+        assert_values_close(both, 2 * first)
 
 
 def test_gradients_are_added_up() -> None:
@@ -289,10 +289,10 @@ def indices(rank: int, n: int) -> None:
     trainer = distribute(copy.deepcopy(whole), pp=n, microbatches=3, example_inputs=given)
     loss = whole(**given)
     loss.backward()
-    torch.testing.assert_close(trainer.step(**given), loss.detach())
+    assert_values_close(trainer.step(**given), loss.detach())
     expected = dict(whole.named_parameters())
     for name, parameter in trainer.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad)
+        assert_values_close(parameter.grad, expected[name].grad)
 
 
 def test_indices_cross_stages() -> None:
@@ -314,11 +314,11 @@ def last_tokens(rank: int, n: int, layout: tuple[int, int, int]) -> None:
     found = trainer.step(**mine(given, trainer.mesh["dp"].get_local_rank(), dp))
     loss = whole(**given).loss
     loss.backward()
-    torch.testing.assert_close(found, loss.detach())
+    assert_values_close(found, loss.detach())
     expected = dict(whole.named_parameters())
     for name, parameter in trainer.named_parameters():
         part = trainer.layouts[name].take(expected[name].grad, trainer.place.rank)
-        torch.testing.assert_close(parameter.grad, part)
+        assert_values_close(parameter.grad, part)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks, silence
+from small_models import assert_values_close
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -58,12 +59,12 @@ def same(whole: nn.Module, trainer: autotp.Trainer, *args: Any, **kwargs: Any) -
     trainer.zero_grad()
     expected = whole(*args, **kwargs)
     expected.backward()
-    torch.testing.assert_close(trainer.step(*args, **kwargs), expected.detach())
+    assert_values_close(trainer.step(*args, **kwargs), expected.detach())
     for name, parameter in trainer.named_parameters():
         grad = dict(whole.named_parameters())[name].grad
         assert (parameter.grad is None) == (grad is None), name
         if grad is not None:
-            torch.testing.assert_close(parameter.grad, grad, msg=name)
+            assert_values_close(parameter.grad, grad, msg=name)
 
 
 def by_chance(pp: int) -> None:
@@ -76,7 +77,7 @@ def by_chance(pp: int) -> None:
     )
     for size in (8, 4, 2):
         same(whole, trainer, x[:size], Y[:size], **more)
-        torch.testing.assert_close(trainer.evaluate(x[:size], Y[:size], **more), whole(x[:size], Y[:size], **more))
+        assert_values_close(trainer.evaluate(x[:size], Y[:size], **more), whole(x[:size], Y[:size], **more))
         same(whole, trainer, x[:size], Y[:size], a=x[:size], b=wide)  # Now `a` has rows.
     with pytest.raises(autotp.Error, match="inputs of 8 and 6 rows"):
         trainer.step(x, Y[:6], **more)
@@ -117,7 +118,7 @@ def sized(rank: int, n: int, folder: str) -> None:
         same(whole, trainer, x[:size], Y[:size])
     by_chance(pp=2)
     found = trainer.evaluate(x[:6], Y[:6])
-    torch.testing.assert_close(found, whole(x[:6], Y[:6]).detach())
+    assert_values_close(found, whole(x[:6], Y[:6]).detach())
     state = autotp.full_state_dict(trainer)
     assert list(state) == (list(whole.state_dict()) if rank == 0 else [])
     rates = {name: 0.1 * (1 + int(name.split(".")[1])) for name, _ in trainer.named_parameters() if name[0] == "h"}
@@ -173,7 +174,7 @@ def of_lengths(rank: int, n: int) -> None:
         parts = [whole.layer(part).square().sum(-1) for part in x[:2]]
         rows = sum(part.mean(1).sum() for part in parts) / 4
         places = sum(part.sum() for part in parts) / sum(part.numel() for part in parts)
-        torch.testing.assert_close(found, (places if masked else rows).detach())
+        assert_values_close(found, (places if masked else rows).detach())
 
 
 def test_rows_of_other_lengths() -> None:

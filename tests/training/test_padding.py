@@ -10,6 +10,7 @@ import pytest
 import torch
 from hugging_face import tiny
 from ranks import run_ranks
+from small_models import assert_values_close
 from torch import Tensor, nn
 from trainers import mine
 
@@ -76,14 +77,14 @@ def expect_one_device(family: str, layout: tuple[int, int, int], layers: int, sc
         trainer.zero_grad()
         expected = whole(**batch).loss
         expected.backward()
-        torch.testing.assert_close(trainer.step(**mine(batch, replica, dp)), expected.detach(), rtol=0, atol=1e-5)
+        assert_values_close(trainer.step(**mine(batch, replica, dp)), expected.detach(), rtol=0, atol=1e-5)
         grads = {names[id(p)]: p.grad for p in whole.parameters()}
         for name, parameter in trainer.named_parameters():
             found, grad = parameter.grad, grads[name]
             assert (found is None) == (grad is None), name
             if grad is not None:
                 grad = trainer.layouts[name].take(grad, place)
-                torch.testing.assert_close(found, grad, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+                assert_values_close(found, grad, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def on_ranks(

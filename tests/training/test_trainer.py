@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ranks import run_ranks
-from small_models import gpt
+from small_models import assert_values_close, gpt
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -60,14 +60,14 @@ def clipped(layout: Any, more: Any) -> None:
         trainer.step(**part(trainer, batch(0)))
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 1e-3, order)
         found = nn.utils.clip_grad_norm_(trainer.parameters(), float("inf"), order)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-        torch.testing.assert_close(autotp.clip_grad_norm_(trainer, 1e-3, order), expected, rtol=1e-5, atol=0)
+        assert_values_close(found, expected, rtol=1e-5, atol=0)
+        assert_values_close(autotp.clip_grad_norm_(trainer, 1e-3, order), expected, rtol=1e-5, atol=0)
         grads = {name: p.grad for name, p in whole.named_parameters()}
         for name, p in trainer.named_parameters():
             mine = trainer.layouts[name].take(grads[name], trainer.place.rank) if grads[name] is not None else None
             assert (mine is None) == (p.grad is None)
             if mine is not None:
-                torch.testing.assert_close(whole_of(p.grad), mine, rtol=1e-3, atol=1e-8)
+                assert_values_close(whole_of(p.grad), mine, rtol=1e-3, atol=1e-8)
 
 
 def stated(rank: int, layout: Any, more: Any) -> None:
@@ -101,7 +101,8 @@ def in_half(rank: int, n: int, layout: Any, dtype: torch.dtype, more: Any) -> tu
 
 def losses_in_half(layout: Any, dtype: torch.dtype, more: Any) -> tuple[float, ...]:
     kind = torch.amp.GradScaler if layout[0] > 1 else ShardedGradScaler
-    scaler = kind("cpu", init_scale=2.0**12) if dtype == torch.float16 else None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scaler = kind(device, init_scale=2.0**12) if dtype == torch.float16 else None
     trainer, optimizer = started(layout, compute_dtype=dtype, loss_scaler=scaler, **more)
     losses = []
     for step in range(4):
@@ -379,7 +380,7 @@ def frozen_between_halves(rank: int, n: int) -> None:
         for name, p in trainer.named_parameters():
             assert (p.grad is None) == name.startswith(frozen)
             if p.grad is not None:
-                torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-7, msg=lambda m, x=name: f"{x}: {m}")
+                assert_values_close(p.grad, grads[name], rtol=1e-4, atol=1e-7, msg=lambda m, x=name: f"{x}: {m}")
 
 
 def test_frozen_later_where_backward_is_halved() -> None:
@@ -576,7 +577,7 @@ def half_learns(rank: int, n: int, layout: tuple[int, int, int]) -> None:
     assert names == [name for name in expected if name in names]  # In the model's order.
     for name, p in trainer.named_parameters():
         assert (p.grad is None) == (expected[name].grad is None), name
-        torch.testing.assert_close(p, trainer.layouts[name].take(expected[name], trainer.place.rank), msg=name)
+        assert_values_close(p, trainer.layouts[name].take(expected[name], trainer.place.rank), msg=name)
     assert rank or any(expected[name].grad is None for name in names)
 
 

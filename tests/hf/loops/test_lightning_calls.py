@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from small_models import assert_values_close
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -154,7 +155,7 @@ def trained(rank: int, n: int, folder: Path, package: str, strategies: tuple[str
 
 
 def expect_close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    assert_values_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.timeout(300)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from small_models import assert_values_close
 from torch import Tensor, nn
 
 import autotp
@@ -84,13 +85,13 @@ def trained(rank: int, n: int, name: str, layout: dict[str, Any]) -> str:
     for _ in range(3):
         loss = whole(**rows)[0]
         loss.backward()
-        torch.testing.assert_close(trainer.step(**mine).double(), loss.detach().double(), rtol=near, atol=near)
+        assert_values_close(trainer.step(**mine).double(), loss.detach().double(), rtol=near, atol=near)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     state = autotp.full_state_dict(trainer)
     for key, x in whole.state_dict().items() if rank == 0 else ():
-        torch.testing.assert_close(state[key], x, rtol=0, atol=30 * near, msg=key)
+        assert_values_close(state[key], x, rtol=0, atol=30 * near, msg=key)
     return ""
 
 

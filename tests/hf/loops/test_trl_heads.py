@@ -9,6 +9,7 @@ import pytest
 import torch
 from hugging_face import LLAMA, expect_close, texts, words
 from ranks import run_ranks
+from small_models import assert_values_close
 
 import autotp
 from autotp.hf.loops.trl_heads import formula_of, log_probabilities
@@ -39,7 +40,7 @@ def test_formula(given: dict[str, Any]) -> None:
         assert [x.requires_grad for x in outputs] == [True, True, False, False, False]
         found.append((*outputs, hidden.grad, weight.grad, bias.grad))
     assert found[0][4].any() and not found[0][4].all()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    assert_values_close(found[1], found[0], rtol=1e-5, atol=1e-5)
     assert log_probabilities(hidden, weight, None, targets, *more.values(), ("log_probs",))[1:] == (None,) * 4
 
 
