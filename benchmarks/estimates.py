@@ -12,33 +12,39 @@ what the software of a paper did beside the graph.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peers.megatron_gpt import MegatronGPT, Size
+from torch import Tensor, nn
 
 import autotp
 from autotp.estimation.counts.activations import stage_memory
 from autotp.estimation.counts.pieces import Lowered
 from autotp.estimation.estimate import captured
 from autotp.estimation.layout import AUTOTP, Layout, Practice
-from autotp.estimation.price import Prices, price
+from autotp.estimation.price import Prices, price, savings
 from autotp.estimation.result import Estimate
 from autotp.estimation.search import search
 from autotp.estimation.seconds.hardware import GIB, KINDS, Hardware
 from autotp.estimation.seconds.times import piece_times
-from autotp.options import Recompute
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.options import Overlap, Recompute
 
 F16 = torch.float16
 # Megatron-LM with mixed precision. Bytes for each parameter in a step: Adam reads four numbers in 32 bits and writes
 # three (28); gradients are divided by the loss's scale (8), their norm is taken (4), they are clipped (8); the weights
 # are copied to 16 bits (6), the gradients set to zero (4). Gradients in 16 bits are copied to 32 before (6).
 # Checkpoints run again all of what they recompute.
-MEGATRON = {"casts": False, "early_stop": False, "buckets": False}
+MEGATRON = {"casts": False, "early_stop": False, "buckets": False, "overlapped": False, "ahead": False}
 WIDE, NARROW = 28.0 + 8 + 4 + 8 + 6 + 4, 28.0 + 8 + 4 + 8 + 6 + 2 + 6
 # Products add their result to a gradient in 32 bits themselves, while they compute. Norms' gradients are summed last.
 KORTHIKANTI = Practice(**MEGATRON, optimizer=WIDE, fused=True, accumulation=0.0, gradient=4, without=("late_sums",))
@@ -53,7 +59,7 @@ NARAYANAN = Practice(
     without=("overlap", "late_sums"),
 )
 SHOEYBI = Practice(
-    **MEGATRON, optimizer=NARROW, accumulation=6.0, gradient=2, overlapped=True, without=("overlap", "late_sums")
+    **{**MEGATRON, "overlapped": True}, optimizer=NARROW, accumulation=6.0, gradient=2, without=("overlap", "late_sums")
 )
 # Hooks around modules gather one parameter after the other, in forward, in recomputation, and in backward.
 DEEPSPEED = Practice(
@@ -487,10 +493,98 @@ def node() -> None:
     show("Megatron-LM 2020: weak scaling in an A100 node", rows, "no goal")
 
 
+# ---- Megatron-Core r0.8.0 (the table in Megatron-LM's repository, 2024)
+
+CORE = (  # Billions, heads, hidden, layers, tp, pp, batch, TFLOP/s; 48 replicas, sequences of 4,096, 131,072 words.
+    (1.7, 16, 2048, 24, 1, 1, 192, 408.8), (7.1, 32, 4096, 30, 2, 1, 192, 465.9), (16, 48, 6144, 32, 4, 1, 192, 489.1),
+    (32, 56, 7168, 48, 8, 1, 192, 459.6), (70, 64, 8192, 84, 8, 2, 384, 419.7), (119, 80, 10240, 92, 8, 4, 768, 420.5),
+    (177, 96, 12288, 96, 8, 6, 1152, 432.8), (314, 128, 16384, 96, 8, 8, 1536, 474.4),
+    (462, 144, 18432, 112, 8, 16, 3072, 459.9),
+)  # fmt: skip
+REPLICAS = 48
+BEHIND = replace(AUTOTP, overlapped=False, ahead=False)
+"""autotp before it summed gradients under backward and gathered ahead."""
+
+
+class CoreGPT(GPT):
+    """A GPT whose head is not the token embedding: so the table's numbers of parameters come out."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Returns the mean loss, computed in float32. tokens, labels: [batch seq]"""
+        assert labels is not None
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        return F.cross_entropy(self.head(self.ln_f(x)).float().flatten(0, 1), labels.flatten())
+
+
+def core_layouts(tp: int, pp: int, batch: int, zero: int) -> Iterator[Layout]:
+    """Yields what `distribute` offers for a row: micro-batch, schedule and overlap are not published."""
+    schedules = ("1F1B", "interleaved", "zero-bubble-v") if pp > 1 else ("1F1B",)
+    overlaps: tuple[Overlap, ...] = ("none", "batch") if tp > 1 else ("none",)
+    for micro, schedule, overlap in itertools.product((1, 2, 4), schedules, overlaps):
+        rest = batch % (REPLICAS * micro) or (schedule == "interleaved" and batch // REPLICAS // micro % pp)
+        if rest or (overlap == "batch" and (micro == 1 or schedule == "zero-bubble-v")):
+            continue
+        yield Layout(
+            batch=batch, tp=tp, pp=pp, dp=REPLICAS, micro_batch=micro, schedule=schedule, overlap=overlap,
+            sequence_parallel=tp > 1 and overlap == "none", zero=zero, dtype=torch.bfloat16,
+        )  # fmt: skip
+
+
+def core(size: tuple[int, int, int], layouts: Iterable[Layout], practice: Practice) -> Estimate:
+    """Returns the fastest estimate of a row that fits; of those that do not, if none does.
+
+    Args:
+        size: heads, hidden, layers.
+    """
+    heads, hidden, layers = size
+    config = GPTConfig(block_size=4096, vocab_size=131072, n_layer=layers, n_head=heads, n_embd=hidden, dropout=0.0)
+    with torch.device("meta"):
+        model = CoreGPT(config)
+    prices, found = dict[Any, Prices](), []
+    for layout in layouts:
+        key = layout.overlap, layout.schedule == "zero-bubble-v"
+        if key not in prices:
+            prices[key] = Prices(captured(model, layout, None), KINDS["h100-80gb"], practice)
+        with suppress(autotp.Error):  # More stages than blocks, or fewer microbatches than ranks.
+            found.append(price(prices[key], layout))
+    best = min((est for est in found if est.fits), key=lambda est: est.seconds, default=None)
+    best = best or min(found, key=lambda est: est.seconds)
+    return replace(best, savings=savings(best.source, best))
+
+
+def mcore() -> None:
+    """TFLOP/s of a GPU: Megatron-Core on H100s, beside autotp's own practice, now and before it hid anything."""
+    now, before, brings = [], [], []
+    for billions, heads, hidden, layers_, tp, pp, batch, theirs in CORE:
+        size, name = (heads, hidden, layers_), f"{billions}B, tp {tp}, pp {pp}, {REPLICAS * tp * pp} GPUs, TFLOP/s"
+        est = core(size, core_layouts(tp, pp, batch, 1), AUTOTP)
+        way = f"micro-batch {est.layout.micro_batch}" + f", {est.layout.schedule}" * (pp > 1)
+        now.append(Row(name, theirs, est.tflops, f"{est.tflops / theirs:.0%}; {way}, overlap={est.layout.overlap}"))
+        brings.append((billions, {x.name: (x.without / x.seconds - 1, x.used) for x in est.savings}))
+        plain = [layout for layout in core_layouts(tp, pp, batch, 0) if layout.overlap == "none"]
+        old = core(size, plain, BEHIND)
+        note = f"{old.tflops / theirs:.0%}{', does not fit' * (not old.fits)}"
+        before.append(Row(name, theirs, old.tflops, note))
+    show("Megatron-Core r0.8.0: weak scaling on H100s, autotp with zero=1", now, "goal: 95 % of each row")
+    show("the same, zero=0, sums behind backward", before, "as it was")
+    print("\nwhat it brings: a step without it is longer by (in brackets: not counted above)")
+    names = dict.fromkeys(name for _, found in brings for name in found)
+    for name in names:
+        cells = (found.get(name, (0.0, True)) for _, found in brings)
+        row = "".join(f"{f'{gain:.1%}' if used else f'({gain:.1%})':>9}" for gain, used in cells)
+        print(f"  {name:<34}{row}")
+
+
 TABLES = {
     f.__name__: f
     for f in (
-        table4, fig7, table5, peak, fig1, table1, splits, search1, table2, weak, strong, heads, epochs, node,
+        table4, fig7, table5, peak, fig1, table1, splits, search1, table2, weak, strong, heads, epochs, node, mcore,
     )
 }  # fmt: skip
 

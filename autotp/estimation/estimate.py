@@ -13,7 +13,7 @@ from autotp.arguments import expect_arguments
 from autotp.errors import Error, within
 from autotp.estimation.counts.pieces import CAPTURED_ROWS, Capturing, Lowered, lowered
 from autotp.estimation.layout import AUTOTP, COMPILED, Layout
-from autotp.estimation.price import Prices, price
+from autotp.estimation.price import Prices, price, savings
 from autotp.estimation.result import Estimate
 from autotp.estimation.seconds.hardware import Hardware, hardware_of
 from autotp.estimation.seconds.schedule import engine_of
@@ -97,7 +97,9 @@ def estimate(
         )  # fmt: skip
         engine_of(schedule, interleave)
         found = captured(model, layout, sequence, example_inputs)
-        return price(Prices(found, device, COMPILED if compiled else AUTOTP), layout)
+        prices = Prices(found, device, COMPILED if compiled else AUTOTP)
+        priced = price(prices, layout)
+        return replace(priced, savings=savings(prices, priced))
 
     shown = f", cp={cp}" * (cp != 1)
     return within(f"estimate({type(model).__name__}, tp={tp}, pp={pp}, dp={dp}{shown})", run)

@@ -87,24 +87,27 @@ class Practice:
 
     Attributes:
         fused: whether pointwise operators that follow one another are one kernel.
+        beside_products: whether collectives of a model's ranks run beside kernels until their wait.
         casts: whether a step casts each parameter; else the optimizer writes the copy in the dtype of computation.
         accumulation: bytes that are moved for each parameter and microbatch to add up gradients, beside the products;
             None: a gradient is read in the dtype of computation, and added in the parameter's own.
-        optimizer: bytes that an optimizer's step moves for each parameter.
+        optimizer: bytes that an optimizer's step moves for each parameter: 28 by `AdamW(fused=True)`.
         state: bytes of the optimizer's state for each parameter; None: two numbers of the parameter's dtype.
         scattered: whether ranks of one stage send a part each of what they all hold, and gather it behind the link
             (Narayanan et al. 2021, section 4.1).
         gradient: bytes of an element of a gradient, as it is kept and summed over replicas; None: the parameter's own.
         buckets: whether replicas copy gradients of less than 25 MiB into one tensor before they sum them, and back.
-        overlapped: whether replicas sum gradients beside the backward of the last microbatch.
+        overlapped: whether replicas sum gradients beside backward: of the last microbatch, with ZeRO 2 and 3 of each.
+        ahead: whether ZeRO gathers parameters beside computation that does not need them: ZeRO 1 and 2 gather all
+            units from the start of a step, ZeRO 3 gathers each beside the computation of the one before.
         gathers: how often ZeRO 3 gathers a parameter for a microbatch.
-        units: what ZeRO 3 gathers at a time: a block, beside the computation of the block before; or a parameter, when
-            it is needed.
+        units: what ZeRO gathers at a time: a block, or a parameter.
         early_stop: whether what is computed again ends where backward needs no more.
         without: passes of autotp that the library has nothing like.
     """
 
     fused: bool = False
+    beside_products: bool = True
     casts: bool = True
     accumulation: float | None = None
     optimizer: float = 28.0
@@ -112,13 +115,16 @@ class Practice:
     scattered: bool = False
     gradient: int | None = None
     buckets: bool = True
-    overlapped: bool = False
+    overlapped: bool = True
+    ahead: bool = True
     gathers: int = 2
     units: Literal["block", "parameter"] = "block"
     early_stop: bool = True
     without: tuple[str, ...] = ()
 
 
+FOREACH = 80.0
+"""Bytes that `AdamW` moves for each parameter as torch makes it by default on GPUs: in eight passes (foreach)."""
 AUTOTP = Practice()
 COMPILED = Practice(fused=True)
 """autotp with `compile_blocks()`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -14,8 +15,18 @@ from autotp.estimation.counts.activations import StageMemory, stage_memory
 from autotp.estimation.counts.kernels import fused
 from autotp.estimation.counts.pieces import Lowered, Parameter, Recorded, recorded, whole_flops
 from autotp.estimation.counts.scale import scaled
-from autotp.estimation.layout import Layout, Practice
-from autotp.estimation.result import Estimate, RankMemory
+from autotp.estimation.layout import AUTOTP, FOREACH, Layout, Practice
+from autotp.estimation.replicas import (
+    ReplicaWaits,
+    Unit,
+    itemsize_of,
+    replicas_of,
+    sums_of_buckets,
+    sums_of_units,
+    units_of,
+)
+from autotp.estimation.result import Estimate, RankMemory, Saving
+from autotp.estimation.seconds.beside_compute import buffer_bytes, link_free, slowed
 from autotp.estimation.seconds.hardware import Hardware
 from autotp.estimation.seconds.links import Group, collective_seconds, send_seconds
 from autotp.estimation.seconds.schedule import Action, Played, actions_of, engine_of, most_held, play
@@ -40,7 +51,7 @@ class Prices:
     ) -> None:
         self.model, self.device, self.practice = model, device, practice
         self._scaled, self._row_flops = scaled, flops
-        self._recorded: dict[int, Recorded] = {}
+        self._recorded: dict[tuple[int, bool], Recorded] = {}
         self._times: dict[int, list[Times]] = {}
         self._stages: dict[Any, list[list[int]]] = {}
         self._totals: dict[frozenset[str], tuple[Parameter, ...]] = {}
@@ -63,20 +74,31 @@ class Prices:
             self._copied[names] = sum(size for size in sizes if size < BUCKET)
         return self._copied[names]
 
+    def under(self, practice: Practice) -> Prices:
+        """Returns the prices under another practice that records as this one does; what both have is computed once."""
+        found = copy.copy(self)
+        found.practice, found._times = practice, {}
+        return found
+
     def pieces(self, rows: int) -> Recorded:
         """Returns the records of the pieces for a microbatch of `rows` rows."""
-        if rows not in self._recorded:
-            found = self._from_two_and_three(rows) if self._scaled and rows > 3 else None
-            if found is None:
-                found = recorded(self.model, rows, self.device.is_gpu, self.practice.early_stop)
-                if self.practice.fused:
-                    found = Recorded(pieces=found.pieces, records=tuple(map(fused, found.records)))
-            self._recorded[rows] = found
-        return self._recorded[rows]
+        if (rows, self.practice.fused) not in self._recorded:
+            plain = self._recorded.get((rows, False)) or self._plain(rows)
+            self._recorded[rows, False] = plain
+            if self.practice.fused:
+                records = tuple(map(fused, plain.records))
+                self._recorded[rows, True] = Recorded(pieces=plain.pieces, records=records)
+        return self._recorded[rows, self.practice.fused]
+
+    def _plain(self, rows: int) -> Recorded:
+        """Returns the records without kernels that are joined."""
+        found = self._from_two_and_three(rows) if self._scaled and rows > 3 else None
+        return found or recorded(self.model, rows, self.device.is_gpu, self.practice.early_stop)
 
     def _from_two_and_three(self, rows: int) -> Recorded | None:
         """Returns the records of `rows` rows, made of those of two rows and of three; None if these are not alike."""
-        one, two = self.pieces(2), self.pieces(3)
+        plain = self.under(replace(self.practice, fused=False))
+        one, two = plain.pieces(2), plain.pieces(3)
         if [piece.kind for piece in one.pieces] != [piece.kind for piece in two.pieces]:
             return None
         found = [scaled(a, b, rows) for a, b in zip(one.records, two.records, strict=True)]
@@ -89,7 +111,9 @@ class Prices:
             tp, cp = self.model.program.tp, self.model.training.cp
             training = self.model.training
             turns = training.overlap == "batch" and training.recompute == "none"
-            self._times[rows] = [piece_times(x, self.device, tp, cp, turns) for x in self.pieces(rows).records]
+            beside = self.practice.beside_products
+            records = self.pieces(rows).records
+            self._times[rows] = [piece_times(x, self.device, tp, cp, turns, beside) for x in records]
         return self._times[rows]
 
     def flops(self, rows: int) -> float:
@@ -125,12 +149,16 @@ class Stage:
         memory: of a microbatch.
         parameters: their names.
         casts: seconds to cast them, once a step, before the first microbatch's forward.
+        units: what is computed, gathered and summed together, in the order of forward.
+        sums: (seconds after the start of the last backward, seconds) of each sum over replicas, once a step.
     """
 
     times: Times
     memory: StageMemory
     parameters: frozenset[str]
     casts: float
+    units: tuple[Unit, ...] = ()
+    sums: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +169,13 @@ class Simulated:
         order: the actions of each pipeline rank.
         stages: what the step knows of each stage.
         played: when each action runs.
+        waits: what actions wait for, on other replicas.
     """
 
     order: tuple[tuple[Action, ...], ...]
     stages: list[Stage]
     played: Played
+    waits: ReplicaWaits
 
     def seconds(self, action: Action) -> float:
         """Returns the seconds of an action; the first microbatch's forward casts the parameters."""
@@ -174,8 +204,9 @@ def simulated(prices: Prices, layout: Layout) -> Simulated:
             return send_seconds(sent / layout.tp, distance, device) + whole
         return send_seconds(sent, distance, device)
 
-    unplayed = Simulated(order=order, stages=stages, played=NOTHING_PLAYED)
-    return replace(unplayed, played=play(order, unplayed.seconds, cache(sends)))
+    waits = ReplicaWaits(layout=layout, practice=practice, device=device, units=[s.units for s in stages], order=order)
+    unplayed = Simulated(order=order, stages=stages, played=NOTHING_PLAYED, waits=waits)
+    return replace(unplayed, played=play(order, unplayed.seconds, cache(sends), waits.seconds))
 
 
 def price(prices: Prices, layout: Layout) -> Estimate:
@@ -187,25 +218,9 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     device, practice, model = prices.device, prices.practice, prices.model
     kind = engine_of(layout.schedule, layout.interleave)
     step = simulated(prices, layout)
-    order, stages, played = step.order, step.stages, step.played
-    held = [frozenset().union(*(stages[i].parameters for i in {a.stage for a in row})) for row in order]
-    slowest = max(range(layout.pp), key=played.busy.__getitem__)
-    spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
-    casts = sum(stages[i].casts for i in {action.stage for action in order[slowest]})
-    spent[ELEMENTWISE] = spent.get(ELEMENTWISE, 0.0) + casts
-    spent["pipeline"] = played.seconds - played.busy[slowest]
-    exchanges = [exchange_seconds(prices, layout, names) for names in held]
-    updates = [update_seconds(prices, layout, names) for names in held]
-    exchange = max(exchanges)
-    if practice.overlapped or (layout.zero == 3 and practice.units == "block"):
-        beside = played.busy[slowest] if layout.zero == 3 else max(stage.times.backward for stage in stages)
-        exchange = max(exchange - beside, 0.0)
-    spent["gradients dp"], spent["optimizer"] = exchange, max(updates)
-    spent["tied weights pp"] = 0.0
-    if tied := _tied(model, held):
-        ends = Group(size=2, stride=layout.model_ranks * layout.dp * max(1, layout.pp - 1))
-        spent["tied weights pp"] = collective_seconds("all-reduce", tied, ends, device)
-    seconds = played.seconds + exchange + max(updates) + spent["tied weights pp"]
+    order, stages = step.order, step.stages
+    held = _held(step)
+    spent = _spent(prices, layout, step)
     rows = [_rank_memory(prices, layout, stages, row, names, practice) for row, names in zip(order, held, strict=True)]
     flops = prices.flops(layout.micro_batch) * layout.microbatches * layout.dp
     again = sum(stage.times.again for stage in stages) * layout.model_ranks * layout.microbatches * layout.dp
@@ -213,11 +228,96 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     runs = prices.stages(kind, layout.pp, layout.microbatches)
     home = {action.stage: rank for rank, row in enumerate(order) for action in row}
     return Estimate(
-        layout=layout, device=device, seconds=seconds, flops=flops, flops_again=again,
+        layout=layout, device=device, seconds=sum(spent.values()), flops=flops, flops_again=again,
         spent={name: s for name, s in spent.items() if s > 0}, memory=tuple(rows),
         stages=tuple(tuple(names[i] for i in run) for run in runs), homes=tuple(home[i] for i in range(len(runs))),
         row=model.row, source=prices,
     )  # fmt: skip
+
+
+SAVINGS = (
+    ("sums of gradients under backward", "overlapped", True, False),
+    ("parameters gathered ahead", "ahead", True, False),
+    ("collectives beside products", "beside_products", True, False),
+    ("pointwise operators fused", "fused", True, False),
+    ("optimizer fused", "optimizer", AUTOTP.optimizer, FOREACH),
+)
+"""What makes a step shorter: its name, the field of `Practice`, and the field's value with it and without."""
+
+
+def savings(prices: Prices, found: Estimate) -> tuple[Saving, ...]:
+    """Returns what each way to hide or fuse work brings in the layout of an estimate: the step with it and without."""
+    layout, rows = found.layout, []
+    for name, field, with_it, without in SAVINGS:
+        seconds = {
+            value: found.seconds
+            if getattr(prices.practice, field) == value
+            else _seconds(prices.under(replace(prices.practice, **{field: value})), layout)  # type: ignore[arg-type]
+            for value in (with_it, without)
+        }
+        used = getattr(prices.practice, field) == with_it
+        saving = Saving(name=name, used=used, seconds=seconds[with_it], without=seconds[without])
+        rows += [saving] * (saving.without > saving.seconds)
+    return tuple(rows)
+
+
+def _seconds(prices: Prices, layout: Layout) -> float:
+    return sum(_spent(prices, layout, simulated(prices, layout)).values())
+
+
+def _held(step: Simulated) -> list[frozenset[str]]:
+    """Returns the names of the parameters of each pipeline rank."""
+    return [frozenset().union(*(step.stages[i].parameters for i in {a.stage for a in row})) for row in step.order]
+
+
+def _spent(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
+    """Returns what the seconds of a step are spent on: on the busiest rank, then behind the pipeline."""
+    device, (order, stages, played) = prices.device, (step.order, step.stages, step.played)
+    slowest = max(range(layout.pp), key=played.busy.__getitem__)
+    spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
+    casts = sum(stages[i].casts for i in {action.stage for action in order[slowest]})
+    spent[ELEMENTWISE] = spent.get(ELEMENTWISE, 0.0) + casts
+    waited = [step.waits.parts(action, start) for start, action in played.starts[slowest]]
+    gathers, sums = (sum(part) for part in zip(*waited, strict=True))
+    held = _held(step)
+    spent["pipeline"] = played.seconds - played.busy[slowest] - gathers - sums
+    spent["parameters dp"] = gathers
+    ends = [_exchange_ends(prices, layout, step, rank, names) for rank, names in enumerate(held)]
+    spent["gradients dp"] = sums + max(0.0, max(ends) - played.seconds)
+    spent["optimizer"] = max(update_seconds(prices, layout, names) for names in held)
+    spent["tied weights pp"] = 0.0
+    if tied := _tied(prices.model, held):
+        group = Group(size=2, stride=layout.model_ranks * layout.dp * max(1, layout.pp - 1))
+        spent["tied weights pp"] = collective_seconds("all-reduce", tied, group, device)
+    return spent
+
+
+def _exchange_ends(prices: Prices, layout: Layout, step: Simulated, rank: int, names: frozenset[str]) -> float:
+    """Returns when the sums over replicas of a pipeline rank have ended.
+
+    They begin under the last backward of each stage. Schedules in halves have the gradients when this has ended; with
+    ZeRO they then wait for the sums.
+    """
+    device, practice, starts = prices.device, prices.practice, step.played.starts[rank]
+    ends = {a.stage: start + step.seconds(a) + step.waits.seconds(a, start) for start, a in starts}
+    done = max(ends.values())
+    if layout.dp == 1:
+        return done
+    if step.waits.sums_each_backward:
+        return done + step.waits.tail
+    last = {action.stage: (start, action.half) for start, action in starts if action.half != "F"}
+    sums = {stage: step.stages[stage].sums for stage in last}
+    total = sum(seconds for each in sums.values() for _, seconds in each)
+    halves = any(half != "B" for _, half in last.values())
+    # Small gradients are copied to a bucket; behind backward they are copied back, under it they stay there.
+    copied = (2 if practice.overlapped else 4) * prices.copied(names) if practice.buckets and not layout.zero else 0
+    done += copied / (device.memory_bandwidth * device.memory_sustained)
+    if not practice.overlapped or (halves and layout.zero):
+        return done + total
+    begins = {stage: ends[stage] if halves else start for stage, (start, _) in last.items()}
+    free = link_free((begins[i] + ready * (not halves), seconds) for i, each in sums.items() for ready, seconds in each)
+    hidden = max(0.0, total - max(0.0, free - done))
+    return max(free, done + slowed(hidden, replicas_of(layout), device))
 
 
 def _stage(prices: Prices, layout: Layout, run: Sequence[int]) -> Stage:
@@ -225,9 +325,22 @@ def _stage(prices: Prices, layout: Layout, run: Sequence[int]) -> Stage:
     pieces = [found.pieces[i] for i in run]
     names = frozenset(name for piece in pieces for name in piece.parameters)
     total = sum((times[piece.kind] for piece in pieces), beside_times(prices, layout, names))
-    return Stage(
+    stage = Stage(
         times=total, memory=stage_memory(pieces, found), parameters=names, casts=cast_seconds(prices, layout, names)
     )
+    if layout.dp == 1:
+        return stage
+    forward, backward = (_shares([getattr(times[p.kind], half) for p in pieces], getattr(total, half)) for half in
+                         ("forward", "backward"))  # fmt: skip
+    if not layout.zero:
+        return replace(stage, sums=tuple(sums_of_buckets(prices, layout, pieces, backward)))
+    units = units_of(prices, layout, pieces, list(zip(forward, backward, strict=True)))
+    return replace(stage, units=units, sums=tuple(sums_of_units(units)))
+
+
+def _shares(parts: Sequence[float], total: float) -> list[float]:
+    """Returns the parts, longer or shorter by one factor, so that they are `total` together."""
+    return [part * total / sum(parts) for part in parts]
 
 
 def cast_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
@@ -235,12 +348,14 @@ def cast_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float
     device, practice = prices.device, prices.practice
     if not practice.casts:
         return 0.0
+    divided = layout.dp if layout.zero else 1
+    copied = 2 if divided > 1 else 0  # What is gathered is copied to the parameters.
     found = 0.0
     for parameter in prices.totals(names):
         wide, narrow = parameter.itemsize, itemsize_of(layout, parameter.itemsize)
-        found += parameter.elements * (wide + narrow) * (narrow != wide)
+        found += parameter.elements * ((wide + narrow) * (narrow != wide) / divided + copied * narrow)
     times = practice.gathers * layout.microbatches if layout.zero == 3 else 1
-    return found * times / (layout.dp if layout.zero else 1) / (device.memory_bandwidth * device.memory_sustained)
+    return found * times / (device.memory_bandwidth * device.memory_sustained)
 
 
 def beside_times(prices: Prices, layout: Layout, names: frozenset[str]) -> Times:
@@ -248,36 +363,23 @@ def beside_times(prices: Prices, layout: Layout, names: frozenset[str]) -> Times
     device, practice = prices.device, prices.practice
     moved = 0.0
     for parameter in _learnt(prices, names):
-        wide, narrow = parameter.itemsize, itemsize_of(layout, parameter.itemsize)
-        own = (narrow + wide if narrow != wide else 0) + 3 * wide * (layout.microbatches > 1)
+        own = _added_bytes(layout, parameter.itemsize, itemsize_of(layout, parameter.itemsize))
         moved += parameter.elements * (own if practice.accumulation is None else practice.accumulation)
     seconds = moved / (device.memory_bandwidth * device.memory_sustained)
     return Times(backward=seconds, weights=seconds, spent={ELEMENTWISE: seconds})
 
 
-def itemsize_of(layout: Layout, own: int) -> int:
-    """Returns the bytes of an element of a parameter in computation."""
-    return own if layout.dtype is None else layout.dtype.itemsize
+def _added_bytes(layout: Layout, wide: int, narrow: int) -> float:
+    """Returns the bytes that are moved for an element of a gradient and a microbatch, beside the product.
 
-
-def exchange_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
-    """Returns the seconds in which replicas sum the gradients of a rank, and gather its parameters under ZeRO."""
-    model, device, practice = prices.model, prices.device, prices.practice
-    group = Group(size=layout.dp, stride=layout.model_ranks)
-    learnt = _learnt(prices, names)
-    if not layout.zero:
-        gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
-        copied = prices.copied(names) if practice.buckets and layout.dp > 1 else 0
-        copies = 4 * copied  # Read and written, there and back.
-        moving = copies / (device.memory_bandwidth * device.memory_sustained)
-        return collective_seconds("all-reduce", gradients, group, device) + moving
-    narrow = sum(p.elements * itemsize_of(layout, p.itemsize) for p in learnt)
-    per_block = max(1, len(names) // max(1, len(model.blocks)))
-    units = len(names) if practice.units == "parameter" else max(1, len(names) // per_block)
-    gathers = 1 if layout.zero < 3 else practice.gathers * layout.microbatches
-    sums = 1 if layout.zero < 2 or layout.pp > 1 else layout.microbatches
-    gathered = collective_seconds("all-gather", narrow / units, group, device)
-    return units * (gathers * gathered + sums * collective_seconds("reduce-scatter", narrow / units, group, device))
+    `fully_shard` copies gradients into a buffer that is summed; what microbatches add up is in the parameter's dtype.
+    """
+    cast, count = (narrow + wide if narrow != wide else 0), layout.microbatches
+    if not layout.zero or layout.dp == 1:
+        return cast + 3 * wide * (count > 1)
+    if count == 1 or (layout.zero > 1 and layout.pp == 1):
+        return narrow + wide
+    return (cast + (count - 1) * (2 * wide + narrow) + 2 * wide) / count
 
 
 def update_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
@@ -326,6 +428,7 @@ def _rank_memory(
         together = max(together, float(min(BUCKET, prices.copied(names))))
     transients = max(0.0, together - activations - logits)
     return RankMemory(
+        buffers=buffer_bytes(_groups(layout), prices.device),
         weights=weights / share,
         copies=copies,
         gradients=gradients / (share if layout.zero > 1 else 1),
@@ -334,6 +437,15 @@ def _rank_memory(
         logits=logits,
         transients=transients,
     )
+
+
+def _groups(layout: Layout) -> list[Group]:
+    """Returns the groups that a rank of `distribute` communicates in: one for each axis, and one of all ranks."""
+    stride, found = 1, list[Group]()
+    for size in (layout.tp, layout.cp, layout.dp, layout.pp):
+        found.append(Group(size=size, stride=stride))
+        stride *= size
+    return [*found, Group(size=layout.devices, stride=1)]
 
 
 def _copy(parameter: Parameter, layout: Layout) -> int:

@@ -13,7 +13,7 @@ from autotp.estimation.layout import Layout
 from autotp.estimation.seconds.hardware import GIB, Hardware
 
 ALLOCATOR = (1.0 * GIB, 0.08)
-"""What a device holds beside tensors: bytes of libraries and NCCL's buffers, and the allocator's part of the rest."""
+"""What a device holds beside tensors: bytes of libraries, and the allocator's part of the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class RankMemory:
         activations: what backward reads, of all microbatches in flight.
         logits: the part of it behind the last block.
         transients: what the running block needs beside.
+        buffers: those of NCCL's communicators, at most. They are no tensors, and not a part of `total`.
     """
 
     weights: float = 0.0
@@ -37,20 +38,43 @@ class RankMemory:
     activations: float = 0.0
     logits: float = 0.0
     transients: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """The bytes of tensors of each kind."""
+        return {name: size for name, size in vars(self).items() if name != "buffers"}
 
     @property
     def total(self) -> float:
         """The bytes of all tensors."""
-        return sum(vars(self).values())
+        return sum(self.kinds.values())
 
     @property
     def reserved(self) -> float:
         """The bytes of the device that are taken at most: with the allocator's part, libraries, and NCCL's buffers."""
-        return self.total * (1 + ALLOCATOR[1]) + self.error_bytes() + ALLOCATOR[0]
+        return self.total * (1 + ALLOCATOR[1]) + self.error_bytes() + ALLOCATOR[0] + self.buffers
 
     def error_bytes(self, is_gpu: bool = True) -> float:
         """Returns the error bar of `total`: the sum of those of all kinds, as if all erred in the same direction."""
-        return sum(size * memory_bar(kind, is_gpu) for kind, size in vars(self).items())
+        return sum(size * memory_bar(kind, is_gpu) for kind, size in self.kinds.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What one way to hide or to fuse work brings.
+
+    Attributes:
+        name: the way, such as "sums of gradients under backward".
+        used: whether the estimate counts with it.
+        seconds: of a step with it, all else as in the estimate.
+        without: of a step without it.
+    """
+
+    name: str
+    used: bool
+    seconds: float
+    without: float
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -68,6 +92,7 @@ class Estimate(Shown):
         memory: of each pipeline rank, at its fullest moment.
         stages: the blocks of each stage.
         homes: the pipeline rank of each stage.
+        savings: what each way to hide or to fuse work brings, of those that bring something in this layout.
         row: the shapes of the tensors of a row of the batch, such as "[2048], [2048]" for tokens and labels.
         source: the captured model with its prices, which `save_page` and `save_trace` draw; not a part of what is
             compared, copied by pickle or printed.
@@ -91,6 +116,7 @@ class Estimate(Shown):
     stages: tuple[tuple[str, ...], ...]
     homes: tuple[int, ...]
     row: str
+    savings: tuple[Saving, ...] = ()
     source: Any = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,13 +200,14 @@ class Estimate(Shown):
             "computed again",
         )
         memory = tuple(self._memory_row(i, rank) for i, rank in self._ranks())
-        kinds = [name for name in vars(RankMemory()) if any(vars(r)[name] for r in self.memory)]
+        kinds = [name for name in RankMemory().kinds if any(vars(r)[name] for r in self.memory)]
         bars = ("error bar", *(f"±{memory_bar(kind, self.device.is_gpu):.1%}" for kind in kinds), "")
         fit = "fits" if self.fits else "does not fit"
         fullest = max(self.memory, key=lambda rank: rank.total)
         beside = (
             f"memory       {fit}: at most {fullest.reserved / GIB:.1f} of {self.device.memory / GIB:.1f} GiB, with "
-            f"{ALLOCATOR[0] / GIB:.0f} GiB for libraries and NCCL and {ALLOCATOR[1]:.0%} for the allocator",
+            f"{ALLOCATOR[0] / GIB:.0f} GiB for libraries, {fullest.buffers / GIB:.1f} for NCCL's buffers and "
+            f"{ALLOCATOR[1]:.0%} for the allocator",
         )
         head = ("pp rank", *kinds, "GiB in all")
         return Sheet(
@@ -188,11 +215,22 @@ class Estimate(Shown):
             (
                 self.batch_line(),
                 Table(("where the time goes", "", "", ""), (*times, total), ("", "cut", "note", "note")),
+                *self.savings_table(),
                 lines,
                 Table(head, (*memory, bars), ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
                 beside,
             ),
         )  # fmt: skip
+
+    def savings_table(self) -> tuple[Table, ...]:
+        """Returns the table of what is hidden and fused, if something is: a part of the sheet and of the page."""
+        head = ("what shortens a step", "", "with", "without", "")
+        rows = tuple(
+            (x.name, "counted" if x.used else "not counted", f"{x.seconds:.4g} s", f"{x.without:.4g} s",
+             f"{x.seconds / x.without - 1:+.1%}")
+            for x in self.savings
+        )  # fmt: skip
+        return (Table(head, rows, ("", "note", "cut", "", "note")),) if rows else ()
 
     def _ranks(self) -> list[tuple[str, RankMemory]]:
         """Returns the pipeline ranks; neighbours with equal memory are one row."""
@@ -206,7 +244,7 @@ class Estimate(Shown):
         return found
 
     def _memory_row(self, name: str, rank: RankMemory) -> tuple[str, ...]:
-        kinds = [kind for kind in vars(rank) if any(vars(r)[kind] for r in self.memory)]
+        kinds = [kind for kind in rank.kinds if any(vars(r)[kind] for r in self.memory)]
         if name == "...":
             return ("...", *("" for _ in kinds), "")
         cells = [f"{vars(rank)[kind] / GIB:.2f}" for kind in kinds]
@@ -226,6 +264,7 @@ class Estimate(Shown):
             "hardware_tflops": self.hardware_tflops,
             "mfu": self.mfu,
             "spent": dict(self.spent),
+            "savings": [dict(vars(saving)) for saving in self.savings],
             "memory": [
                 {
                     **vars(rank),
@@ -235,7 +274,7 @@ class Estimate(Shown):
                 }
                 for rank in self.memory
             ],
-            "memory_error": {kind: memory_bar(kind, self.device.is_gpu) for kind in vars(RankMemory())},
+            "memory_error": {kind: memory_bar(kind, self.device.is_gpu) for kind in RankMemory().kinds},
             "fits": self.fits,
             "stages": [
                 {"rank": rank, "blocks": list(blocks)} for rank, blocks in zip(self.homes, self.stages, strict=True)

@@ -13,7 +13,8 @@ from functools import cached_property
 
 from autotp.estimation.counts.activations import stage_memory
 from autotp.estimation.layout import Layout
-from autotp.estimation.price import Prices, beside_times, cast_seconds, exchange_seconds, itemsize_of, update_seconds
+from autotp.estimation.price import Prices, beside_times, cast_seconds, update_seconds
+from autotp.estimation.replicas import exchanged, itemsize_of
 from autotp.estimation.seconds.schedule import engine_of
 from autotp.estimation.seconds.times import Times
 
@@ -57,7 +58,7 @@ class RoughPrices:
         self._prices, self._find_rows = prices, self._recorded_rows if rows is None else rows
         self._rows: dict[int, Rows] = {}
         self._names: dict[int, frozenset[str]] = {}
-        self._exchanges: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._exchanges: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._sums: dict[tuple[int, int], float] = {}
         self._casts: dict[tuple[int, int, int], float] = {}
         self._totals: dict[int, tuple[float, float, float]] = {}
@@ -121,8 +122,14 @@ class RoughPrices:
         work += self._cast(layout, count)
         filled = rows.weights * kind.halves * (2 + kind.folded)  # Weights' gradients are computed meanwhile.
         idle = (layout.pp - 1) / rounds * max(0.0, whole - filled) / layout.pp
-        exchange, update = self._once(layout, count)
-        exchange = max(0.0, exchange - work) if layout.zero == 3 else exchange
+        gathers, sums, update = self._once(layout, count)
+        forward, backward = (part * count / self._blocks for part in (rows.forward, rows.backward + again))
+        if layout.zero > 1 and layout.pp == 1:  # Beside each microbatch.
+            times = layout.microbatches * (2 if layout.zero == 3 else 1)
+            exchange = max(sums / count, gathers + sums * layout.microbatches + gathers * (times - 1) - work)
+        else:
+            behind = 0.0 if not kind.halves or layout.pp == 1 else sums
+            exchange = max(gathers / count, gathers - forward) + max(behind, sums / count, sums - backward)
         return Rough(work + idle + exchange + update, self._memory(layout, count, rows))
 
     def _beside(self, layout: Layout, count: int) -> float:
@@ -139,14 +146,13 @@ class RoughPrices:
             self._casts[key] = cast_seconds(self._prices, layout, self._parameters(count))
         return self._casts[key]
 
-    def _once(self, layout: Layout, count: int) -> tuple[float, float]:
-        """Returns the seconds of the sums over replicas and of the optimizer."""
-        times = layout.microbatches if layout.zero == 3 else 1
-        key = count, layout.dp, layout.zero, times, int(layout.pp > 1)
+    def _once(self, layout: Layout, count: int) -> tuple[float, float, float]:
+        """Returns the seconds to gather parameters once, to sum gradients once, and of the optimizer."""
+        key = count, layout.dp, int(layout.zero > 0)
         if key not in self._exchanges:
             names = self._parameters(count)
-            exchange = exchange_seconds(self._prices, layout, names)
-            self._exchanges[key] = exchange, update_seconds(self._prices, layout, names)
+            gathers, sums = exchanged(self._prices, layout, names, count + 1)
+            self._exchanges[key] = gathers, sums, update_seconds(self._prices, layout, names)
         return self._exchanges[key]
 
     def _sizes(self, count: int) -> tuple[float, float, float]:

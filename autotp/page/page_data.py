@@ -56,6 +56,7 @@ def page_data(
         "title": _title(subject) if compared is None else compared.title,
         "layout": [] if estimate is None else _layout(estimate),
         "spent": [] if estimate is None else _spent(estimate),
+        "savings": [] if estimate is None else [vars(table) for table in estimate.savings_table()],
         "memory": None if estimate is None else _memory(estimate),
         "sizes": _sizes(subject),
         "report": None if compared is None else difference_data(compared, blame),
@@ -127,7 +128,7 @@ def _spent(estimate: Estimate) -> list[dict[str, Any]]:
 def _memory(estimate: Estimate) -> dict[str, Any]:
     fullest, ranks = max(estimate.memory, key=lambda rank: rank.total), len(estimate.memory)
     some = {round(i * (ranks - 1) / (BARS - 1)) for i in range(BARS)}
-    kinds = [kind for kind in vars(fullest) if any(vars(rank)[kind] for rank in estimate.memory)]
+    kinds = [kind for kind in fullest.kinds if any(vars(rank)[kind] for rank in estimate.memory)]
     return {
         "ranks": sorted(some if ranks > BARS else range(ranks)),
         "fits": estimate.fits, "reserved": fullest.reserved, "limit": estimate.device.memory,

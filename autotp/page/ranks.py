@@ -93,7 +93,7 @@ def _stages(subject: Subject, blocks: Sequence[dict[str, Any]]) -> list[dict[str
     for rank, memory in enumerate(estimate.memory):
         names = [n for home, own in zip(estimate.homes, estimate.stages, strict=True) if home == rank for n in own]
         outside = [p for n in names for p in pieces[n].parameters if not n or not p.startswith(f"{n}.")]
-        kinds = {kind: round(size) for kind, size in vars(memory).items() if size}
+        kinds = {kind: round(size) for kind, size in memory.kinds.items() if size}
         found.append({
             "rank": rank, **_held(names, kind_of), "outside": list(dict.fromkeys(outside)), "memory": kinds,
             "total": round(memory.total), "reserved": round(memory.reserved),

@@ -30,8 +30,9 @@ def timeline_data(estimate: Estimate) -> dict[str, Any]:
         flat = [[a.stage, a.half, a.microbatch, round(start / tick)] for start, a in starts]
         rows.append({"rank": rank, "actions": flat, "busy": step.played.busy[rank] / step.played.seconds})
     halves = sorted({(a.stage, a.half) for row in step.order for a in row})
-    lengths = {f"{stage}{half}": step.seconds(Action(stage, half, 0)) / tick for stage, half in halves}
-    behind = {name: s for name, s in estimate.spent.items() if name in ("gradients dp", "optimizer", "tied weights pp")}
+    last = estimate.layout.microbatches - 1  # The first forward also casts parameters.
+    lengths = {f"{stage}{half}": step.seconds(Action(stage, half, last)) / tick for stage, half in halves}
+    behind = _behind(estimate, step)
     slowest = max(step.played.busy)
     return {
         "ticks": TICKS, "seconds": estimate.seconds, "pipeline": round(step.played.seconds / tick), "rows": rows,
@@ -40,6 +41,14 @@ def timeline_data(estimate: Estimate) -> dict[str, Any]:
         "microbatches": estimate.layout.microbatches, "schedule": estimate.layout.schedule,
         "split": any(half == "I" for _, half in halves),
     }  # fmt: skip
+
+
+def _behind(estimate: Estimate, step: Simulated) -> dict[str, float]:
+    """Returns the seconds of what follows the pipeline, in order: of the sums over replicas what nothing hides."""
+    found = {name: estimate.spent.get(name, 0.0) for name in ("tied weights pp", "optimizer")}
+    sums = estimate.seconds - step.played.seconds - sum(found.values())
+    parts = {"tied weights pp": found["tied weights pp"], "gradients dp": sums, "optimizer": found["optimizer"]}
+    return {name: seconds for name, seconds in parts.items() if seconds > 1e-9}
 
 
 def packed(actions: list[list[Any]]) -> str:
@@ -90,10 +99,9 @@ def trace_events(estimate: Estimate) -> dict[str, Any]:
         for start, action in starts:
             events.append(_event(action, start, step.seconds(action), rank))
         at = step.played.seconds
-        for name in ("tied weights pp", "gradients dp", "optimizer"):
-            if seconds := estimate.spent.get(name, 0.0):
-                events.append(_complete(name, "update", at, seconds, rank, {}))
-                at += seconds
+        for name, seconds in _behind(estimate, step).items():
+            events.append(_complete(name, "update", at, seconds, rank, {}))
+            at += seconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 from errors import message
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.distributed.gradient_buckets import BUCKET
 from autotp.estimation.estimate import call_of
+from autotp.estimation.layout import AUTOTP, FOREACH
 from autotp.estimation.seconds.hardware import KINDS
 from autotp.models.gpt import GPT, GPTConfig
 
@@ -37,6 +39,89 @@ def test_the_rows_of_the_time_add_up(pipeline: autotp.Estimate) -> None:
     assert set(pipeline.spent) == {
         "products", "elementwise", "all-reduce tp", "pipeline", "gradients dp", "optimizer", "tied weights pp",
     }  # fmt: skip
+    sharded = estimated(dp=8, batch=8, zero=3)
+    assert sum(sharded.spent.values()) == pytest.approx(sharded.seconds) and sharded.spent["parameters dp"] > 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tp": 2, "pp": 2, "dp": 2}, {"dp": 16}, {"dp": 16, "zero": 1}, {"dp": 16, "zero": 2}, {"dp": 16, "zero": 3},
+        {"pp": 2, "dp": 8, "zero": 1}, {"pp": 2, "dp": 8, "zero": 3, "schedule": "interleaved"},
+        {"pp": 2, "dp": 8, "zero": 1, "schedule": "zero-bubble"}, {"tp": 2, "dp": 8, "sequence_parallel": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_more_bandwidth_never_makes_a_step_longer(given: dict[str, Any]) -> None:
+    """Of the network or of the node; and hidden or not, a step never takes longer than with nothing hidden."""
+    model, before = gpt(layers=4, vocab=8192), float("inf")
+    for net, node in ((1, 50), (5, 50), (25, 50), (25, 300), (100, 300), (1000, 3000)):
+        line = f"312TF 2TB/s 80GB node=8x{node}GB/s net={net}GB/s like=a100-80gb"
+        est = estimated(model, gpu=line, batch=32, **given)
+        assert est.seconds <= before * (1 + 1e-9)
+        before = est.seconds
+        assert all(saving.seconds < saving.without for saving in est.savings)
+
+
+def test_each_saving_is_the_difference_of_two_estimates() -> None:
+    given: dict[str, Any] = {"tp": 2, "dp": 8, "zero": 1, "sequence_parallel": True, "batch": 32}
+    plain, compiled = (estimated(gpt(layers=4, vocab=8192), **given, compiled=fused) for fused in (False, True))
+    fusing = {est.seconds: {x.name: x for x in est.savings}["pointwise operators fused"] for est in (plain, compiled)}
+    for used, found in zip((False, True), fusing.values(), strict=True):
+        assert (found.used, found.seconds, found.without) == (used, compiled.seconds, plain.seconds)
+    names = [saving.name for saving in plain.savings]
+    assert names == [
+        "sums of gradients under backward", "parameters gathered ahead", "collectives beside products",
+        "pointwise operators fused", "optimizer fused",
+    ]  # fmt: skip
+    device, optimizer = plain.device, plain.savings[-1]
+    count = sum(p.elements for p in plain.source.model.parameters.values())
+    moved = (80 - 28) * count / 8
+    passes = moved / (device.memory_bandwidth * device.memory_sustained)
+    assert optimizer.without - optimizer.seconds == pytest.approx(passes)
+    assert json.loads(json.dumps(plain.to_dict()))["savings"][0]["used"] is True
+    assert [row.split("  ")[0] for row in str(plain).split("what shortens a step")[1].splitlines()[1:6]] == names
+
+
+def test_a_fused_optimizer_moves_each_number_once() -> None:
+    """The bytes that torch's AdamW moves for a parameter: the gradient is read only, as no scale is given."""
+    for fused, expected in ((True, AUTOTP.optimizer), (False, FOREACH)):
+        parameters = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
+        optimizer = torch.optim.AdamW(parameters, fused=fused, foreach=not fused)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            with Moved({parameter.grad.data_ptr() for parameter in parameters}) as moved:  # type: ignore[union-attr]
+                optimizer.step()
+        assert moved.bytes / 2000 == expected
+
+
+class Moved(TorchDispatchMode):
+    """A mode that counts the bytes of the large tensors in lists that operators read and write."""
+
+    def __init__(self, only_read: set[int]) -> None:
+        super().__init__()
+        self.bytes, self.only_read = 0, only_read
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        lists = [(a, x) for a, x in zip(func._schema.arguments, args, strict=False) if isinstance(x, list | tuple)]
+        reads = {x.data_ptr(): x for _, part in lists for x in part if isinstance(x, torch.Tensor)}
+        writes = [x for a, part in lists if a.alias_info is not None and a.alias_info.is_write for x in part]
+        writes = [x for x in writes if x.data_ptr() not in self.only_read]
+        made = found if isinstance(found, list | tuple) and not writes else []
+        self.bytes += sum(x.nbytes for x in (*reads.values(), *writes, *made) if x.numel() > 1)
+        return found
+
+
+def test_communicators_have_buffers() -> None:
+    """One for each axis with several ranks, and one of all ranks; few channels where a node has one rank of it."""
+    assert estimated(gpu="cpu-gloo", tp=2).memory[0].buffers == estimated().memory[0].buffers == 0
+    within = estimated(tp=8).memory[0]
+    assert within.buffers == pytest.approx(2 * 688e6)
+    across = estimated(tp=8, dp=8, batch=8).memory[0]  # 25 GB/s: two of 24 channels.
+    assert across.buffers == pytest.approx(688e6 * (1 + 2 / 24 + 16 / 24))
+    assert within.reserved == pytest.approx(1.08 * within.total + within.error_bytes() + 2**30 + within.buffers)
 
 
 def test_cut_sequences_divide_activations_but_for_keys_and_values() -> None:
@@ -253,7 +338,9 @@ def test_the_table_has_an_error_bar_on_every_number(pipeline: autotp.Estimate) -
     lines = str(pipeline).splitlines()
     assert lines[0] == "tp=2, pp=2, dp=2, micro_batch=2, 1F1B on 8 x a100-80gb"
     assert "a step       16 rows; the tensors of a row are [1024], [1024]" in lines
-    rows = [line for line in lines if line.rstrip().endswith("%") or "TFLOP/s" in line]
+    shorter = next(i for i, line in enumerate(lines) if line.startswith("what shortens a step"))
+    times = [*lines[:shorter], *lines[lines.index("", shorter) :]]
+    rows = [line for line in times if line.rstrip().endswith("%") or "TFLOP/s" in line]
     assert len(rows) == len(pipeline.spent) + 4 and all("±" in row for row in rows)
     head, bars = (next(line.split() for line in lines if line.startswith(name)) for name in ("pp rank", "error bar"))
     assert len(bars) == len(head) - 3 and all(bar.startswith("±") for bar in bars[2:])  # "GiB in all" has its own.

@@ -121,13 +121,17 @@ class Played:
 
 
 def play(
-    order: Sequence[Sequence[Action]], cost: Callable[[Action], float], sends: Callable[[int, int], float]
+    order: Sequence[Sequence[Action]],
+    cost: Callable[[Action], float],
+    sends: Callable[[int, int], float],
+    waits: Callable[[Action, float], float] = lambda action, begin: 0.0,
 ) -> Played:
     """Returns when each action runs: after the rank's action before it, and once what it reads has arrived.
 
     Args:
         cost: the seconds of an action.
         sends: (from a stage, to a stage) -> seconds on the way.
+        waits: (action, when it begins) -> seconds for which it waits, beside those that it computes.
     """
     stages = max(action.stage for row in order for action in row) + 1
     split = any(action.half == "I" for row in order for action in row)
@@ -152,7 +156,7 @@ def play(
                 break
             spent = cost(action)
             starts[rank].append((begin, action))
-            free[rank] = begin + spent
+            free[rank] = begin + spent + waits(action, begin)
             busy[rank] += spent
             done[action] = free[rank]
             at[rank] += 1

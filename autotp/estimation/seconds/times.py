@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from autotp.estimation.counts.operators import Op
 from autotp.estimation.counts.record import Record
+from autotp.estimation.seconds.beside_compute import CHANNELS
 from autotp.estimation.seconds.hardware import Hardware
 from autotp.estimation.seconds.links import Group, collective_seconds
 from autotp.estimation.seconds.roofline import op_seconds
@@ -23,10 +24,6 @@ WORK = {"product": PRODUCTS, "attention": PRODUCTS}
 """Kind of an operator -> the row of the table that it counts for."""
 SUMS = "all-reduce tp"
 """The row of the table for what waits for the sums of halves of a batch."""
-
-
-CHANNELS = 24
-"""The units that NCCL takes for a collective: its channels in a DGX A100, as it logs them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +93,14 @@ def beside(seconds: float, collective: float, device: Hardware) -> float:
     return seconds + shared * (1 - speed)
 
 
-def piece_times(record: Record, device: Hardware, tp: int, cp: int = 1, in_turns: bool = False) -> Times:
+def piece_times(
+    record: Record, device: Hardware, tp: int, cp: int = 1, in_turns: bool = False, beside_kernels: bool = True
+) -> Times:
     """Returns the times of a piece, on `tp` tensor-parallel ranks, which are neighbours, for each of `cp` parts.
 
     Args:
         in_turns: whether the halves of a batch take turns.
+        beside_kernels: whether collectives run beside kernels; else each is waited for where it starts.
     """
     last = {touch.memory: i for i, op in enumerate(record.ops) for touch in op.reads}
     now, free, weights = 0.0, 0.0, 0.0
@@ -114,6 +114,9 @@ def piece_times(record: Record, device: Hardware, tp: int, cp: int = 1, in_turns
             group = Group(size=cp, stride=tp) if across else Group(size=int(op.axis.partition("/")[2] or tp), stride=1)
             free = max(free, now) + collective_seconds(op.name, op.size, group, device)
             ends[i] = free
+            if not beside_kernels:
+                now = free
+                spent[f"{op.name} {op.axis.partition('/')[0]}"] += now - before
         elif op.kind == "wait":
             now = max(now, ends.get(op.waits, now))
             waited = record.ops[op.waits]
@@ -130,7 +133,7 @@ def piece_times(record: Record, device: Hardware, tp: int, cp: int = 1, in_turns
     )
     return Times(
         forward=phases[True], backward=phases[False], weights=weights, spent=spent, flops=flops, again=again,
-        turns=(turns[0].turns, turns[1].turns) if in_turns else (Turns(), Turns()),
+        turns=(turns[0].turns, turns[1].turns) if in_turns and beside_kernels else (Turns(), Turns()),
     )  # fmt: skip
 
 
