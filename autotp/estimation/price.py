@@ -257,7 +257,7 @@ def savings(prices: Prices, found: Estimate) -> tuple[Saving, ...]:
         }
         used = getattr(prices.practice, field) == with_it
         saving = Saving(name=name, used=used, seconds=seconds[with_it], without=seconds[without])
-        rows += [saving] * (saving.without > saving.seconds)
+        rows += [saving] * (saving.without > 1.0005 * saving.seconds)  # It is shown in tenths of a percent.
     return tuple(rows)
 
 
