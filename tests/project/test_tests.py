@@ -44,7 +44,6 @@ THROUGH_A_PUBLIC_CALL = {
     "runtime/func_gradients": "system/test_transforms",
     "runtime/grad_norm": "runtime/torch_hooks/test_clip_and_scale",
     "runtime/torch_hooks/install": "runtime/torch_hooks/test_clip_and_scale",
-    "training/process_groups": "training/test_distribute",
 }
 """What is a step of a public call, and needs ranks, files or transformers: tested through the call."""
 
