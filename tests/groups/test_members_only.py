@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +129,36 @@ def communicate_late(rank: int, n: int) -> float:
 
 def test_collectives_of_ranks_that_connect_late() -> None:
     assert run_ranks(communicate_late, 3, alone=True) == [3.0] * 3
+
+
+def trained_in_two_worlds(rank: int, n: int, folder: str) -> list[str]:
+    """torch has caches with the mesh of the first world, which is equal to that of the second one."""
+    names = []
+    for world in range(2):
+        if world:
+            dist.destroy_process_group()
+            init = f"file://{folder}/second"
+            dist.init_process_group("gloo", init_method=init, rank=rank, world_size=n, timeout=TIMEOUT)
+        x = torch.ones(2, 4)
+        model = Regression()
+        trainer = autotp.distribute(model, dp=n, zero=3, example_inputs=x, timeout=TIMEOUT)
+        trainer.step(x + rank)
+        next(trainer.parameters()).full_tensor()  # type: ignore[attr-defined]
+        names.append(trainer.mesh.get_group("dp").group_name)
+    return names
+
+
+class Regression(nn.Module):
+    """A linear layer that returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).square().mean()
+
+
+def test_names_begin_anew_with_each_world(tmp_path: Path) -> None:
+    for first, second in run_ranks(trained_in_two_worlds, 2, str(tmp_path), alone=True):
+        assert first == second
