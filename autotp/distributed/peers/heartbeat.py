@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autotp.distributed.peers.links import Links, connect
+from autotp.distributed.peers.links import Links, connect, host_of
 from autotp.distributed.peers.roll_call import SILENCE, Census, Node, State, lost_of, notes_of
 from autotp.errors import Error, calls_in_progress, listen
 from autotp.groups.failures import ask_of_lost_peers
@@ -112,7 +112,7 @@ class Heart:
         if neighbour != self.node.parent:
             return False
         try:
-            connection = connect(address, self.rank)
+            connection = connect(address, self.rank, host_of(self.store))
         except OSError as error:
             if time.monotonic() - joined[neighbour] < UNREACHED:
                 return False

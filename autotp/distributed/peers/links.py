@@ -22,6 +22,8 @@ import torch.distributed as dist
 PATIENCE = 2.0
 """Seconds to wait for the answer of one address."""
 WELCOME = b"autotp\n"
+ELSEWHERE = "192.0.2.1"
+"""An address that no machine has: whatever is sent there leaves this machine the usual way."""
 LONGEST_GREETING = 1000
 """Bytes. Whoever has not said the token may not fill memory."""
 LARGEST = 2**26
@@ -183,15 +185,18 @@ def _leave_to_parent_process() -> None:
     os.register_at_fork(after_in_child=close)
 
 
-def connect(address: str, rank: int) -> socket.socket:
+def connect(address: str, rank: int, also: str = "") -> socket.socket:
     """Returns a connection to the process of this address; says that this is `rank`.
+
+    Args:
+        also: another host that is tried, as the process may be there.
 
     Raises:
         OSError: none of its hosts answers.
     """
     hosts, port, token = json.loads(address)
     problem = OSError("it has no address")
-    for host in hosts:
+    for host in [*hosts, also] if also else hosts:
         try:
             connection = socket.create_connection((host, port), PATIENCE)
         except OSError as error:
@@ -208,12 +213,20 @@ def connect(address: str, rank: int) -> socket.socket:
     raise problem
 
 
-def own_hosts(store: Any) -> list[str]:
-    """Returns the addresses of this machine, that in the network of the store first."""
+def host_of(store: Any) -> str:
+    """Returns the host of a store; "" if it has none."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
+    return str(store.host) if isinstance(store, dist.TCPStore) else ""
+
+
+def own_hosts(store: Any) -> list[str]:
+    """Returns the addresses of this machine, that in the network of the store first.
+
+    The machine that keeps the store may know itself by an address that others cannot reach, such as 127.0.1.1.
+    """
     hosts = list[str]()
-    for there in [store.host] if isinstance(store, dist.TCPStore) else []:
+    for there in filter(None, (host_of(store), ELSEWHERE)):
         for family, kind, _, _, address in _looked_up(there):
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)  # Sends nothing.

@@ -39,6 +39,7 @@ from autotp.error_file import write_error
 from autotp.errors import Error, calls_in_progress, threads_in_calls
 from autotp.groups.failures import Fatal, lost_error, make_fatal
 from autotp.groups.one_thread import waiting_threads
+from autotp.groups.point_to_point import started_collectives
 from autotp.groups.process_group import axis_of, called
 
 GRACE = 3.0
@@ -112,9 +113,9 @@ def _backend(group: Any) -> Any:
 def _started() -> Mapping[str, int]:
     """Returns axis -> number of collectives that this rank has started along it."""
     counts = dict[str, int]()
-    for name, group in _device_groups().items():
+    for name in _device_groups():
         with suppress(RuntimeError, Error):
-            counts[axis_of(name)] = counts.get(axis_of(name), 0) + int(group._get_sequence_number_for_group())
+            counts[axis_of(name)] = counts.get(axis_of(name), 0) + started_collectives(name)
     return counts
 
 
@@ -223,10 +224,9 @@ def _stack_of(thread: int) -> list[str]:
 
 def _blocked_thread() -> int:
     """Returns the thread that uses a model, or else the main thread. Autograd's threads of backward are no such."""
-    names = {thread.ident: thread for thread in threading.enumerate()}
-    users = [*threads_in_calls(), *waiting_threads()]
-    own = [it for it in users if it in names and not isinstance(names[it], threading._DummyThread)]
-    return own[0] if own else threading.main_thread().ident or 0
+    started_here = [it.ident for it in threading.enumerate() if not isinstance(it, threading._DummyThread)]
+    users = [thread for thread in (*threads_in_calls(), *waiting_threads()) if thread in started_here]
+    return users[0] if users else threading.main_thread().ident or 0
 
 
 def _raise_in(thread: int, fatal: Fatal) -> None:

@@ -32,6 +32,7 @@ from trainers import SMALL, batch
 import autotp
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.mesh import new_group
+from autotp.distributed.peers import heartbeat
 from autotp.distributed.peers.heartbeat import INTERVAL, Heart
 from autotp.ops import collectives
 from autotp.runtime.torch_hooks import optimizer_guard
@@ -448,6 +449,40 @@ def test_no_thread_is_in_the_store_when_python_ends() -> None:
     assert store.asked.wait(60)
     heart.stop()
     assert not heart.thread.is_alive() and not heart.meeting.is_alive()
+
+
+class Counted:
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.store, self.requests = dist.HashStore(), 0
+
+    def clone(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def test_the_store_is_asked_for_nothing_once_ranks_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.01)
+    store = Counted()
+    hearts = [Heart(store, rank, 10) for rank in range(10)]
+    try:
+        for heart in hearts:
+            heart.meeting.join(60)
+            assert set(heart.links.by_rank) == heart.node.neighbours()
+        asked = store.requests
+        for heart in hearts:
+            last, census = dict(heart.node.heard), heart.census()
+            assert census is not None and len(census.by_rank()) == 10
+            assert all(heart.node.heard[neighbour] >= last[neighbour] for neighbour in last)
+        assert store.requests == asked <= 10 * 12
+    finally:
+        for heart in hearts[::-1]:
+            heart.stop()
+    assert not any(heart.node.lost for heart in hearts), "they took leave"
 
 
 @pytest.mark.rare

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from autotp.distributed.peers.links import LONGEST_GREETING, Links, connect, own_hosts
+from autotp.distributed.peers.links import LONGEST_GREETING, Links, connect, host_of, own_hosts
 
 Event = tuple[int, list[Any] | None, bool]
 PARENT, CHILD = 0, 3
@@ -105,8 +105,15 @@ def test_a_forked_process_does_not_keep_connections_open(ends: tuple[Links, Link
 
 def test_the_address_in_the_network_of_the_store_comes_first() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    assert own_hosts(dist.PrefixStore("some", store))[0] == "127.0.0.1"
+    assert own_hosts(dist.PrefixStore("some", store))[0] == "127.0.0.1" == host_of(store)
     assert own_hosts(dist.HashStore())[-1] == "127.0.0.1"
+
+
+def test_the_host_of_the_store_is_tried_too(ends: tuple[Links, Links]) -> None:
+    parent, _ = ends
+    _, port, token = json.loads(parent.address)
+    known_here_only = json.dumps([["host.invalid"], port, token])
+    assert beside(parent, lambda: connect(known_here_only, 5, "127.0.0.1").close())[0] == (5, None, True)
 
 
 def test_a_call_that_waits_is_woken(ends: tuple[Links, Links]) -> None:
