@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from math import gcd
 from typing import Any, cast
 
 import torch
@@ -14,12 +13,9 @@ from torch.utils import _pytree as pytree
 
 from autotp.distributed.cut_parameter import Cut, CutTensor
 from autotp.distributed.live_models import models, sorted_by_model
-from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_tensor import Sharded, as_sharded
+from autotp.distributed.sharded_tensor import Sharded, as_sharded, joined, whole
 from autotp.errors import Error
-from autotp.ops import collectives, placement_moves
 from autotp.sharding.layout import Layout
-from autotp.sharding.partition import chunk_sizes
 
 
 def gather(output: Any) -> Any:
@@ -59,7 +55,7 @@ def _mapped(function: Callable[[Any], Any], output: Any) -> Any:
 
 def _gathered(output: Tensor) -> Tensor:
     if isinstance(output, Sharded):
-        return _joined(output.to_local(), output.held, output.mesh)
+        return whole(output)
     if isinstance(output, CutTensor):
         return cast(Tensor, _Whole.apply(output, output.autotp_cut))
     if not output.requires_grad and not sorted_by_model([output])[0]:
@@ -96,30 +92,10 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
         """Joins the parts."""
         ctx.cut = cut
-        return _joined(part.detach().as_subclass(Tensor), cut.layout, cut.mesh)
+        return joined(part.detach().as_subclass(Tensor), cut.layout, cut.mesh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Returns this rank's part of the gradient."""
         return ctx.cut.layout.take(gradient, ctx.cut.mesh.rank), None
-
-
-def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    assert layout.dim is not None
-    if layout.repeated:
-        mine = layout.first(mesh.rank)
-        places = tuple(layout.places(mesh.rank, mine))
-        return collectives.reduce(
-            placement_moves.place(local, mesh.axis, layout.dim, tuple(mine), places, layout.size),
-            mesh.group,
-        )
-    lengths = layout.lengths()
-    size, block = sum(lengths), gcd(*lengths)
-    assert lengths == [n * block for n in chunk_sizes(size // block, mesh.size)], "an output is cut in whole blocks"
-    whole = collectives.gather(local, mesh.group, layout.dim, size, block)
-    received = [held for piece in layout.pieces for held in piece]
-    if received == sorted(received):
-        return whole
-    parts = dict(zip(received, whole.split([stop - start for start, stop in received], layout.dim), strict=True))
-    return torch.cat([parts[held] for held in sorted(received)], layout.dim)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -25,8 +26,10 @@ from torch.utils import _pytree as pytree
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.sharded_operators import on_parts, refused
 from autotp.errors import Error
+from autotp.ops import collectives, placement_moves
 from autotp.ops.eager_mode import apply_plain, is_transformed
 from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_sizes
 
 
 class Sharded(Tensor):
@@ -77,6 +80,10 @@ class Sharded(Tensor):
             part: Tensor = apply_plain(_Part, self)
             return part
         return torch._C._functorch.unwrap_if_dead(self.part) if is_transformed(self.part) else self.part
+
+    def full_tensor(self) -> Tensor:
+        """Returns the whole tensor: all ranks call this. Gradients flow through it."""
+        return joined(self.to_local(), self.held, self.mesh)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         sizes = ", ".join(f"{n}@{self.mesh.axis}" if d == self.cut[0] else str(n) for d, n in enumerate(self.shape))
@@ -141,6 +148,27 @@ def sharded(part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
     return Sharded(part.detach(), layout, mesh)
 
 
+def joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Returns the whole tensor of which each rank gives its part."""
+    assert layout.dim is not None
+    if layout.repeated:
+        mine = layout.first(mesh.rank)
+        places = tuple(layout.places(mesh.rank, mine))
+        return collectives.reduce(
+            placement_moves.place(local, mesh.axis, layout.dim, tuple(mine), places, layout.size),
+            mesh.group,
+        )
+    lengths = layout.lengths()
+    size, block = sum(lengths), gcd(*lengths)
+    assert lengths == [n * block for n in chunk_sizes(size // block, mesh.size)], "an output is cut in whole blocks"
+    whole = collectives.gather(local, mesh.group, layout.dim, size, block)
+    received = [part for piece in layout.pieces for part in piece]
+    if received == sorted(received):
+        return whole
+    parts = dict(zip(received, whole.split([stop - start for start, stop in received], layout.dim), strict=True))
+    return torch.cat([parts[part] for part in sorted(received)], layout.dim)
+
+
 class _Whole(torch.autograd.Function):
     """Part -> the tensor that it is a part of."""
 
@@ -189,8 +217,11 @@ class CompiledOutput(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        traced = torch.compiler.is_dynamo_compiling()
+        if not traced and str(sys._getframe(1).f_globals.get("__name__")).startswith(COMPILING):
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})  # For its guards.
         args, kwargs = pytree.tree_map(as_sharded, (args, kwargs or {}))
-        if torch.compiler.is_compiling():
+        if traced:
             found = func(*args, **kwargs)
             return _local_in_graphs(found).as_subclass(cls) if func in CASTS else found
         own = vars(Sharded).get(getattr(func, "__name__", ""), func)
@@ -208,7 +239,7 @@ def as_sharded(x: Any) -> Any:
     if not isinstance(x, CompiledOutput):
         return x
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return type(x).whole_of(x)
         if "made" not in vars(x):
             vars(x)["made"] = type(x).whole_of(x)  # Once: it may be written into, or get a gradient.
@@ -231,7 +262,7 @@ class CutOutput:
 
     def of(self, part: Tensor) -> Tensor:
         """Returns the tensor of which `part` is this rank's part."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return part.as_subclass(self.compiled)
         return sharded(part, self.layout, self.mesh)
 
@@ -249,7 +280,7 @@ def cut_output(layout: Layout, mesh: Mesh) -> CutOutput:
         plain = part.as_subclass(Tensor) if isinstance(part, CompiledOutput) else part
         return sharded(plain, layout, mesh)
 
-    torch._dynamo.allow_in_graph(_local_in_graphs)
+    torch._dynamo.allow_in_graph([_local_in_graphs, _full_in_graphs])
     allowed = staticmethod(torch._dynamo.allow_in_graph(whole_of))
     return CutOutput(layout, mesh, type("CompiledOutput", (CompiledOutput,), {"whole_of": allowed}))
 
@@ -258,8 +289,18 @@ def local_part(x: Any) -> Any:
     """Returns this rank's part of a cut tensor; gradients flow through it. Other values come back as they are."""
     if not isinstance(x, Sharded):
         return x
-    return _local_in_graphs(x) if torch.compiler.is_compiling() else x.to_local()
+    return _local_in_graphs(x) if torch.compiler.is_dynamo_compiling() else x.to_local()
+
+
+def whole(x: Any) -> Tensor:
+    """Returns the whole of a cut tensor, as `full_tensor` does."""
+    full: Tensor = _full_in_graphs(x) if torch.compiler.is_dynamo_compiling() else x.full_tensor()
+    return full
 
 
 def _local_in_graphs(x: Any) -> Any:
     return x.to_local()
+
+
+def _full_in_graphs(x: Any) -> Any:
+    return x.full_tensor()

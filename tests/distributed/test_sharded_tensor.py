@@ -193,6 +193,28 @@ def a_loss_of_cast_logits(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def a_compiled_loop(rank: int, n: int) -> None:
+    """That gathers in one graph, and one with a break between the model and what is done with its logits."""
+    whole, parallel, given = both(n)
+    parallel(**given)
+    penalty(whole, given).backward()
+
+    def broken(x: Tensor, y: Tensor) -> Tensor:
+        out = parallel(x, y)
+        torch._dynamo.graph_break()
+        return out["loss"] + autotp.gather(out["logits"].float().double()[:, :-1] / 0.7).logsumexp(-1).square().mean()
+
+    loops = [(lambda x, y: penalty(parallel, {"x": x, "y": y}), "aot_eager"), (broken, "eager")]
+    for loop, backend in loops:
+        torch._dynamo.reset()
+        parallel.zero_grad()
+        loss = torch.compile(loop, backend=backend, fullgraph=loop is not broken)(**given)
+        torch.testing.assert_close(loss, penalty(whole, given))
+        loss.backward()
+        expect_gradients(whole, parallel)
+
+
+@checks.on(2)
 def in_transforms(rank: int, n: int) -> None:
     """A box: gathered it has its derivatives; what computes with it is an Error; what ignores it is right."""
     whole, parallel, given = both(n)
