@@ -64,8 +64,8 @@ def parallelize(
         example_inputs: keyword arguments (a dict), positional arguments (a tuple), or one tensor. Of the tensors
             ([batch ...]) only shapes and dtypes are read. None means the model's `dummy_inputs`, or inputs that are
             found from the signature of `forward`.
-        outputs: "full" gathers outputs that are cut, "local" leaves them cut. "auto" gathers them, except in training
-            for an output that comes beside a loss: logits stay [batch seq vocab/tp].
+        outputs: "full" gathers outputs that are cut, "local" leaves them cut: `output.to_local()` is this rank's part.
+            "auto" gathers them, except in training for an output that comes beside a loss: logits [batch seq vocab].
         randomness: "exact" draws the dropout masks that one device would draw; "fast" lets each rank draw its own masks
             for values that are cut.
         strict: True raises Error where a weight in a transformer block would stay whole.

@@ -21,16 +21,16 @@ from autotp.sharding.layout import Layout
 def gather(output: Any) -> Any:
     """Returns whole tensors in place of cut ones: what one device would have returned.
 
-    An output stays cut with `outputs="local"`, and in training beside a loss: logits [batch seq vocab/tp] become
-    [batch seq vocab]. A cut parameter, its gradient, and values computed from them element by element are gathered too.
-    A whole tensor comes back as it is. The call is differentiable: each rank gets its part of the gradient. Call it on
-    every rank.
+    An output stays cut with `outputs="local"`, and in training beside a loss, as logits do. What is computed from it
+    and is still cut, such as a cast or a slice of rows, a cut parameter, its gradient, and values computed from them
+    element by element are gathered too. A whole tensor comes back as it is. The call is differentiable: each rank gets
+    its part of the gradient. Call it on every rank.
 
     Args:
         output: a tensor that the parallel model returned, a parameter of the model, or a structure of such tensors.
 
     Raises:
-        Error: a tensor is neither: it does not belong to a parallel model, or was computed from its output.
+        Error: a plain tensor without a gradient has the shape of a part of a parameter, so that it may be one.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))

@@ -207,7 +207,7 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     }
     updated = [captured.buffers[name] for name in analysis.updated]
     count = len(returned(lowered)) - len(updated)
-    cut = {at: cut_output(layout, mesh) for at, layout in analysis.local_outputs.items()}
+    cut = {at: cut_output(layout, mesh) for at, layout in analysis.local_outputs.items() if mesh.size > 1}
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
     values = _input_values(captured, mesh.device)
     entry = GraphEntry(
