@@ -1,13 +1,23 @@
-"""gradient_buckets: sums gradients over ranks, small ones together, without a copy of all of them."""
+"""gradient_buckets: sums gradients over ranks, small ones together, without a copy of all of them.
+
+NOTE [Sums under backward]
+The sums of the last layers run while backward still computes the first ones, as in DistributedDataParallel. That class
+itself is not used: it averages; it does not see gradients that backward in two halves adds (zero-bubble schedules); it
+wants each parameter to get a gradient, or searches the graph for those that do not; and it learns its buckets anew on
+the first rank, which sends them to the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+T = TypeVar("T", bound=Tensor)
 BUCKET = 25 * 2**20
 """The most bytes of gradients that are copied into one tensor; as many as in DistributedDataParallel by default."""
 
@@ -25,6 +35,74 @@ def sum_in_buckets(gradients: Sequence[Tensor], group: dist.ProcessGroup, size: 
             _sum_together(bucket, group)
 
 
+class GradientSums:
+    """The sums of parameters' gradients over a group, each started as soon as the gradients of its bucket are there.
+
+    Buckets are started in a fixed order, whatever comes first, so that all ranks pair their sums. Gradients of a bucket
+    become views of its memory: no copy of all gradients is made.
+
+    Args:
+        parameters: the same ones in the same order on every rank; those whose gradients come first are last.
+        size: the most bytes of a bucket.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, size: int = BUCKET) -> None:
+        self._group, self._buckets = group, list(buckets_of(parameters[::-1], size))
+        self._every = frozenset(parameters)
+        self._missing = set(parameters)
+        self._started: list[dist.Work | None] = []
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._every
+
+    @contextmanager
+    def under_backward(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """A region around the last backward that adds to these parameters' gradients."""
+        mine = [parameter for parameter in parameters if parameter in self._missing]
+        handles = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in mine]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for parameter in mine:  # Backward in halves calls no hooks.
+            self._add(parameter)
+
+    @torch.no_grad()
+    def _add(self, parameter: nn.Parameter) -> None:
+        """Notes that a gradient is there, and starts the sums that it completes."""
+        if parameter.grad is not None:
+            self._missing.discard(parameter)
+        while len(self._started) < len(self._buckets):
+            bucket = self._buckets[len(self._started)]
+            if not self._missing.isdisjoint(bucket):
+                break
+            self._start(bucket)
+
+    def _start(self, bucket: Sequence[nn.Parameter]) -> None:
+        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        if not gradients:
+            self._started.append(None)
+            return
+        whole = gradients[0] if len(gradients) == 1 and gradients[0].is_contiguous() else None
+        if whole is None:
+            whole = torch.cat([gradient.flatten() for gradient in gradients])
+            views = iter(whole.split([gradient.numel() for gradient in gradients]))
+            for parameter in bucket:
+                if parameter.grad is not None:
+                    parameter.grad = next(views).view(parameter.grad.shape)
+        self._started.append(dist.all_reduce(whole, group=self._group, async_op=True))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Starts the sums that are left, and waits for all. (On a GPU only what is computed next waits.)"""
+        for bucket in self._buckets[len(self._started) :]:
+            self._start(bucket)
+        for work in self._started:
+            if work is not None:  # None in a bucket without gradients.
+                work.wait()
+
+
 def _sum_together(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Sums tensors in one collective. Their copy ends with it, before the next one is made."""
     flat = torch.cat([gradient.flatten() for gradient in bucket])
@@ -33,10 +111,10 @@ def _sum_together(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         gradient.copy_(summed.view_as(gradient))
 
 
-def buckets_of(gradients: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+def buckets_of(gradients: Sequence[T], size: int) -> Iterator[list[T]]:
     """Yields tensors of one dtype that take at most `size` bytes together; a larger tensor comes alone."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        bucket, held = list[Tensor](), 0
+        bucket, held = list[T](), 0
         for gradient in gradients:
             if gradient.dtype != dtype:
                 continue

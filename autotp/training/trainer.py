@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -28,7 +29,7 @@ from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequence
 from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
 from autotp.distributed.cut_parameter import Cut, Warned, as_cut
 from autotp.distributed.device_arguments import inputs_on_host, to_device
-from autotp.distributed.gradient_buckets import sum_in_buckets
+from autotp.distributed.gradient_buckets import GradientSums, sum_in_buckets
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
 from autotp.distributed.peers.heartbeat import take_note_back
@@ -247,6 +248,10 @@ class Trainer(InGraphs, HasHoldings):
         }
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
         self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums)]
+        self._several = groups.read_by_several_stages(
+            stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of
+        )
+        self._learning: dict[Any, list[nn.Parameter]] = {}
         if training.zero and mesh["dp"].size() > 1:
             self._shard(stages, analysis.captured.parameters)
         warned = Warned()
@@ -392,9 +397,8 @@ class Trainer(InGraphs, HasHoldings):
         empty = {parameter for parameter in every if not parameter.numel()}
         whole = dict(self.named_parameters())
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
-        several = groups.read_by_several_stages(stages, names, self.mesh["pp"].size(), self._stages_of)
         for i, work in self._works.items():
-            read = set(parameters_of_stage(stages[i], names)) - several
+            read = set(parameters_of_stage(stages[i], names)) - self._several
             mine = {parameter for name in read if (parameter := value_at(place_of(self, name))).dim()} - empty
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
             blocks = [block for block in blocks if empty.union(mine).issuperset(block.parameters())]
@@ -485,8 +489,10 @@ class Trainer(InGraphs, HasHoldings):
             with without_hooks(before):
                 self.zero_grad(set_to_none=True)
                 self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also without a loss.
+                sums = self._gradient_sums(pipeline)
                 losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, given))
-                self._named_if_lost("Trainer.step", self._sum_gradients)
+                self._named_if_lost("Trainer.step", lambda: self._sum_gradients(sums))
+                self._note_learning(pipeline)
                 self._drop_zeros(pipeline.learning)
         except BaseException:  # The step adds nothing, and what was there stays.
             for parameter, grad in before.items():
@@ -691,7 +697,8 @@ class Trainer(InGraphs, HasHoldings):
             pace(work, self._training.zero, i == parts - 1)
             loss = self._scale(work(**{name: values[i] for name, values in divided.items()}).sum())
             if pipeline.training:
-                loss.backward()
+                with work.last_backward() if i == parts - 1 else nullcontext():
+                    loss.backward()
             losses.append(loss.detach())
         return losses
 
@@ -715,7 +722,33 @@ class Trainer(InGraphs, HasHoldings):
             if learning is not None and name not in learning:
                 parameter.grad = None
 
-    def _sum_gradients(self) -> None:
+    def _gradient_sums(self, pipeline: Pipeline) -> GradientSums:
+        """Returns the sums over the replicas that run under backward; each stage's module starts its own.
+
+        These are sums of the parameters that had gradients in the last step like this one, but for those that several
+        stages read, or that `fully_shard` divides.
+        """
+        learning = self._learning.get(self._kind_of_step(pipeline), []) if self._sums_under_backward else []
+        apart = {*self.shared, *self._several}
+        names = {parameter: name for name, parameter in self.named_parameters()} if learning else {}
+        sums = GradientSums([p for p in learning if names[p] not in apart], self.mesh.get_group("dp"))
+        for work in self._works.values():
+            work.sums = sums
+        return sums
+
+    @property
+    def _sums_under_backward(self) -> bool:
+        return self.mesh["dp"].size() > 1 and not self._training.zero  # `fully_shard` has sums of its own.
+
+    def _kind_of_step(self, pipeline: Pipeline) -> Any:
+        return id(pipeline.analysis), tuple(parameter.requires_grad for parameter in self.parameters())
+
+    def _note_learning(self, pipeline: Pipeline) -> None:
+        """Notes which parameters got a gradient: the same ones do in the next step like this."""
+        if self._sums_under_backward:
+            self._learning[self._kind_of_step(pipeline)] = [p for p in self.parameters() if p.grad is not None]
+
+    def _sum_gradients(self, sums: GradientSums) -> None:
         """Sums gradients: of shared parameters over their stages, and of unsharded parameters over the replicas."""
         for name, (_, group) in self.shared.items():
             parameter = value_at(place_of(self, name))
@@ -724,5 +757,6 @@ class Trainer(InGraphs, HasHoldings):
                 dist.all_reduce(local_of(parameter.grad), group=group)
         if self.mesh["dp"].size() == 1:
             return
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        sums.finish()
+        grads = [p.grad for p in self.parameters() if p.grad is not None and p not in sums]
         sum_in_buckets([local_of(grad) for grad in grads if not is_sharded(grad)], self.mesh.get_group("dp"))

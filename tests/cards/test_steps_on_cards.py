@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from cards.spies import host_waits
 from ranks import Checks, run_ranks
 from small_models import gpt
@@ -16,6 +19,7 @@ from trainers import SMALL, batch, mine, started
 
 import autotp
 from autotp.distributed import device_arguments
+from autotp.distributed.gradient_buckets import GradientSums
 
 checks = Checks(cards=True)
 MOVED = "tensors of the batch are on the CPU, and are copied to cuda"
@@ -121,6 +125,58 @@ def a_call_takes_a_batch_of_the_cpu(rank: int, n: int) -> None:
     other = given[0]["x"].clone().requires_grad_()
     whole({"x": other, "masks": given[0]["masks"]}, given[1])["y"].sum().backward()
     torch.testing.assert_close(leaf.grad, other.grad)
+
+
+# ---- gradients of replicas
+
+
+def events_of(rank: int, n: int, layout: Any, more: Any) -> list[list[str]]:
+    """Of the first two steps: where a gradient is there that is summed under backward, and where a sum begins."""
+    real_add, real_sum, found = GradientSums._add, dist.all_reduce, []
+
+    def add(sums: GradientSums, parameter: nn.Parameter) -> None:
+        found[-1].append("gradient")
+        real_add(sums, parameter)
+
+    def begin(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        found[-1] += ["sum under backward" if async_op else "sum"] * (group is replicas)
+        return real_sum(tensor, op, group, async_op)
+
+    found.append([])
+    trainer, optimizer = started(layout, **more)
+    replicas = trainer.mesh.get_group("dp")
+    defaults = patch.object(GradientSums.__init__, "__defaults__", (2**11,))
+    with patch.object(GradientSums, "_add", add), patch.object(dist, "all_reduce", begin), defaults:
+        for step in range(2):
+            found.append([])
+            ended(trainer, optimizer, range(step, step + 1))
+    return found[1:]
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "halves"),
+    [
+        ((1, 1, 2), {}, False),
+        ((2, 1, 2), {"overlap": "batch"}, False),
+        ((1, 2, 2), {}, False),
+        ((1, 2, 2), {"schedule": "interleaved", "layers": 4}, False),
+        ((1, 2, 2), {"schedule": "zero-bubble", "layers": 4}, True),
+    ],
+    ids=str,
+)
+def test_sums_over_replicas_run_under_backward(layout: Any, more: dict[str, Any], halves: bool) -> None:
+    """From the second step on, when it is known which parameters learn; the first step sums behind backward.
+
+    In halves of backward the sums of a stage begin when its last half is over, before those of the other stage.
+    """
+    every = run_ranks(events_of, math.prod(layout), layout, more, cards=True, timeout=100)
+    for first, second in every:
+        assert "sum under backward" not in first and "sum" in first
+        sums = [i for i, event in enumerate(second) if event == "sum under backward"]
+        gradients = [i for i, event in enumerate(second) if event == "gradient"]
+        assert len(sums) > 2 and sums[0] < gradients[-1]
+        assert halves or sum(i < gradients[-1] for i in sums) >= len(sums) - 2
+        assert second.count("sum") < len(sums)
 
 
 # ---- what ranks learn late

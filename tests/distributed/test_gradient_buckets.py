@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Checks
-from torch import Tensor
+from torch import Tensor, nn
 
-from autotp.distributed.gradient_buckets import buckets_of, sum_in_buckets
+from autotp.distributed.gradient_buckets import GradientSums, buckets_of, sum_in_buckets
 
 checks = Checks()
 
@@ -58,6 +61,84 @@ def sums(rank: int, n: int) -> None:
     assert [x.data_ptr() for x in gradients] == before
     for parts, found in zip(everyone, gradients, strict=True):
         assert torch.equal(found, sum(parts[1:], parts[0]))
+
+
+# ---- under backward
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))).double()
+
+
+@contextmanager
+def sums_started() -> Iterator[list[str]]:
+    """A region; yields the events in it: tests add theirs."""
+    real, events = dist.all_reduce, list[str]()
+
+    def noted(tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        events.append(f"sum of {tensor.numel()}")
+        return real(tensor, group=group, async_op=async_op)
+
+    dist.all_reduce = noted  # type: ignore[assignment]
+    try:
+        yield events
+    finally:
+        dist.all_reduce = real
+
+
+@checks.on(2)
+def sums_run_under_backward(rank: int, n: int) -> None:
+    """A bucket has two layers: the sum of the last two begins before the gradient of the fourth is computed."""
+    model, alone = deep(), deep()
+    x = torch.arange(8.0).view(2, 4).double().requires_grad_()
+    sums = GradientSums(list(model.parameters()), dist.group.WORLD, size=2 * (16 + 4) * 8)
+    with sums_started() as events:
+        for i, layer in enumerate(model):
+            layer.register_full_backward_pre_hook(lambda *_, i=i: events.append(f"backward of layer {i}"))
+        with sums.under_backward(model.parameters()):
+            (model(x) * (rank + 1)).sum().backward()
+        sums.finish()
+    assert events == [
+        "backward of layer 5", "backward of layer 4", "sum of 40",
+        "backward of layer 3", "backward of layer 2", "sum of 40",
+        "backward of layer 1", "backward of layer 0", "sum of 40",
+    ]  # fmt: skip
+    (alone(x) * 3).sum().backward()
+    for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, whole.grad, rtol=1e-14, atol=0)
+
+
+@checks.on(2)
+def buckets_begin_in_one_order(rank: int, n: int) -> None:
+    """Whatever gradient comes first on a rank; those of halves of backward, which call no hooks, and none at all."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (1, 2, 3, 4)]
+    sums = GradientSums(parameters, dist.group.WORLD, size=4)
+    with sums_started() as events:
+        for index in (1, 3, 2) if rank else (3, 2, 1):
+            parameter = parameters[index]
+            with sums.under_backward([parameter]):
+                parameter.grad = torch.full_like(parameter, rank + 1.0)
+            events.append("next")
+        sums.finish()
+    assert [event for event in events if event != "next"] == ["sum of 4", "sum of 3", "sum of 2"]
+    assert events[:2] == (["next", "sum of 4"] if rank else ["sum of 4", "next"])
+    assert [None if p.grad is None else p.grad.tolist() for p in parameters] == [None, [3.0] * 2, [3.0] * 3, [3.0] * 4]
+    assert parameters[0] in sums and nn.Parameter(torch.zeros(1)) not in sums
+
+
+@checks.on(2)
+def a_bucket_is_no_second_copy(rank: int, n: int) -> None:
+    """Gradients become views of it; a large one is summed where it is."""
+    parameters = [nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
+    large = torch.ones(100)
+    with (sums := GradientSums(parameters, dist.group.WORLD, size=64)).under_backward(parameters):
+        parameters[0].grad, parameters[1].grad, parameters[2].grad = large, torch.ones(3), torch.ones(2, 2)
+    sums.finish()
+    first, second, third = (p.grad for p in parameters)
+    assert first is large and large.tolist() == [2.0] * 100
+    assert second is not None and third is not None and second._base is third._base is not None
+    assert second.tolist() == [2.0] * 3 and third.tolist() == [[2.0] * 2] * 2
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

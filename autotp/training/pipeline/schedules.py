@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from autotp.compiler import CallState, Captures, Program, analyse
+from autotp.distributed.gradient_buckets import GradientSums
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
@@ -171,10 +173,12 @@ class StageModule(nn.Module):
     Attributes:
         graph: the graph that it runs now: training and evaluation have different ones.
         totals: the totals of the whole batch, by placeholder.
+        sums: the sums of gradients over the replicas that begin under the last backward of a step.
     """
 
     graph: StageGraph
     totals: Mapping[str, Tensor]
+    sums: GradientSums
 
     def __init__(self, holders: Sequence[nn.Module], read: ReadParameter) -> None:
         super().__init__()
@@ -190,6 +194,10 @@ class StageModule(nn.Module):
         calls = (part for part in self.graph.module.children() if isinstance(part, BlockCall))
         units = dict.fromkeys([self, *(call.owner[0] for call in calls)])
         return [unit for unit in units if isinstance(unit, FSDPModule)]
+
+    def last_backward(self) -> AbstractContextManager[None]:
+        """Returns a region for the last backward of a step."""
+        return self.sums.under_backward(self.parameters())
 
     def forward(self, *received: Tensor, **given: Tensor) -> Any:
         """Returns the tensors that the stage sends, or the loss in shape [1]: the engine concatenates the losses."""
@@ -279,6 +287,11 @@ def _torch_stages(kind: Engine, works: Mapping[int, nn.Module], device: torch.de
 
         def backward_maybe_with_nosync(self, half: str, values: dict[str, Any], last_backward: bool = False) -> Any:
             """Runs backward ("full"), or one of our halves ("input", "weight")."""
+            work: Any = self.submod
+            with work.last_backward() if last_backward else nullcontext():
+                return self._backward(half, values, last_backward)
+
+        def _backward(self, half: str, values: dict[str, Any], last_backward: bool) -> Any:
             if half == "full":
                 if not last_backward or not isinstance(self.submod, FSDPModule):
                     return super().backward_maybe_with_nosync(half, values, last_backward)
