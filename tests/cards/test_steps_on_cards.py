@@ -20,6 +20,8 @@ from trainers import SMALL, batch, mine, started
 import autotp
 from autotp.distributed import device_arguments
 from autotp.distributed.gradient_buckets import GradientSums
+from autotp.distributed.mesh import sum_ints
+from autotp.training import process_groups
 
 checks = Checks(cards=True)
 MOVED = "tensors of the batch are on the CPU, and are copied to cuda"
@@ -69,8 +71,8 @@ def steps_of(rank: int, n: int, layout: Any, more: Any, on_cards: bool) -> tuple
     return [float(loss) for loss in losses], traffic.waits, said
 
 
-def alone() -> list[float]:
-    model = gpt(seed=0, n_layer=2, **SMALL)
+def alone(layers: int = 2) -> list[float]:
+    model = gpt(seed=0, n_layer=layers, **SMALL)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), []
     for step in range(10):
         loss = model(**batch(step))
@@ -130,9 +132,10 @@ def a_call_takes_a_batch_of_the_cpu(rank: int, n: int) -> None:
 # ---- gradients of replicas
 
 
-def events_of(rank: int, n: int, layout: Any, more: Any) -> list[list[str]]:
-    """Of the first two steps: where a gradient is there that is summed under backward, and where a sum begins."""
-    real_add, real_sum, found = GradientSums._add, dist.all_reduce, []
+def events_of(rank: int, n: int, layout: Any, more: Any) -> tuple[list[list[str]], list[float]]:
+    """Of four steps: where a gradient is there that is summed under backward, and where a sum begins; the losses."""
+    real_add, real_sum, found = GradientSums._add, dist.all_reduce, list[list[str]]()
+    losses = list[Tensor]()
 
     def add(sums: GradientSums, parameter: nn.Parameter) -> None:
         found[-1].append("gradient")
@@ -147,10 +150,10 @@ def events_of(rank: int, n: int, layout: Any, more: Any) -> list[list[str]]:
     replicas = trainer.mesh.get_group("dp")
     defaults = patch.object(GradientSums.__init__, "__defaults__", (2**11,))
     with patch.object(GradientSums, "_add", add), patch.object(dist, "all_reduce", begin), defaults:
-        for step in range(2):
+        for step in range(4):
             found.append([])
-            ended(trainer, optimizer, range(step, step + 1))
-    return found[1:]
+            losses += ended(trainer, optimizer, range(step, step + 1))
+    return found[1:], [float(loss) for loss in losses]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,9 @@ def test_sums_over_replicas_run_under_backward(layout: Any, more: dict[str, Any]
     In halves of backward the sums of a stage begin when its last half is over, before those of the other stage.
     """
     every = run_ranks(events_of, math.prod(layout), layout, more, cards=True, timeout=100)
-    for first, second in every:
+    expected = alone(more.get("layers", 2))[:4]
+    for (first, second, *_), losses in every:
+        assert losses == pytest.approx(expected, rel=1e-4)
         assert "sum under backward" not in first and "sum" in first
         sums = [i for i, event in enumerate(second) if event == "sum under backward"]
         gradients = [i for i, event in enumerate(second) if event == "gradient"]
@@ -225,6 +230,20 @@ def another_batch_of_a_card_is_an_error_that_names_its_step(rank: int, n: int) -
     told = message(lambda: [ended(trainer, optimizer, range(step, step + 1), of) for step in range(6, 12)])
     assert told.splitlines()[0] == "Trainer.step: tp rank 1 got another batch than tp rank 0, in step 6"
     ended(trainer, optimizer, range(12, 16), of)
+
+
+@checks.on(4)
+def many_ranks_sum_along_one_axis_after_the_other(rank: int, n: int) -> None:
+    """Through the groups of the axes, which also send tensors of the CPU; what differs is found as without."""
+    with patch.object(process_groups, "MANY", 2):
+        trainer, optimizer = started((2, 2, 1))
+    assert len(trainer.everyone.axes) == 2 and not trainer.place.axes
+    assert sum_ints([rank, 1, -(2**63) + 1], trainer.everyone) == [6, 4, 4]
+    ended(trainer, optimizer, range(3))
+    told = message(lambda: trainer.step(**batch(3 + (rank == 2))))
+    assert "got another batch than pp rank 0, tp rank 0, now or in the last step" in told
+    told = message(lambda: trainer.evaluate(**batch(3)) if rank == 1 else trainer.step(**batch(3)))
+    assert "is in Trainer.step" in told and "in Trainer.evaluate" in told
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())
