@@ -113,7 +113,7 @@ class _Form:
 
     def walk(self, x: Any) -> bool:
         """Adds a value. Returns False for a value that only `flatten` knows."""
-        kind = type(x)
+        kind: Any = type(x)
         if kind in PLAIN or _is_leaf(kind):
             self.form.append(None)
             self.leaves.append(x)

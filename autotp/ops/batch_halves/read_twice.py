@@ -85,8 +85,8 @@ class Sum:
 
 def sum_of(w: Tensor) -> Sum | None:
     """Returns where the gradient of a weight from `read_twice` is summed; None for other weights."""
-    made_by: Any = w.grad_fn
-    return made_by.total if made_by is not None and isinstance(made_by, ReadTwice._backward_cls) else None
+    made_by, its_class = w.grad_fn, ReadTwice._backward_cls  # type: Any, Any
+    return made_by.total if made_by is not None and isinstance(made_by, its_class) else None
 
 
 class ReadTwice(torch.autograd.Function):
