@@ -56,7 +56,7 @@ def page_data(
         "title": _title(subject) if compared is None else compared.title,
         "layout": [] if estimate is None else _layout(estimate),
         "spent": [] if estimate is None else _spent(estimate),
-        "savings": [] if estimate is None else [vars(table) for table in estimate.savings_table()],
+        "savings": [] if estimate is None else _savings(estimate),
         "memory": None if estimate is None else _memory(estimate),
         "sizes": _sizes(subject),
         "report": None if compared is None else difference_data(compared, blame),
@@ -123,6 +123,11 @@ def _spent(estimate: Estimate) -> list[dict[str, Any]]:
     error = row_bar(estimate.device, estimate.layout.zero)
     rows = sorted(estimate.spent.items(), key=lambda item: -item[1])
     return [{"name": name, "seconds": s, "share": s / estimate.seconds, "error": s * error} for name, s in rows]
+
+
+def _savings(estimate: Estimate) -> list[dict[str, Any]]:
+    """Returns the table of what is hidden and fused, if something is."""
+    return [{"head": list(x.head), "rows": [list(row) for row in x.rows]} for x in estimate.savings_table()]
 
 
 def _memory(estimate: Estimate) -> dict[str, Any]:
