@@ -62,6 +62,8 @@ def _text(found: Environment, width: int) -> Iterator[Text]:
     if found.exchange is not None:
         size, ms = found.exchange.bytes / 1e6, found.exchange.seconds * 1e3
         yield Text(f"  all-reduce    {size:.1f} MB in {ms:.2f} ms, {found.exchange.gigabytes:.2f} GB/s")
+    for advice in found.advice:
+        yield Text(f"  faster with   {advice}", style="yellow")
     for problem in found.problems:
         yield Text(f"\nproblem       {problem}", style="bold red")
     yield Text(f"\nverdict       {_verdict(found)}", style="bold red" if found.problems else "bold green")
@@ -104,4 +106,5 @@ def _data(found: Environment) -> dict[str, Any]:
             "bytes": exchange.bytes, "seconds": exchange.seconds, "gigabytes_a_second": exchange.gigabytes,
         },
         "problems": list(found.problems),
+        "advice": list(found.advice),
     }  # fmt: skip

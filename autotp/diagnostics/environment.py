@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,7 +47,8 @@ VARIABLES = (
     "SLURM_LOCALID", "SLURM_NODEID",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS",
+    "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
 )  # fmt: skip
 """The variables of launchers that autotp reads, and those that decide how ranks find and use what they have."""
 
@@ -99,6 +101,7 @@ class Environment:
         backend: that the ranks use, or would use: nccl or gloo.
         exchange: an all-reduce among the ranks; None for a process that is alone.
         problems: what will not work, each with what to do.
+        advice: what would be faster, each with what to do.
     """
 
     python: str
@@ -110,6 +113,7 @@ class Environment:
     backend: str
     exchange: Exchange | None
     problems: tuple[str, ...]
+    advice: tuple[str, ...] = ()
 
 
 def examine() -> Environment:
@@ -132,6 +136,7 @@ def examine() -> Environment:
         backend=dist.get_backend() if dist.is_initialized() else "nccl" if enough else "gloo",
         exchange=exchange,
         problems=tuple(problems),
+        advice=tuple(advice_of(dict(os.environ), [torch.cuda.get_device_capability(i)[0] for i in range(len(gpus))])),
     )
 
 
@@ -166,6 +171,24 @@ def problems_of(variables: dict[str, str], gpus: int) -> list[str]:
     if shared.is_dir() and os.statvfs(shared).f_bavail * os.statvfs(shared).f_frsize < 2**26 and gpus:
         found.append("/dev/shm has less than 64 MB, which NCCL needs: docker run --shm-size 1g")
     return found
+
+
+BLACKWELL = 10
+"""The first generation of NVIDIA's GPUs (major compute capability) that starts kernels in order without a setting."""
+
+
+def advice_of(variables: dict[str, str], generations: Sequence[int]) -> list[str]:
+    """Returns what would be faster with these variables of the environment, on GPUs of these generations.
+
+    Backward starts a sum, and then computes gradients of weights. With several queues of work the products may begin
+    first, and fill the GPU: then nothing runs beside them.
+    """
+    older = any(generation < BLACKWELL for generation in generations)
+    if not older or variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return []
+    return [
+        "CUDA_DEVICE_MAX_CONNECTIONS=1, before CUDA starts: else products may hold up the sums that overlap with them"
+    ]
 
 
 def _timed() -> Exchange:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotp.diagnostics.environment import LIBRARIES, TESTED, Installed, examine, problems_of
+from autotp.diagnostics.environment import LIBRARIES, TESTED, Installed, advice_of, examine, problems_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -61,3 +61,10 @@ def test_a_process_alone() -> None:
     found = examine()
     assert found.launched is None and found.exchange is None and found.problems == ()
     assert found.packages[0] == Installed("torch", torch.__version__, TESTED["torch"])
+
+
+def test_older_gpus_need_one_queue_of_work() -> None:
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert not advice_of({}, []) and not advice_of({}, [10, 12]) and not advice_of(one, [8, 9])
+    for variables in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}):
+        assert [line.split(",")[0] for line in advice_of(variables, [9])] == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
