@@ -111,6 +111,7 @@ class CallState:
         wanted: the answers to the model's questions about gradients.
         rows: places, among the arguments' tensors, of those with the rows of a batch; None: those as long as the first.
         values: what is known of the values that Python reads of tensors.
+        looks: whether the graph may be one for batches with padding, or without: NOTE [Looks at masks]
     """
 
     autocast: Autocast = OFF
@@ -120,6 +121,7 @@ class CallState:
     wanted: GradientsWanted = ALWAYS
     rows: frozenset[int] | None = None
     values: KnownValues = NO_VALUES
+    looks: bool = True
 
 
 FIRST_CALL = CallState()
@@ -767,7 +769,8 @@ def captured_program(
     _warn_of_untested_torch()
 
     def one_call() -> Captured:
-        return capture(skeleton, args, kwargs, call.autocast, once, call.opened, call.wanted, call.values, symbols)
+        around = call.autocast, once, call.opened, call.wanted, call.values, symbols, call.looks
+        return capture(skeleton, args, kwargs, *around)
 
     def captured() -> Captured:
         found = one_call()
@@ -781,7 +784,7 @@ def captured_program(
             name.scope.put(name.name, value)
         return one_call()
 
-    state = call.autocast, call.opened, call.wanted, call.values, symbols
+    state = call.autocast, call.opened, call.wanted, call.values, call.looks, symbols
     key = skeleton, once, options.summed, state
     found = captured() if captures is None else captures.of(key, captured)
     return Program(captured=found, graph=found.graph, tp=tp, options=options, training=skeleton.training, call=call)

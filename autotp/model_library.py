@@ -82,12 +82,13 @@ class ModelLibrary:
         """Returns what to write so that a model does not draw from `random` or `numpy.random`; "" for other models."""
         return ""
 
-    def during_capture(self, exactly: bool) -> AbstractContextManager[None]:
+    def during_capture(self, exactly: bool, looks: bool) -> AbstractContextManager[None]:
         """Returns a region in which models of the library compute in a capture what they compute on one device.
 
         Args:
             exactly: whether each of the model's questions is answered by a look at the values. Without it those are
                 left out whose answer makes no difference; raises `NeedsExactCapture` where this is not known.
+            looks: whether attention gets a mask is answered by a look all the same: NOTE [Looks at masks]
         """
         return nullcontext()
 
@@ -156,15 +157,15 @@ def instead_of_python_random(model: Any) -> str:
 
 
 @contextmanager
-def during_capture(exactly: bool) -> Iterator[None]:
+def during_capture(exactly: bool, looks: bool) -> Iterator[None]:
     """A region in which models of all libraries compute in a capture what they compute on one device.
 
     Args:
-        exactly: as for `ModelLibrary.during_capture`.
+        exactly, looks: as for `ModelLibrary.during_capture`.
     """
     with ExitStack() as stack:
         for it in libraries():
-            stack.enter_context(it.during_capture(exactly))
+            stack.enter_context(it.during_capture(exactly, looks))
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -179,3 +179,24 @@ class Builder:
         if self.origin is not None:
             node.meta = {key: self.origin.meta[key] for key in META if key in self.origin.meta and key != "val"}
         return node
+
+
+def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
+    """Returns these nodes and all that they are computed from."""
+    found, queue = set[fx.Node](), [n for n in nodes if isinstance(n, fx.Node)]
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue += node.all_input_nodes
+    return found
+
+
+def part_of(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
+    """Returns these nodes of a graph as a graph with these results."""
+    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node in nodes and node.op != "output":
+            env[node] = copied(new, node, env.__getitem__)
+    new.output(fx.map_arg(tuple(results), env.__getitem__))
+    return new

@@ -113,12 +113,12 @@ class Transformers(ModelLibrary):
         return "model.config.apply_spec_augment = False" if masks_steps else ""
 
     @contextmanager
-    def during_capture(self, exactly: bool) -> Iterator[None]:
+    def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
         """Attention leaves out the masks that it leaves out on one device, where this makes a difference.
 
         Masks of SpecAugment are operators.
         """
-        with masks.as_on_one_device(exactly), spec_augment.as_operators():
+        with masks.as_on_one_device(exactly, looks), spec_augment.as_operators():
             yield
 
     def formula_of(self, function: type) -> Callable[..., Any] | None:

@@ -2,15 +2,18 @@
 
 NOTE [Masks that transformers leaves out]
 On one device transformers looks at the padding, and whether the positions are those of several packed sequences. If
-there is neither, it makes no mask, and attention with sdpa then asks its module whether it is causal. While a graph is
-captured, transformers always makes the mask. Both are the same for a causal mask and a causal module, and for a
-bidirectional mask and a module that is not causal. Some models mix them. In transformers 5.17 UMT5 gives bidirectional
-masks to modules that count as causal, and PaliGemma causal masks to modules that are not. So without padding they
-compute something else. There the look at the padding stays, as a guard (`passes/capture/guards/values.py`).
+there is neither, it makes no mask, and attention with sdpa then asks its module whether it is causal. A capture looks
+at the padding, too: NOTE [Looks at masks] in `passes/capture/guards/looks.py`.
+
+At positions it does not look, and where it may not look (in a pipeline) it makes all masks. That is the same for a
+causal mask and a causal module, and for a bidirectional mask and a module that is not causal. Some models mix them. In
+transformers 5.17 UMT5 gives bidirectional masks to modules that count as causal, and PaliGemma causal masks to modules
+that are not. So without padding they compute something else. There the look stays, as a guard
+(`passes/capture/guards/values.py`).
 
 Other models compute with the mask themselves. Doge adds a mask of its own to it; without the causal mask its attention
-is not causal at all. What such a model computes is not known here, so it is captured `exactly`: each look stays. A
-model that fails in a capture is captured so once more, because the mask may be the cause.
+is not causal at all. What such a model computes without it is not known here, so it is captured `exactly`: each look
+stays. A model that fails in a capture is captured so once more, because the mask may be the cause.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.model_library import BeginAgain, NeedsExactCapture
+from autotp.passes.capture.guards.looks import looking
 from autotp.passes.capture.guards.values import reads_values
 from autotp.passes.capture.repeats.record import again, begin, end, outside_of
 
@@ -104,38 +108,51 @@ def _among(made: list[_Made], x: Any) -> _Made | None:
 
 
 @contextmanager
-def as_on_one_device(exactly: bool) -> Iterator[None]:
+def as_on_one_device(exactly: bool, looks: bool) -> Iterator[None]:
     """A region in which attention leaves a mask out where one device does. NOTE [Masks that transformers leaves out]
 
     Args:
         exactly: whether transformers looks at the padding as on one device. Without it, it does so where this makes a
             difference to attention; raises NeedsExactCapture if the model reads such a mask in another way.
+        looks: whether it looks at the padding all the same: NOTE [Looks at masks] in `passes/capture/guards/looks.py`.
     """
     masks, attention = sys.modules.get(MASKS), sys.modules.get(ATTENTION)
     known = masks is not None and all(hasattr(masks, name) for name in (*LEAVES_OUT, "is_tracing"))
     if not known or not hasattr(attention, "AttentionInterface"):
         yield
         return
-    looks, made = _Looks(), list[_Made]()
+    left_out, made = _Looks(), list[_Made]()
     with ExitStack() as stack:
         if exactly:
             stack.enter_context(_looking(masks))
             yield
             return
-        stack.enter_context(patch.object(masks, "is_tracing", _unanswered(masks.is_tracing, looks)))  # type: ignore[union-attr]
+        stack.enter_context(patch.object(masks, "is_tracing", _unanswered(masks.is_tracing, left_out)))  # type: ignore[union-attr]
         for name, causal in LEAVES_OUT.items():
-            stack.enter_context(patch.object(masks, name, _noting(masks, getattr(masks, name), causal, looks)))
+            real = getattr(masks, name)
+            asked = _looked(masks, real) if looks else _noting(masks, real, causal, left_out)
+            stack.enter_context(patch.object(masks, name, asked))
         others = stack.enter_context(_OfOthers(made))
         makers = masks.AttentionMaskInterface._global_mapping  # type: ignore[union-attr]
-        stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], looks, made)}))
+        stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], left_out, made)}))
         readers = attention.AttentionInterface._global_mapping  # type: ignore[union-attr]
         stack.enter_context(patch.dict(readers, {"sdpa": _reading(readers["sdpa"], others)}))
         try:
             yield
         except Exception as error:  # For example a model's own test of a mask's shape.
-            if looks.ever and not isinstance(error, Error | BeginAgain) and not reads_values(error):
+            if left_out.ever and not isinstance(error, Error | BeginAgain) and not reads_values(error):
                 raise NeedsExactCapture from error
             raise
+
+
+def _looked(masks: Any, real: Callable[..., bool]) -> Callable[..., bool]:
+    """Returns a function that answers the question whether a mask is left out as on one device, by a look."""
+
+    def asked(*args: Any, **kwargs: Any) -> bool:
+        with _looking(masks), looking():
+            return bool(real(*args, **kwargs))
+
+    return asked
 
 
 def _noting(masks: Any, real: Callable[..., bool], causal: bool, looks: _Looks) -> Callable[..., bool]:

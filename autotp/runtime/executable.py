@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +70,18 @@ Key = tuple[Any, ...]
 
 
 class FlatCall(NamedTuple):
-    """One call: its flattened arguments, the tensors among them, and the autocast settings around it."""
+    """One call: its flattened arguments, the tensors among them, and what is around it.
+
+    Attributes:
+        autocast: the settings of autocast.
+        looks: whether the host may look at masks: no compiled code, and no CUDA graph that is recorded.
+    """
 
     leaves: list[Any]
     spec: Any
     tensors: list[Tensor]
     autocast: Autocast
+    looks: bool
 
 
 class _Ran(NamedTuple):
@@ -180,7 +187,8 @@ class Executable:
         leaves, spec = flatten_call(args, kwargs)
         leaves = [as_sharded(leaf) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device))
+        looks = not (torch.compiler.is_compiling() or self._is_recorded())
+        called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device), looks)
         held = self.tensors()
         key = self._key(leaves, spec, called.autocast, held)
         known: tuple[Outcome, ...] = ()
@@ -194,16 +202,18 @@ class Executable:
         assert isinstance(ran, _Ran)
         return self._returned(entry, ran.found, states((args, kwargs)), ran.mine, ran.shapes)
 
+    def _is_recorded(self) -> bool:
+        """True while a CUDA graph is recorded."""
+        return self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _entry(
         self, key: Key, called: FlatCall, held: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
     ) -> GraphEntry:
         """Returns the graph for a call in which the first reads of values have these outcomes."""
         if not torch.compiler.is_compiling():
-            return self._agreed(self._find(key, called.tensors, held, outcomes), called, key, held, outcomes)
-        if self.read_places:  # Dynamo has no values, either.
-            entry = self.uncompiled(self._find, key, called.tensors, held, outcomes)
-        else:
-            entry = self._find(key, called.tensors, held)
+            return self._agreed(self._find(key, called, held, outcomes), called, key, held, outcomes)
+        find = partial(self.uncompiled, self._find) if self.read_places else self._find  # Dynamo has no values, either.
+        entry = find(key, called, held, outcomes)
         return entry or self.uncompiled(self._agreed, entry, called, key, held, outcomes)
 
     def _run_or_read(
@@ -372,16 +382,34 @@ class Executable:
         return spec, kinds, self.structure, self.modes, used, *asked
 
     def _find(
-        self, key: Key, tensors: Sequence[Tensor], parameters: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
+        self, key: Key, called: FlatCall, held: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
     ) -> GraphEntry | None:
-        """Returns the graph for a call; of those that assume outcomes of activations the one that was right last."""
+        """Returns the graph for a call; of those that assume outcomes of activations the one that was right last.
+
+        What one graph has read of the call's inputs, the next does not read again: each look at a mask is one wait of
+        the host for the device.
+        """
         found: GraphEntry | None = None
+        seen = outcomes  # Of the graphs that read inputs only.
         for known, entry in self.entries:
-            if known == key and (given := self._given_if_right(entry, tensors, parameters, outcomes)) is not None:
-                if not entry.analysis.captured.asked:
-                    return entry
-                if entry.reads_as(given) and (found is None or entry.last > found.last):
-                    found = entry
+            if known != key or (called.looks and not entry.analysis.captured.looks):
+                continue
+            if not called.looks and not entry.keeps_masks:
+                continue
+            first = outcomes if entry.assumes or not called.looks else seen
+            given = self._given_if_right(entry, called.tensors, held, first)
+            if given is None:
+                continue
+            try:
+                other = entry.other_reads(given, 0 if entry.assumes else len(first), called.looks)
+            except Exception:  # After another outcome, later reads may be of nothing, as int() of infinity.
+                continue
+            if not entry.assumes and other is None:
+                return entry
+            if not entry.assumes and other is not None:
+                seen = other
+            elif other is None and (found is None or entry.last > found.last):
+                found = entry
         return found
 
     def _given_if_right(
@@ -424,6 +452,13 @@ class Executable:
             Error: the ranks were called differently, or the model cannot be captured; on every rank.
         """
         expect_untraced(self.name)
+        if entry is None and self._is_recorded():
+            raise Error(
+                f"{self.name}.forward: a CUDA graph is recorded of a call of a kind that was not made before",
+                fix="one such call before; with an attention_mask, a call in which it masks a token, as the recorded "
+                "graph keeps its masks",
+                alternative="no attention_mask, where no token is padding",
+            )
         with unseen():  # NOTE [What is no operator of the model]
             expect_no_global_hooks()
             expect_own_ranks(self.module, self.mesh, held)
@@ -466,7 +501,7 @@ class Executable:
         while True:
             entry = self._capture(called, outcomes)
             given, _ = self._given(entry.analysis.captured, called.tensors)
-            found = entry.other_reads(given)
+            found = entry.other_reads(given, looks=called.looks)
             if found is None:
                 return entry
             if len(found) <= len(outcomes):
@@ -487,6 +522,7 @@ class Executable:
             opened=self.opened,
             wanted=self._wanted(called.tensors, self.tensors()),
             values=KnownValues(self.read_places, outcomes),
+            looks=called.looks,
         )
 
         def make() -> GraphEntry:

@@ -17,7 +17,7 @@ from autotp.distributed.sharded_tensor import CutOutput, cut_output
 from autotp.ops.eager_mode import unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
-from autotp.passes.canonicalize.value_reads import ancestors, part_of
+from autotp.passes.builder import ancestors, part_of
 from autotp.passes.capture.captured import Captured, OutputAt
 from autotp.passes.capture.guards.guard import Guard
 from autotp.passes.capture.guards.values import Outcome, ValueRead
@@ -83,20 +83,25 @@ class GraphEntry:
         """True if outcomes of activations are assumed, which a call compares after its run."""
         return any(not read.of_inputs for read in self.analysis.captured.asked)
 
-    def reads_as(self, tensors: Sequence[Tensor]) -> bool:
-        """True if Python reads of a call's inputs what the graph is right for."""
-        try:
-            return self.other_reads(tensors) is None
-        except Exception:  # After another outcome, later reads may be of nothing, as int() of infinity.
-            return False
+    @property
+    def keeps_masks(self) -> bool:
+        """True if it is right for each padding of a call whose other values it is right for: NOTE [Looks at masks]"""
+        return not any(read.look and read.outcome.value for read in self.analysis.captured.asked)
 
-    def other_reads(self, tensors: Sequence[Tensor]) -> tuple[Outcome, ...] | None:
-        """Returns the outcomes up to the first read of a call's inputs that differs; None if all are the graph's."""
+    def other_reads(self, tensors: Sequence[Tensor], first: int = 0, looks: bool = True) -> tuple[Outcome, ...] | None:
+        """Returns the outcomes up to the first read of a call's inputs that differs; None if all are the graph's.
+
+        Args:
+            tensors: the graph's inputs.
+            first: the number of reads whose outcomes are known to be the graph's.
+            looks: whether it looks at masks.
+        """
         if self.input_values is None:
             return None
         found, asked = self.input_values(tensors), self.analysis.captured.asked
         for i, read in enumerate(asked):
-            if read.of_inputs and not (other := read.made(found)).is_same(read.outcome):
+            wanted = i >= first and read.of_inputs and (looks or not read.look)
+            if wanted and not (other := read.made(found)).is_same(read.outcome):
                 return (*(one.outcome for one in asked[:i]), other)
         return None
 

@@ -6,6 +6,9 @@
 transformers makes such a mask while a graph is captured; on one device, without padding, it makes none. The mask would
 be s x s elements in memory, and the fastest kernels take none. It also asks whether the positions are those of several
 packed sequences: where they only count, the answer is known, and the same everywhere.
+
+With a mask transformers also repeats keys and values for the query heads that share them; without one, torch's kernels
+for half precision take them as they are (`enable_gqa`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ from autotp.sharding.axis import Size
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
+GROUPED = (torch.float16, torch.bfloat16)
+"""The dtypes in which torch has a fused kernel for fewer heads of keys than of queries."""
+WIDEST = 256
+"""The greatest width of a head that it takes."""
 WIDE = (torch.int32, torch.int64)
 """The dtypes that hold every position."""
 
@@ -80,10 +87,37 @@ def causal_attention(graph: fx.Graph) -> fx.Graph:
         if node not in masked:
             builder.copy(node)
             continue
-        given = builder.map(arguments_of(node)) | {"attn_mask": None, "is_causal": True}
+        given = builder.map(_with_own_heads(arguments_of(node))) | {"attn_mask": None, "is_causal": True}
         named = {name: given.pop(name) for name in ("scale", "enable_gqa")}
         builder.env[node] = builder.call(ATTENTION, *given.values(), **named)
     return builder.graph
+
+
+def _with_own_heads(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of an attention without a mask, with keys and values that are not repeated for heads."""
+    key, value = (_not_repeated(given[name]) for name in ("key", "value"))
+    if key is None or value is None or key.meta["val"].dtype not in GROUPED:
+        return given
+    widths = [Size.of(x.meta["val"].shape[-1]) for x in (key, value)]
+    fused = widths[0] == widths[1] and not widths[0].symbols and widths[0].number <= WIDEST
+    return given | {"key": key, "value": value, "enable_gqa": True} if fused else given
+
+
+def _not_repeated(node: fx.Node) -> fx.Node | None:
+    """Returns the `[b h s d]` of which a node is `[b (h n) s d]`, each head n times in a row; None if it is not."""
+    shapes = list[list[Size]]()
+    for packet in (aten.reshape, aten.expand, aten.unsqueeze):
+        if getattr(node.target, "overloadpacket", None) is not packet:
+            return None
+        shapes.append([Size.of(n) for n in node.meta["val"].shape])
+        node = arguments_of(node)["self"]
+    heads, repeated, opened = shapes
+    b, *rest = [Size.of(n) for n in node.meta["val"].shape]
+    if len(rest) != 3 or len(repeated) != 5 or opened != [b, rest[0], Size.of(1), *rest[1:]]:
+        return None
+    n = repeated[2]
+    every = repeated == [b, rest[0], n, *rest[1:]] and heads == [b, rest[0] * n, *rest[1:]]
+    return node if every else None
 
 
 def _spans(fact: Fact, value: torch.Tensor) -> bool:

@@ -9,13 +9,13 @@ NOTE [What Python reads of tensors] in `passes/capture/guards/values.py` says wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from autotp.passes.builder import copied
+from autotp.passes.builder import ancestors, part_of
 from autotp.passes.capture.captured import Captured, OutputAt
 from autotp.passes.capture.guards.values import ValueRead
 from autotp.rules.call import returned
@@ -63,24 +63,3 @@ def _follows(node: Any, known: Collection[str]) -> bool:
     """True if a value is the same in each call with these placeholders' values."""
     nodes = ancestors([node])
     return all(n.name in known if n.op == "placeholder" else not draws(n) for n in nodes)
-
-
-def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
-    """Returns these nodes and all that they are computed from."""
-    found, queue = set[fx.Node](), [n for n in nodes if isinstance(n, fx.Node)]
-    while queue:
-        node = queue.pop()
-        if node not in found:
-            found.add(node)
-            queue += node.all_input_nodes
-    return found
-
-
-def part_of(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
-    """Returns these nodes of a graph as a graph with these results."""
-    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        if node in nodes and node.op != "output":
-            env[node] = copied(new, node, env.__getitem__)
-    new.output(fx.map_arg(tuple(results), env.__getitem__))
-    return new

@@ -7,12 +7,13 @@ After:  graph(parameters..., buffers..., constants..., tensor inputs...) -> flat
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._export.non_strict_utils import _override_builtin_ops
 from torch._export.utils import _compiling_state_context
 from torch._subclasses import FakeTensorMode
@@ -21,18 +22,21 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autotp.errors import Error
 from autotp.model_library import NeedsExactCapture
+from autotp.passes.builder import ancestors, part_of
 from autotp.passes.capture.autocast_regions import Autocast
-from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
+from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened, OutputAt
 from autotp.passes.capture.exported_program import convert_program, like
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.attribute_paths import spelled, values_at
 from autotp.passes.capture.guards.input_values import InputValues
+from autotp.passes.capture.guards.looks import has_values, without_padding
 from autotp.passes.capture.guards.python_state import GradientQueries, GradientsWanted
 from autotp.passes.capture.guards.values import (
     NO_VALUES,
     Answers,
     KnownValues,
     NeedsNumber,
+    Outcome,
     Place,
     Reading,
     reads_values,
@@ -45,6 +49,8 @@ from autotp.passes.capture.skeleton import copy_on
 from autotp.passes.capture.unsupported.explain_failure import explain_failure
 from autotp.passes.capture.unsupported.function_caches import empty_caches
 from autotp.passes.capture.unsupported.long_sizes import FEWER, LongSize, Symbols, asks_too_much, short_sizes
+from autotp.rules.call import returned
+from autotp.rules.traits import draws
 
 DEVICE = "cpu"
 """The device on which models are captured, with tensors without memory; under autocast the device of autocast. Not
@@ -64,6 +70,7 @@ def capture(
     wanted: GradientsWanted = ALWAYS,
     values: KnownValues = NO_VALUES,
     symbols: Symbols = "all",
+    looks: bool = True,
 ) -> Captured:
     """Returns the graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
@@ -78,6 +85,7 @@ def capture(
         wanted: the answers to the model's questions about gradients: see `GradientsWanted`.
         values: what is known of the values that Python reads of tensors.
         symbols: the dimensions of inputs that are symbols at most.
+        looks: whether the graph may be one for batches with padding, or without. NOTE [Looks at masks]
 
     Raises:
         Error: the model needs values that are not known, or fails on these inputs; names the source line.
@@ -86,11 +94,13 @@ def capture(
     _expect_plain_tensors(leaves)
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING, empty_caches(skeleton):
-        call = _Call(skeleton, leaves, spec, autocast, wanted, symbols)
+        call = _Call(skeleton, leaves, spec, autocast, wanted, symbols, looks)
+        values = replace(values, likely=looks and without_padding(kwargs))
         try:
-            return _captured(call, once, opened, values)
+            found = _captured(call, once, opened, values)
         except NeedsExactCapture:
-            return _captured(replace(call, exactly=True), once, opened, values)
+            found = _captured(replace(call, exactly=True), once, opened, values)
+        return replace(found, looks=looks)
 
 
 def _expect_plain_tensors(leaves: list[Any]) -> None:
@@ -118,7 +128,7 @@ class _Call:
         leaves, spec: its flattened arguments.
         autocast, wanted: the modes around it.
         symbols: the sizes that are symbols.
-        exactly: as for `autotp.model_library.during_capture`.
+        looks, exactly: as for `autotp.model_library.during_capture`.
     """
 
     skeleton: nn.Module
@@ -127,6 +137,7 @@ class _Call:
     autocast: Autocast
     wanted: GradientsWanted
     symbols: Symbols
+    looks: bool
     exactly: bool = False
 
 
@@ -151,8 +162,9 @@ class _NeedsValues:
 
 def _captured(call: _Call, once: bool, opened: Opened, values: KnownValues) -> Captured:
     """Captures as often as a capture says what the next one needs. Arguments as for `capture`."""
-    found = _reads(call, opened, values) if values.places else NO_VALUES
+    found = _reads(call, opened, values) if values.places else values
     expected = found if isinstance(found, KnownValues) else NO_VALUES
+    expected = replace(expected, likely=values.likely)
     while True:
         try:
             result = _captured_once(call, once, opened, expected)
@@ -160,7 +172,15 @@ def _captured(call: _Call, once: bool, opened: Opened, values: KnownValues) -> C
             call = replace(call, symbols=FEWER[call.symbols])
             continue
         if isinstance(result, Captured):
-            return replace(result, places=expected.places)
+            try:
+                outcomes = _other_looks(result, call.leaves, len(expected.outcomes))
+            except _NotOfInputs:
+                call = replace(call, looks=False)
+                continue
+            if outcomes is None:
+                return replace(result, places=expected.places)
+            expected = replace(expected, outcomes=outcomes, likely=outcomes[-1].value)
+            continue
         if isinstance(result, _NeedsValues):
             found = _reads(call, opened, KnownValues(expected.places | result.places, values.outcomes))
             if isinstance(found, Error) or found.places == expected.places:
@@ -171,6 +191,41 @@ def _captured(call: _Call, once: bool, opened: Opened, values: KnownValues) -> C
             names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(result.slots))
             raise Error(f"forward writes into {names} in a way that a graph cannot", fix="a buffer")
         opened |= result
+
+
+class _NotOfInputs(Exception):
+    """A look is at a mask that does not follow from the arguments alone."""
+
+
+def _other_looks(captured: Captured, leaves: Sequence[Any], first: int) -> tuple[Outcome, ...] | None:
+    """Returns the outcomes of a call's reads up to the first look that is not the assumed one; None if there is none.
+
+    Args:
+        leaves: the flattened arguments.
+        first: the number of reads whose outcomes are known.
+
+    Raises:
+        _NotOfInputs: there is a look at something else than arguments.
+    """
+    assumed = [i for i, read in enumerate(captured.asked) if read.look and i >= first]
+    results = returned(captured.graph)
+    at = [x.at for i in assumed for x in captured.asked[i].given if isinstance(x, OutputAt)]
+    nodes = ancestors(results[i] for i in at)
+    needed = {node.name for node in nodes if node.op == "placeholder"}
+    if needed - {*captured.inputs, *captured.constants} or any(map(draws, nodes)):
+        raise _NotOfInputs
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    values = captured.constants | dict(zip(captured.inputs, tensors, strict=False))
+    if not assumed or not all(name in values and has_values(values[name]) for name in needed):
+        return None
+    part = part_of(captured.graph, [results[i] for i in at], nodes)
+    given = [values[node.name].detach().to(DEVICE) for node in part.find_nodes(op="placeholder")]
+    made = dict(zip(at, fx.GraphModule(nn.Module(), part)(*given), strict=True))
+    for i in assumed:
+        outcome = captured.asked[i].made(lambda x: made[x.at] if isinstance(x, OutputAt) else x)
+        if not outcome.is_same(captured.asked[i].outcome):
+            return (*(read.outcome for read in captured.asked[:i]), outcome)
+    return None
 
 
 def _captured_once(call: _Call, once: bool, opened: Opened, expected: KnownValues) -> Captured | Opened | _NeedsValues:
@@ -221,7 +276,7 @@ def _flat(call: _Call, opened: Opened, reading: Reading) -> tuple[Flat, tuple[An
     model = copy_on(call.skeleton, call.autocast.device, originals)
     held = values_at(model, opened.slots, opened.numbers - opened.fixed)
     asked = GradientQueries(call.wanted)
-    flat = Flat(model, call.spec, call.leaves, list(held), asked, reading, call.exactly)
+    flat = Flat(model, call.spec, call.leaves, list(held), asked, reading, call.exactly, call.looks)
     flat.originals = originals
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     return flat, _example([*tensors, *held.values()], call.autocast, call.wanted), asked

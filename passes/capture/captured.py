@@ -95,6 +95,7 @@ class Captured:
         places: the places at which values are needed.
         symbolic: the places of numbers that sizes in the graph are made of, of which it has no values.
         symbols: the dimensions of inputs that may be symbols. NOTE [Sizes that become numbers]
+        looks: whether it was captured with looks at masks. Without them it keeps its masks: NOTE [Looks at masks]
         input_values: graph of what Python reads of the inputs' values (canonicalize); None before that pass, or if it
             reads nothing.
     """
@@ -127,6 +128,7 @@ class Captured:
     places: frozenset[Place] = frozenset()
     symbolic: frozenset[Place] = frozenset()
     symbols: Symbols = "all"
+    looks: bool = True
     input_values: fx.Graph | None = None
 
     @property

@@ -96,7 +96,7 @@ class Flat(nn.Module):
         opened: paths of the attributes' values that are inputs; they follow the arguments' tensors.
         asked: notes the model's questions about gradients.
         reading: gives the values that Python reads of tensors.
-        exactly: as for `autotp.model_library.during_capture`.
+        exactly, looks: as for `autotp.model_library.during_capture`.
 
     Attributes:
         originals: `id` of a tensor that the model holds outside of its buffers -> the user's tensor, which it copies.
@@ -111,10 +111,11 @@ class Flat(nn.Module):
         asked: GradientQueries,
         reading: Reading,
         exactly: bool,
+        looks: bool,
     ) -> None:
         super().__init__()
         self.model, self.spec, self.leaves, self.opened = model, spec, leaves, opened
-        self.asked, self.reading, self.exactly = asked, reading, exactly
+        self.asked, self.reading, self.exactly, self.looks = asked, reading, exactly, looks
         self.originals: dict[int, Tensor] = {}
         self.returned = Returned()  # The exporter undoes assignments to the module itself, but not to this object.
 
@@ -164,7 +165,7 @@ class Flat(nn.Module):
         before, buffers = Before(self.model), dict(self.model.named_buffers(remove_duplicate=False))
         of_names = NamedBefore(self.model)
         try:
-            with self.reading, around_forward(self.model, self.asked, self.exactly):
+            with self.reading, around_forward(self.model, self.asked, self.exactly, self.looks):
                 changed = states((args, kwargs))
                 result = self.model(*args, **kwargs)
                 found, self.returned.spec = outcome(result, changed)
@@ -212,8 +213,10 @@ class Flat(nn.Module):
             tensors.append(leaf)
             return OutputAt(first + len(tensors) - 1)
 
-        for read, (func, leaves, spec) in zip(self.reading.outcomes, self.reading.noted, strict=True):
-            reads.append(ValueRead(read, func, tuple(map(placed, leaves)), spec))
+        for i, (read, noted) in enumerate(zip(self.reading.outcomes, self.reading.noted, strict=True)):
+            func, leaves, spec = noted
+            given = tuple(map(placed, leaves))
+            reads.append(ValueRead(read, func, given, spec, look=i in self.reading.looks))
         return reads, tensors
 
 

@@ -101,14 +101,14 @@ def around_export(model: nn.Module, repeats: Repeats | None) -> Iterator[Reads]:
 
 
 @contextmanager
-def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool) -> Iterator[None]:
+def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool, looks: bool) -> Iterator[None]:
     """A region for one run of the model: behaviour that a graph would lose is noted or refused.
 
     Args:
-        exactly: as for `autotp.model_library.during_capture`.
+        exactly, looks: as for `autotp.model_library.during_capture`.
     """
     with (
-        none_caught(), during_capture(exactly), ReplacedFunctions(), known_causality(), nothing_lost(model),
+        none_caught(), during_capture(exactly, looks), ReplacedFunctions(), known_causality(), nothing_lost(model),
         CertainComparisons(), asked, asked.answering(), without_python_random(model), without_seeds(),
         none_converted(model), numbers_of_python(),
     ):  # fmt: skip

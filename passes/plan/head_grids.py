@@ -15,6 +15,9 @@ from torch import fx
 
 from autotp.passes.plan.candidate import Candidate, counts_attentions
 from autotp.passes.plan.infer_axes import Axes
+from autotp.rules.call import arguments_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, find, holds, leaves, touches
 from autotp.sharding.grid import grid, splits
 from autotp.sharding.layout import layout_of
@@ -43,10 +46,13 @@ def head_grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator
 def _pair(candidate: Candidate, axes: Axes) -> tuple[Axis, Axis] | None:
     """Returns key/value heads and the group of query heads of each, if `candidate` is the key/value heads."""
     for node, factor in candidate.nodes:
-        inside = list(leaves(factor.axis))
+        heads = factor.axis
+        if has(node.target, Trait.ATTENTION) and 0 in factor.ins:  # With `enable_gqa` the factor is of the keys alone.
+            heads = axes.of(arguments_of(node)["query"])[factor.ins[0]]
+        inside = list(leaves(heads))
         if (
             counts_attentions(node, factor, axes)
-            and find(factor.axis).kind == "product"
+            and find(heads).kind == "product"
             and len(inside) == 2
             and inside[0] is find(candidate.leaf)
         ):

@@ -499,9 +499,12 @@ class Regression(nn.Module):
 class Grouped(nn.Module):
     """Attention with key/value heads that several query heads share, in the layouts that models have."""
 
-    def __init__(self, kv: int, group: int, layout: str, cache: bool = False, dropout: float = 0.0) -> None:
-        """`cache`: whether the keys are returned, too; `dropout`: of the keys."""
+    def __init__(
+        self, kv: int, group: int, layout: str, cache: bool = False, dropout: float = 0.0, repeated: bool = True
+    ) -> None:
+        """`cache`: whether the keys are returned, too; `dropout`: of the keys; `repeated`: for the query heads."""
         super().__init__()
+        self.repeated = repeated
         self.kv, self.group, self.layout, self.cache, self.p, heads = kv, group, layout, cache, dropout, kv * group
         self.q, self.k, self.v = nn.Linear(12, 4 * heads), nn.Linear(12, 4 * kv), nn.Linear(12, 4 * kv)
         self.fused = nn.Linear(12, 4 * (heads + 2 * kv))
@@ -511,7 +514,11 @@ class Grouped(nn.Module):
         """x: [batch seq 12]"""
         q, k, v = (y.transpose(1, 2) for y in self._heads(x))
         k = F.dropout(self.norm(k), self.p, self.training)
-        y = F.scaled_dot_product_attention(q, *(z.repeat_interleave(self.group, 1) for z in (k, v)), is_causal=True)
+        if self.repeated:
+            k_of_each, v = (z.repeat_interleave(self.group, 1) for z in (k, v))
+            y = F.scaled_dot_product_attention(q, k_of_each, v, is_causal=True)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return (x, k) if self.cache else x
 

@@ -351,7 +351,7 @@ def analyse_microbatch(
         Error: as `expect_products_of_one_dtype`.
     """
     args, kwargs = cast_arguments((args, kwargs), training.compute_dtype)
-    call = CallState(layouts=layouts, rows=rows)
+    call = CallState(layouts=layouts, rows=rows, looks=False)  # Only some of the parts of a batch may have padding.
     if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
         two = map_rows((args, kwargs), rows, repeat_rows)
         analyse(skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank, last="row_independence")

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error
+from autotp.passes.capture.guards.looks import has_values
 from autotp.passes.capture.guards.values import (
     PREDICATES,
     KnownValues,
@@ -76,8 +76,7 @@ class InputValues(Reading):
         super().begin(leaves, real)
         self.arrays = []
         for fake, value in zip(leaves, real, strict=True):
-            known = isinstance(value, Tensor) and not isinstance(value, Sharded | FakeTensor) and not value.is_meta
-            if isinstance(fake, FakeTensor) and known:
+            if isinstance(fake, FakeTensor) and has_values(value):
                 with unset_fake_temporarily(), torch._C.DisableTorchFunction():
                     own = value.detach().to(self.device).clone(memory_format=torch.contiguous_format)
                 self._pair(fake, own)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import canonical
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from autotp.passes.canonicalize.causal_attention import causal_attention
@@ -53,6 +53,51 @@ def together(x: Tensor, more: int = 0, step: int = 1, before: int = 1) -> Tensor
     rows = torch.arange(x.shape[0])[:, None, None, None]
     queries, keys = positions(x)[None, None, :, None], positions(x)[None, None, None, :]
     return sequence[rows, queries] == sequence[rows, keys]
+
+
+class Grouped(nn.Module):
+    """Causal attention of two heads of keys, each repeated for two query heads. x: [batch seq (4 width)]"""
+
+    def __init__(self, repeated: Any, width: int) -> None:
+        super().__init__()
+        self.repeated, self.width = repeated, width
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (4, self.width)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, *(self.repeated(y[:, :2]) for y in (x, x + 1)), below(x))
+
+
+def in_rows(x: Tensor) -> Tensor:
+    b, h, s, d = x.shape
+    return x[:, :, None].expand(b, h, 2, s, d).reshape(b, 2 * h, s, d)
+
+
+def in_turns(x: Tensor) -> Tensor:
+    """Another order: the heads 0 1 0 1, which are not those of `enable_gqa`."""
+    b, h, s, d = x.shape
+    return x[:, None].expand(b, 2, h, s, d).reshape(b, 2 * h, s, d)
+
+
+@pytest.mark.parametrize(
+    ("repeated", "dtype", "width", "heads"),
+    [
+        (in_rows, torch.bfloat16, 8, 2),
+        (in_rows, torch.float16, 256, 2),
+        (in_rows, torch.float32, 8, 4),
+        (in_rows, torch.bfloat16, 264, 4),
+        (in_turns, torch.bfloat16, 8, 4),
+    ],
+    ids=["bfloat16", "float16", "float32", "too-wide", "in-turns"],
+)
+def test_keys_are_not_repeated_where_a_kernel_takes_them(repeated: Any, dtype: Any, width: int, heads: int) -> None:
+    x = torch.randn(2, 6, 4 * width).to(dtype)
+    before = canonical(Grouped(repeated, width), x)[1]
+    (node,) = (n for n in causal_attention(before).nodes if n.target is aten.scaled_dot_product_attention.default)
+    given = arguments_of(node)
+    assert given["is_causal"] and given["enable_gqa"] is (heads == 2)
+    assert [given[name].meta["val"].shape[1] for name in ("key", "value")] == [heads, heads]
+    values = fx.GraphModule(nn.Module(), causal_attention(before))(x)[0]
+    torch.testing.assert_close(values, Grouped(repeated, width)(x), rtol=2e-2, atol=2e-2)
 
 
 CAUSAL = {

@@ -19,17 +19,19 @@ import autotp
     st.integers(1, 5),
     st.sampled_from(["separate", "q|k|v", "per-group"]),
     st.sampled_from([2, 3, 4, 8]),
+    st.booleans(),
 )
-def test_grouped_attention(kv: int, group: int, layout: str, tp: int) -> None:
-    model = Grouped(kv, group, layout)
+def test_grouped_attention(kv: int, group: int, layout: str, tp: int, repeated: bool) -> None:
+    model = Grouped(kv, group, layout, repeated=repeated)
     report = autotp.verify(model, tp, example_inputs=torch.randn(2, 5, 12))
     assert report.ok, report
 
 
+@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "enable-gqa"])
 @pytest.mark.parametrize("layout", ["separate", "q|k|v"])
-def test_grouped_attention_is_balanced(layout: str) -> None:
+def test_grouped_attention_is_balanced(layout: str, repeated: bool) -> None:
     """Two key/value heads on eight ranks: each has one of the eight query heads, and shares a key with three others."""
-    plan = autotp.explain(Grouped(2, 4, layout), 8, example_inputs=torch.randn(2, 5, 12))
+    plan = autotp.explain(Grouped(2, 4, layout, repeated=repeated), 8, example_inputs=torch.randn(2, 5, 12))
     held = {cut.name: cut.layout for cut in plan.cuts}
     assert plan.traffic.forward == {"all-reduce": 1}
     if layout == "separate":
