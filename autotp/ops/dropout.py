@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.ops.attention.products import attention_weights
+from autotp.ops.attention.products import attention, attention_weights
+from autotp.ops.eager_mode import is_computed, is_plain
 from autotp.sharding.strides import memory_order
 
 Cut = tuple[int, tuple[int, int, int], Sequence[tuple[int, int]]]
@@ -40,38 +42,62 @@ def exact_dropout(input: Tensor, p: float, shape: Sequence[int], cuts: Sequence[
 def fast_dropout(input: Tensor, p: float, rank: int) -> Tensor:
     """Dropout with a separate mask on each rank, for its part only; `rank` counts all ranks with parts of the value.
 
-    Every rank draws one seed from the CPU's generator, which is the same on all ranks. So all ranks draw equally often
-    from the shared stream, and masks of replicated values stay equal.
+    All ranks draw equally often from the streams that they share, so masks of replicated values stay equal.
     """
-    kept = keep(input.detach(), p, torch.randint(2**62, ()), rank)
+    if has_own_stream(input):
+        with own_stream(input.device, rank):
+            return torch.native_dropout(input, p, True)[0]  # On CPUs, too, it keeps one byte an element.
+    kept = keep(input.detach(), p, torch.randint(2**62, (), device=input.device), rank)
     return input * kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
-@torch.library.custom_op("autotp::keep", mutates_args=())
+def has_own_stream(x: Tensor) -> bool:
+    """True if the host can give a rank a stream of its own now: not in traces, transforms and recorded CUDA graphs."""
+    recorded = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_plain(x) and is_computed(x) and not (x.is_meta or recorded)
+
+
+@contextmanager
+def own_stream(device: torch.device, rank: int) -> Iterator[None]:
+    """A region in which the generator of a device gives other numbers on each rank; after it the same as before it.
+
+    Torch's operators draw from this generator only, its fused attention too. The seed comes from the generator of the
+    CPU, which is in the same state on all ranks, and which recomputation sets back. The host waits for nothing: states
+    and seeds are its own. A recorded CUDA graph would draw the same mask each time, and so it has `keep`.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    on_card = device.type == "cuda"
+    generator = torch.cuda.default_generators[device.index] if on_card else torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed + rank)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
 def keep(x: Tensor, p: float, seed: Tensor, rank: int) -> Tensor:
-    """Returns a mask like `x`, True with probability `1 - p`, from a generator with the seed `seed` plus the rank.
+    """Returns a mask for `x`, True with probability `1 - p`: a hash of the seed, the rank and each position.
+
+    It has no state, so that a CUDA graph may record it, and draws anew each time, and torch.compile makes one kernel of
+    it. The hash is MurmurHash3's last step, once for each half of the seed (Appleby, 2011).
 
     Args:
-        x: only its sizes, strides and device are used.
-        seed: a number on the CPU.
+        x: only its sizes and device are used.
+        seed: a number on the device of `x`.
     """
-    generator = torch.Generator(x.device).manual_seed(int(seed) + rank)
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    own = seed + rank * ODD
+    mixed = torch.arange(x.numel(), device=x.device).view(x.shape)
+    for half in (own & LOW, (own >> 32) & LOW):
+        mixed = (mixed * ODD + half) & LOW
+        mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & LOW
+        mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & LOW
+        mixed = mixed ^ (mixed >> 16)
+    return mixed >= p * 2**32
 
 
-@keep.register_fake
-def _(x: Tensor, p: float, seed: Tensor, rank: int) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bool)
-
-
-@keep.register_vmap
-def _(info, in_dims, x, p, seed, rank):  # type: ignore[no-untyped-def]
-    """Returns one mask for all samples. With randomness="different" each sample has a seed: the first is used."""
-    at, _, seeds, _ = in_dims
-    if seeds is None:
-        return keep(x.select(at, 0), p, seed, rank), None
-    every = x if at is not None else x.expand(info.batch_size, *x.shape)
-    return keep(every, p, seed.select(seeds, 0), rank), at or 0
+ODD, LOW = 0x9E3779B1, 2**32 - 1
+"""A number without a pattern in its bits; those of the lower half of a whole number."""
 
 
 def exact_attention(
@@ -87,6 +113,13 @@ def fast_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, rank: int,
 ) -> Tensor:  # fmt: skip
-    """Attention on this rank's heads or queries, with a separate dropout mask on each rank."""
+    """Attention on this rank's heads or queries, with a separate dropout mask on each rank.
+
+    It is torch's own attention, whose fused kernels draw the mask again in backward, and keep no weights. Torch has no
+    such kernel for CPUs, and what it has there instead keeps 12 bytes a weight; the products below keep 9.
+    """
+    if not query.is_cpu and has_own_stream(query) and query.numel() and value.numel():
+        with own_stream(query.device, rank):
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     weights, value = attention_weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return fast_dropout(weights, dropout_p, rank) @ value

@@ -23,7 +23,7 @@ from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import expect_copyable, skeleton_of
-from autotp.runtime.graph_digest import agree_on_order, digest
+from autotp.runtime.graph_digest import agree_on_cards, agree_on_order, digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
 from autotp.runtime.shard_parameters import shard_parameters, was_taken
@@ -64,6 +64,7 @@ def build(
     def agreed_on() -> tuple[GraphEntry, Mapping[nn.Module, type[Part]]]:
         made = agree_on_graph(place, make, text)
         agree_on_order(place, made[0].order)
+        agree_on_cards(place, made[0].alike)
         return made
 
     def text(made: tuple[GraphEntry, Any]) -> str:

@@ -49,7 +49,7 @@ from autotp.passes.emit.compiled import compile_blocks
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
 from autotp.runtime.func_gradients import expect_parts, expect_tied, warn_of_func_gradients
-from autotp.runtime.graph_digest import agree_on_order, digest
+from autotp.runtime.graph_digest import agree_on_cards, agree_on_order, digest
 from autotp.runtime.graph_entry import AssumedReads, GraphEntry, prepare
 from autotp.runtime.torch_hooks.interrupted import interrupted
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
@@ -534,6 +534,7 @@ class Executable:
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
             agree_on_order(mesh, entry.order)
+            agree_on_cards(mesh, entry.alike)
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
 
     def _wanted(self, tensors: Sequence[Tensor], held: Mapping[str, Tensor]) -> GradientsWanted:

@@ -6,15 +6,18 @@ import re
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from autotp.compiler import Program, communication, expect_one_order
-from autotp.distributed.consistency import SOURCE, checksum
+from autotp.distributed.consistency import SOURCE, checksum, expect_as_first
 from autotp.distributed.mesh import Mesh, gather_ints
+from autotp.ops.dropout import fast_attention, fast_dropout
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.guards.values import shown, value_key
 from autotp.rules.call import outputs_of
+from autotp.rules.traits import draws
 from autotp.source_location import line_of
 
 
@@ -42,6 +45,31 @@ def agree_on_order(mesh: Mesh, order: int) -> None:
     """
     if mesh.cp > 1:
         expect_one_order(gather_ints([order], mesh))
+
+
+def draws_alike(lowered: fx.Graph) -> bool:
+    """Returns whether a rank's graph draws random numbers that must be the same on all ranks."""
+    return any(draws(node) and node.target not in (fast_attention, fast_dropout) for node in lowered.nodes)
+
+
+def agree_on_cards(mesh: Mesh, alike: bool) -> None:
+    """Raises Error on every rank if ranks have GPUs of several kinds, and must draw the same random numbers.
+
+    The kernels of CUDA divide a stream of random numbers by the number of a GPU's processors.
+
+    Args:
+        alike: `draws_alike` of this rank's graph.
+    """
+    if not alike or mesh.device.type != "cuda" or mesh.everyone.size == 1:
+        return
+    card = torch.cuda.get_device_properties(mesh.device)
+    expect_as_first(
+        gather_ints([crc32(f"{card.name} {card.multi_processor_count}".encode())], mesh),
+        0,
+        mesh,
+        "has a GPU of another kind than rank 0, and would draw other numbers for dropout of what all ranks hold",
+        "GPUs of one kind for the ranks of one model, or no dropout",
+    )
 
 
 def order_of(lowered: fx.Graph) -> int:

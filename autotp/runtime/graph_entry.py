@@ -26,7 +26,7 @@ from autotp.passes.emit.bind import bind
 from autotp.passes.emit.python_calls import call_python
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
-from autotp.runtime.graph_digest import order_of
+from autotp.runtime.graph_digest import draws_alike, order_of
 
 
 @dataclass
@@ -42,6 +42,7 @@ class GraphEntry:
         cut: the outputs that stay cut, by position.
         random: whether it draws random numbers.
         numpy_random: whether it draws some from `numpy.random`.
+        alike: whether it draws some that must be the same on all ranks.
         order: a checksum of its collectives in order.
         module: the graph for one model, whose blocks read their own parameters.
         operands: the first arguments of `module`, before the inputs, as in `sources`.
@@ -61,6 +62,7 @@ class GraphEntry:
     cut: Mapping[int, CutOutput]
     random: bool
     numpy_random: bool = False
+    alike: bool = False
     order: int = 0
     module: fx.GraphModule = field(default_factory=lambda: fx.GraphModule(nn.Module(), fx.Graph()))
     operands: Sequence[str | Tensor] = ()
@@ -216,6 +218,7 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
     values = _input_values(captured, mesh.device)
     entry = GraphEntry(
-        analysis, module, sources, updated, count, cut, random, of_numpy, order_of(lowered), input_values=values
-    )
+        analysis, module, sources, updated, count, cut, random, of_numpy, draws_alike(lowered), order_of(lowered),
+        input_values=values,
+    )  # fmt: skip
     return replace(entry, assumed_reads=AssumedReads(lowered, captured, mesh)) if entry.assumes else entry

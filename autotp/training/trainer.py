@@ -46,7 +46,7 @@ from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
 from autotp.runtime.fsdp import gather_ahead, pace, replicate, shard
-from autotp.runtime.graph_digest import digest, order_of
+from autotp.runtime.graph_digest import agree_on_cards, digest, draws_alike, order_of
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
 from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
@@ -230,6 +230,7 @@ class Trainer(InGraphs, HasHoldings):
         lowered = agree(self._ranks, lambda: rank_graph(analysis, self.place.rank, training.randomness))
         checksums = checksums_of(analysis, lowered)
         agree_on_new_graph(self._ranks, mesh, *checksums)
+        agree_on_cards(self.place, draws_alike(lowered))
         self.plan = self._divide(analysis, lowered)
         stages = self._cut(analysis, lowered)
         self._engine(

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+import autotp
 from autotp.compiler import analyse
 from autotp.distributed.consistency import SOURCE
 from autotp.passes.capture.skeleton import skeleton_of
@@ -50,3 +57,37 @@ def test_what_differs_is_in_it() -> None:
     before = digest(analysis)
     next(node for node in analysis.graph.nodes if node.op == "call_function").name = "renamed"
     assert digest(analysis) == before == same
+
+
+class Dropped(nn.Module):
+    """Drops inside of the layers, whose width is cut, and behind them. x: [rows, 8]"""
+
+    def __init__(self, inside: float, behind: float) -> None:
+        super().__init__()
+        self.up, self.down, self.p = nn.Linear(8, 16), nn.Linear(16, 8), (inside, behind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(F.gelu(self.up(x)), self.p[0], self.training)
+        return F.dropout(self.down(h), self.p[1], self.training)
+
+
+def two_kinds_of_cards(rank: int, n: int) -> None:
+    """Two cards may drop what each has a part of, and nothing that both have."""
+    kind = SimpleNamespace(name="NVIDIA H100" if rank else "NVIDIA A100", multi_processor_count=132 if rank else 108)
+    given: Any = {"example_inputs": torch.ones(3, 8), "device": "cuda"}
+    with patch.object(torch.cuda, "get_device_properties", lambda device=None: kind):
+        for dropped in (Dropped(0.0, 0.5), Dropped(0.5, 0.5)):
+            with pytest.raises(autotp.Error, match="rank 1 has a GPU of another kind than rank 0"):
+                autotp.parallelize(dropped, n, **given)
+            assert dropped.up.weight.shape == (16, 8)
+        with pytest.raises(autotp.Error, match="rank 1 has a GPU of another kind than rank 0"):
+            autotp.parallelize(Dropped(0.5, 0.0), n, randomness="exact", **given)
+        autotp.parallelize(Dropped(0.5, 0.0), n, **given)
+        cut = autotp.parallelize(Dropped(0.0, 0.5).eval(), n, **given)
+        with pytest.raises(autotp.Error, match="rank 1 has a GPU of another kind than rank 0"):
+            cut.train()(torch.ones(3, 8, device="cuda"))
+    autotp.parallelize(Dropped(0.5, 0.5), n, **given)
+
+
+def test_dropout_on_cards_of_two_kinds_is_refused() -> None:
+    run_ranks(two_kinds_of_cards, 2, cards=True)

@@ -113,7 +113,7 @@ def kind_of(func: Any, packet: Any) -> Kind:
 
 POINTWISE = frozenset({
     aten.native_dropout, aten.native_dropout_backward, aten.clone, aten._to_copy, aten.copy_, aten.fill_, aten.zero_,
-    aten.ones_like, aten.zeros_like, aten.full_like, aten.bernoulli_, torch.ops.autotp.keep,
+    aten.ones_like, aten.zeros_like, aten.full_like, aten.bernoulli_,
 })  # fmt: skip
 """Operators that work element by element, beside those that torch marks so."""
 

@@ -31,7 +31,9 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from autotp.estimation.counts.on_meta import call
 from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, arithmetic_of, kind_of, share_of, work_of
 from autotp.ops.attention.causal_rows import alone, causal_rows
+from autotp.ops.attention.products import attention_weights
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
+from autotp.ops.dropout import fast_attention, fast_dropout
 from autotp.rules.registry import is_grouped
 
 aten = torch.ops.aten
@@ -234,8 +236,16 @@ def fused_zigzag_rows(
     return torch.cat([fused_causal_rows(x, key, value, at[0], scale, enable_gqa) for x, at in both], -2)
 
 
+def fused_fast_attention(*arguments: Any) -> Tensor:
+    """Returns attention with dropout in one operator; arguments as for `fast_attention`."""
+    *given, scale, enable_gqa, _ = arguments
+    return fused_attention(*given, scale=scale, enable_gqa=enable_gqa)
+
+
 FUSED: dict[Any, Callable[..., Tensor]] = {
     aten.dropout.default: fused_dropout,
+    fast_dropout: lambda x, p, _: fused_dropout(x, p, True),
+    fast_attention: fused_fast_attention,
     causal_rows: fused_causal_rows,
     zigzag_rows: fused_zigzag_rows,
     aten.scaled_dot_product_attention.default: fused_attention,
@@ -266,7 +276,18 @@ def cpu_attention(
     )[0]
 
 
-ON_CPU: dict[Any, Callable[..., Tensor]] = {aten.scaled_dot_product_attention.default: cpu_attention}
+def cpu_fast_attention(*arguments: Any) -> Tensor:
+    """Returns attention with dropout by products; arguments as for `fast_attention`."""
+    query, key, value, mask, p, causal, scale, enable_gqa, _ = arguments
+    weights, value = attention_weights(query, key, value, mask, causal, scale, enable_gqa)
+    return fused_dropout(weights, p, True) @ value
+
+
+ON_CPU: dict[Any, Callable[..., Tensor]] = {
+    fast_dropout: lambda x, p, _: fused_dropout(x, p, True),
+    fast_attention: cpu_fast_attention,
+    aten.scaled_dot_product_attention.default: cpu_attention,
+}
 """An operator of a graph -> what a CPU runs for it."""
 
 
