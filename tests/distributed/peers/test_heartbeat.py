@@ -116,7 +116,7 @@ def gathered(layout: Layout, folder: Path) -> Calls:
 
 
 def begin(layout: Layout, folder: Path) -> Calls:
-    return (lambda: dist.barrier()), (lambda: trainer(layout))
+    return (lambda: trainer(layout)), (lambda: trainer(layout))
 
 
 def read(layout: Layout, folder: Path) -> Calls:

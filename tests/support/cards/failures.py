@@ -5,6 +5,7 @@ The processes are started as srun starts them, or as torchrun does; nobody ends 
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import itertools
 import multiprocessing
@@ -156,7 +157,7 @@ def _note_time(folder: Path) -> None:
 
 
 def ended(
-    name: str, how: str, folder: Path, by: str = "torchrun", at: int = 2, silently: bool = True, limit: float = 60.0
+    name: str, how: str, folder: Path, by: str = "torchrun", at: int = 2, silently: bool = True, limit: float = 100.0
 ) -> list[End]:
     """Returns how each rank of a program ended, by rank; a stopped one is killed once the others have ended.
 
@@ -183,6 +184,9 @@ def ended(
             multiprocessing.connection.wait([it.sentinel for it in processes if it.is_alive()], 0.2)
             ends |= {rank: time.time() for rank, it in enumerate(processes) if not it.is_alive() and rank not in ends}
         late = [rank for rank in range(RANKS) if processes[rank].is_alive() and not (how == STOP and rank == RANKS - 1)]
+        for rank in late:  # Their threads are printed.
+            os.kill(processes[rank].pid, signal.SIGABRT)
+            processes[rank].join(5.0)
     finally:
         for process in processes:
             process.kill()
@@ -220,6 +224,7 @@ def _rank(rank: int, environment: dict[str, str], run: Callable[[int], None], fo
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
         sys.stdout = sys.stderr = file
+        faulthandler.enable(file)
         torch.set_num_threads(1)
         pretend()
         pretended().lose_silently(silently)
