@@ -12,13 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.arguments import expect_arguments
-from autotp.compiler import analyse
+from autotp.compiler import CallState, analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree
-from autotp.distributed.mesh import make_mesh
+from autotp.distributed.mesh import make_mesh, own_kind
 from autotp.errors import within
 from autotp.options import CheckInputs, Experts, Options, Outputs, Overlap, Recompute
+from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.runtime.build import build, expect_usable
@@ -151,7 +152,8 @@ def explain(
     def run() -> Plan:
         expect_usable("explain", model, tp, options)
         args, kwargs = find_inputs(model, example_inputs)
-        program = analyse(skeleton_of(model), args, kwargs, tp, options)
+        call = CallState(autocast=ambient(torch.device(own_kind())))
+        program = analyse(skeleton_of(model), args, kwargs, tp, options, call)
         return replace(report(program, type(model).__name__), source=program)
 
     return within(f"explain({type(model).__name__}, tp={tp}{f', cp={cp}' * (cp != 1)})", run)

@@ -29,6 +29,7 @@ from autotp.passes.canonicalize.constant_index import constant_index
 from autotp.passes.canonicalize.cse import cse
 from autotp.passes.canonicalize.custom_vjp import fuse, mark
 from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.canonicalize.relocate import relocate
 from autotp.passes.canonicalize.value_reads import value_reads
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.capture import ALWAYS, OFF, capture
@@ -327,6 +328,7 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
 
 
 CANONICALIZE = (
+    Pass("canonicalize", "relocate", lambda p: replace(p, graph=relocate(p.graph, p.call.autocast.device))),
     Pass("canonicalize", "autocast", _autocast),
     Pass("canonicalize", "functionalize", _functionalize),
     Pass("canonicalize", "value_reads", _value_reads),

@@ -633,11 +633,14 @@ def _local_rank() -> int:
     return torch.cuda.current_device() or dist.get_rank() % max(torch.cuda.device_count(), 1)
 
 
+def own_kind() -> str:
+    """Returns the kind of device on which a model becomes parallel if the user names none."""
+    gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+    return "cuda" if torch.cuda.is_available() and not gloo else "cpu"
+
+
 def _own_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-        device = "cuda" if torch.cuda.is_available() and not gloo else "cpu"
-    device = _usable(device)
+    device = _usable(own_kind() if device is None else device)
     if device.type != "cuda" or device.index is not None:
         return device
     if torch.cuda.device_count() == 1:  # Its own, if the launcher shows each process one card; `start` asks the others.

@@ -325,8 +325,10 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the model's program in one mode; once this rank holds parameters, in their layouts."""
         self.skeleton.train(training)
         layouts = getattr(self, "layouts", None)
-        place = self.place
-        return analyse_microbatch(self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank)
+        place, kind = self.place, self.place.device.type
+        return analyse_microbatch(
+            self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank, kind=kind
+        )
 
     def _first_analysis(self, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
         given = copy.deepcopy(self.skeleton)

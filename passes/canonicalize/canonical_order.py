@@ -20,6 +20,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.canonicalize.relocate import on_device
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
 from autotp.source_location import block_of
@@ -77,7 +78,8 @@ def _unread(graph: fx.Graph, constants: Collection[str]) -> list[fx.Node]:
     left = [node for node in graph.nodes if node.op == "call_function" and not node.users]
     text: dict[fx.Node, str] = {}
     for node in graph.nodes if left else ():
-        called = fx.map_arg((node.args, node.kwargs), text.__getitem__)
+        # Each rank has a device of its own, and all ranks have one order.
+        called = fx.map_arg(on_device((node.args, node.kwargs), torch.device("meta")), text.__getitem__)
         if node.op == "placeholder":
             target: Any = "constant" if node.name in constants else node.name
         else:

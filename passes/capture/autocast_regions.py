@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+KINDS = ("cpu", "cuda")
+"""The kinds of devices on which models run."""
+
 
 @dataclass(frozen=True)
 class Autocast:
-    """The settings of `torch.autocast` for one kind of device.
+    """The kind of device on which a model runs, and the settings of `torch.autocast` for it.
 
     Attributes:
         device: the kind, "cpu" or "cuda".
@@ -31,10 +34,16 @@ class Autocast:
 
 
 def ambient(device: torch.device) -> Autocast:
-    """Returns the settings of autocast that now hold for operators on `device`."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    """Returns the settings of autocast that now hold for operators on `device`; for "meta" those of the CPU, off."""
+    if device.type == "meta":
         return Autocast()
-    return Autocast(device.type, torch.get_autocast_dtype(device.type))
+    on = torch.is_autocast_enabled(device.type)
+    return Autocast(device.type, torch.get_autocast_dtype(device.type) if on else None)
+
+
+def ambient_everywhere() -> list[Autocast]:
+    """Returns the settings of autocast that now hold, for each kind of device on which it is on."""
+    return [ambient(torch.device(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)]
 
 
 def enter_autocast(device_type: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None) -> Any:

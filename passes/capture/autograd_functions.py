@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autotp.errors import Error
 from autotp.model_library import formula_of
 from autotp.ops.custom_vjp import RECORDED
+from autotp.passes.capture.autocast_regions import ambient_everywhere
 from autotp.passes.capture.pytree import map_leaves
 from autotp.source_location import user_line
 
@@ -124,8 +126,9 @@ def _differentiated(
 
 def _backward(function: Function, ctx: Context, grads: Sequence[Any]) -> tuple[Any, ...]:
     run = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
-    cast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else torch.no_grad()
-    with torch.no_grad(), cast, _WithoutEngine():
+    with torch.no_grad(), _WithoutEngine(), ExitStack() as stack:
+        for settings in ambient_everywhere():
+            stack.enter_context(settings.off())
         result = run(ctx, *grads)
     return result if isinstance(result, tuple) else (result,)
 

@@ -52,11 +52,8 @@ from autotp.passes.capture.unsupported.long_sizes import FEWER, LongSize, Symbol
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
 
-DEVICE = "cpu"
-"""The device on which models are captured, with tensors without memory; under autocast the device of autocast. Not
-`meta`: there a constant that the model creates has no values, and autocast does nothing."""
-
-OFF = Autocast(DEVICE)
+OFF = Autocast()
+"""A call on the CPU without autocast."""
 ALWAYS = GradientsWanted()
 
 
@@ -79,7 +76,10 @@ def capture(
     Args:
         skeleton: the model, on `meta` (see `skeleton_of`); its train/eval flags count.
         args, kwargs: example arguments; of tensors shapes and dtypes are read, and values where the model reads them.
-        autocast: the settings of autocast around the call.
+        autocast: the settings of autocast around the call, and the kind of device on which the model will run. It is
+            captured with tensors of this kind, without memory, so that code which asks for the device gets the answer
+            that it gets in a run. (Not with tensors on `meta`: there a constant of the model has no values, and
+            autocast does nothing.)
         once: whether blocks that are alike are captured once (`repeats/repeats.py`): the same graph, faster.
         opened: attributes that change from call to call, in addition to those that the model itself writes.
         wanted: the answers to the model's questions about gradients: see `GradientsWanted`.

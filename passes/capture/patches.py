@@ -23,6 +23,8 @@ other way, a function of torch or Python is replaced. This happens in the region
 - logging and stderr: the exporter prints a page about each error.
 - torch's cache of operators' results on fake tensors: with symbolic sizes it computes each operator twice to fill an
         entry, and each export begins with an empty cache. Without the cache a capture takes half the time.
+- a setting of torch's fake tensors: on a model that runs on another device, operators also take tensors that the model
+        makes on the CPU, because a rank has them all on its own device (`relocate.py`).
 - the exporter's stack of each operator: it would look up the source of a hundred frames, most of them its own.
 - the Python code of the exporter's intermediate graphs is written only where they run.
 - the last step of `torch.vmap`, where `out_dims` is not 0: the exporter does not record what moves the dimension
@@ -37,7 +39,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -79,6 +81,7 @@ def around_capture(autocast: Autocast) -> Iterator[None]:
     """A region for a whole capture. NOTE [What is patched during capture]"""
     with (
         alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), _no_cache(), _use_lazy_graph_module(True),
+        _one_device(autocast.device),
         mock.patch.object(proxy, "CapturedTraceback", UserStack),
         mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
         mock.patch.object(vmap, "_add_batch_dim", with_whole), mock.patch.object(vmap, "_remove_batch_dim", rows_first),
@@ -134,6 +137,13 @@ def _no_cache() -> Iterator[None]:
 
     with config.patch(fake_tensor_cache_enabled=False):
         yield
+
+
+def _one_device(kind: str) -> AbstractContextManager[None]:
+    """A region in which an operator may have operands on a device of this kind and on the CPU."""
+    from torch._functorch import config
+
+    return config.patch(fake_tensor_prefer_device_type=None if kind == "cpu" else kind)
 
 
 @dataclass(frozen=True)

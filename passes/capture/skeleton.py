@@ -35,8 +35,8 @@ def copy_on(model: nn.Module, device: str, originals: dict[int, Tensor] | None =
     """Returns a copy of `model` whose parameters and buffers are on a device, without values.
 
     Args:
-        originals: if given, other tensors of the copy have memory of their own, into which the copy may write; filled
-            with `id` of such a tensor -> the tensor of `model`.
+        originals: if given, other tensors of the copy have memory of their own on the device, into which the copy may
+            write; filled with `id` of such a tensor -> the tensor of `model`.
 
     Raises:
         Error: an attribute cannot be copied, or is a view of a parameter or buffer.
@@ -57,7 +57,7 @@ def stand_ins(
 
     Args:
         device: the device of parameters and buffers, which have no values. Other tensors are constants of the graph and
-            keep their values.
+            keep their values. (They are on this device, too: a model that is moved there takes them along.)
         whole: first name -> the full tensor, for parameters and buffers of which `model` has a shard.
     """
     _expect_no_views(model)
@@ -77,7 +77,7 @@ def stand_ins(
         elif isinstance(value, Tensor):
             # A detached alias: otherwise autograd would record writes during capture on the user's tensor.
             with unset_fake_temporarily():
-                alias = value.detach() if originals is None else _apart(value, storages)
+                alias = value.detach() if originals is None else _apart(value, device, storages)
                 memo.setdefault(id(value), alias.requires_grad_(value.requires_grad))
             if originals is not None:
                 originals[id(memo[id(value)])] = value
@@ -117,15 +117,20 @@ def _expect_no_slots(what: str, kind: type[nn.Module]) -> NoReturn:
     raise Error(f"{what} has `{names[0]}` in __slots__, which torch does not copy", fix="a class without __slots__")
 
 
-def _apart(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    """Returns a copy of a tensor, with the memory that copies of its views have. `storages`: those copied so far."""
+def _apart(tensor: Tensor, device: str, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """Returns a copy of a tensor on a device, with the memory that copies of its views have.
+
+    Args:
+        storages: those copied so far.
+    """
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or wrapped:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta or wrapped:
         return tensor.detach()
     at = tensor.untyped_storage()._cdata
     if at not in storages:
-        storages[at] = tensor.untyped_storage().clone()
-    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        storages[at] = content.to(tensor.device if device == "meta" else device, copy=True).untyped_storage()
+    own = torch.empty(0, dtype=tensor.dtype, device=storages[at].device)
     return own.set_(storages[at], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 

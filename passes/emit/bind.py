@@ -1,8 +1,8 @@
-"""bind: puts process groups and the device into a lowered graph, in place of the mesh axis and `meta`.
+"""bind: puts process groups and the device into a lowered graph, in place of mesh axes and devices of capture.
 
 Attention of a rank that has no heads becomes `attention`, whose inputs all have gradients.
 
-Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
+Before: reduce(x, "tp"); arange(n, device="cuda")      After: reduce(x, "5"); arange(n, device="cuda:1")
 Before: sym_size(x, 0)                                 After: x.size(0), which works under vmap, too
 """
 
@@ -19,12 +19,10 @@ from autotp.ops.attention.products import attention
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
 from autotp.passes.builder import copied
-from autotp.passes.capture.capture import DEVICE
+from autotp.passes.canonicalize.relocate import drawn_on_cpu, on_device
 from autotp.passes.emit.in_place import fresh, written
 from autotp.rules.call import arguments_of
 from autotp.rules.traits import in_place_of
-
-CAPTURED = torch.device(DEVICE)
 
 COMMUNICATING = frozenset({
     collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,
@@ -52,8 +50,8 @@ def bind(
     for node in graph.nodes:
         new = copied(bound, node, env.__getitem__)
         env[node] = new
-        new.args = fx.node.map_aggregate(new.args, lambda a: device if a == CAPTURED else a)
-        new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)
+        if not drawn_on_cpu(node):
+            new.args, new.kwargs = on_device((new.args, new.kwargs), device)
         if isinstance(node.target, Vjp):
             new.target = node.target.on(bind(node.target.graph, device, groups, reuse=False))
         if node.target in COMMUNICATING and node.args[1] in groups:

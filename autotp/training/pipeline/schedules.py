@@ -17,6 +17,7 @@ from autotp.distributed.gradient_buckets import GradientSums
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
+from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, ReadParameter
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
@@ -340,18 +341,21 @@ def analyse_microbatch(
     rows: frozenset[int],
     cp_rank: int = 0,
     captures: Captures | None = None,
+    kind: str = "cpu",
 ) -> Program:
     """Returns the program of a microbatch; its parameters are cut as `layouts` says, if there are layouts.
 
     Args:
         rows: as `places_of_rows` returns them.
         cp_rank, captures: as for `analyse`.
+        kind: the kind of device on which it will run.
 
     Raises:
         Error: as `expect_products_of_one_dtype`.
     """
     args, kwargs = cast_arguments((args, kwargs), training.compute_dtype)
-    call = CallState(layouts=layouts, rows=rows, looks=False)  # Only some of the parts of a batch may have padding.
+    # Only some of the parts of a batch may have padding.
+    call = CallState(autocast=Autocast(kind), layouts=layouts, rows=rows, looks=False)
     if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
         two = map_rows((args, kwargs), rows, repeat_rows)
         analyse(skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank, last="row_independence")

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 
+from autotp.passes.capture.autocast_regions import ambient_everywhere
+
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
@@ -77,12 +79,10 @@ class SymbolicSizes:
 
 def modes() -> Any:
     """Returns the global modes that change what an operator does."""
-    on = torch.is_autocast_enabled("cpu")
     stack = tuple(map(id, _get_current_function_mode_stack()))
     return (
         torch.is_grad_enabled(),
-        on,
-        torch.get_autocast_dtype("cpu") if on else None,
+        ambient_everywhere(),
         torch.get_default_dtype(),
         stack,
     )

@@ -14,7 +14,6 @@ from autotp.ops import collectives
 from autotp.ops.attention.products import attention
 from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
 from autotp.ops.custom_vjp import Places, Vjp
-from autotp.passes.capture.capture import DEVICE
 from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.rules.call import placeholders
 
@@ -25,7 +24,7 @@ GPU = torch.device("cuda:1")
 
 def test_groups_and_device() -> None:
     def make(call: Any, x: Any) -> Any:
-        made = call(aten.arange.default, 4, device=torch.device(DEVICE))
+        made = call(aten.arange.default, 4, device=torch.device("cpu"))
         x = call(collectives.reduce, call(collectives.copy, x, "tp"), "tp")
         return call(collectives.reduce, x, "tp/4"), made
 
@@ -38,6 +37,15 @@ def test_groups_and_device() -> None:
         "return reduce_1, arange",
     ]
     assert lines(graph)[2] == "reduce(copy, 'tp')", "the lowered graph stays as it is"
+
+
+def test_draws_on_the_cpu() -> None:
+    """Numbers that the model draws on the CPU come from its random stream, also on a GPU."""
+
+    def make(call: Any) -> Any:
+        return call(aten.rand.default, [4], device=torch.device("cpu"))
+
+    assert lines(bind(draft(make), GPU, GROUPS))[0] == "rand([4], device=device(type='cpu'))"
 
 
 @pytest.mark.parametrize("target", sorted(COMMUNICATING, key=str), ids=lambda target: target.__name__)
