@@ -7,15 +7,21 @@ graphs call them (`passes/plan/experts.py`).
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autotp.errors import Error
+from autotp.ops.grouped_mm import READ, HostValues, host_values
+
+BEGINS = HostValues()
+"""Of the chosen experts of rows in order: where the rows of each expert begin, and where the last one's end."""
 
 
 def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
-    """Returns the rows that chose the experts `start` to `stop`, in the experts' order. Waits for the device.
+    """Returns the rows that chose the experts `start` to `stop`, in the experts' order. Waits for the device, once.
 
     Args:
         chosen: [rows] the index of each row's expert.
@@ -29,22 +35,26 @@ def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) 
         Error: an index is out of range; raised on all ranks.
     """
     ordered, places = torch.sort(_wrapped(chosen, number, grouped), stable=True)
-    bounds = torch.searchsorted(ordered, ordered.new_tensor([0, start, stop, number]))
-    below, first, last, end = bounds.tolist()
-    if below or end < len(chosen):
-        wrong = int(ordered[0] if below else ordered[-1])
+    experts = torch.arange(number + 1, dtype=ordered.dtype, device=ordered.device)
+    begins = torch.searchsorted(ordered, experts).tolist()
+    BEGINS.keep(chosen, begins)
+    if begins[0] or begins[-1] < len(chosen):
+        wrong = int(ordered[0] if begins[0] else ordered[-1])
         raise Error(
             f"a row chose expert {wrong} of {number}",
             fix='experts="width", where the model itself handles such a row',
         )
-    return places[first:last]
+    return places[begins[start] : begins[stop]]
 
 
 def counts(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
     """Returns the number of rows of each expert from `start` to `stop`; see `dispatch`. -> [experts], int64"""
     within = (_wrapped(chosen, number, grouped).long() - start + 1).clamp(0, stop - start + 1)
     found = torch.zeros(stop - start + 2, dtype=torch.int64, device=chosen.device)
-    return found.index_add(0, within, torch.ones_like(within))[1:-1]
+    found = found.index_add(0, within, torch.ones_like(within))[1:-1]
+    if begins := BEGINS.of(chosen):
+        READ.keep(found, [end - begin for begin, end in pairwise(begins[start : stop + 1])])
+    return found
 
 
 def _wrapped(chosen: Tensor, number: int, grouped: bool) -> Tensor:
@@ -70,7 +80,7 @@ def grouped_mm(x: Tensor, weight: Tensor, count: Tensor, fused: bool) -> Tensor:
     """
     if fused and x.shape[0] and x.dtype != torch.float64:
         return F.grouped_mm(x, weight, offs=count.cumsum(0, dtype=torch.int32))
-    return torch.cat([part @ own for part, own in zip(x.split(count.tolist()), weight.unbind(), strict=True)])
+    return torch.cat([part @ own for part, own in zip(x.split(host_values(count)), weight.unbind(), strict=True)])
 
 
 def combine(x: Tensor, places: Tensor, chosen: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Multiplies groups of rows, each group by its own matrix, in every dtype (torch's operator has no float64)."""
+"""Multiplies groups of rows, each group by its own matrix, in every dtype (torch's operator has no float64).
+
+The host launches one product a group, so it has to know where groups end. It waits for the device once for all products
+of the same groups, forward and backward: the products of a layer read one tensor of ends (`host_values`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class HostValues:
+    """Whole numbers that the host knows of tensors on a device; it forgets them with the tensor."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def keep(self, x: Tensor, values: list[int]) -> None:
+        """Notes the numbers of a tensor. While code is compiled there are none."""
+        if not torch.compiler.is_compiling():
+            self._known[x] = _version(x), values
+
+    def of(self, x: Tensor) -> list[int] | None:
+        """Returns the numbers of a tensor; None if they are not known, or if it was written into since then."""
+        if torch.compiler.is_compiling():
+            return None
+        version, values = self._known.get(x, (None, None))
+        return values if version == _version(x) else None
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+READ = HostValues()
+"""The numbers in tensors that the host has read."""
+
+
+def host_values(x: Tensor) -> list[int]:
+    """Returns the numbers in a tensor of one dimension. Waits for the device if the host has not read them yet."""
+    values = READ.of(x)
+    if values is None:
+        values = x.tolist()
+        READ.keep(x, values)
+    return values
 
 
 @torch.library.custom_op("autotp::grouped_mm", mutates_args=())
@@ -27,7 +68,7 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _groups(ends: Tensor) -> list[tuple[int, int]]:
-    stops = ends.tolist()
+    stops = host_values(ends)
     return list(zip([0, *stops], stops, strict=False))
 
 
@@ -37,11 +78,12 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:2])
+    ctx.ends = inputs[2]  # Itself: `save_for_backward` would give another object, whose values are not known.
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, ends = ctx.saved_tensors
+    (x, weight), ends = ctx.saved_tensors, ctx.ends
     own = [x[start:stop].mT @ grad[start:stop] for start, stop in _groups(ends)]
     return grouped_mm(grad, weight.mT, ends), torch.stack(own), None
 

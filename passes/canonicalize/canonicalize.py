@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops import channels
+from autotp.ops import channels, grouped_mm
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.rules.call import arguments_of
+from autotp.rules.registry import is_grouped
 from autotp.rules.traits import each_channel
 from autotp.sharding.axis import Size
 
@@ -43,13 +44,24 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         builder.origin = node
-        rewrite = REWRITES.get(node.target)
+        rewrite = _grouped if _is_loop_of_products(node.target) else REWRITES.get(node.target)
         new = rewrite(builder, builder.map(arguments_of(node))) if rewrite else None
         if new is None:
             builder.copy(node)
         else:
             builder.env[node] = new
     return builder.graph
+
+
+def _is_loop_of_products(op: Any) -> bool:
+    """True for a library's product of groups of rows, which loops over groups on the host."""
+    return is_grouped(op) and op not in (aten._grouped_mm.default, grouped_mm.OPERATOR)
+
+
+def _grouped(builder: Builder, args: dict[str, Any]) -> Any:
+    """Writes our own operator: its products wait for the device once a layer, the library's twice a product."""
+    x, weight, ends = args.values()
+    return builder.call(grouped_mm.OPERATOR, x, weight, ends)
 
 
 def _linear(builder: Builder, args: dict[str, Any]) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from graphs import some
+from torch import Tensor
 from torch.autograd import gradcheck
 
 from autotp.ops.grouped_mm import grouped_mm
@@ -22,3 +24,15 @@ def test_gradients() -> None:
     x, weight = some(7, 4).requires_grad_(), some(3, 4, 5).requires_grad_()
     assert gradcheck(lambda x, weight: grouped_mm(x, weight, ENDS), (x, weight))
     torch.library.opcheck(grouped_mm, (x, weight, ENDS))
+
+
+def test_the_host_reads_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products of the same groups, and their gradients, know where the groups end; a changed tensor is read."""
+    reads, ends, read = [], ENDS.clone(), Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: reads.append(len(x)) or read(x))
+    x, up, down = some(7, 4).requires_grad_(), some(3, 4, 5).requires_grad_(), some(3, 5, 4).requires_grad_()
+    grouped_mm(grouped_mm(x, up, ends), down, ends).sum().backward()
+    assert reads == [3]
+    ends.fill_(7)
+    grouped_mm(x, up, ends)
+    assert reads == [3, 3]

@@ -1,0 +1,54 @@
+"""Mixtures of experts: how often a layer waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cards.spies import ROOT, Traffic, host_waits
+from ranks import Checks
+
+import autotp
+
+checks = Checks(cards=True)
+LAYERS = 2
+
+
+def waits(ranks: int, dtype: torch.dtype, experts: Any) -> Traffic:
+    """The waits of a step of Mixtral after three, forward and backward."""
+    pytest.importorskip("transformers")
+    from support.hf_families import FAMILIES
+
+    model, inputs = FAMILIES["mixtral"]()
+    parallel = autotp.parallelize(model.to(dtype).train(), ranks, experts=experts, example_inputs=inputs)
+    inputs = {name: value.cuda() for name, value in inputs.items()}
+    for _ in range(3):
+        parallel(**inputs).loss.backward()
+    with host_waits() as traffic:
+        parallel(**inputs).loss.backward()
+    return traffic
+
+
+def is_product_of_torch(line: str) -> bool:
+    """Whether torch's own product waits, as it does on the CPU and on cards older than Hopper."""
+    file, number = line.split(" ")[0].split(":")
+    return "F.grouped_mm" in (ROOT / file).read_text().splitlines()[int(number) - 1]
+
+
+@checks.on(2)
+def a_layer_waits_once_at_most(rank: int, n: int) -> None:
+    """float32: for the ends of the groups of rows, once for all products. bfloat16: where experts are cut."""
+    for dtype, experts, most in (
+        (torch.float32, "width", LAYERS),
+        (torch.float32, "expert", LAYERS),
+        (torch.bfloat16, "expert", LAYERS),
+    ):
+        traffic = waits(n, dtype, experts)
+        own = sum(count for (_, line), count in traffic.own_waits.items() if not is_product_of_torch(line))
+        assert own <= most, f"{dtype} {experts}: {own} waits\n{traffic}"
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
