@@ -7,7 +7,6 @@ After:  graph(parameters..., buffers..., constants..., tensor inputs...) -> flat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -173,7 +172,7 @@ def _captured(call: _Call, once: bool, opened: Opened, values: KnownValues) -> C
             continue
         if isinstance(result, Captured):
             try:
-                outcomes = _other_looks(result, call.leaves, len(expected.outcomes))
+                outcomes = _other_looks(result, call, len(expected.outcomes))
             except _NotOfInputs:
                 call = replace(call, looks=False)
                 continue
@@ -197,11 +196,11 @@ class _NotOfInputs(Exception):
     """A look is at a mask that does not follow from the arguments alone."""
 
 
-def _other_looks(captured: Captured, leaves: Sequence[Any], first: int) -> tuple[Outcome, ...] | None:
+def _other_looks(captured: Captured, call: _Call, first: int) -> tuple[Outcome, ...] | None:
     """Returns the outcomes of a call's reads up to the first look that is not the assumed one; None if there is none.
 
     Args:
-        leaves: the flattened arguments.
+        call: has the arguments.
         first: the number of reads whose outcomes are known.
 
     Raises:
@@ -214,12 +213,12 @@ def _other_looks(captured: Captured, leaves: Sequence[Any], first: int) -> tuple
     needed = {node.name for node in nodes if node.op == "placeholder"}
     if needed - {*captured.inputs, *captured.constants} or any(map(draws, nodes)):
         raise _NotOfInputs
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     values = captured.constants | dict(zip(captured.inputs, tensors, strict=False))
     if not assumed or not all(name in values and has_values(values[name]) for name in needed):
         return None
     part = part_of(captured.graph, [results[i] for i in at], nodes)
-    given = [values[node.name].detach().to(DEVICE) for node in part.find_nodes(op="placeholder")]
+    given = [values[node.name].detach().to(call.autocast.device) for node in part.find_nodes(op="placeholder")]
     made = dict(zip(at, fx.GraphModule(nn.Module(), part)(*given), strict=True))
     for i in assumed:
         outcome = captured.asked[i].made(lambda x: made[x.at] if isinstance(x, OutputAt) else x)
