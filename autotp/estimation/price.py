@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from autotp.distributed.gradient_buckets import BUCKET
 from autotp.estimation.counts.activations import StageMemory, stage_memory
 from autotp.estimation.counts.kernels import fused
 from autotp.estimation.counts.pieces import Lowered, Parameter, Recorded, recorded, whole_flops
@@ -33,6 +32,7 @@ from autotp.estimation.seconds.schedule import Action, Played, actions_of, engin
 from autotp.estimation.seconds.times import ELEMENTWISE, Times, added, piece_times
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import divided
+from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedules import Engine, costed
 
 NOTHING_PLAYED = Played(seconds=0.0, busy=(), starts=())

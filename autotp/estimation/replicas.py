@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotp.distributed.gradient_buckets import BUCKET
 from autotp.estimation.counts.pieces import Parameter, Piece
 from autotp.estimation.layout import Layout, Practice
 from autotp.estimation.seconds.beside_compute import Pass, run_beside, slowed
 from autotp.estimation.seconds.hardware import Hardware
 from autotp.estimation.seconds.links import Group, collective_seconds
 from autotp.estimation.seconds.schedule import Action
+from autotp.training.pipeline.gradient_buckets import BUCKET
 
 if TYPE_CHECKING:
     from autotp.estimation.price import Prices

@@ -29,7 +29,6 @@ from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequence
 from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
 from autotp.distributed.cut_parameter import Cut, Warned, as_cut
 from autotp.distributed.device_arguments import inputs_on_host, to_device
-from autotp.distributed.gradient_buckets import GradientSums, sum_in_buckets
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
 from autotp.distributed.peers.heartbeat import take_note_back
@@ -68,6 +67,7 @@ from autotp.training.microbatches import (
 )
 from autotp.training.model_settings import model_settings
 from autotp.training.original_model import OriginalModel, expect_one_mode
+from autotp.training.pipeline.gradient_buckets import GradientSums, sum_in_buckets
 from autotp.training.pipeline.schedules import (
     ENGINES,
     StageGraph,
@@ -516,7 +516,7 @@ class Trainer(InGraphs, HasHoldings):
             raise_nonfinite(float(loss), self.steps, *finite_tensors(self), self.everyone)
 
     def expect_finite_losses(self) -> None:
-        """Waits for the losses of all steps. All ranks call it.
+        """Waits for the losses of all steps; all ranks call it together.
 
         Raises:
             Error: on every rank, if one of them is infinite or undefined.

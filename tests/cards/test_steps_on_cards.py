@@ -19,9 +19,9 @@ from trainers import SMALL, batch, mine, started
 
 import autotp
 from autotp.distributed import device_arguments
-from autotp.distributed.gradient_buckets import GradientSums
 from autotp.distributed.mesh import sum_ints
 from autotp.training import process_groups
+from autotp.training.pipeline.gradient_buckets import GradientSums
 
 checks = Checks(cards=True)
 MOVED = "tensors of the batch are on the CPU, and are copied to cuda"

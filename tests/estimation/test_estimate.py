@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from autotp.distributed.gradient_buckets import BUCKET
 from autotp.estimation.estimate import call_of
 from autotp.estimation.layout import AUTOTP, FOREACH
 from autotp.estimation.seconds.hardware import KINDS
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.training.pipeline.gradient_buckets import BUCKET
 
 BF16 = torch.bfloat16
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from autotp.distributed.gradient_buckets import BUCKET
 from autotp.estimation.counts.pieces import Parameter, Piece
 from autotp.estimation.layout import AUTOTP, Layout
 from autotp.estimation.price import Prices
@@ -14,6 +13,7 @@ from autotp.estimation.replicas import ReplicaWaits, Unit, exchanged, sums_of_bu
 from autotp.estimation.seconds.hardware import Hardware
 from autotp.estimation.seconds.links import Group, collective_seconds
 from autotp.estimation.seconds.schedule import Action
+from autotp.training.pipeline.gradient_buckets import BUCKET
 
 DEVICE = Hardware(
     name="plain", matrix_flops=1e12, vector_flops=1e12, memory_bandwidth=1e12, memory=1e12, units=100,

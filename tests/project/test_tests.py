@@ -10,6 +10,7 @@ from ranks import ROOT
 TESTS = ROOT / "tests"
 
 THROUGH_A_PUBLIC_CALL = {
+    "training/step_facts": "cards/test_steps_on_cards",
     "api": "system/test_refusals",
     "checkpoint/conversion/content": "cli/test_convert",
     "checkpoint/conversion/formats": "cli/test_convert",

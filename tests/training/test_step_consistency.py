@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from errors import message
+from torch import nn
 
 import autotp
 from autotp.distributed.mesh import Mesh
@@ -27,6 +29,7 @@ from autotp.training.step_consistency import (
     weights_of,
     with_rank_names,
 )
+from autotp.training.step_facts import finite_tensors, raise_nonfinite
 
 X = torch.arange(6.0).view(3, 2)
 
@@ -254,3 +257,31 @@ def test_what_a_rank_does_in_a_step_does_not_grow_with_the_world(monkeypatch: py
             sys.settrace(None)
         lines.append(count)
     assert lines[0] == lines[1] < 200
+
+
+# ---- facts that arrive late: step_facts
+
+FIX = "\n  try      autotp.load_checkpoint(...), and a smaller learning rate from there"
+
+
+def model(parameter: float = 1.0, gradient: float | None = 1.0) -> nn.Module:
+    made = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        made[1].weight[0, 0] = parameter
+    if gradient is not None:
+        made[0].bias.grad = torch.tensor([1.0, gradient])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"parameter": float("nan")}, f": `1.weight` is infinite or undefined{FIX}"),
+        ({"gradient": float("inf")}, f": the gradient of `0.bias` is infinite or undefined{FIX}"),
+        ({"parameter": float("inf"), "gradient": float("inf")}, f": `1.weight` is infinite or undefined{FIX}"),
+        ({"gradient": None}, ", and every parameter and gradient is finite"),
+    ],
+)
+def test_what_is_named(given: Any, text: str) -> None:
+    told = message(lambda: raise_nonfinite(float("nan"), 7, *finite_tensors(model(**given)), Mesh()))
+    assert told == f"the loss of step 7 is nan{text}"

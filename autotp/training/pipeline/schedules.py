@@ -13,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from autotp.compiler import CallState, Captures, Program, analyse
-from autotp.distributed.gradient_buckets import GradientSums
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
@@ -27,6 +26,7 @@ from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
+from autotp.training.pipeline.gradient_buckets import GradientSums
 from autotp.training.pipeline.halved_backward import input_half
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import Checks
 from torch import Tensor, nn
 
-from autotp.distributed.gradient_buckets import GradientSums, buckets_of, sum_in_buckets
+from autotp.training.pipeline.gradient_buckets import GradientSums, buckets_of, sum_in_buckets
 
 checks = Checks()
 
