@@ -37,16 +37,34 @@ def async_linear(
 ) -> tuple[Tensor, ...]:
     """Returns `products` of `copy(x)`, or of `all_gather(x)`. x: [... hidden]
 
-    In compiled code and under transforms it calls these functions.
+    Under transforms it calls these functions.
     """
     alone = group is None or seat(group)[1] == 1
+    if not alone and torch.is_grad_enabled() and _is_compiled_without_transforms():
+        compiled: tuple[Tensor, ...] = CompiledLinear.apply(
+            group, gathered, flattened, tuple(turned), x, *weights, *biases
+        )
+        return compiled[: len(turned)]
     if alone or not torch.is_grad_enabled() or not no_transform(x, *weights):
-        whole = copy(x, group) if gathered is None else all_gather(x, group, *gathered)
-        return products(whole, flattened, weights, biases, turned)
+        return separate_products(x, group, gathered, flattened, weights, biases, turned)
     found: tuple[Tensor, ...] = apply_plain(
         AsyncLinear, group, gathered, flattened, tuple(turned), x, *weights, *biases
     )
     return found
+
+
+def separate_products(
+    x: Tensor,
+    group: str | None,
+    gathered: Gathered,
+    flattened: tuple[int, int] | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    turned: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Returns the same by operators of their own: in backward the products come first, and then the collective."""
+    whole = copy(x, group) if gathered is None else all_gather(x, group, *gathered)
+    return products(whole, flattened, weights, biases, turned)
 
 
 def products(
@@ -65,6 +83,43 @@ def products(
     rows = x if flattened is None else x.flatten(*flattened)
     every = zip(weights, biases, turned, strict=True)
     return tuple(F.linear(rows, w.t() if turn else w, bias) for w, bias, turn in every)
+
+
+def _is_compiled_without_transforms() -> bool:
+    return torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+class CompiledLinear(torch.autograd.Function):
+    """The products in compiled code, with a backward in the order of `AsyncLinear`'s.
+
+    NOTE [Overlap in compiled code] torch traces the order in which backward starts a collective, computes, and waits;
+    its Inductor most often keeps it. Operators that torch differentiates by itself do not overlap: all products come
+    before the collective. An input that was gathered is kept here, as a further result: the compiler decides what is
+    computed again.
+    """
+
+    @staticmethod
+    def forward(
+        group: str, gathered: Gathered, flattened: Any, turned: tuple[bool, ...], x: Tensor, *given: Any
+    ) -> tuple[Tensor, ...]:
+        whole, n = () if gathered is None else (start_gather(x, group, *gathered)(),), len(turned)
+        return *products(whole[0] if whole else x, flattened, given[:n], given[n:], turned), *whole
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+        ctx.group, ctx.gathered, ctx.flattened, ctx.turned = inputs[:4]
+        ctx.totals = [None] * len(ctx.turned)
+        ctx.save_for_backward(inputs[4] if ctx.gathered is None else outputs[-1], *inputs[5 : 5 + len(ctx.turned)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        whole, *weights = ctx.saved_tensors
+        rows = [rows_of(grad) for grad in grads[: len(weights)]]
+        sent = None
+        if ctx.needs_input_grad[4]:
+            sent = start_sum(_input_gradient(ctx, whole, whole.shape, weights, rows), ctx.group, ctx.gathered)
+        rest = _other_gradients(ctx, whole, rows)
+        return None, None, None, None, None if sent is None else sent(), *rest
 
 
 class AsyncLinear(torch.autograd.Function):
@@ -101,7 +156,7 @@ def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[
     again = sent = None
     if ctx.gathered is not None and any(ctx.needs_input_grad[5 : 5 + len(weights)]):
         again = start_gather(x, ctx.group, *ctx.gathered)
-    total = _input_gradient(ctx, x, weights, grads) if ctx.needs_input_grad[4] else None
+    total = _input_gradient(ctx, x, _whole_shape(ctx, x), weights, grads) if ctx.needs_input_grad[4] else None
     if total is not None and ctx.late and not waits_now():
         running = start_in_backward(total, ctx.group, fresh=True)
         return [running, *_other_gradients(ctx, x, grads)]  # `wait_in_backward` waits.
@@ -114,7 +169,7 @@ def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[
 def _differentiable(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
     """Returns the same gradients by operators that can be differentiated again."""
     whole = copy(x, ctx.group) if ctx.gathered is None else all_gather(x, ctx.group, *ctx.gathered)
-    total = _input_gradient(ctx, x, weights, grads)
+    total = _input_gradient(ctx, x, _whole_shape(ctx, x), weights, grads)
     total = reduce(total, ctx.group) if ctx.gathered is None else reduce_scatter(total, ctx.group, *ctx.gathered)
     return [total, *_other_gradients(ctx, whole, grads)]
 
@@ -127,12 +182,14 @@ def _whole_shape(ctx: Any, x: Tensor) -> Sequence[int]:
     return shape
 
 
-def _input_gradient(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+def _input_gradient(
+    ctx: Any, x: Tensor, shape: Sequence[int], weights: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> Tensor:
     """Returns the input's gradient, summed over the products, in new memory.
 
     It is zeros if all are None here: another rank may have one (see NOTE [A gradient that some ranks lack]).
 
-    grads: [rows out] each -> [... hidden], as the whole input
+    grads: [rows out] each -> [... hidden], `shape`, which is that of the whole input
     """
     total: Tensor | None = None
     kept = False
@@ -140,11 +197,15 @@ def _input_gradient(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Seque
         if grad is not None:
             matrix = w.t() if turn else w
             if total is None:
-                total, kept = grad.mm(matrix), torch.is_grad_enabled() or is_kept(grad)
+                total, kept = grad.mm(matrix), _is_read_later(grad)
             else:
                 total = total.addmm(grad, matrix) if kept else total.addmm_(grad, matrix)
-    shape = _whole_shape(ctx, x)
     return x.new_zeros(shape) if total is None else total.view(shape)
+
+
+def _is_read_later(grad: Tensor) -> bool:
+    """True if other code may keep a result that was computed from this gradient."""
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or is_kept(grad)
 
 
 def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

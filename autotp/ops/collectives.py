@@ -303,12 +303,7 @@ def communicate(name: str, *args: Any) -> Tensor:
         Error: a rank died or did not answer within the group's timeout. (Compiled code raises c10d's error.)
     """
     if torch.compiler.is_compiling():
-        x = args[0].resolve_conj().resolve_neg()
-        if name in _OF_COMPILED_CODE and _may_share_memory(x, args[-1]):
-            received: Tensor = getattr(torch.ops.autotp, name)(x, *args[1:])
-            return received
-        ops = torch.ops._c10d_functional
-        return ops.wait_tensor(getattr(ops, name)(x, *args[1:]))
+        return _start_compiled(name, args[0].resolve_conj().resolve_neg(), *args[1:])()
     with in_collective(name, args[-1]):
         return _wait(*_launch(name, args))
 
@@ -380,6 +375,8 @@ def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> S
 
 def _start(name: str, *args: Any) -> Started:
     """Starts c10d's functional collective `name`. Starting and waiting raise Error as `communicate` does."""
+    if torch.compiler.is_compiling():
+        return _start_compiled(name.rstrip("_"), args[0].resolve_conj().resolve_neg(), *args[1:])
     with in_collective(name, args[-1]):
         found, work = _launch(name, args)
 
@@ -388,6 +385,15 @@ def _start(name: str, *args: Any) -> Started:
             return _wait(found, work)
 
     return received
+
+
+def _start_compiled(name: str, x: Tensor, *rest: Any) -> Started:
+    if name in _OF_COMPILED_CODE and _may_share_memory(x, rest[-1]):
+        received = getattr(torch.ops.autotp, name)(x, *rest)
+        return lambda: received
+    ops = torch.ops._c10d_functional
+    started = getattr(ops, name)(x, *rest)
+    return lambda: ops.wait_tensor(started)
 
 
 def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Work | None]:

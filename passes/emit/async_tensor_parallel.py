@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import fx
 
 from autotp.errors import Error
-from autotp.ops.async_linear import async_linear
+from autotp.ops.async_linear import async_linear, separate_products
 from autotp.ops.collectives import all_gather, reduce_scatter
 
 aten = torch.ops.aten
+LINEARS = async_linear, separate_products
 SWITCH, BEFORE, BEHIND = "_micro_pipeline_tp", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
 """Options of Inductor: torch's pass, and the passes that run before and behind it."""
 
@@ -118,7 +119,7 @@ def enable_symmetric_memory(group: str) -> None:
 def has_collectives(graph: fx.Graph) -> bool:
     """True if a block's graph has a gather that a product may read, or a reduce-scatter."""
     return any(
-        node.target in (all_gather, reduce_scatter) or (node.target is async_linear and node.args[2] is not None)
+        node.target in (all_gather, reduce_scatter) or (node.target in LINEARS and node.args[2] is not None)
         for node in graph.nodes
     )
 

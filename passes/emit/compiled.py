@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.errors import Error
+from autotp.ops.async_linear import async_linear, separate_products
 from autotp.passes.emit.async_tensor_parallel import BlockFusion, FusedPairs, has_collectives
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.recompute import Recomputed
@@ -101,6 +102,14 @@ def _expect_collectives(module: nn.Module) -> None:
         )
 
 
+def _separate(block: nn.Module) -> None:
+    """Makes collectives and products operators of their own: torch fuses a collective with the product beside it."""
+    assert isinstance(block, fx.GraphModule)
+    for node in block.graph.find_nodes(op="call_function", target=async_linear):
+        node.target = separate_products
+    block.recompile()
+
+
 def _compiled(work: nn.Module, options: Mapping[str, Any], fused: FusedPairs | None) -> nn.Module:
     if isinstance(work, Recomputed):
         work.inner = _compiled(work.inner, options, fused)
@@ -108,5 +117,7 @@ def _compiled(work: nn.Module, options: Mapping[str, Any], fused: FusedPairs | N
     found = work if isinstance(work, Compiled) else Compiled(work)
     fusible = fused is not None and isinstance(found.inner, fx.GraphModule) and has_collectives(found.inner.graph)
     found.fusion = BlockFusion(fused) if fusible else None  # type: ignore[arg-type]
+    if fusible:
+        _separate(found.inner)
     found.inner.compile(**options if found.fusion is None else found.fusion.options(options))
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import Checks, Collectives
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.testing._internal.distributed import fake_pg
 
 from autotp.ops.async_linear import async_linear, products
 from autotp.ops.collectives import all_gather, copy
@@ -162,6 +166,50 @@ def it_overlaps(rank: int, n: int) -> None:
     assert order == ["mm", "addmm_", "all_reduce_", "mm", "mm", "wait_tensor"], order
 
 
+@checks.on(2)
+def compiled(rank: int, n: int) -> None:
+    """In compiled code, too, of all and of some of the leaves."""
+    for name in ("copy-turned", "copy-heads", "gather-flat"):
+        torch._dynamo.reset()
+        (one, _), given = drawn(name, rank, n)
+        for frozen in (-1, 0):
+            found = []
+            for f in (one, torch.compile(one, fullgraph=True, backend="aot_eager", dynamic=False)):
+                leaves = [t.clone().requires_grad_(i != frozen) for i, t in enumerate(given)]
+                scalar(f(*leaves)).backward()
+                found.append([leaf.grad for leaf in leaves])
+            torch.testing.assert_close(*found, msg=lambda m, name=name: f"{name}: {m}")
+
+
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
+
+
+CALLS = re.compile(r"(?:extern_kernels\.(?:add)?|torch\.ops\._c10d_functional\.)(\w+?)_?(?:\.default)?\(")
+
+
+@pytest.fixture
+def sends_nothing() -> Iterator[str]:
+    """The name of a group of two ranks whose collectives compiled code sees, as those of NCCL."""
+    assert fake_pg  # It registers the backend.
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    yield world()
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Those of torch's compiler about torch.
+def test_compiled_code_waits_after_the_products(sends_nothing: str) -> None:
+    """In the code that torch's compiler makes, the sum starts, weights get their gradients, and backward waits."""
+    torch._dynamo.reset()
+    x = torch.randn(6, 4, requires_grad=True)
+    weights = [torch.randn(5, 4, requires_grad=True) for _ in range(2)]
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def step(x: Tensor, *weights: Tensor) -> Tensor:
+        return scalar(async_linear(x, sends_nothing, None, None, weights, (None, None), (False, False)))
+
+    _, codes = run_and_get_code(lambda: step(x, *weights).backward())
+    lines = [line for line in codes[-1].partition("def call(")[2].splitlines() if not line.lstrip().startswith("#")]
+    names = [name for line in lines for name in CALLS.findall(line)]
+    assert names == ["mm", "mm", "all_reduce", "mm", "mm", "wait_tensor"], names
