@@ -109,6 +109,7 @@ def sums_of_buckets(
         backward: of each piece, the seconds of its backward.
     """
     group, itemsize = replicas_of(layout), prices.practice.gradient
+    limit = BUCKET if prices.practice.buckets or prices.practice.overlapped else math.inf
     found, now, held = list[tuple[float, float]](), 0.0, 0.0
     first = {name: i for i in reversed(range(len(pieces))) for name in pieces[i].parameters}
 
@@ -125,7 +126,7 @@ def sums_of_buckets(
         elements = sum(p.elements for p in learnt)
         for parameter in learnt:
             size = parameter.elements * (itemsize or parameter.itemsize)
-            if held + size > BUCKET:
+            if held + size > limit:
                 close()
             now += backward[i] * parameter.elements / elements
             held += size
