@@ -28,7 +28,7 @@ from autotp.errors import Error, call_in_progress
 from autotp.groups.members_only import connecting_late, without_others
 from autotp.groups.one_thread import in_collective
 from autotp.groups.point_to_point import count_from_here
-from autotp.groups.process_group import process_group
+from autotp.groups.process_group import backend_of, process_group
 from autotp.ops.collectives import communicate, gather
 from autotp.ops.random_state import numpy_state, set_numpy_state
 
@@ -285,8 +285,8 @@ def gather_ints(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
         Error: on every rank, if some rank makes another call.
     """
     mesh, count = mesh.everyone, len(values)
-    if mesh.size == 1:
-        return [list(values)]
+    if _sends_nothing(mesh):
+        return [list(values) for _ in range(mesh.size)]
     counts, squares = sum_ints([count, count * count], mesh)
     if mesh.size * squares == counts * counts:  # All counts are equal (Cauchy-Schwarz).
         return _gathered(values, mesh) if count else [[] for _ in range(mesh.size)]
@@ -312,8 +312,8 @@ def sum_ints(values: Sequence[int], mesh: Mesh) -> list[int]:
         Error: on every rank, if some rank makes another call.
     """
     mesh = mesh.everyone
-    if mesh.size == 1:
-        return [_signed(value) for value in values]
+    if _sends_nothing(mesh):
+        return [_signed(mesh.size * value) for value in values]
     call = call_in_progress()
     head = [MARK, zlib.crc32(call.encode()) * _weight_of_all(mesh.rank, mesh.size)]
     frame = [*head, *values, *[0] * (FRAME - len(head) - len(values))]
@@ -324,6 +324,11 @@ def sum_ints(values: Sequence[int], mesh: Mesh) -> list[int]:
     if marks != _signed(mesh.size * MARK) or calls:
         _refuse_calls(call, mesh)
     return sums[: len(values)]
+
+
+def _sends_nothing(mesh: Mesh) -> bool:
+    """Returns whether no rank hears of another: there is one, or no group, or torch's backend "fake"."""
+    return mesh.size == 1 or mesh.group is None or backend_of(mesh.group, mesh.device.type) == "fake"
 
 
 def agreement_weight(rank: int, ranks: Sequence[int]) -> int:

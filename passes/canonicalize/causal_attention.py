@@ -30,6 +30,8 @@ GROUPED = (torch.float16, torch.bfloat16)
 """The dtypes in which torch has a fused kernel for fewer heads of keys than of queries."""
 WIDEST = 256
 """The greatest width of a head that it takes."""
+REPEATS = (aten.reshape, aten.expand, aten.unsqueeze)
+"""The operators by which keys are repeated for heads, the last one first."""
 WIDE = (torch.int32, torch.int64)
 """The dtypes that hold every position."""
 
@@ -106,7 +108,7 @@ def _with_own_heads(given: dict[str, Any]) -> dict[str, Any]:
 def _not_repeated(node: fx.Node) -> fx.Node | None:
     """Returns the `[b h s d]` of which a node is `[b (h n) s d]`, each head n times in a row; None if it is not."""
     shapes = list[list[Size]]()
-    for packet in (aten.reshape, aten.expand, aten.unsqueeze):
+    for packet in REPEATS:
         if getattr(node.target, "overloadpacket", None) is not packet:
             return None
         shapes.append([Size.of(n) for n in node.meta["val"].shape])

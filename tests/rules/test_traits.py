@@ -25,6 +25,7 @@ ROOT = Path(autotp.__file__).parent.parent
 TABLES = {
     ("passes/canonicalize/canonicalize.py", "REWRITES"),
     ("passes/canonicalize/causal_attention.py", "MEANINGS"),
+    ("passes/canonicalize/causal_attention.py", "REPEATS"),
     ("passes/canonicalize/functionalize.py", "SCATTERS"),
     ("passes/emit/python_calls.py", "PYTHON_CALLS"),
     ("passes/lower/decompose.py", "EXPANSIONS"),

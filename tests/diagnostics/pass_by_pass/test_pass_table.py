@@ -41,7 +41,7 @@ def rows(table: PassTable) -> dict[str, PassRow]:
 
 def test_a_row_for_each_pass(table: PassTable) -> None:
     assert [row.name for row in table.rows] == names_of_passes(Options())
-    assert [row.name for row in table.rows][:2] == ["capture", "autocast"]
+    assert [row.name for row in table.rows][:2] == ["capture", "relocate"]
     assert "cse" not in names_of_passes(Options(without=("cse",)))
     for before, after in zip(table.rows, table.rows[1:], strict=False):
         assert before.operators[1] == after.operators[0]

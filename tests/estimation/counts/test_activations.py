@@ -29,8 +29,9 @@ def found(
 @pytest.mark.parametrize(
     ("recompute", "sequence_parallel", "formula"),
     [
-        ("none", False, 10 + 24 / TP + 5 * HEADS * SEQ / HIDDEN / TP),
-        ("none", True, 34 / TP + 5 * HEADS * SEQ / HIDDEN / TP),
+        # A GPU's fused attention keeps no weights, with dropout neither: the formulas without their 5as/h.
+        ("none", False, 10 + 24 / TP),
+        ("none", True, 34 / TP),
         ("selective", False, 10 + 24 / TP),
         ("selective", True, 34 / TP),
         ("full", False, 2),
@@ -59,7 +60,7 @@ def test_logits_stand_for_themselves() -> None:
 def test_what_a_recomputed_block_does_not_keep_lives_in_its_backward() -> None:
     whole, again = found("none").records[1], found("full").records[1]
     kept = sum(whole.kept.values())
-    assert sum(again.kept.values()) < 0.1 * kept < 0.8 * kept < own_peaks(again)["backward"]
+    assert sum(again.kept.values()) < kept / 8 < 0.8 * kept < own_peaks(again)["backward"]
     assert own_peaks(whole)["forward"] <= 1.2 * kept and own_peaks(whole)["backward"] < 1.6 * kept
 
 

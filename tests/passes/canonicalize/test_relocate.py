@@ -28,12 +28,12 @@ def test_the_docstrings_example() -> None:
         "arange(4, device=device(type='cuda', index=0))",
         "to(arange, device(type='cuda', index=0), float32)",
         "rand([4], device=device(type='cpu'))",
-        "to_1 = to(rand, device(type='cuda', index=0), torch.float32)",
+        "to_1 = to(rand, device(type='cuda', index=0), float32)",
         "lt(to_1, 0.5)",
         "relu(x)",
         "return to, lt, relu",
     ]
-    drawn = next(node for node in found.nodes if node.name == "rand")
+    drawn = next(node for node in found.nodes if node.target is aten.rand.default)
     others = [node for node in found.nodes if node is not drawn and node.op != "output"]
     assert {value.device.type for node in others for value in outputs_of(node)} == {"cuda"}
     assert lines(graph)[0] == "arange(4, device=device(type='cpu'))", "the old graph stays as it is"
