@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from cards.pretend import REAL, pretended
 from cards.spies import host_waits
 from ranks import Checks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 checks = Checks(cards=True)
 
@@ -131,6 +133,24 @@ def a_storage_can_be_emptied_and_filled(rank: int, n: int) -> None:
     assert x.untyped_storage().nbytes() == 0
     x.untyped_storage().resize_(16)
     assert x.fill_(2).tolist() == [2.0] * 4
+
+
+@checks.on(1)
+def tensors_are_saved_and_loaded(rank: int, n: int) -> None:
+    file = io.BytesIO()
+    torch.save(torch.arange(3.0, device="cuda"), file)
+    file.seek(0)
+    assert torch.load(file).device.type == "cuda"
+    file.seek(0)
+    assert torch.load(file, map_location="cpu").tolist() == [0.0, 1.0, 2.0]
+
+
+@checks.on(1)
+def checkpointed_blocks_draw_the_same_numbers_again(rank: int, n: int) -> None:
+    x = torch.ones(100, device="cuda", requires_grad=True)
+    y = checkpoint(lambda x: nn.functional.dropout(x * x, 0.5), x, use_reentrant=False)
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, 2 * y.detach())
 
 
 @pytest.mark.parametrize("n, name", checks.cases())

@@ -33,7 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "experts": {"experts": "expert"},
     "cp": {"cp": 2},
 }
-USUAL = ("gpt2", "llama", "bert", "t5", "mixtral", "deepseek_v3")
+EXPERTS = ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe")
+"""Families whose products of experts torch does not compute in float64."""
+IN_SINGLE = 1e-4
+"""The largest difference for these, in float32."""
+USUAL = ("llama", "bert", "mixtral")
 """Of these families each option is tried alone on two ranks; what else there is are rare tests."""
 
 
@@ -41,9 +45,10 @@ def differences(rank: int, n: int, name: str, combinations: Sequence[Sequence[st
     """The largest difference of loss and gradients for each combination of options, or the problem of a refusal."""
     torch.manual_seed(0)
     whole, inputs = FAMILIES[name]()
-    whole = whole.double().train()
-    inputs = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in inputs.items()}
-    expected, _ = stepped(whole, inputs)
+    if name not in EXPERTS:
+        whole = whole.double()
+        inputs = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in inputs.items()}
+    expected, _ = stepped(whole.train(), inputs)
     answers: dict[str, float | str] = {}
     for combination in combinations:
         options = {key: value for option in combination for key, value in OPTIONS[option].items()}
@@ -83,7 +88,9 @@ def of_gradients(whole: nn.Module, parallel: nn.Module) -> float:
 def expect_equal(name: str, n: int, combinations: Sequence[Sequence[str]]) -> None:
     for answers in run_ranks(differences, n, name, combinations, cards=True, timeout=110):
         for options, answer in answers.items():
-            assert isinstance(answer, str) or answer <= TOLERANCE, f"{name} {options}: {answer:.1e}"
+            assert isinstance(answer, str) or answer <= (IN_SINGLE if name in EXPERTS else TOLERANCE), (
+                f"{name} {options}: {answer:.1e}"
+            )
 
 
 @pytest.mark.parametrize(

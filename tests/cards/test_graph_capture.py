@@ -31,7 +31,7 @@ def step_of(parallel: nn.Module, given: dict[str, Any]) -> Callable[[], None]:
 
 
 def expect_clean(step: Callable[[], None]) -> None:
-    # `fast_dropout` makes a generator in each call.
+    # `own_stream` seeds a generator in each call; while a CUDA graph is recorded, masks are a hash instead.
     found = [one for one in findings_of(step) if ": dropout.py" not in one]
     assert not found, found
 
@@ -49,6 +49,9 @@ def transformers_families(rank: int, n: int) -> None:
     """Among them key/value heads that both ranks hold, and experts that compute all rows."""
     for name in ("llama", "mixtral-batched", "gpt_bigcode", "falcon-mqa"):
         made, given = FAMILIES[name]()
+        # At a mask the host looks, and transformers' auxiliary loss without a mask counts with `bincount`.
+        given = {key: value for key, value in given.items() if key != "attention_mask"}
+        given |= {"output_router_logits": False} if "mixtral" in name else {}
         expect_clean(step_of(autotp.parallelize(made.train(), n, example_inputs=given), given))
 
 

@@ -217,6 +217,7 @@ def _replacements(cards: ModuleType) -> dict[Any, dict[str, Any]]:
     device = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # `torch.utils.checkpoint` asks whether there is a random state of the device.
         "init": lambda: None,
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
@@ -260,6 +261,8 @@ def _replacements(cards: ModuleType) -> dict[Any, dict[str, Any]]:
         torch.UntypedStorage: {
             "resize_": _resizes(torch.UntypedStorage.resize_),
             "clone": _clones(torch.UntypedStorage.clone),
+            "to": _moves(torch.UntypedStorage.to),
+            "cpu": lambda storage: storage.to(device="cpu"),
         },
         c10d: c10d_names,
         dist: c10d_names,
@@ -287,6 +290,15 @@ def _clones(of_torch: Callable[..., Any]) -> Callable[..., Any]:
         return of_torch(self) if self.device.type != "cuda" else _of_bytes(self).clone().untyped_storage()
 
     return clone
+
+
+def _moves(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    def to(self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
+        if torch.device(device).type == self.device.type or "cuda" not in (torch.device(device).type, self.device.type):
+            return of_torch(self, device=device, non_blocking=non_blocking)
+        return _of_bytes(self).to(device).untyped_storage()
+
+    return to
 
 
 # ---- NCCL
