@@ -466,10 +466,12 @@ def shared_captures(test: Path, folder: Path | None = None) -> Iterator[None]:
         folder: processes with the same one share their captures.
     """
     before = compiler.capture
+    # Graphs name the card of their rank.
+    card = f"card {torch.cuda.current_device()}".encode() if torch.cuda.is_initialized() else b""
 
     def shared(skeleton: nn.Module, *asked: Any) -> Captured:
         try:
-            key = _key(skeleton, asked)
+            key = _key(skeleton, asked) + card
         except Exception:  # The model holds what cannot be written down, such as a function of a function.
             return before(skeleton, *asked)
         if key not in CAPTURES:

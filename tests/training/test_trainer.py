@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cards.pretend import asked_for
 from ranks import run_ranks
 from small_models import assert_values_close, gpt
 from torch import Tensor, nn
@@ -91,6 +92,11 @@ def test_norm_and_state(layout: Any, more: dict[str, Any]) -> None:
 # ---- half precision
 
 
+OTHER_ROUNDING = pytest.mark.skipif(
+    asked_for(), reason="AdamW makes other steps of small gradients that a card's attention rounds in another way"
+)
+
+
 def in_half(rank: int, n: int, layout: Any, dtype: torch.dtype, more: Any) -> tuple[float, ...]:
     """Losses of a few steps; parameters and gradients are in float32, what is computed is not."""
     with warnings.catch_warnings():
@@ -122,11 +128,11 @@ def losses_in_half(layout: Any, dtype: torch.dtype, more: Any) -> tuple[float, .
     ("layout", "more", "dtype"),
     [
         ((1, 1, 2), {"zero": 3}, torch.bfloat16),
-        ((2, 1, 1), {}, torch.float16),
-        pytest.param((1, 1, 2), {"zero": 3}, torch.float16, marks=pytest.mark.rare),
+        pytest.param((2, 1, 1), {}, torch.float16, marks=OTHER_ROUNDING),
+        pytest.param((1, 1, 2), {"zero": 3}, torch.float16, marks=[pytest.mark.rare, OTHER_ROUNDING]),
         pytest.param((2, 1, 1), {}, torch.bfloat16, marks=pytest.mark.rare),
         pytest.param((1, 2, 1), {}, torch.bfloat16, marks=pytest.mark.rare),
-        pytest.param((1, 2, 1), {}, torch.float16, marks=pytest.mark.rare),
+        pytest.param((1, 2, 1), {}, torch.float16, marks=[pytest.mark.rare, OTHER_ROUNDING]),
     ],
     ids=str,
 )
@@ -218,6 +224,7 @@ def undefined(rank: int, n: int) -> str:
             trainer.get_parameter("h.1.mlp.c_fc.weight")[0, 0] = torch.nan
     with pytest.raises(autotp.Error) as raised:
         trainer.step(**batch(2))
+        trainer.expect_finite_losses()  # A card's loss comes later.
     return str(raised.value)
 
 
@@ -249,7 +256,8 @@ def half_scaled(rank: int, n: int) -> None:
 
 
 def test_a_loss_that_is_undefined_names_the_parameter() -> None:
-    first = "Trainer.step: the loss of step 3 is nan: `h.1.mlp.c_fc.weight` is infinite or undefined"
+    call = "Trainer.expect_finite_losses" if asked_for() else "Trainer.step"
+    first = f"{call}: the loss of step 3 is nan: `h.1.mlp.c_fc.weight` is infinite or undefined"
     for found in run_ranks(undefined, 2, timeout=100):
         assert found.splitlines()[0] == first
 
