@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ class GraphEntry:
         last: the number of the module's call that this graph was right for last.
         assumed_reads: makes what Python reads of activations, each by itself.
         warned: whether a warning said that every cp rank computes the whole of it.
+        on_host: for each input, whether an operator wants it on the CPU.
     """
 
     analysis: Program
@@ -72,13 +72,7 @@ class GraphEntry:
     last: int = 0
     assumed_reads: AssumedReads | None = None
     warned: bool = False
-
-    @cached_property
-    def on_host(self) -> list[bool]:
-        """For each input, whether an operator wants it on the CPU."""
-        inputs = self.analysis.captured.inputs
-        found = inputs_on_host(self.analysis.graph, inputs)
-        return [name in found for name in inputs]
+    on_host: Sequence[bool] = ()
 
     @property
     def assumes(self) -> bool:
@@ -217,8 +211,9 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     cut = {at: cut_output(layout, mesh) for at, layout in analysis.local_outputs.items() if mesh.size > 1}
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
     values = _input_values(captured, mesh.device)
+    stay = inputs_on_host(analysis.graph, captured.inputs)
     entry = GraphEntry(
         analysis, module, sources, updated, count, cut, random, of_numpy, draws_alike(lowered), order_of(lowered),
-        input_values=values,
+        input_values=values, on_host=[name in stay for name in captured.inputs],
     )  # fmt: skip
     return replace(entry, assumed_reads=AssumedReads(lowered, captured, mesh)) if entry.assumes else entry
