@@ -521,7 +521,7 @@ class Trainer(InGraphs, HasHoldings):
         Raises:
             Error: on every rank, if one of them is infinite or undefined.
         """
-        within("Trainer.expect_finite_losses", lambda: self._late.take_all(self.everyone))
+        self._late.take_all(self.everyone)
 
     def watch(self, watcher: Callable[[], bool]) -> None:
         """Calls a function before each following step, until it returns False; `Estimate.watch` uses it.

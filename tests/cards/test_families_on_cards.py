@@ -22,6 +22,7 @@ import autotp
 pytest.importorskip("transformers")
 from support.hf_families import FAMILIES
 
+pytestmark = pytest.mark.system
 TOLERANCE = 1e-5
 """The largest difference, relative to the largest gradient: models in float64 may cast to float32."""
 OPTIONS: dict[str, dict[str, Any]] = {
