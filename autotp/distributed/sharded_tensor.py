@@ -179,8 +179,10 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if not isinstance(gradient, Sharded):
-            raise Error("a whole gradient of a tensor that is cut", fix="autotp.gather(tensor).backward(gradient)")
+        if not isinstance(gradient, Sharded):  # Zeros that torch makes, of the whole's shape, under DDP.
+            if gradient.any():
+                raise Error("a whole gradient of a tensor that is cut", fix="autotp.gather(tensor).backward(gradient)")
+            return ctx.layout.take(gradient, ctx.mesh.rank), None, None
         return gradient.to_local(), None, None
 
 
