@@ -98,9 +98,10 @@ class GradientSums:
         """Starts the sums that are left, and waits for all. (On a GPU only what is computed next waits.)"""
         for bucket in self._buckets[len(self._started) :]:
             self._start(bucket)
-        for work in self._started:
+        for i, work in enumerate(self._started):
             if work is not None:  # None in a bucket without gradients.
                 work.wait()
+                self._started[i] = None  # It holds the bucket's memory, which ends with the gradients.
 
 
 def _sum_together(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> None:
