@@ -295,10 +295,10 @@ def loss_among(numbers: Sequence[T], result: Any) -> T | None:
 def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
     """Raises Error for a model with side effects, without a loss, or without a batch."""
     captured = p.captured
-    if captured.asked:
+    if reads := [read for read in captured.asked if not (read.look and read.of_inputs)]:
         raise Error(
             "Python reads values of tensors in forward, which may be others in each part of a batch",
-            at=shown(captured.asked[0].outcome.place),
+            at=shown(reads[0].outcome.place),
             fix="torch.where, or a mask",
             alternative="autotp.parallelize(model, tp), which takes the whole batch at once",
         )

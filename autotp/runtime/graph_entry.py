@@ -180,7 +180,8 @@ class AssumedReads:
         return read.made(lambda x: outputs[x.at] if isinstance(x, OutputAt) else x)
 
 
-def _input_values(captured: Captured, device: torch.device) -> InputValuesGraph | None:
+def input_values_on(captured: Captured, device: torch.device) -> InputValuesGraph | None:
+    """Returns the graph of what Python reads of the inputs' values; None if it reads nothing."""
     if captured.input_values is None or not any(read.of_inputs for read in captured.asked):
         return None
     graph = bind(captured.input_values, device, {}, reuse=False)
@@ -210,7 +211,7 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     count = len(returned(lowered)) - len(updated)
     cut = {at: cut_output(layout, mesh) for at, layout in analysis.local_outputs.items() if mesh.size > 1}
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
-    values = _input_values(captured, mesh.device)
+    values = input_values_on(captured, mesh.device)
     stay = inputs_on_host(analysis.graph, captured.inputs)
     entry = GraphEntry(
         analysis, module, sources, updated, count, cut, random, of_numpy, draws_alike(lowered), order_of(lowered),

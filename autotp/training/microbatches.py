@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, fx, nn
 from autotp.compiler import Program
 from autotp.errors import Error
 from autotp.passes.capture.guards.argument_keys import argument_key
+from autotp.passes.capture.guards.looks import without_padding
 from autotp.passes.capture.pytree import flatten, map_leaves
 from autotp.passes.emit.attach_parameters import place_of, value_at
 from autotp.passes.emit.bind import bind
@@ -40,6 +42,11 @@ class Batch:
     rows: frozenset[int]
     key: Any
     shapes: list[Any]
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether a mask of the batch has padding. Of a batch on a GPU the host waits for the answer."""
+        return not without_padding(self.arguments[1])
 
 
 def batch_tensors(args: Any, kwargs: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ added without weights.
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -67,6 +68,7 @@ from autotp.training.microbatches import (
 )
 from autotp.training.model_settings import model_settings
 from autotp.training.original_model import OriginalModel, expect_one_mode
+from autotp.training.pipeline.full_masks import are_full, masks_left_out
 from autotp.training.pipeline.gradient_buckets import GradientSums, sum_in_buckets
 from autotp.training.pipeline.schedules import (
     ENGINES,
@@ -143,6 +145,11 @@ class Pipeline:
     def training(self) -> bool:
         """Whether the graphs are for training."""
         return bool(self.key[0])
+
+    @cached_property
+    def masks_left_out(self) -> list[int]:
+        """The places, among a batch's tensors, of the masks that must have ones only for these graphs."""
+        return masks_left_out(self.analysis.captured)
 
     @cached_property
     def on_host(self) -> frozenset[str]:
@@ -321,14 +328,17 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the numbers of the stages on a rank of the pipeline."""
         return stages_of(self._training, rank, self.mesh["pp"].size())
 
-    def _analyse(self, training: bool, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
+    def _analyse(
+        self, training: bool, args: Any, kwargs: Any, rows: frozenset[int], padded: bool | None = None
+    ) -> Program:
         """Returns the model's program in one mode; once this rank holds parameters, in their layouts."""
         self.skeleton.train(training)
         layouts = getattr(self, "layouts", None)
         place, kind = self.place, self.place.device.type
         return analyse_microbatch(
-            self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank, kind=kind
-        )
+            self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank, kind=kind,
+            padded=padded,
+        )  # fmt: skip
 
     def _first_analysis(self, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
         given = copy.deepcopy(self.skeleton)
@@ -492,10 +502,10 @@ class Trainer(InGraphs, HasHoldings):
             with without_hooks(before):
                 self.zero_grad(set_to_none=True)
                 self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also without a loss.
-                sums = self._gradient_sums(pipeline)
+                sums = self._gradient_sums()
                 losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, given))
                 self._named_if_lost("Trainer.step", lambda: self._sum_gradients(sums))
-                self._note_learning(pipeline)
+                self._note_learning()
                 self._drop_zeros(pipeline.learning)
         except BaseException:  # The step adds nothing, and what was there stays.
             for parameter, grad in before.items():
@@ -648,11 +658,16 @@ class Trainer(InGraphs, HasHoldings):
 
     def _fitting_graphs(self, batch: Batch, of_size: bool = True) -> Pipeline | None:
         """Returns the graphs for a batch, or None; with `of_size`, only graphs whose engine fits the batch's size."""
+        fitting = []
         for it in self._pipelines:
             same = it.engine is None or list(it.shapes) == batch.shapes or not of_size
             if it.key == batch.key and same and it.analysis.captured.fits(batch.shapes):
-                return it
-        return None
+                fitting.append(it)
+        without_masks = [it for it in fitting if it.masks_left_out]
+        full = [it for it in without_masks if are_full(batch.tensors, it.masks_left_out)]
+        others = (it for it in fitting if not it.masks_left_out)
+        rest = (it for it in others if without_masks or it.analysis.captured.looks or batch.padded)
+        return next(itertools.chain(full, rest), None)
 
     def _capture(self, training: bool, batch: Batch) -> Pipeline:
         """Returns new graphs for a batch; if only the size differs from known graphs, these with a new engine."""
@@ -661,7 +676,7 @@ class Trainer(InGraphs, HasHoldings):
             new = replace(fit, shapes=batch.shapes, engine=self._engine(fit.analysis, self._works))
         else:
             args, kwargs = batch.micro
-            analysis = self._analyse(training, args, kwargs, batch.rows)
+            analysis = self._analyse(training, args, kwargs, batch.rows, batch.padded)
             lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
             stages = self._cut(analysis, lowered)
             new = self._pipeline(batch.key, batch.shapes, analysis, stages, checksums_of(analysis, lowered))
@@ -725,13 +740,13 @@ class Trainer(InGraphs, HasHoldings):
             if learning is not None and name not in learning:
                 parameter.grad = None
 
-    def _gradient_sums(self, pipeline: Pipeline) -> GradientSums:
+    def _gradient_sums(self) -> GradientSums:
         """Returns the sums over the replicas that run under backward; each stage's module starts its own.
 
-        These are sums of the parameters that had gradients in the last step like this one, but for those that several
-        stages read, or that `fully_shard` divides.
+        These are sums of the parameters that had gradients in the last step that trained the same ones, but for those
+        that several stages read, or that `fully_shard` divides.
         """
-        learning = self._learning.get(self._kind_of_step(pipeline), []) if self._sums_under_backward else []
+        learning = self._learning.get(self._trained(), []) if self._sums_under_backward else []
         apart = {*self.shared, *self._several}
         names = {parameter: name for name, parameter in self.named_parameters()} if learning else {}
         sums = GradientSums([p for p in learning if names[p] not in apart], self.mesh.get_group("dp"))
@@ -743,13 +758,14 @@ class Trainer(InGraphs, HasHoldings):
     def _sums_under_backward(self) -> bool:
         return self.mesh["dp"].size() > 1 and not self._training.zero  # `fully_shard` has sums of its own.
 
-    def _kind_of_step(self, pipeline: Pipeline) -> Any:
-        return id(pipeline.analysis), tuple(parameter.requires_grad for parameter in self.parameters())
+    def _trained(self) -> tuple[bool, ...]:
+        """Returns which parameters are trained: it is the same on all replicas, whatever graphs their batches have."""
+        return tuple(parameter.requires_grad for parameter in self.parameters())
 
-    def _note_learning(self, pipeline: Pipeline) -> None:
-        """Notes which parameters got a gradient: the same ones do in the next step like this."""
+    def _note_learning(self) -> None:
+        """Notes which parameters got a gradient: the same ones do in the next step in which as many are trained."""
         if self._sums_under_backward:
-            self._learning[self._kind_of_step(pipeline)] = [p for p in self.parameters() if p.grad is not None]
+            self._learning[self._trained()] = [p for p in self.parameters() if p.grad is not None]
 
     def _sum_gradients(self, sums: GradientSums) -> None:
         """Sums gradients: of shared parameters over their stages, and of unsharded parameters over the replicas."""

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.passes.builder import Builder, copied, evaluated, fake_mode_of
+from autotp.passes.builder import Builder, ancestors, copied, evaluated, fake_mode_of
 from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, draws_from_numpy, has
@@ -74,7 +74,7 @@ def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals
     Raises:
         Error: the loss is not a sum of scaled means over the batch.
     """
-    _expect_any_number(graph, inputs)
+    _expect_any_number(graph, inputs, ancestors([loss]))
     kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
     divided = _divided(loss, kinds)
     _expect_divisors_only(loss, divided)
@@ -213,8 +213,8 @@ def _adds_up(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(node.all_input_nodes) and _of_a_number(node)
 
 
-def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
-    """Raises Error if a graph depends on the number of rows: parts of a batch have fewer."""
+def _expect_any_number(graph: fx.Graph, inputs: Sequence[str], needed: Collection[fx.Node]) -> None:
+    """Raises Error if the needed nodes of a graph depend on the number of rows: parts of a batch have fewer."""
     lengths = [node.meta["val"].shape[0] for node in graph.nodes if node.name in inputs]
     rows = {symbol for length in lengths for symbol in symbols(length)}
     if not rows and lengths[0] > 1:  # For a single row the caller captures a batch of two.
@@ -230,7 +230,7 @@ def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
                 at=line_of(node),
                 fix="config.apply_spec_augment = False, for a model of sound; or autotp.parallelize, for whole batches",
             )
-        if node.op == "call_function" and outputs_of(node) and not _only_lengths(node, rows):
+        if node.op == "call_function" and node in needed and outputs_of(node) and not _only_lengths(node, rows):
             raise Error(
                 f"`{node.target}` computes with the number of rows, which differs in each part of a batch",
                 at=line_of(node),

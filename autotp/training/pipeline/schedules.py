@@ -12,11 +12,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
-from autotp.compiler import CallState, Captures, Program, analyse
+from autotp.compiler import CallState, Captures, Program
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
 from autotp.passes.capture.autocast_regions import Autocast
+from autotp.passes.capture.guards.looks import without_padding
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, ReadParameter
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
@@ -26,6 +27,7 @@ from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
+from autotp.training.pipeline.full_masks import analyse_for_masks
 from autotp.training.pipeline.gradient_buckets import GradientSums
 from autotp.training.pipeline.halved_backward import input_half
 
@@ -342,6 +344,7 @@ def analyse_microbatch(
     cp_rank: int = 0,
     captures: Captures | None = None,
     kind: str = "cpu",
+    padded: bool | None = None,
 ) -> Program:
     """Returns the program of a microbatch; its parameters are cut as `layouts` says, if there are layouts.
 
@@ -349,17 +352,21 @@ def analyse_microbatch(
         rows: as `places_of_rows` returns them.
         cp_rank, captures: as for `analyse`.
         kind: the kind of device on which it will run.
+        padded: whether some microbatch has padding; None: whether this one has.
 
     Raises:
         Error: as `expect_products_of_one_dtype`.
     """
     args, kwargs = cast_arguments((args, kwargs), training.compute_dtype)
-    # Only some of the parts of a batch may have padding.
-    call = CallState(autocast=Autocast(kind), layouts=layouts, rows=rows, looks=False)
+    call = CallState(autocast=Autocast(kind), layouts=layouts, rows=rows)
+    padded = not without_padding(kwargs) if padded is None else padded
     if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
         two = map_rows((args, kwargs), rows, repeat_rows)
-        analyse(skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank, last="row_independence")
-    analysis = analyse(skeleton, args, kwargs, tp, training, call, cp_rank=cp_rank, captures=captures)
+        analyse_for_masks(
+            padded, skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank, last="row_independence"
+        )
+    around = {"cp_rank": cp_rank, "captures": captures}
+    analysis = analyse_for_masks(padded, skeleton, args, kwargs, tp, training, call, **around)
     if training.compute_dtype:
         expect_products_of_one_dtype(analysis)
     return analysis

@@ -9,8 +9,8 @@ computes it. With padding there is a mask. So a model has two graphs, and a call
 select graphs that Python reads (NOTE [What Python reads of tensors] in `values.py`). Two things are simpler here:
 - The outcome is likely, before any run of the model: that of all masks among the arguments. So the exporter runs once.
 - A graph with masks is right for each batch: its mask says where there is no padding. A model that is compiled as a
-  whole and a recorded CUDA graph cannot look: they keep the masks, as transformers does there. So do the parts of a
-  batch in a pipeline.
+  whole and a recorded CUDA graph cannot look: they keep the masks, as transformers does there.
+The microbatches of a step run one graph: `training/pipeline/full_masks.py` decides for all of them.
 """
 
 from __future__ import annotations
