@@ -6,7 +6,8 @@
 
 It prints the machine, then a line for each check as it ends, and at the end one table and what failed. The exit status
 is 1 if a check failed. Each result is kept in a file at once (--results): started again, the script goes on where it
-was stopped. --again forgets them. Ranks are processes of their own, which are ended if a check takes too long.
+was stopped, and tries again what failed. --again forgets them. Ranks are processes of their own, which are ended if a
+check takes too long.
 
 `first_day/` has the checks: equal.py (every feature beside one device), training.py (optimizers, precision, pipelines,
 replicas, generate, files), speed.py (layers of a Llama-3-8B: tokens, memory, kernels, host waits), failures.py.
@@ -71,8 +72,9 @@ def _rehearse(cards: int, argv: list[str]) -> int:
 
 
 def _kept(path: Path) -> dict[tuple[str, int], Row]:
-    rows = [Row(**json.loads(text)) for text in path.read_text().splitlines()]
-    return {row.key: row for row in rows}
+    """Returns the results of a file, without those that failed: they are tried again."""
+    rows = {row.key: row for row in (Row(**json.loads(text)) for text in path.read_text().splitlines())}
+    return {key: row for key, row in rows.items() if row.verdict in ("ok", "skipped")}
 
 
 def _rows(only: str, ranks: Sequence[int] | None, done: set[tuple[str, int]], until: float):  # type: ignore[no-untyped-def]

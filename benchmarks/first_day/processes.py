@@ -84,9 +84,9 @@ def _rank(names: Sequence[str], place: Place, port: int, folder: Path) -> None:
     checks = {check.name: check for check in CHECKS}
     for number, name in enumerate(names):
         verdict, figures, detail = _outcome(checks[name], place)
-        file = folder / f"{number}.{place.rank}"
-        file.with_suffix(".part").write_text(json.dumps([verdict, figures, detail]))
-        file.with_suffix(".part").rename(file.with_name(f"{file.name}.json"))
+        unfinished = folder / f"{number}.{place.rank}.part"
+        unfinished.write_text(json.dumps([verdict, figures, detail]))
+        unfinished.rename(folder / f"{number}.{place.rank}.json")
         if verdict == "FAILED":
             break
     with suppress(Exception):

@@ -238,9 +238,7 @@ def long_training(place: Place) -> str:
     size, dp = sizes(place), 2 if place.ranks > 1 else 1
     torch.manual_seed(0)
     model = llama(size)
-    trainer = autotp.distribute(
-        model, tp=place.ranks // dp, dp=dp, microbatches=1, device=place.device, compute_dtype=torch.bfloat16
-    )
+    trainer = autotp.distribute(model, tp=place.ranks // dp, dp=dp, microbatches=1, compute_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(size.vocab, (size.batch, size.sequence))
     seconds, waits = [], 0

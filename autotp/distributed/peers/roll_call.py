@@ -270,6 +270,8 @@ class Node:
         self.roll = Roll(number, source, pending - {*self.lost}, census)
         if here is not None and self._is_silent(here) and here not in self.lost and here not in self.ended:
             census.silent.add(here)
+        if here is not None and here not in self.heard:  # It may have ended because of those that it found silent.
+            census.silent |= self.silent - {*self.heard, *self.ended, self.rank}
         for child in sorted(self.roll.pending & {*self.heard}):
             self.send(child, [ROLL, number])
         self._go_on()

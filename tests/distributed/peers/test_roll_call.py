@@ -52,6 +52,22 @@ def test_a_rank_that_takes_leave_is_named_to_those_that_wait_for_it() -> None:
     assert network.told[0] == [64]
 
 
+def test_a_stopped_rank_is_named_when_the_first_to_ask_has_taken_leave() -> None:
+    """Rank 0 tells what the roll call found, raises its Error, and ends. Then another rank asks."""
+    network, answers = Network(SIZE), list[Census]()
+    network.stop(64)
+    network.nodes[0].ask(answers.append)
+    for _ in range(int(SILENCE) + 1):
+        network.pass_a_second()
+    assert lost_of(answers.pop()) == [64]
+    network.nodes[0].leave(failed=False)
+    network.deliver()
+    network.kill(0)
+    network.nodes[1].ask(answers.append)
+    network.deliver()
+    assert lost_of(answers.pop()) == [64]
+
+
 def test_the_note_of_a_killed_rank_is_known() -> None:
     network, answers = Network(SIZE), list[Census]()
     network.nodes[65].set_note("raised OutOfMemoryError: no memory")
