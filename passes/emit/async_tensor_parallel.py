@@ -124,6 +124,18 @@ def has_collectives(graph: fx.Graph) -> bool:
     )
 
 
+def inductor_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of Inductor among arguments of `torch.compile`, those of a mode included."""
+    from torch._inductor import list_mode_options
+
+    return {**(list_mode_options(given["mode"]) if given.get("mode") else {}), **(given.get("options") or {})}
+
+
+def with_inductor_options(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `torch.compile` with these options; it takes no mode beside options."""
+    return {key: value for key, value in given.items() if key != "mode"} | {"options": dict(options)}
+
+
 class BlockFusion:
     """What torch fused in one block.
 
@@ -141,14 +153,13 @@ class BlockFusion:
 
         torch keeps no compiled code on disk for later jobs: it would not run the pass again, and nothing were counted.
         """
-        from torch._inductor import config, list_mode_options
+        from torch._inductor import config
         from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
-        set_by_mode = list_mode_options(given["mode"]) if given.get("mode") else {}
-        ours = {**set_by_mode, **(given.get("options") or {})}
-        before, behind = (get_custom_graph_passes(ours.get(name, getattr(config, name))) for name in (BEFORE, BEHIND))
-        ours |= {SWITCH: True, BEFORE: [*before, without_bias], BEHIND: [*behind, self.count]}
-        return {key: value for key, value in given.items() if key != "mode"} | {"options": ours}
+        theirs = inductor_options(given)
+        before, behind = (get_custom_graph_passes(theirs.get(name, getattr(config, name))) for name in (BEFORE, BEHIND))
+        ours = {SWITCH: True, BEFORE: [*before, without_bias], BEHIND: [*behind, self.count]}
+        return with_inductor_options(given, theirs | ours)
 
     def count(self, graph: fx.Graph) -> None:
         """Counts the collectives of a graph behind torch's pass."""

@@ -11,6 +11,11 @@ NOTE [Compiled on all ranks or on none]
 torch compiles a function anew for sizes that it does not know, and after eight times runs it uncompiled. Where ranks
 have parts of other lengths, one of them comes to this limit before the others. A block that is not compiled gathers its
 input again in backward, so the ranks would communicate in different orders. There the limit is an error.
+
+NOTE [Inductor's order]
+Inductor moves the gradients of weights behind everything else, to keep less at a time, and fuses what reads a sum with
+what was computed before it. Then nothing is left between the start of a sum and the wait. So blocks that communicate
+are compiled with its own passes for overlap, and without the one for memory.
 """
 
 from __future__ import annotations
@@ -23,9 +28,27 @@ from torch import Tensor, fx, nn
 
 from autotp.errors import Error
 from autotp.ops.async_linear import async_linear, separate_products
-from autotp.passes.emit.async_tensor_parallel import BlockFusion, FusedPairs, has_collectives
+from autotp.passes.emit.async_tensor_parallel import (
+    BlockFusion,
+    FusedPairs,
+    has_collectives,
+    inductor_options,
+    with_inductor_options,
+)
 from autotp.passes.emit.attach_parameters import BlockCall
+from autotp.passes.emit.bind import COMMUNICATING
 from autotp.passes.emit.recompute import Recomputed
+
+OVERLAP = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": [
+        "reorder_communication_preserving_peak_memory",
+        "sink_waits_iterative",
+        "reorder_communication_preserving_peak_memory",
+    ],
+}
+"""Options of Inductor for blocks that communicate: NOTE [Inductor's order]"""
 
 
 class Compiled(nn.Module):
@@ -119,5 +142,14 @@ def _compiled(work: nn.Module, options: Mapping[str, Any], fused: FusedPairs | N
     found.fusion = BlockFusion(fused) if fusible else None  # type: ignore[arg-type]
     if fusible:
         _separate(found.inner)
-    found.inner.compile(**options if found.fusion is None else found.fusion.options(options))
+    found.inner.compile(**_overlapping(found.inner, options) if found.fusion is None else found.fusion.options(options))
     return found
+
+
+def _overlapping(block: nn.Module, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the arguments of `torch.compile` for a block; those of the user count more than ours."""
+    graph = block.graph if isinstance(block, fx.GraphModule) else fx.Graph()
+    communicates = any(node.target in COMMUNICATING for node in graph.nodes)
+    if not communicates or options.get("backend", "inductor") != "inductor":
+        return options
+    return with_inductor_options(options, OVERLAP | inductor_options(options))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import re
 from math import prod
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from small_models import gpt
 from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.testing._internal.distributed import fake_pg
 
 import autotp
-from autotp.passes.emit.compiled import Compiled, compile_blocks
+from autotp.ops.collectives import copy as copy_to_ranks
+from autotp.passes.emit.compiled import OVERLAP, Compiled, _overlapping, compile_blocks
 from autotp.passes.emit.recompute import Recomputed
 
 LENGTHS = (8, 7, 13, 5, 2, 16)
@@ -51,6 +56,42 @@ def compiled(rank: int, n: int, layout: tuple[int, int], backend: str, how: dict
 )
 def test_blocks_with_cut_sequences(layout: tuple[int, int], backend: str, how: dict[str, Any]) -> None:
     run_ranks(compiled, prod(layout), layout, backend, how, timeout=280)
+
+
+CALLS = re.compile(r"(?:extern_kernels\.(?:add)?|torch\.ops\._c10d_functional\.)(\w+?)_?(?:\.default)?\(")
+
+
+@pytest.mark.system  # Inductor compiles.
+@pytest.mark.filterwarnings("ignore")  # Those of torch's compiler about torch.
+def test_each_sum_of_backward_runs_beside_products() -> None:
+    """Of two ranks whose collectives compiled code sees, as those of NCCL: a block's backward has two sums."""
+    assert fake_pg  # It registers the backend.
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        torch._dynamo.reset()
+        tokens = torch.ones(2, 8, dtype=torch.long)
+        cut = autotp.parallelize(gpt(seed=0, block_size=8, vocab_size=61, n_layer=2, n_head=4, n_embd=32), 2)
+        cut(tokens, tokens).backward()
+        cut.compile_blocks()
+        _, codes = run_and_get_code(lambda: cut(tokens, tokens).backward())
+    finally:
+        dist.destroy_process_group()
+    backward = [" ".join(CALLS.findall(code.partition("def call(")[2])) for code in codes[-2:]]
+    for text in backward:
+        assert text.count("all_reduce") == 2 and "all_reduce wait_tensor" not in text, text
+
+
+def test_options_of_the_user_count_more_than_ours() -> None:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(copy_to_ranks, (graph.placeholder("x"), "tp")))
+    block = torch.fx.GraphModule(nn.Module(), graph)
+    name = "reorder_for_peak_memory"
+    assert _overlapping(block, {})["options"] == OVERLAP
+    assert _overlapping(block, {"options": {name: True}})["options"] == {**OVERLAP, name: True}
+    of_mode = _overlapping(block, {"mode": "max-autotune-no-cudagraphs", "dynamic": False})
+    assert "mode" not in of_mode and of_mode["options"]["max_autotune"] and of_mode["dynamic"] is False
+    assert _overlapping(block, {"backend": "eager"}) == {"backend": "eager"}
+    assert _overlapping(torch.fx.symbolic_trace(nn.ReLU()), {"mode": "default"}) == {"mode": "default"}
 
 
 def at_the_limit(rank: int, n: int, how: dict[str, Any]) -> str:
