@@ -87,6 +87,14 @@ def waits_of_the_host_are_counted_with_their_lines(rank: int, n: int) -> None:
 
 
 @checks.on(1)
+def a_tensor_is_set_to_a_storage(rank: int, n: int) -> None:
+    x = torch.arange(6.0, device="cuda").view(2, 3)
+    whole = torch.empty(0, device="cuda").set_(x[1].untyped_storage())
+    assert whole.device == x.device and whole.tolist() == [0, 1, 2, 3, 4, 5]
+    assert torch.empty(0, dtype=torch.uint8, device="cuda").set_(x.untyped_storage()).shape == (24,)
+
+
+@checks.on(1)
 def memory_is_counted(rank: int, n: int) -> None:
     before = torch.cuda.memory_allocated()
     x = torch.ones(1024, device="cuda")

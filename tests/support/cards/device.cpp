@@ -530,6 +530,11 @@ at::Tensor& set_storage(at::Tensor& x, at::Storage storage, c10::SymInt offset, 
   return set_geometry(x, storage, offset.expect_int(), C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
 }
 
+at::Tensor& set_whole_storage(at::Tensor& x, at::Storage storage) {
+  const auto elements = static_cast<int64_t>(storage.nbytes() / x.element_size());
+  return set_geometry(x, storage, 0, {elements}, {1});
+}
+
 at::Tensor& set_tensor(at::Tensor& x, const at::Tensor& source) {
   return set_geometry(x, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
@@ -597,6 +602,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("as_strided", &as_strided);
   m.impl("view", &view);
