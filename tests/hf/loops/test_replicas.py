@@ -106,7 +106,8 @@ def test_accelerate_loop(tmp_path: Path, kind: str) -> None:
     found = run_ranks(loop, 4, 2, tmp_path / "four", kind, timeout=300)
     for it in found:
         expect_close(it["log"], expected["log"])
-        assert all(torch.equal(a.cpu().sort(0)[0], b.sort(0)[0]) for a, b in zip(it["ids"], expected["ids"], strict=True))
+        pairs = zip(it["ids"], expected["ids"], strict=True)
+        assert all(torch.equal(a.cpu().sort(0)[0], b.sort(0)[0]) for a, b in pairs)
         assert it["seen"] == expected["seen"]
     state = {name.removeprefix("module."): x for name, x in expected["state"].items()}
     expect_close(found[0]["state"], state)

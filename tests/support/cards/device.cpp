@@ -585,7 +585,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
                 query.device());
     if (bias->scalar_type() == at::kBool)
       bias = at::zeros_like(*bias, query.options().requires_grad(false))
-                 .masked_fill_(bias->logical_not(), -std::numeric_limits<double>::infinity());
+                 .masked_fill(bias->logical_not(), -std::numeric_limits<double>::infinity());
   }
   // A capture asks for shapes, with tensors that no card has.
   if (!query.key_set().has(c10::DispatchKey::Python)) report(bias && bias->defined() ? "attention with a mask" : "attention that a flash kernel computes", 0);
