@@ -12,6 +12,7 @@ from cards.pretend import REAL, pretended
 from cards.spies import host_waits
 from ranks import Checks
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 checks = Checks(cards=True)
@@ -116,6 +117,17 @@ def copies_into_pinned_memory_arrive_late(rank: int, n: int) -> None:
     assert REAL or host.isnan().all()
     arrived.synchronize()
     assert host.tolist() == [1.0, 2.0]
+
+
+@checks.on(1)
+def derivatives_of_zero_have_no_memory(rank: int, n: int) -> None:
+    """Forward mode makes them of what has no derivative, such as the mask of causal attention."""
+    x = torch.arange(16.0, device="cuda").view(1, 1, 4, 4)
+    read = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    value, derivative = torch.func.jvp(lambda x: read(x, x, x), (x,), (torch.ones_like(x),))
+    with sdpa_kernel(SDPBackend.MATH):  # On the CPU the fused kernel has no forward mode.
+        on_host = torch.func.jvp(lambda x: read(x, x, x), (x.cpu(),), (torch.ones(1, 1, 4, 4),))
+    torch.testing.assert_close((value.cpu(), derivative.cpu()), on_host)
 
 
 @checks.on(1)

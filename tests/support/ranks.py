@@ -343,12 +343,22 @@ class Checks:
     def __init__(self, timeout: float = 240, fresh: bool = False, cards: bool = False) -> None:
         self.timeout, self.fresh, self.cards = timeout, fresh, cards
         self.functions: dict[tuple[int, bool], list[Callable[[int, int], None]]] = {}
+        self.not_on_cards: dict[str, str] = {}
         self.outcomes: dict[tuple[int, bool], list[dict[str, Outcome]] | BaseException] = {}
 
-    def on(self, *sizes: int, rare: bool = False) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
-        """Registers a module-level function of the rank and the number of ranks; a `rare` one is for `--all` only."""
+    def on(
+        self, *sizes: int, rare: bool = False, not_on_cards: str = ""
+    ) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
+        """Registers a module-level function of the rank and the number of ranks.
+
+        Args:
+            rare: whether it is for `--all` only.
+            not_on_cards: why it is left out with `--cards`.
+        """
 
         def register(fn: Callable[[int, int], None]) -> Callable[[int, int], None]:
+            if not_on_cards:
+                self.not_on_cards[fn.__name__] = not_on_cards
             for n in sizes:
                 self.functions.setdefault((n, rare), []).append(fn)
             return fn
@@ -358,7 +368,11 @@ class Checks:
     def cases(self) -> list[Any]:
         """Parameters `n, name` for each function and size."""
         found = [(n, fn.__name__, rare) for (n, rare), functions in self.functions.items() for fn in functions]
-        return [pytest.param(n, name, marks=[pytest.mark.rare] * rare, id=f"{n}-{name}") for n, name, rare in found]
+        return [pytest.param(n, name, marks=self._marks(name, rare), id=f"{n}-{name}") for n, name, rare in found]
+
+    def _marks(self, name: str, rare: bool) -> list[pytest.MarkDecorator]:
+        reason = self.not_on_cards.get(name)
+        return [pytest.mark.rare] * rare + ([pytest.mark.not_on_cards(reason)] if reason else [])
 
     def expect(self, n: int, name: str) -> None:
         """Fails with the traceback of the first rank on which the function failed."""

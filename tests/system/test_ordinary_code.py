@@ -72,7 +72,8 @@ def _done(model: nn.Module, given: Given, step: int) -> list[Any]:
 
 def _loss(outputs: list[Tensor]) -> Tensor:
     floats = [x for x in outputs if x.is_floating_point()]
-    return sum(((x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in floats), torch.zeros(()))
+    weights = [torch.linspace(0.5, 1.5, x.numel(), device=x.device).view(x.shape) for x in floats]
+    return sum(((x * weight).sum() for x, weight in zip(floats, weights, strict=True)), torch.zeros(()))
 
 
 def numbers(*shape: int, grad: bool = True) -> Tensor:
@@ -220,7 +221,7 @@ class Scaled(nn.Module):
         self.mlp = Plain()
 
     def forward(self, x: Tensor, scale: Any, by: Any) -> Tensor:
-        return self.mlp(x) * torch.from_numpy(scale) * float(by)
+        return self.mlp(x) * torch.from_numpy(scale).to(x.device) * float(by)
 
 
 @ordinary

@@ -43,6 +43,7 @@ def is_parallel(model: Any) -> bool:
 def tokens_of(model: Any, **how: Any) -> list[list[int]]:
     prompt = {"input_ids": torch.tensor([[3, 40, 9], [90, 2, 55]]), "attention_mask": torch.ones(2, 3).long()}
     torch.manual_seed(1)
+    prompt = {name: x.to(model.device) for name, x in prompt.items()}
     found = model.generate(**prompt, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0, **how)
     tokens: list[list[int]] = (found if isinstance(found, Tensor) else found.sequences).tolist()
     return tokens

@@ -122,11 +122,12 @@ def calls(rank: int, n: int) -> dict[str, Any]:
     state, operations = accelerate.PartialState(), accelerate.utils
     found: dict[str, Any] = {"index": (made.num_processes, made.process_index, made.local_process_index)}
     found["first"] = made.is_main_process, made.is_local_main_process, made.is_last_process, state.is_last_process
-    one = torch.tensor([10.0 * rank])
+    one = torch.tensor([10.0 * rank], device=made.device)
     found["gather"] = made.gather(one).tolist(), made.gather_for_metrics({"a": one})["a"].tolist()
-    found["numbers"] = made.gather(torch.tensor(rank)).tolist(), made.reduce(one, "mean").item()
+    found["numbers"] = made.gather(torch.tensor(rank, device=made.device)).tolist(), made.reduce(one, "mean").item()
     found["sum"] = made.reduce(one).item()
-    found["padded"] = made.gather(made.pad_across_processes(torch.ones(1 + rank // 2), dim=0)).tolist()
+    ones = torch.ones(1 + rank // 2, device=made.device)
+    found["padded"] = made.gather(made.pad_across_processes(ones, dim=0)).tolist()
     found["objects"] = operations.gather_object([rank]), made.gather_for_metrics([f"row {rank}"])
     found["sent"] = operations.broadcast(one.clone(), 1).item(), operations.broadcast_object_list([rank], 1)
     with made.split_between_processes(list(range(5))) as mine:
