@@ -9,6 +9,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -24,16 +25,17 @@ import autotp
 
 checks = Checks()
 Given = dict[str, Any]
+NO_KERNEL = "the pretended device has no kernel of such convolutions"
 
 
-def ordinary(make: Callable[[], tuple[nn.Module, list[Given]]]) -> Callable[[int, int], None]:
+def ordinary(make: Callable[[], tuple[nn.Module, list[Given]]], not_on_cards: str = "") -> Callable[[int, int], None]:
     """A check on two ranks of the model that `make` returns, called with each of these arguments."""
 
     def check(rank: int, n: int) -> None:
         expect_as_on_one_device(*make(), rank, n)
 
     check.__name__ = check.__qualname__ = make.__name__
-    return checks.on(2)(check)
+    return checks.on(2, not_on_cards=not_on_cards)(check)
 
 
 def rarely_run(make: Callable[[], tuple[nn.Module, list[Given]]]) -> Callable[[int, int], None]:
@@ -339,7 +341,7 @@ class Depthwise(nn.Module):
         return self.down((F.silu(self.conv(inner)[..., : x.shape[1]]) * F.silu(gate)).mT)
 
 
-@ordinary
+@partial(ordinary, not_on_cards=NO_KERNEL)
 def depthwise_convolutions() -> tuple[nn.Module, list[Given]]:
     return Depthwise(), [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
 
@@ -359,7 +361,7 @@ class Residual(nn.Module):
         return F.avg_pool2d(F.interpolate(x + self.last(self.second(inner)), scale_factor=2, mode="bilinear"), 3)
 
 
-@ordinary
+@partial(ordinary, not_on_cards=NO_KERNEL)
 def convolutions_and_batch_norm() -> tuple[nn.Module, list[Given]]:
     return Residual(nn.BatchNorm2d(24)), [{"x": numbers(2, 8, 4, 6)}, {"x": numbers(3, 8, 6, 8)}]
 
