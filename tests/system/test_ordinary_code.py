@@ -458,7 +458,7 @@ class Dropping(nn.Module):
         for branch in (self.first, self.second):
             kept = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.6)
             x = x + branch(x) * kept.div_(0.6)
-        noise = torch.empty(x.shape[-1], dtype=x.dtype).normal_(1.0, 0.1)
+        noise = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device).normal_(1.0, 0.1)
         return x * noise * torch.empty_like(x).uniform_(0.5, 1.5)
 
 
