@@ -2,8 +2,8 @@
 # make test           passes the tests of the parts; 10 minutes on two cores
 # make test-rest      passes those that take longer, and those of the whole: families of models, training loops, processes
 #                     that end, the examples, the benchmarks; about 35 minutes. With SHARE=1/15, a fifteenth of them
-# make test-cards     passes the tests of trainings on NVIDIA cards: the machine's, or pretended ones, for which it needs a
-#                     C++ compiler; 3 minutes. With SHARE=1/4, a quarter of them
+# make test-cards     passes the tests of trainings, training loops and whole models on NVIDIA cards: the machine's, or
+#                     pretended ones, for which it needs a C++ compiler. With SHARE=1/12, a twelfth of them
 # make test-all       passes all of them, with every rare case: all families at all sizes in all modes; hours
 # make bench          steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a
 #                     layer keeps, seconds to capture and how they grow, memory
@@ -20,7 +20,7 @@ INSTALLED := .venv/installed
 # Two workers share the files, in the order that tests/conftest.py gives them: the longest first.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 EVERY := tests tests/examples tests/benchmarks
-ON_CARDS := tests/training
+ON_CARDS := tests/training tests/system tests/hf/loops
 
 .PHONY: train test test-rest test-cards test-all bench versions docs lint clean
 

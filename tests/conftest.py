@@ -4,6 +4,7 @@
 models, of processes that end, of the examples and the benchmarks), and those marked `costly`, which `seconds.txt` lists
 with COSTLY seconds or more. With `--share 2/4` it runs the second of four shares, which take about as long.
 A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
+A test marked `not_on_cards`, with the reason, is skipped with `--cards`; all are where no cards can be pretended.
 What tests the examples and the benchmarks runs where it is named, or with `--all`.
 With `--budget` a test that is not `rare` fails if it takes longer.
 `--seconds` writes what the tests took into `seconds.txt`.
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cards.build import NoCompiler
 from cards.pretend import DEVICES, pretend
 from hypothesis import Phase, settings
 from ranks import BILL, RUNNING, SELECTED
@@ -33,6 +35,8 @@ NAMED_ONLY = [HERE / name for name in ("examples", "benchmarks")]
 SYSTEM = [HERE / name for name in ("system", "hf", "examples", "benchmarks")]
 LONG = ("system", "checkpoint", "training", "hf", "distributed", "runtime", "ops")
 """The folders whose files take longest, for most of their tests start ranks."""
+NO_CARDS = pytest.StashKey[str]()
+"""Why there are none, if `--cards` asks for some."""
 CAPTURES = "AUTOTP_TESTS_CAPTURES"
 """Names the folder where the processes of a run share what they captured."""
 BUSY = 2
@@ -53,9 +57,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(TRACEBACK, "full")
     if config.getoption("cards"):
-        _use_cards()
+        _use_cards(config)
     config.addinivalue_line("markers", "rare: a case for --all only")
     config.addinivalue_line("markers", "system: of whole models, or of processes that end; for make test-rest")
+    config.addinivalue_line("markers", "not_on_cards(reason): skipped with --cards")
     config.addinivalue_line("markers", "costly: listed in seconds.txt; for make test-rest")
     if config.getoption("seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Written(), "seconds")
@@ -71,12 +76,28 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(next((name for name in ("deep", "all") if config.getoption(name)), "default"))
 
 
-def _use_cards() -> None:
+def _use_cards(config: pytest.Config) -> None:
     """Gives this process cards, and the processes that it starts."""
+    try:
+        pretend()
+    except NoCompiler as error:
+        config.stash[NO_CARDS] = str(error)
+        return
     os.environ.setdefault(DEVICES, "8")
     folders = [str(HERE / "support" / "cards" / "site"), str(HERE / "support"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    pretend()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"all tests are skipped: {config.stash[NO_CARDS]}" if NO_CARDS in config.stash else ""
+
+
+def _skip_without_cards(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what `--cards` asks for and cannot run."""
+    for item in items if config.getoption("cards") else ():
+        marker = item.get_closest_marker("not_on_cards")
+        if reason := config.stash.get(NO_CARDS, marker.args[0] if marker else ""):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -88,6 +109,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_without_cards(config, items)
     seconds = listed()
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in SYSTEM):
@@ -175,7 +197,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     for item in session.items:
         given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if given.keys() >= {"n", "name"}:
+        if given.keys() >= {"n", "name"} and not any(marker.name == "skip" for marker in item.iter_markers()):
             SELECTED.add((item.path, given["n"], given["name"]))
     gc.collect()
     gc.freeze()

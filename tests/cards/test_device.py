@@ -12,6 +12,7 @@ from cards.pretend import REAL, pretended
 from cards.spies import host_waits
 from ranks import Checks
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 checks = Checks(cards=True)
@@ -87,6 +88,14 @@ def waits_of_the_host_are_counted_with_their_lines(rank: int, n: int) -> None:
 
 
 @checks.on(1)
+def a_tensor_is_set_to_a_storage(rank: int, n: int) -> None:
+    x = torch.arange(6.0, device="cuda").view(2, 3)
+    whole = torch.empty(0, device="cuda").set_(x[1].untyped_storage())
+    assert whole.device == x.device and whole.tolist() == [0, 1, 2, 3, 4, 5]
+    assert torch.empty(0, dtype=torch.uint8, device="cuda").set_(x.untyped_storage()).shape == (24,)
+
+
+@checks.on(1)
 def memory_is_counted(rank: int, n: int) -> None:
     before = torch.cuda.memory_allocated()
     x = torch.ones(1024, device="cuda")
@@ -108,6 +117,17 @@ def copies_into_pinned_memory_arrive_late(rank: int, n: int) -> None:
     assert REAL or host.isnan().all()
     arrived.synchronize()
     assert host.tolist() == [1.0, 2.0]
+
+
+@checks.on(1)
+def derivatives_of_zero_have_no_memory(rank: int, n: int) -> None:
+    """Forward mode makes them of what has no derivative, such as the mask of causal attention."""
+    x = torch.arange(16.0, device="cuda").view(1, 1, 4, 4)
+    read = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    value, derivative = torch.func.jvp(lambda x: read(x, x, x), (x,), (torch.ones_like(x),))
+    with sdpa_kernel(SDPBackend.MATH):  # On the CPU the fused kernel has no forward mode.
+        on_host = torch.func.jvp(lambda x: read(x, x, x), (x.cpu(),), (torch.ones(1, 1, 4, 4),))
+    torch.testing.assert_close((value.cpu(), derivative.cpu()), on_host)
 
 
 @checks.on(1)

@@ -52,6 +52,22 @@ def stepped(model: Any, optimizer: Any, step: int, change: Callable[[], Any] = l
     optimizer.step()
 
 
+@checks.on(2)
+def a_state_from_before_follows_its_parameter(rank: int, n: int) -> None:
+    """A model on the CPU, with an optimizer that has stepped, becomes parallel on cards."""
+    models: list[nn.Module] = [Normed().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        stepped(model, optimizer, 0)
+    parallel: Any = autotp.parallelize(models[1], n, example_inputs=X[FLOAT64])
+    for model, optimizer in zip((models[0], parallel), optimizers, strict=True):
+        stepped(model, optimizer, 1)
+    states = [x for state in optimizers[1].state.values() for x in state.values() if x.dim() > 0]
+    assert states and all(x.is_cuda for x in states)
+    expect_equal_state(models[0], parallel, 1e-11)
+
+
 # ---- the guard
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from small_models import assert_values_close
 from torch import Tensor, nn
 
 import autotp
@@ -149,6 +150,12 @@ def expect_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 # ---- training loops
 
+
+def on_cpu(parallel: bool) -> bool:
+    """Returns whether a loop is told to stay on the CPU: one device's is, a parallel model's only without cards."""
+    return not (parallel and torch.cuda.is_available())
+
+
 LLAMA: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -202,7 +209,7 @@ def llama_in_float64(**more: Any) -> Any:
 
 def expect_close(found: Any, expected: Any) -> None:
     """In models of transformers norms and losses compute in float32."""
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_values_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- a folder with a model and a tokenizer

@@ -83,6 +83,14 @@ class Died(RuntimeError):
     """A rank ended without an answer."""
 
 
+class CheckFailed(AssertionError):
+    """A function of `Checks` failed on this rank; `outcomes`: those of the functions till then, by name."""
+
+    def __init__(self, outcomes: dict[str, Outcome]) -> None:
+        super().__init__(outcomes)
+        self.outcomes = outcomes
+
+
 @dataclass(frozen=True)
 class Reply:
     """What a rank returned, or what it raised and where."""
@@ -335,12 +343,22 @@ class Checks:
     def __init__(self, timeout: float = 240, fresh: bool = False, cards: bool = False) -> None:
         self.timeout, self.fresh, self.cards = timeout, fresh, cards
         self.functions: dict[tuple[int, bool], list[Callable[[int, int], None]]] = {}
+        self.not_on_cards: dict[str, str] = {}
         self.outcomes: dict[tuple[int, bool], list[dict[str, Outcome]] | BaseException] = {}
 
-    def on(self, *sizes: int, rare: bool = False) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
-        """Registers a module-level function of the rank and the number of ranks; a `rare` one is for `--all` only."""
+    def on(
+        self, *sizes: int, rare: bool = False, not_on_cards: str = ""
+    ) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
+        """Registers a module-level function of the rank and the number of ranks.
+
+        Args:
+            rare: whether it is for `--all` only.
+            not_on_cards: why it is left out with `--cards`.
+        """
 
         def register(fn: Callable[[int, int], None]) -> Callable[[int, int], None]:
+            if not_on_cards:
+                self.not_on_cards[fn.__name__] = not_on_cards
             for n in sizes:
                 self.functions.setdefault((n, rare), []).append(fn)
             return fn
@@ -350,7 +368,11 @@ class Checks:
     def cases(self) -> list[Any]:
         """Parameters `n, name` for each function and size."""
         found = [(n, fn.__name__, rare) for (n, rare), functions in self.functions.items() for fn in functions]
-        return [pytest.param(n, name, marks=[pytest.mark.rare] * rare, id=f"{n}-{name}") for n, name, rare in found]
+        return [pytest.param(n, name, marks=self._marks(name, rare), id=f"{n}-{name}") for n, name, rare in found]
+
+    def _marks(self, name: str, rare: bool) -> list[pytest.MarkDecorator]:
+        reason = self.not_on_cards.get(name)
+        return [pytest.mark.rare] * rare + ([pytest.mark.not_on_cards(reason)] if reason else [])
 
     def expect(self, n: int, name: str) -> None:
         """Fails with the traceback of the first rank on which the function failed."""
@@ -361,9 +383,9 @@ class Checks:
         if isinstance(outcome, BaseException):
             raise outcome
         BILL.ranks += max((found[name].cpu for found in outcome if name in found), default=0.0)
-        for rank, found in enumerate(outcome):
-            assert name in found, f"not run on rank {rank}: {list(found)[-1]} failed before"
-            assert not found[name].failure, f"on rank {rank} of {n}:\n{found[name].failure}"
+        for found in outcome:
+            assert name in found, f"not run: {list(found)[-1]} failed before"
+            assert not found[name].failure, found[name].failure
 
     def _launched(self, n: int, rare: bool) -> list[dict[str, Outcome]] | BaseException:
         """What all functions of a size did. A test pays for its own, not for being the first that asked."""
@@ -371,6 +393,8 @@ class Checks:
         chosen = [fn for fn in self.functions[n, rare] if (RUNNING.file, n, fn.__name__) in SELECTED]
         try:
             return run_ranks(_in_turn, n, chosen, timeout=self.timeout, fresh=self.fresh, cards=self.cards)
+        except CheckFailed as failed:
+            return [failed.outcomes]
         except Exception as error:
             return error
         finally:
@@ -382,22 +406,24 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def _in_turn(rank: int, n: int, functions: Sequence[Callable[[int, int], None]]) -> dict[str, Outcome]:
-    """Outcomes by name. Ends at the first failure on any rank: then nothing is in step."""
-    found: dict[str, Outcome] = {}
+    """Returns the outcomes by name; raises `CheckFailed` at the first failure, for then nothing is in step.
+
+    A rank that failed starts no collective: its peers may be in one, would take it for theirs, and where sizes differ
+    gloo aborts the process. They wait until they are ended.
+    """
+    outcomes: dict[str, Outcome] = {}
     for fn in functions:
         torch.manual_seed(0)
-        began, failure = time.process_time(), ""
+        began = time.process_time()
         try:
             with warnings.catch_warnings():
                 fn(rank, n)
         except BaseException as error:  # pytest's own failures are no Exceptions
-            failure = "".join(traceback.format_exception(error))
-        found[fn.__name__] = Outcome(failure, time.process_time() - began)
-        failed = torch.tensor(bool(failure), dtype=torch.int32)
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
-        if failed:
-            break
-    return found
+            failure = f"on rank {rank} of {n}:\n" + "".join(traceback.format_exception(error))
+            raise CheckFailed(outcomes | {fn.__name__: Outcome(failure, time.process_time() - began)}) from None
+        outcomes[fn.__name__] = Outcome("", time.process_time() - began)
+        dist.barrier()
+    return outcomes
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def expect_gradients(whole: nn.Module, parallel: autotp.ParallelModule, toleranc
         assert (a.grad is None) == (b.grad is None), name
         if a.grad is not None:
             mine = parallel.layouts[name].take(a.grad, parallel.mesh.rank)
-            torch.testing.assert_close(b.grad, mine, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}")
+            assert_values_close(b.grad, mine, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # ---- MLPs
@@ -241,7 +241,7 @@ def expect_equal_training(make: Callable[[], nn.Module], n: int, **how: Any) -> 
 def expect_whole(mine: nn.Module, one: nn.Module) -> None:
     """A parallel model has the state of the whole one."""
     for name, tensor in autotp.full_state_dict(mine).items():
-        torch.testing.assert_close(tensor, one.state_dict()[name], rtol=1e-11, atol=1e-12)
+        assert_values_close(tensor, one.state_dict()[name], rtol=1e-11, atol=1e-12)
 
 
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -275,9 +275,7 @@ def expect_same(whole: nn.Module, parallel: Any, context: object = "") -> None:
     for (name, mine), p in zip(whole.named_parameters(), parallel.parameters(), strict=True):
         layout = parallel.layout_of(name)
         expected = layout.take(mine.grad, parallel.mesh.rank)
-        torch.testing.assert_close(
-            p.grad, expected, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{context} {n}: {m}"
-        )
+        assert_values_close(p.grad, expected, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{context} {n}: {m}")
 
 
 def as_gathered(value: Any) -> Any:
@@ -316,9 +314,7 @@ def pair(n: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
 def expect_equal_state(whole: nn.Module, parallel: Any, tolerance: float) -> None:
     for (name, mine), theirs in zip(parallel.named_parameters(), whole.parameters(), strict=True):
         expected = parallel.layouts[name].take(theirs.detach(), parallel.mesh.rank)
-        torch.testing.assert_close(
-            mine.detach(), expected, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        assert_values_close(mine.detach(), expected, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
 class Branches(nn.Module):

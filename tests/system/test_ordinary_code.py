@@ -9,6 +9,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -24,16 +25,17 @@ import autotp
 
 checks = Checks()
 Given = dict[str, Any]
+NO_KERNEL = "the pretended device has no kernel of such convolutions"
 
 
-def ordinary(make: Callable[[], tuple[nn.Module, list[Given]]]) -> Callable[[int, int], None]:
+def ordinary(make: Callable[[], tuple[nn.Module, list[Given]]], not_on_cards: str = "") -> Callable[[int, int], None]:
     """A check on two ranks of the model that `make` returns, called with each of these arguments."""
 
     def check(rank: int, n: int) -> None:
         expect_as_on_one_device(*make(), rank, n)
 
     check.__name__ = check.__qualname__ = make.__name__
-    return checks.on(2)(check)
+    return checks.on(2, not_on_cards=not_on_cards)(check)
 
 
 def rarely_run(make: Callable[[], tuple[nn.Module, list[Given]]]) -> Callable[[int, int], None]:
@@ -72,7 +74,8 @@ def _done(model: nn.Module, given: Given, step: int) -> list[Any]:
 
 def _loss(outputs: list[Tensor]) -> Tensor:
     floats = [x for x in outputs if x.is_floating_point()]
-    return sum(((x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in floats), torch.zeros(()))
+    weights = [torch.linspace(0.5, 1.5, x.numel(), device=x.device).view(x.shape) for x in floats]
+    return sum(((x * weight).sum() for x, weight in zip(floats, weights, strict=True)), torch.zeros(()))
 
 
 def numbers(*shape: int, grad: bool = True) -> Tensor:
@@ -220,7 +223,7 @@ class Scaled(nn.Module):
         self.mlp = Plain()
 
     def forward(self, x: Tensor, scale: Any, by: Any) -> Tensor:
-        return self.mlp(x) * torch.from_numpy(scale) * float(by)
+        return self.mlp(x) * torch.from_numpy(scale).to(x.device) * float(by)
 
 
 @ordinary
@@ -338,7 +341,7 @@ class Depthwise(nn.Module):
         return self.down((F.silu(self.conv(inner)[..., : x.shape[1]]) * F.silu(gate)).mT)
 
 
-@ordinary
+@partial(ordinary, not_on_cards=NO_KERNEL)
 def depthwise_convolutions() -> tuple[nn.Module, list[Given]]:
     return Depthwise(), [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
 
@@ -358,7 +361,7 @@ class Residual(nn.Module):
         return F.avg_pool2d(F.interpolate(x + self.last(self.second(inner)), scale_factor=2, mode="bilinear"), 3)
 
 
-@ordinary
+@partial(ordinary, not_on_cards=NO_KERNEL)
 def convolutions_and_batch_norm() -> tuple[nn.Module, list[Given]]:
     return Residual(nn.BatchNorm2d(24)), [{"x": numbers(2, 8, 4, 6)}, {"x": numbers(3, 8, 6, 8)}]
 
@@ -455,7 +458,7 @@ class Dropping(nn.Module):
         for branch in (self.first, self.second):
             kept = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.6)
             x = x + branch(x) * kept.div_(0.6)
-        noise = torch.empty(x.shape[-1], dtype=x.dtype).normal_(1.0, 0.1)
+        noise = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device).normal_(1.0, 0.1)
         return x * noise * torch.empty_like(x).uniform_(0.5, 1.5)
 
 

@@ -61,7 +61,7 @@ def expect_equal_training(whole: nn.Module, n: int, optimizer: Any, tolerance: f
             optimizer.zero_grad()
             loss = model(**batch(whole, step))
             loss.backward()
-            found.append([loss.detach(), norms[model](), torch.rand(())])  # and the next draw
+            found.append([loss.detach(), norms[model](), torch.rand((), device=loss.device)])  # and the next draw
             optimizer.step()
         for a, b in zip(*found, strict=True):
             assert abs(float(a - b)) <= tolerance * float(a), (step, found)
@@ -152,12 +152,14 @@ class Copies(TorchDispatchMode):
 @checks.on(2)
 def nothing_is_copied_for_a_collective(rank: int, n: int) -> None:
     """A step copies as many tensors as one device's does."""
-    whole = gpt(n_head=6).train()
+    parallel = autotp.parallelize(gpt(n_head=6).train(), n, check_inputs="never")
+    whole = gpt(n_head=6).train().to(parallel.mesh.device)
+    given = {name: x.to(parallel.mesh.device) for name, x in batch(whole, 0).items()}
     counts = []
-    for model in (whole, autotp.parallelize(copy.deepcopy(whole), n, check_inputs="never")):
-        model(**batch(model, 0)).backward()
+    for model in (whole, parallel):
+        model(**given).backward()
         with Copies() as copies:
-            model(**batch(model, 0)).backward()
+            model(**given).backward()
         counts.append(copies.count)
     # The two sums over classes that the loss needs are in one tensor, and so in one exchange.
     assert counts[1] == counts[0] + 1, counts

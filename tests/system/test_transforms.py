@@ -51,9 +51,10 @@ def cut(parallel: autotp.ParallelModule, whole: Params, batched: bool = False) -
     """This rank's part of each of the whole model's tensors; `batched` ones have one dimension more in front."""
     take = lambda name: parallel.layouts[name].take  # noqa: E731
     rank = parallel.mesh.rank
-    return {
+    parts = {
         n: torch.stack([take(n)(row, rank) for row in t]) if batched else take(n)(t, rank) for n, t in whole.items()
     }
+    return {name: part.to(parallel.mesh.device) for name, part in parts.items()}
 
 
 def expect_equal(parallel: autotp.ParallelModule, found: Params, expected: Params, batched: bool = False) -> None:
@@ -82,7 +83,7 @@ def functional_calls(rank: int, n: int) -> None:
     expected = functional_call(whole, other, tokens())[0]
     found = functional_call(parallel, cut(parallel, other), tokens())[0]
     assert_values_close(found, expected)
-    assert not torch.allclose(found, whole(*tokens())[0])
+    assert not torch.allclose(found.cpu(), whole(*tokens())[0])
 
 
 @checks.on(2)

@@ -82,14 +82,17 @@ def lower_right_pieces(
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
 
+_NO_NUMBERS = torch.empty(0, device="cpu")
+
+
 def _lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
     """Returns attention in which the last query reads all keys, and each query before it one key less.
 
     `CausalBias` is a tensor in name only: torch's attention asks its class, by `__torch_function__`. A graph runs where
-    such questions are off, and there a CausalBias is a tensor of [2 queries keys] numbers that nobody has set. Made
-    without sizes, as here, it has no memory at all.
+    such questions are off, and there a CausalBias is a tensor of [2 queries keys] numbers that nobody has set. Here it
+    has no numbers, and no TorchDispatchMode around the call sees that it is made.
     """
-    bias = CausalBias.__new__(CausalBias)
+    bias = Tensor._make_subclass(CausalBias, _NO_NUMBERS)
     CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, query.shape[-2], key.shape[-2])
     with torch._C._EnableTorchFunction():
         return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=enable_gqa)

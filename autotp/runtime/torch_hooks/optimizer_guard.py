@@ -185,6 +185,8 @@ def _checked(
     foreign = list[str]()
     if not isinstance(optimizer, WholeMatrices):
         _expect_elementwise(optimizer, cut)
+        for parameter in parameters.values():
+            _move_state(optimizer, parameter)
         for name in cut:
             _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
         foreign = [name for name in cut if _of_another_rank(optimizer, parameters[name], parts.layout(name))]
@@ -224,6 +226,18 @@ def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: in
     kept = optimizer.state.get(parameter, {}) if parameter.shape != layout.shape else {}
     whole = [key for key, x in kept.items() if type(x) is Tensor and x.shape == layout.shape]
     kept.update({key: layout.take(kept[key], rank).to(parameter.device) for key in whole})
+
+
+def _move_state(optimizer: Optimizer, parameter: Tensor) -> None:
+    """Moves an optimizer's state to its parameter: it is from before `parallelize` moved this to a GPU.
+
+    An optimizer that is not torch's may want its state on the CPU.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    kept = optimizer.state.get(parameter, {})
+    away = [key for key, x in kept.items() if type(x) is Tensor and x.dim() > 0 and x.device != parameter.device]
+    kept.update({key: kept[key].to(parameter.device) for key in away})
 
 
 def _of_another_rank(optimizer: Optimizer, parameter: Tensor, layout: Layout) -> bool:

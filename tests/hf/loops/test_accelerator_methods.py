@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed as dist
-from hugging_face import Rows, expect_close, llama_in_float64
+from hugging_face import Rows, expect_close, llama_in_float64, on_cpu
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,10 +32,10 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 def loop(rank: int, n: int, folder: Path, accelerator_first: bool, stream: bool) -> dict[str, Any]:
     """Accumulates, clips and schedules; saves in the middle, and runs the rest again from there."""
     torch.manual_seed(rank)  # The order of rows is that of the first process.
-    made = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2) if accelerator_first else None
+    made = accelerate.Accelerator(cpu=on_cpu(n > 1), gradient_accumulation_steps=2) if accelerator_first else None
     model: Any = llama_in_float64()
     model = autotp.parallelize(model, n) if n > 1 else model
-    made = made or accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    made = made or accelerate.Accelerator(cpu=on_cpu(n > 1), gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
     rows = torch.utils.data.DataLoader(Stream() if stream else Rows(24), batch_size=2, shuffle=not stream)
@@ -86,7 +86,7 @@ def test_loop(tmp_path: Path, accelerator_first: bool, stream: bool) -> None:
     two = run_ranks(loop, 2, folders[1], accelerator_first, stream, timeout=250, fresh=True)
     for rank in range(2):
         expect_close(two[rank]["log"], one["log"])
-        assert all(torch.equal(a, b) for a, b in zip(two[rank]["ids"], one["ids"], strict=True))
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(two[rank]["ids"], one["ids"], strict=True))
         assert two[rank]["words"] == [0]
     assert [it["main"] for it in two] == [0, None]
     expect_close(two[0]["state"], one["state"])
@@ -100,10 +100,10 @@ def test_loop(tmp_path: Path, accelerator_first: bool, stream: bool) -> None:
 def configured(rank: int, n: int) -> list[str]:
     model: Any = autotp.parallelize(llama_in_float64(), n)
     config = accelerate.ParallelismConfig
-    made = accelerate.Accelerator(cpu=True, parallelism_config=config(tp_size=n))
+    made = accelerate.Accelerator(cpu=on_cpu(n > 1), parallelism_config=config(tp_size=n))
     assert made.prepare(model) is model and made.parallelism_config is None
     with pytest.raises(autotp.Error) as raised:
-        accelerate.Accelerator(cpu=True, parallelism_config=config(dp_shard_size=n))
+        accelerate.Accelerator(cpu=on_cpu(n > 1), parallelism_config=config(dp_shard_size=n))
     made.free_memory()
     del model
     gc.collect()
@@ -120,7 +120,7 @@ def beside_replicas(rank: int, n: int) -> list[str]:
     """tp=2 of four processes: what takes all of them for replicas is an error."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = autotp.parallelize(torch.nn.Linear(4, 6), mesh=mesh["tp"], example_inputs=torch.ones(2, 4))
-    made, found = accelerate.Accelerator(cpu=True), []
+    made, found = accelerate.Accelerator(cpu=on_cpu(n > 1)), []
     assert made.num_processes == 4
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made.prepare_optimizer(optimizer)
@@ -160,7 +160,7 @@ class Average:
 def registered(rank: int, n: int, folder: Path) -> str:
     """What is alike on the ranks is saved; an average of cut weights would be the first rank's parts."""
     model: Any = autotp.parallelize(llama_in_float64(), n)
-    made = accelerate.Accelerator(cpu=True)
+    made = accelerate.Accelerator(cpu=on_cpu(n > 1))
     made.prepare(model)
     alike = Average(torch.nn.Linear(2, 2).requires_grad_(False))
     alike.kept = {"w": torch.ones(2), "n": 3}
@@ -178,7 +178,7 @@ def tied(rank: int, n: int, folder: Path) -> dict[str, Any]:
     config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64)
     model: Any = transformers.GPT2LMHeadModel(config).double().eval()
     model = autotp.parallelize(model, n) if n > 1 else model
-    made = accelerate.Accelerator(cpu=True)
+    made = accelerate.Accelerator(cpu=on_cpu(n > 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     model, optimizer = made.prepare(model, optimizer)
     made.backward(model(**{key: value[None] for key, value in Rows(1)[0].items()}).loss)
@@ -206,7 +206,7 @@ def test_registered_objects(tmp_path: Path) -> None:
 def random_states(rank: int, n: int, folder: Path) -> tuple[list[str], list[float], list[float]]:
     """The names of the files with random states; what this rank draws after saving, and again after loading."""
     model: Any = autotp.parallelize(llama_in_float64(), 2)
-    made = accelerate.Accelerator(cpu=True)
+    made = accelerate.Accelerator(cpu=on_cpu(n > 1))
     made.prepare(model)
     torch.manual_seed(rank)  # Each rank has another one, as nobody should.
     made.save_state(str(folder))
@@ -253,7 +253,7 @@ def left_before(rank: int, store: Any, save: Callable[[], Any], what: Any, name:
 def there_for_all(rank: int, n: int, folder: Path) -> tuple[Any, ...]:
     """The files are there when a rank leaves; where the first rank cannot write, all are told."""
     model: Any = autotp.parallelize(llama_in_float64(), n)
-    made, store = accelerate.Accelerator(cpu=True), dist.distributed_c10d._get_default_store()
+    made, store = accelerate.Accelerator(cpu=on_cpu(n > 1)), dist.distributed_c10d._get_default_store()
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = made.prepare(model, optimizer)
     found: list[Any] = []
@@ -264,7 +264,9 @@ def there_for_all(rank: int, n: int, folder: Path) -> tuple[Any, ...]:
     made.load_state(str(folder / "0"))
     trainer = transformers.Trainer(
         model=model,
-        args=transformers.TrainingArguments(str(folder / "trainer"), report_to=[], use_cpu=True, save_strategy="no"),
+        args=transformers.TrainingArguments(
+            str(folder / "trainer"), report_to=[], use_cpu=on_cpu(n > 1), save_strategy="no"
+        ),
     )
     trainer.create_optimizer_and_scheduler(1)
     by_trainer = partial(trainer._save_checkpoint, model, None)
@@ -298,7 +300,7 @@ def local_sgd(rank: int, n: int) -> list[Any]:
     found: list[Any] = []
     for tp in (n, n // 2):
         model: Any = autotp.parallelize(llama_in_float64(), tp)
-        made = accelerate.Accelerator(cpu=True)
+        made = accelerate.Accelerator(cpu=on_cpu(n > 1))
         model = made.prepare_model(model)
         if tp == n:
             before = model.lm_head.weight.detach().clone()

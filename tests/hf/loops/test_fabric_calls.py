@@ -17,6 +17,7 @@ from torch import nn
 import autotp
 
 pytest.importorskip("lightning")
+pytestmark = pytest.mark.not_on_cards("these loops ask Lightning for the CPU, and draw dropout from its random stream")
 STRATEGIES = ("auto", "single", "model")
 """DistributedDataParallel, which Fabric takes for several devices; each of the two others by name."""
 

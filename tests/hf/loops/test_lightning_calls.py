@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import autotp
 
 pytest.importorskip("lightning")
+pytestmark = pytest.mark.not_on_cards("these loops ask Lightning for the CPU, and draw dropout from its random stream")
 
 STEPS = 10
 STRATEGIES = ("auto", "single", "model")

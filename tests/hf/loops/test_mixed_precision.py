@@ -10,8 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hugging_face import LLAMA, Rows
+from hugging_face import LLAMA, Rows, on_cpu
 from ranks import run_ranks
+from small_models import assert_values_close
 from torch import Tensor
 
 import autotp
@@ -35,9 +36,14 @@ def llama() -> Any:
     return model
 
 
+def is_parallel(model: Any) -> bool:
+    return isinstance(model, autotp.ParallelModule)
+
+
 def tokens_of(model: Any, **how: Any) -> list[list[int]]:
     prompt = {"input_ids": torch.tensor([[3, 40, 9], [90, 2, 55]]), "attention_mask": torch.ones(2, 3).long()}
     torch.manual_seed(1)
+    prompt = {name: x.to(model.device) for name, x in prompt.items()}
     found = model.generate(**prompt, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0, **how)
     tokens: list[list[int]] = (found if isinstance(found, Tensor) else found.sequences).tolist()
     return tokens
@@ -61,7 +67,7 @@ def forms_of(model: Any) -> dict[str, list[list[int]]]:
     process = generation.process_logits
     with patch.object(generation, "process_logits", noted):
         found = {name: tokens_of(model, **how) for name, how in FORMS.items()}
-    assert got == ([Sharded] * 2 * NEW + [Tensor] * NEW if isinstance(model, autotp.ParallelModule) else [])
+    assert got == ([Sharded] * 2 * NEW + [Tensor] * NEW if is_parallel(model) else [])
     return found
 
 
@@ -75,7 +81,8 @@ def by_trainer(model: Any, folder: Path) -> list[Any]:
                 inside.append(tokens_of(model, do_sample=False))
 
     arguments = transformers.TrainingArguments(
-        str(folder), bf16=True, use_cpu=True, max_steps=2, per_device_train_batch_size=2, learning_rate=1e-5,
+        str(folder), bf16=True, use_cpu=on_cpu(is_parallel(model)), max_steps=2,
+        per_device_train_batch_size=2, learning_rate=1e-5,
         per_device_eval_batch_size=2, report_to=[], disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
     seen: list[tuple[str, tuple[int, ...]]] = []
@@ -96,12 +103,12 @@ def by_trainer(model: Any, folder: Path) -> list[Any]:
 
 def by_accelerator(model: Any, folder: Path) -> list[Any]:
     """And the logits beside the loss of a step, which accelerate casts to float32."""
-    made = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    made = accelerate.Accelerator(cpu=on_cpu(is_parallel(model)), mixed_precision="bf16")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     wrapped, optimizer = made.prepare(model, optimizer)
     rows = torch.stack([Rows(2)[i]["input_ids"] for i in range(2)])
     out = wrapped.train()(input_ids=rows, labels=rows)
-    if isinstance(model, autotp.ParallelModule):
+    if is_parallel(model):
         assert isinstance(out.logits, Sharded) and out.logits.dtype is torch.float32
         expect_refused(out.logits, rows)
     logits = autotp.gather(out.logits)
@@ -135,7 +142,7 @@ def on_ranks(rank: int, n: int, folder: Path) -> tuple[Any, ...]:
         found.append(train(model, folder / str(n)))
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     model = llama().eval()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu" if on_cpu(n > 1) else "cuda", torch.bfloat16):
         return *found, forms_of(autotp.parallelize(model, n) if n > 1 else model)
 
 
@@ -146,4 +153,4 @@ def test_tokens_are_those_of_one_device(n: int, tmp_path: Path) -> None:
     *words, norms = one[1]
     for found in run_ranks(on_ranks, n, tmp_path, timeout=250, fresh=True):
         assert (found[0], found[1][:-1], found[2]) == (one[0], words, one[2])
-        torch.testing.assert_close(found[1][-1], norms, rtol=2e-2, atol=1e-3)  # Products of bfloat16.
+        assert_values_close(found[1][-1], norms, rtol=2e-2, atol=1e-3)  # Products of bfloat16.

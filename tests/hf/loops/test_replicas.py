@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hugging_face import Rows, expect_close, llama_in_float64
+from hugging_face import Rows, expect_close, llama_in_float64, on_cpu
 from ranks import run_ranks
 
 import autotp
@@ -60,7 +60,7 @@ def loop(rank: int, n: int, tp: int, folder: Path, kind: str) -> dict[str, Any]:
         torch.nn.init.normal_(model.lm_head.weight) if rank else None
         model = autotp.parallelize(model, tp)
     plain = accelerate.DataLoaderConfiguration(dispatch_batches=kind == "dispatched")
-    made = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=plain)
+    made = accelerate.Accelerator(cpu=on_cpu(tp > 1), gradient_accumulation_steps=2, dataloader_config=plain)
     assert (made.num_processes, made.process_index) == (replicas, rank // tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 6 * replicas)  # accelerate steps it as often.
@@ -106,7 +106,8 @@ def test_accelerate_loop(tmp_path: Path, kind: str) -> None:
     found = run_ranks(loop, 4, 2, tmp_path / "four", kind, timeout=300)
     for it in found:
         expect_close(it["log"], expected["log"])
-        assert all(torch.equal(a.sort(0)[0], b.sort(0)[0]) for a, b in zip(it["ids"], expected["ids"], strict=True))
+        pairs = zip(it["ids"], expected["ids"], strict=True)
+        assert all(torch.equal(a.cpu().sort(0)[0], b.sort(0)[0]) for a, b in pairs)
         assert it["seen"] == expected["seen"]
     state = {name.removeprefix("module."): x for name, x in expected["state"].items()}
     expect_close(found[0]["state"], state)
@@ -121,11 +122,12 @@ def calls(rank: int, n: int) -> dict[str, Any]:
     state, operations = accelerate.PartialState(), accelerate.utils
     found: dict[str, Any] = {"index": (made.num_processes, made.process_index, made.local_process_index)}
     found["first"] = made.is_main_process, made.is_local_main_process, made.is_last_process, state.is_last_process
-    one = torch.tensor([10.0 * rank])
+    one = torch.tensor([10.0 * rank], device=made.device)
     found["gather"] = made.gather(one).tolist(), made.gather_for_metrics({"a": one})["a"].tolist()
-    found["numbers"] = made.gather(torch.tensor(rank)).tolist(), made.reduce(one, "mean").item()
+    found["numbers"] = made.gather(torch.tensor(rank, device=made.device)).tolist(), made.reduce(one, "mean").item()
     found["sum"] = made.reduce(one).item()
-    found["padded"] = made.gather(made.pad_across_processes(torch.ones(1 + rank // 2), dim=0)).tolist()
+    ones = torch.ones(1 + rank // 2, device=made.device)
+    found["padded"] = made.gather(made.pad_across_processes(ones, dim=0)).tolist()
     found["objects"] = operations.gather_object([rank]), made.gather_for_metrics([f"row {rank}"])
     found["sent"] = operations.broadcast(one.clone(), 1).item(), operations.broadcast_object_list([rank], 1)
     with made.split_between_processes(list(range(5))) as mine:
@@ -190,7 +192,7 @@ def trained(rank: int, n: int, tp: int, folder: Path, by_replica: bool) -> dict[
             str(folder), per_device_train_batch_size=4 * tp // n, per_device_eval_batch_size=4 * tp // n,
             gradient_accumulation_steps=2, max_steps=6, logging_steps=1, eval_strategy="steps", eval_steps=2,
             save_strategy="steps", save_steps=2, learning_rate=1e-2, adam_epsilon=1e-2, max_grad_norm=1.0,
-            load_best_model_at_end=resumed is None, metric_for_best_model="loss", report_to=[], use_cpu=True,
+            load_best_model_at_end=resumed is None, metric_for_best_model="loss", report_to=[], use_cpu=on_cpu(tp > 1),
             disable_tqdm=True, average_tokens_across_devices=not by_replica,
         )  # fmt: skip
         trainer = transformers.Trainer(
@@ -231,7 +233,7 @@ def beside(rank: int, n: int, folder: Path) -> list[Any]:
     """Random states of each replica; what is written fails on all ranks, or is refused on all."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     model: Any = autotp.parallelize(llama_in_float64(), 2)
-    made = accelerate.Accelerator(cpu=True)
+    made = accelerate.Accelerator(cpu=on_cpu(True))
     accelerate.utils.set_seed(7, device_specific=True)
     made.prepare(model)
     made.save_state(str(folder / "state"))
@@ -242,7 +244,7 @@ def beside(rank: int, n: int, folder: Path) -> list[Any]:
     if rank == 0:
         (folder / "file").write_text("")
     made.wait_for_everyone()
-    arguments = transformers.TrainingArguments(str(folder), report_to=[], use_cpu=True)
+    arguments = transformers.TrainingArguments(str(folder), report_to=[], use_cpu=on_cpu(True))
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(4))
     trainer.create_optimizer_and_scheduler(1)
     elsewhere = str(folder / ("state", "state", "nowhere", "nowhere")[rank])

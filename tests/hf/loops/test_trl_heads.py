@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face import LLAMA, expect_close, texts, words
+from hugging_face import LLAMA, expect_close, on_cpu, texts, words
 from ranks import run_ranks
 from small_models import assert_values_close
 
@@ -63,8 +63,8 @@ def trained(
     make, settings, more = kinds[kind]
     arguments = settings(
         str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1,
-        report_to=[], use_cpu=True, bf16=bf16, gradient_checkpointing=bf16, disable_tqdm=True, learning_rate=1e-2,
-        adam_epsilon=1e-2, max_length=16, save_strategy="no",
+        report_to=[], use_cpu=on_cpu((tp or n) > 1), bf16=bf16, gradient_checkpointing=bf16, disable_tqdm=True,
+        learning_rate=1e-2, adam_epsilon=1e-2, max_length=16, save_strategy="no",
     )  # fmt: skip
     trainer = make(
         model=model(0), args=arguments, train_dataset=Dataset.from_list(rows), processing_class=words(), **more

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from ranks import Checks
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.ops.attention.causal_rows import causal_rows, lower_right_pieces
@@ -150,6 +151,20 @@ def test_pieces_by_the_kernels_of_any_device(heads: int, kv_heads: int, pieces: 
     with torch._C.DisableTorchFunctionSubclass():
         found = lower_right_pieces(q[..., rows, :], k, v, pieces, 0.3, heads != kv_heads)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_mode_around_the_call() -> None:
+    """Selective checkpointing is one: it sees the operators, each with a tensor that it may keep."""
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = inputs(6)
+    expected = lower_right_pieces(q[:, :, 2:], k, v, [(2, 6)], 0.3, False)
+    with Sees():
+        found = lower_right_pieces(q[:, :, 2:], k, v, [(2, 6)], 0.3, False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class Decoder(nn.Module):

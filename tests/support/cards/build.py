@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -34,7 +35,11 @@ def built() -> Path:
     """
     path = _folder() / "pretended_cards.so"
     if not path.exists():
-        _compile(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # One process compiles, which takes gigabytes; the others wait for it.
+            if not path.exists():
+                _compile(path)
     return path
 
 
@@ -63,7 +68,6 @@ def _compile(path: Path) -> None:
     if shutil.which(COMPILER) is None:
         raise NoCompiler(f"no C++ compiler ({COMPILER}), so no cards are pretended")
     root = Path(torch.__file__).parent
-    path.parent.mkdir(parents=True, exist_ok=True)
     includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_EXTENSION_NAME=pretended_cards"]
     command += [f"-I{folder}" for folder in includes]
@@ -73,7 +77,7 @@ def _compile(path: Path) -> None:
         linked = Path(folder, path.name)
         libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", f"-Wl,-rpath,{root}/lib"]
         _run_all([[COMPILER, "-shared", *map(str, objects), "-o", str(linked), f"-L{root}/lib", *libraries]])
-        os.replace(linked, path)  # Processes that compile at the same time replace each other's whole library.
+        os.replace(linked, path)  # Who does not wait sees a whole library or none.
 
 
 def _run_all(commands: list[list[str]]) -> None:

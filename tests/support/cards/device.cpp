@@ -15,6 +15,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
@@ -454,6 +455,15 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, c
       DispatchKeySet(DispatchKey::CUDA), dtype.value_or(c10::get_default_dtype_as_scalartype()));
 }
 
+// Derivatives that are zero, of forward mode, have no memory.
+at::Tensor zero_without_memory(c10::SymIntArrayRef size, c10::optional<at::ScalarType> dtype,
+                               c10::optional<at::Layout>, c10::optional<Device> device, c10::optional<bool>) {
+  at::native::ZeroTensorAllocator allocator(here(device));
+  const auto keys = DispatchKeySet(DispatchKey::CUDA) | DispatchKeySet(DispatchKey::ZeroTensor);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, keys,
+                                   dtype.value_or(c10::get_default_dtype_as_scalartype()), c10::nullopt);
+}
+
 at::Tensor host_side(const at::Tensor& x) { return x.is_cuda() ? on_host(x) : x; }
 
 at::Tensor& copy_into(at::Tensor& target, const at::Tensor& source, bool non_blocking) {
@@ -530,6 +540,11 @@ at::Tensor& set_storage(at::Tensor& x, at::Storage storage, c10::SymInt offset, 
   return set_geometry(x, storage, offset.expect_int(), C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
 }
 
+at::Tensor& set_whole_storage(at::Tensor& x, at::Storage storage) {
+  const auto elements = static_cast<int64_t>(storage.nbytes() / x.element_size());
+  return set_geometry(x, storage, 0, {elements}, {1});
+}
+
 at::Tensor& set_tensor(at::Tensor& x, const at::Tensor& source) {
   return set_geometry(x, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
@@ -580,7 +595,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
                 query.device());
     if (bias->scalar_type() == at::kBool)
       bias = at::zeros_like(*bias, query.options().requires_grad(false))
-                 .masked_fill_(bias->logical_not(), -std::numeric_limits<double>::infinity());
+                 .masked_fill(bias->logical_not(), -std::numeric_limits<double>::infinity());
   }
   // A capture asks for shapes, with tensors that no card has.
   if (!query.key_set().has(c10::DispatchKey::Python)) report(bias && bias->defined() ? "attention with a mask" : "attention that a flash kernel computes", 0);
@@ -591,12 +606,14 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty_memory);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &zero_without_memory);
   m.impl("copy_", &copy_into);
   m.impl("_copy_from", &copy_from);
   m.impl("_to_copy", &to_copy);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("as_strided", &as_strided);
   m.impl("view", &view);

@@ -13,6 +13,7 @@
 #include "device.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
@@ -227,6 +228,19 @@ class Watchdog {
   std::deque<Ptr<LateWork>> works_;
   bool started_ = false;
 };
+
+// ---- what DistributedDataParallel asks a device for: the times of its events, by the host's clock
+
+class DeviceTimer final : public Timer {
+ public:
+  explicit DeviceTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    const auto from = getTimeRef(start), to = getTimeRef(end);
+    if (from < 0 || to < from) return std::nullopt;
+    return to - from;
+  }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, DeviceTimer);
 
 // ---- the backend
 
