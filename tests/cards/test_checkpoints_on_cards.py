@@ -28,7 +28,7 @@ class Average:
     """Tensors of the card that are saved by name."""
 
     def __init__(self, value: float = 1.0) -> None:
-        self.values = {f"{i}": torch.full((3, 3), value + i, device="cuda") for i in range(4)}
+        self.values = {f"{i}": torch.full((3, 3), value + i, device="cuda") for i in range(5)}
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.values

@@ -198,6 +198,22 @@ def a_loss_of_cast_logits(rank: int, n: int) -> None:
         nn.functional.cross_entropy(out.float().flatten(0, 1), given["y"].flatten())
 
 
+@checks.on(2)
+def logits_in_mixed_precision(rank: int, n: int) -> None:
+    """In bfloat16 and float16, cast as wrappers around a model cast what it returns: they stay cut."""
+    for dtype in (torch.bfloat16, torch.float16):
+        whole, parallel, given = both(n)
+        whole, parallel = whole.float(), parallel.float()
+        with torch.autocast("cpu", dtype):
+            expected, found = whole(**given)["logits"], parallel(**given)["logits"]
+        assert isinstance(found, Sharded) and found.dtype == dtype
+        for cast in (found.float(), found.to(torch.float32), found.detach().clone(), found.type_as(torch.ones(1))):
+            assert isinstance(cast, Sharded) and cast.shape == expected.shape
+            torch.testing.assert_close(autotp.gather(cast).float(), expected.float(), rtol=0.02, atol=0.02)
+        with pytest.raises(autotp.Error, match=r"^`argmax` of a tensor \[2, 6, 97@tp\]"):
+            found.float().argmax(-1)
+
+
 class AsOfDDP(torch.autograd.Function):
     """Stands between a model and its caller, as DDP's own function does; DDP itself needs NCCL's events."""
 
