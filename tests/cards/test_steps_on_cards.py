@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from cards.pretend import has_priority
 from cards.spies import host_waits
-from ranks import Checks, run_ranks
+from ranks import Checks, run_ranks, shared
 from small_models import gpt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -227,13 +227,14 @@ def a_loss_that_is_not_finite_is_an_error_that_names_its_step(rank: int, n: int)
 @checks.on(2)
 def a_checkpoint_waits_for_the_losses(rank: int, n: int) -> None:
     trainer, optimizer = started((1, 2, 1))
+    folder = shared(rank)
     ended(trainer, optimizer, range(2))
     with torch.no_grad():
         for parameter in trainer.parameters():
             parameter.fill_(torch.inf)
     ended(trainer, optimizer, range(2, 3))
-    told = message(lambda: autotp.save_checkpoint("not-written", trainer, optimizer, step=3))
-    assert told.startswith("save_checkpoint: the loss of step 3 is nan: `")
+    told = message(lambda: autotp.save_checkpoint(folder, trainer, optimizer, step=3))
+    assert not list(folder.glob("*step-*")) and told.startswith("save_checkpoint: the loss of step 3 is nan: `")
 
 
 @checks.on(2)
