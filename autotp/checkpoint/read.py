@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content
+from autotp.checkpoint.files.staging import copy_into
 from autotp.checkpoint.keys import (
     PARAMETER_ENTRIES,
     SEPARATOR,
@@ -205,7 +206,8 @@ def _moment(manifest: Manifest, parts: Holdings, name: str, key: str, whole: boo
         return manifest.value(manifest.about["values"][at])
     shape = manifest.pieces(at).shape
     if whole:
-        return manifest.whole(at).to(parts.held[name].device if shape else "cpu")
+        value = manifest.whole(at)
+        return _on_device(value, parts.held[name].device) if shape else value
     if shape not in (parts.shapes[name], ()):
         raise Error(f"{manifest.folder} has {at} of {list(shape)}, and the parameter is {list(parts.shapes[name])}")
     return _part(manifest, at, parts, name) if shape == parts.shapes[name] else manifest.whole(at)
@@ -304,7 +306,7 @@ def load_state(found: ReadState, trainer: Trainer, parts: Holdings, optimizers: 
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             states[parameter] = {
-                key: value.to(trainer.place.device) if on_device and isinstance(value, Tensor) else value
+                key: _on_device(value, trainer.place.device) if on_device and isinstance(value, Tensor) else value
                 for key, value in found.optimizer[parameter].items()
             }
     optimizers.replace_states(states)
@@ -316,4 +318,13 @@ def load_state(found: ReadState, trainer: Trainer, parts: Holdings, optimizers: 
 
 def _on_device_of(old: Any, new: Any) -> Any:
     """Returns an option that was read, on the device of the option that it replaces."""
-    return new.to(old.device) if isinstance(old, Tensor) and isinstance(new, Tensor) else new
+    return _on_device(new, old.device) if isinstance(old, Tensor) and isinstance(new, Tensor) else new
+
+
+def _on_device(value: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device; the host does not wait for a card."""
+    if value.device == device:
+        return value
+    there = torch.empty_like(value, device=device)
+    copy_into(there, value)
+    return there

@@ -68,7 +68,8 @@ def save_checkpoint(
         trainer: as `distribute` returned it.
         optimizer: the optimizer of the trainer's parameters; or a list of optimizers, each of other parameters.
         step: the number of steps done.
-        wait: False copies the state to the CPU, and writes while training goes on. The next save and `.result()` of the
+        wait: False copies the state to the CPU, and writes while training goes on; a GPU's state is copied to pinned
+            memory, and the next step on the GPU waits for that, not the program. The next save and `.result()` of the
             future wait for the writing and raise its error. The end of the program also waits; after an error, the exit
             status is 1.
         more: name -> object with a `state_dict()` of tensors and plain data, such as a schedule or a scaler. The state
@@ -78,8 +79,8 @@ def save_checkpoint(
         Error: on every rank. It was called within a step, for example by the handler of a signal, or in another thread
             than the one that trains; a checkpoint of this step exists; another process saves into the folder; the
             folder cannot be written; the optimizer has parameters that are not the trainer's, state that is not shaped
-            like its parameter, or state that belongs to no parameter; `more` differs between ranks; or ranks that hold
-            the same tensor hold different values.
+            like its parameter, or state that belongs to no parameter; `more` differs between ranks; ranks that hold the
+            same tensor hold different values; or the loss of a last step on a GPU was infinite or undefined.
 
     Example:
         `Regression` is a linear layer whose `forward(x, y)` returns the mean squared error.
@@ -97,7 +98,6 @@ def save_checkpoint(
         _expect_between_steps("save_checkpoint")
         _expect_own_thread(trainer)
         agree(trainer.everyone, lambda: _finish(trainer))
-        trainer.expect_finite_losses()
         at = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
         state = agree(trainer.everyone, lambda: state_to_write(at, trainer, optimizer, step, more))
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
@@ -184,6 +184,7 @@ def load_checkpoint(
         load_more(more, saved.more, trainer)
         load_state(saved, trainer, parts, optimizers)
         trainer.steps = manifest.about["step"]
+        trainer.late.forget()
         return step
 
     return within("load_checkpoint", run)
@@ -331,7 +332,12 @@ class Saving(Future[None]):
 
     `result` raises the save's error. If nobody calls `result`, the error is printed at the end of the program, and the
     exit status is 1.
+
+    Attributes:
+        told: whether `result` has raised the error.
     """
+
+    told = False
 
     def __init__(self, run: Callable[[], None]) -> None:
         super().__init__()
@@ -349,6 +355,7 @@ class Saving(Future[None]):
             super().result(timeout)
         finally:
             if self.done():
+                self.told = self.exception() is not None
                 self._join()
                 self._at_end.cancel()
 
@@ -382,7 +389,7 @@ class Saving(Future[None]):
 
 
 def _finish(trainer: Trainer) -> None:
-    """Waits for the save that is under way, and raises its error."""
+    """Waits for the save that is under way, and raises its error, unless it was raised before."""
     saving, trainer.saving = trainer.saving, None
-    if saving is not None:
+    if isinstance(saving, Saving) and not saving.told:
         saving.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -106,8 +107,9 @@ def _write_shard(
             return file
 
         file = agree(mesh, lambda: _or_error(new, begin))
+        writer = stack.enter_context(ThreadPoolExecutor(1, "autotp.save_pretrained"))
         for name in shard.names:
-            agree(mesh, lambda name=name: _stream(file, tensors[name]))  # type: ignore[misc]
+            agree(mesh, lambda name=name: _stream(file, tensors[name], writer))  # type: ignore[misc]
             count(nbytes(tensors[name]))
         agree(mesh, lambda: _or_error(new, stack.close))
     return file
@@ -126,22 +128,30 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
     opened.close()
 
 
-def _stream(file: SummedFile | None, source: Source) -> None:
-    """Writes a tensor block by block. `file`: None except on the first rank
+def _stream(file: SummedFile | None, source: Source, writer: Executor) -> None:
+    """Writes a tensor block by block: `writer` writes a block while the next is gathered. `file`: None but on the first
 
     The other ranks send all blocks, so an error is raised after the last block.
     """
     box = whole_box(source.shape)
-    problem: Exception | None = None
+    problem: OSError | None = None
+    written: Future[None] | None = None
     for block in blocks_of_box(box, source.dtype.itemsize) if sliceable(source) else [box]:
         part = source.read(block)
-        try:
-            if file is not None and problem is None:
-                append_tensor(file, part)
-        except OSError as error:
-            problem = error
+        problem = problem or _problem(written)
+        if file is not None and problem is None:
+            written = writer.submit(append_tensor, file, part)
+    problem = problem or _problem(written)
     if problem is not None:
         raise _failed(problem, Path(file.name if file else ""))
+
+
+def _problem(written: Future[None] | None) -> OSError | None:
+    """Waits until a block was written; returns the exception of the file system, if it fails."""
+    try:
+        return None if written is None else written.result()
+    except OSError as error:
+        return error
 
 
 def _write_rest(

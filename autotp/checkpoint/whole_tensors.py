@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotp.checkpoint.files.tensor_sources import Box, Shape
+from autotp.checkpoint.files.tensor_sources import Box, Shape, blocks_of_box
 from autotp.distributed.mesh import Mesh, group_of
 from autotp.groups.one_thread import in_collective
+from autotp.groups.process_group import backend_of
 from autotp.sharding.layout import Layout, Range
 
 
@@ -33,39 +35,50 @@ class GatheredTensor:
     def read(self, box: Box) -> Tensor:
         """Returns the elements in `box` on the first rank's CPU; on the others a tensor of this shape on meta.
 
-        The first holder of each part of the box sends it to the first rank, so no rank has more than the box.
+        NOTE [Parts are summed]
+        The first holder of each part of a block has it, and the others have zeros: the sum of bytes on the first rank
+        is the block. So the group of the model is enough, where sending from one rank to another would make NCCL
+        connect these two, and each rank has a block at most.
         """
-        sizes = [b - a for a, b in box]
-        first = self.mesh.rank == 0
-        elements = torch.empty(sizes, dtype=self.dtype, device="cpu" if first else "meta")
-        dim = self.layout.dim
-        if dim is None:
+        first, on_card = self.mesh.rank == 0, self.local.is_cuda
+        sizes, blocks = [b - a for a, b in box], list(blocks_of_box(box, self.dtype.itemsize))
+        if first and not on_card and len(blocks) == 1:
+            return self._gathered(box)
+        elements = torch.empty(sizes, dtype=self.dtype, device="cpu" if first else "meta", pin_memory=first and on_card)
+        for block in blocks:
+            found = self._gathered(block)
             if first:
-                elements.copy_(self._part(box))
-            return elements
-        for rank, (start, stop) in first_holders(self.layout, box[dim]):
-            at = box[dim][0]
-            part = self._moved((*box[:dim], (start, stop), *box[dim + 1 :]), rank)
-            if part is not None:
-                elements.narrow(dim, start - at, stop - start).copy_(part)
+                place = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(block, box, strict=True))
+                elements[place].copy_(found, non_blocking=True)
+        if first and on_card:
+            torch.cuda.current_stream(self.local.device).synchronize()
         return elements
 
-    def _moved(self, box: Box, rank: int) -> Tensor | None:
-        """Sends a box of `rank`'s part to the first rank and returns it there; returns None on the others."""
-        mine = self._part(box) if rank == self.mesh.rank else None
-        if rank == 0:
-            return mine
-        group = group_of(self.mesh)
-        # gloo sends between two processes only from the CPU's memory; as bytes, because it lacks some dtypes.
-        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.mesh.device
-        with in_collective("save_pretrained", group.group_name):
-            if mine is not None:
-                dist.send(mine.to(device).contiguous().view(-1).view(torch.uint8), group=group, group_dst=0)
-            if self.mesh.rank:
-                return None
-            got = torch.empty([b - a for a, b in box], dtype=self.dtype, device=device)
-            dist.recv(got.view(-1).view(torch.uint8), group=group, group_src=rank)
-        return got
+    def _gathered(self, block: Box) -> Tensor:
+        """Returns the elements of a block on the first rank; on the others a tensor without a meaning."""
+        dim = self.layout.dim
+        if dim is None:
+            return self._part(block)
+        holders = first_holders(self.layout, block[dim])
+        found = self._mine(block, holders)
+        if any(rank for rank, _ in holders):
+            group = group_of(self.mesh)
+            if backend_of(group.group_name, found.device.type) == "gloo":  # It sums on the CPU only.
+                found = found.cpu()
+            with in_collective("save_pretrained", group.group_name):
+                dist.reduce(found.view(-1).view(torch.uint8), group=group, group_dst=0)
+        return found
+
+    def _mine(self, block: Box, holders: Sequence[tuple[int, Range]]) -> Tensor:
+        """Returns a block with the elements that this rank is to give, and zeros."""
+        dim = self.layout.dim
+        assert dim is not None
+        found = torch.zeros([b - a for a, b in block], dtype=self.dtype, device=self.local.device)
+        for rank, (start, stop) in holders:
+            if rank == self.mesh.rank:
+                place = found.narrow(dim, start - block[dim][0], stop - start)
+                place.copy_(self._part((*block[:dim], (start, stop), *block[dim + 1 :])))
+        return found
 
     def _part(self, box: Box) -> Tensor:
         """Returns the elements of `box`, which is within one of this rank's ranges."""

@@ -19,6 +19,7 @@ from autotp.checkpoint.files.atomic_folder import sync_path
 from autotp.checkpoint.files.checksums import bytes_of, write_whole
 from autotp.checkpoint.files.folder_lock import claim
 from autotp.checkpoint.files.plain_json import encode
+from autotp.checkpoint.files.staging import Staging
 from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
 from autotp.checkpoint.keys import (
     PARAMETER_ENTRIES,
@@ -40,12 +41,15 @@ from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings, expect_all_saved, holdings_of
 from autotp.sharding.boxes import local_of
+from autotp.training.step_facts import StepFacts, expect_finite
 from autotp.training.trainer import Trainer
 
 T = TypeVar("T")
 Holders = dict[tuple[Any, ...], list[tuple[int, int]]]
 """(key, first index, bytes) of an item -> the ranks that have it, each with the item's number on that rank."""
 UNFINISHED = ".new"
+SAVED_BY_NAME = "what is saved by name", "save a state that all ranks share; the trainer's own differs as it must"
+"""Its name in errors, and what to do if it differs between ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class TrainingState:
         groups: for each group of the optimizer its options, and its parameters with the names of their states.
         values: key -> a value of the optimizer's state that is not a tensor.
         items: copies of tensors, so that training may go on.
+        staging: those from a card, which may not have arrived.
+        late: the facts of the last steps on a card, which arrive before the copies.
     """
 
     about: dict[str, Any]
@@ -65,6 +71,8 @@ class TrainingState:
     groups: list[Any]
     values: dict[str, Any]
     items: list[Item]
+    staging: Staging
+    late: Sequence[StepFacts]
 
 
 def state_to_write(
@@ -130,8 +138,7 @@ def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
         Error: `step` or `more` differs between ranks.
     """
     rows = gather_ints([mark, step, more], trainer.everyone)
-    share = "save a state that all ranks share; the trainer's own differs as it must"
-    for at, what, remedy in ((1, "step", "trainer.steps"), (2, "what is saved by name", share)):
+    for at, what, remedy in ((1, "step", "trainer.steps"), (2, *SAVED_BY_NAME)):
         other = [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]]
         if other:
             raise Error(f"{what} is not the same on rank {other[0]} as on rank 0", fix=remedy)
@@ -141,14 +148,14 @@ def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
 def _state(
     trainer: Trainer, parts: Holdings, optimizers: Optimizers, step: int, more: Mapping[str, Any]
 ) -> TrainingState:
-    rank, items = trainer.everyone.rank, list[Item]()
+    rank, items, staging = trainer.everyone.rank, list[Item](), Staging()
 
     def keeper(at: str) -> Callable[[Tensor], str]:
         count = itertools.count()  # Numbers the tensors of one value: the keys are the same on all ranks that hold it.
 
         def keep(tensor: Tensor) -> str:
             key = entry_key(at, next(count))
-            copied = tensor.cpu().clone()
+            copied = staging.copy(tensor)
             items.append(Item(key, (0,) * copied.dim(), tuple(copied.shape), copied))
             return key
 
@@ -162,25 +169,25 @@ def _state(
     }
     keep = keeper("more")
     shared = {name: encode(_state_dict(name, thing), f"the state of `{name}`", keep) for name, thing in more.items()}
-    checksums = {item.key: zlib.crc32(bytes_of(item.tensor)) for item in items}
     keep = keeper(entry_key("group", rank))
     groups = [_group(group, optimizers, parts, keep) for group in optimizers.param_groups]
     for name, tensor in random_states(trainer.place.device).items():
         items.append(Item(entry_key("random", rank, name), (0,), tuple(tensor.shape), tensor))
     for name in names_held(parts):
-        items += _items_of(entry_key("model", name), parts, name, parts.held[name])
+        items += _items_of(entry_key("model", name), parts, name, parts.held[name], staging)
     values = {}
     for parameter, name, key, value in _moments(optimizers, parts):
         at = entry_key("optimizer", name, key)
         if not isinstance(value, Tensor):
             values[at] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(at))
         elif value.dim() == 0 and value.shape != parts.held[name].shape:
-            items.append(Item(at, (), (), value.detach().cpu().clone()))
+            items.append(Item(at, (), (), staging.copy(value)))
         elif optimizers.steps_whole(parameter):
-            items.append(Item(at, (0,) * value.dim(), tuple(value.shape), value.detach().to("cpu", copy=True)))
+            items.append(Item(at, (0,) * value.dim(), tuple(value.shape), staging.copy(value)))
         else:
-            items += _items_of(at, parts, name, _as_parameter(value, name, key, parts, optimizers))
-    return TrainingState(about, {"more": shared, "tensors": checksums}, groups, values, items)
+            items += _items_of(at, parts, name, _as_parameter(value, name, key, parts, optimizers), staging)
+    staging.end()
+    return TrainingState(about, shared, groups, values, items, staging, trainer.late.coming())
 
 
 def _state_dict(name: str, thing: Any) -> Any:
@@ -200,13 +207,13 @@ def _group(
     return [encode(options, "a group of the optimizer", keep), holds]
 
 
-def _items_of(key: str, parts: Holdings, name: str, tensor: Tensor) -> Iterator[Item]:
+def _items_of(key: str, parts: Holdings, name: str, tensor: Tensor, staging: Staging) -> Iterator[Item]:
     """Yields this rank's boxes of a parameter, or of a tensor cut like it, that no rank before it on the axis holds."""
     local = local_of(tensor.detach())
     if not math.prod(parts.shapes[name]):
-        yield Item(key, (0,) * local.dim(), parts.shapes[name], local.cpu())
+        yield Item(key, (0,) * local.dim(), parts.shapes[name], staging.copy(local))
     for box in parts.boxes(name, tensor):
-        yield Item(key, box.whole, parts.shapes[name], box.of(local).to("cpu", copy=True))
+        yield Item(key, box.whole, parts.shapes[name], staging.copy(box.of(local)))
 
 
 def _as_parameter(value: Tensor, name: str, key: str, parts: Holdings, optimizers: Optimizers) -> Tensor:
@@ -244,6 +251,8 @@ def write_state(state: TrainingState, path: Path, new: Path, peers: BackgroundEx
         rank = peers.mesh.rank
         choices = peers.tell(lambda: [item.choice() for item in state.items])
         holders = peers.agree(lambda: _holders(choices))
+        peers.agree(state.staging.wait)
+        expect_finite(state.late, peers.agree)
         sums = peers.tell(lambda: [_checksums(state, holders, rank), state.values])
         peers.agree(lambda: _expect_alike(choices, holders, sums))
 
@@ -296,6 +305,10 @@ def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_al
     for key, by_rank in values_of.items():
         (first, value), *others = by_rank.items()
         differ = [other for other, theirs in others if theirs != value]
+        if differ and key.partition(SEPARATOR)[2].startswith(f"more{SEPARATOR}"):
+            raise Error(
+                f"{SAVED_BY_NAME[0]} is not the same on rank {differ[0]} as on rank {first}", fix=SAVED_BY_NAME[1]
+            )
         if differ:
             problem = f"{_entry_name(key.partition(SEPARATOR)[2])} is another on rank {differ[0]} than on rank {first}"
             remedy = "the same steps on all ranks; of a cut parameter, state that is shaped as it is"
@@ -343,7 +356,7 @@ def _finish_folder(state: TrainingState, every: Sequence[Any], path: Path, new: 
     told = {json.dumps(group): group for some in groups for group in some}
     about = {
         **state.about,
-        "more": state.more["more"],
+        "more": state.more,
         "groups": list(told.values()),
         "values": {key: value for some in values for key, value in some.items()},
     }

@@ -179,7 +179,10 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta, axis: str = "glob
     def made() -> Any:
         if device is not None:  # Each thread has its own current device.
             torch.cuda.set_device(device)
-        return dist.new_group(members, timeout, backend, use_local_synchronization=True, group_desc=axis)
+        options = _with_priority(backend or dist.get_backend_config(world), timeout)
+        return dist.new_group(
+            members, timeout, backend, pg_options=options, use_local_synchronization=True, group_desc=axis
+        )
 
     with in_collective("new_group", world.group_name), without_others(members, axis):
         try:
@@ -190,6 +193,19 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta, axis: str = "glob
             told = str(error).partition(";")[0]
             fix = "TORCH_DISTRIBUTED_USE_TORCHCOMMS=0"
             raise Error(f"torch cannot make a process group of some ranks only: {told}", fix=fix) from error
+
+
+def _with_priority(backends: str, timeout: timedelta) -> Any:
+    """Returns the options of a new group whose collectives a GPU runs before products; None if NCCL is not in it.
+
+    Both are ready at the same time where backward sums one gradient and computes the next: with equal priority the
+    products may fill the GPU, and the sum begins when they end.
+    """
+    if "nccl" not in backends:
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def timeout_of(group: Any) -> timedelta:

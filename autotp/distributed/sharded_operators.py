@@ -64,7 +64,7 @@ def on_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], c
     cuts: list[Any] = []
     _mapped(lambda x: cuts.append(x) if isinstance(x, cut_type) else None, [*args, *kwargs.values()])
     if not all(map(_is_detached, cuts)):
-        raise refused(func, cuts[0], "inside a transform of torch.func")
+        raise refused(func, cuts[0], " inside a transform of torch.func")
     if has(func, Trait.SAME) and len(cuts) == 1:  # The way of a cast, which each token of `generate` takes, is short.
         return _same(cuts[0], func(cuts[0].part, *args[1:], **kwargs))
     composed = func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
@@ -103,7 +103,7 @@ def refused(func: Any, cut: Any, where: str = "") -> Error:
     name = str(func._schema.name).removeprefix("aten::") if isinstance(func, OpOverload) else str(func)
     shape = ", ".join(f"{n}@{cut.mesh.axis}" if d == cut.cut[0] else str(n) for d, n in enumerate(cut.shape))
     return Error(
-        " ".join(filter(None, (f"`{name}` of a tensor [{shape}] of which each rank holds a part", where))),
+        f"`{name}` of a tensor [{shape}] of which each rank holds a part{where}",
         fix="autotp.gather(tensor) on all ranks, which is whole, with its gradient",
         alternative='parallelize(..., outputs="full")',
     )

@@ -174,15 +174,15 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
-        ctx.layout, ctx.mesh = layout, mesh
+        ctx.set_materialize_grads(False)  # DDP runs it for an output that nobody reads, with no gradient.
         return Sharded(part.detach(), layout, mesh)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if not isinstance(gradient, Sharded):  # Zeros that torch makes, of the whole's shape, under DDP.
-            if gradient.any():
-                raise Error("a whole gradient of a tensor that is cut", fix="autotp.gather(tensor).backward(gradient)")
-            return ctx.layout.take(gradient, ctx.mesh.rank), None, None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if gradient is None:
+            return None, None, None
+        if not isinstance(gradient, Sharded):
+            raise Error("a whole gradient of a tensor that is cut", fix="autotp.gather(tensor).backward(gradient)")
         return gradient.to_local(), None, None
 
 

@@ -10,8 +10,9 @@ which names the step that it was of. On the CPU the values are there at once, an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import NoReturn
 
@@ -95,17 +96,31 @@ class LateFacts:
             Error: on every rank, if a loss among them is infinite or undefined. Then later ones are forgotten.
         """
         self._arrived = [self._coming.popleft() for _ in range(count)]
-        for facts in self._arrived:
-            if facts.loss is not None and not torch.isfinite(facts.loss):
-                assert facts.finite is not None
-                self._coming.clear()
-                raise_nonfinite(float(facts.loss), facts.step, facts.names, facts.finite, everyone)
+        try:
+            expect_finite(self._arrived, partial(agree, everyone))
+        except Error:
+            self.forget()
+            raise
 
-    def take_all(self, everyone: Mesh) -> None:
-        """Waits for the facts of all steps, and takes them; raises Error as `take` does."""
-        for facts in self._coming:
-            facts.have_arrived(wait=True)
-        self.take(len(self._coming), everyone)
+    def coming(self) -> list[StepFacts]:
+        """Returns the facts that may be on their way."""
+        return list(self._coming)
+
+    def forget(self) -> None:
+        """Forgets the facts that may be on their way; all ranks do."""
+        self._coming.clear()
+
+
+def expect_finite(steps: Sequence[StepFacts], agreed: Callable[[Callable[[], None]], object]) -> None:
+    """Raises Error on every rank if a loss is infinite or undefined. The facts have arrived on all ranks.
+
+    Args:
+        agreed: as `raise_nonfinite` has it.
+    """
+    for facts in steps:
+        if facts.loss is not None and not torch.isfinite(facts.loss):
+            assert facts.finite is not None
+            raise_nonfinite(float(facts.loss), facts.step, facts.names, facts.finite, agreed)
 
 
 def finite_tensors(model: nn.Module) -> tuple[list[str], Tensor]:
@@ -131,15 +146,18 @@ def _values_of(tensor: Tensor) -> Tensor:
     return torch.view_as_real(dense) if dense.is_complex() else dense
 
 
-def raise_nonfinite(loss: float, step: int, names: Sequence[str], finite: Tensor, everyone: Mesh) -> NoReturn:
+def raise_nonfinite(
+    loss: float, step: int, names: Sequence[str], finite: Tensor, agreed: Callable[[Callable[[], None]], object]
+) -> NoReturn:
     """Raises Error on every rank; it names the first parameter that is not finite on any rank, else the first gradient.
 
     Args:
         names, finite: as `finite_tensors` returns them.
+        agreed: calls a function, and raises its Error on every rank.
     """
     flags: Mapping[str, bool] = dict(zip(names, finite.tolist(), strict=True))
 
-    def expect_finite(gradients: bool) -> None:
+    def name_first(gradients: bool) -> None:
         for name, is_finite in flags.items():
             if not is_finite and name.startswith("`") != gradients:
                 raise Error(
@@ -147,6 +165,6 @@ def raise_nonfinite(loss: float, step: int, names: Sequence[str], finite: Tensor
                     fix="autotp.load_checkpoint(...), and a smaller learning rate from there",
                 )
 
-    agree(everyone, lambda: expect_finite(gradients=False))
-    agree(everyone, lambda: expect_finite(gradients=True))
+    agreed(partial(name_first, gradients=False))
+    agreed(partial(name_first, gradients=True))
     raise Error(f"the loss of step {step} is {loss}, and every parameter and gradient is finite")

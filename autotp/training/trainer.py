@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Thread, current_thread
 from typing import Any, TypeVar
 
@@ -178,6 +178,7 @@ class Trainer(InGraphs, HasHoldings):
         files: the process group for checkpoints: one may be written in a thread while another thread trains.
         saving: the checkpoint that is being written, or None.
         thread: the thread that trains, loads or saves; None before the first of these.
+        late: what is not yet known of the last steps on a GPU.
 
     Raises:
         Error: the model cannot be divided among the ranks.
@@ -212,7 +213,7 @@ class Trainer(InGraphs, HasHoldings):
         super().__init__()
         self._watchers: list[Callable[[], bool]] = []
         self._failed, self._idle = "", False
-        self._late, self._facts = LateFacts(), StepFacts(0, Fingerprint())
+        self.late, self._facts = LateFacts(), StepFacts(0, Fingerprint())
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
         self.everyone = groups.world_mesh(self.place, mesh, timeout)
@@ -523,15 +524,7 @@ class Trainer(InGraphs, HasHoldings):
         if loss.is_cuda:
             self._facts.note_loss(loss, self)
         elif not torch.isfinite(loss):
-            raise_nonfinite(float(loss), self.steps, *finite_tensors(self), self.everyone)
-
-    def expect_finite_losses(self) -> None:
-        """Waits for the losses of all steps; all ranks call it together.
-
-        Raises:
-            Error: on every rank, if one of them is infinite or undefined.
-        """
-        self._late.take_all(self.everyone)
+            raise_nonfinite(float(loss), self.steps, *finite_tensors(self), partial(agree, self.everyone))
 
     def watch(self, watcher: Callable[[], bool]) -> None:
         """Calls a function before each following step, until it returns False; `Estimate.watch` uses it.
@@ -608,16 +601,16 @@ class Trainer(InGraphs, HasHoldings):
         found = self._fitting_graphs(taken[0]) if taken else None
         mine = mine._replace(captures=found is None)
         now = fingerprint(taken[0].arguments) if taken else Fingerprint()
-        prints = self._late.prints() | ({NOW: now.as_ints()} if now.arrived is None else {})
+        prints = self.late.prints() | ({NOW: now.as_ints()} if now.arrived is None else {})
         tied = frozen_checksums(frozen, self._holders)
         agreed = agree_on_step(
-            self._ranks, self.mesh, mine, tied, problem, prints, self._late.count(), self._weights,
+            self._ranks, self.mesh, mine, tied, problem, prints, self.late.count(), self._weights,
             values, not self._idle,
         )  # fmt: skip
-        self._late.take(agreed.arrived, self.everyone)
+        self.late.take(agreed.arrived, self.everyone)
         self._facts = StepFacts(self.steps + training, Fingerprint() if now.arrived is None else now)
         if self.place.device.type == "cuda":
-            self._late.add(self._facts)
+            self.late.add(self._facts)
         count_anew(self)
         take_note_back()
         if values and equal_replicas(agreed.rows, self.mesh):

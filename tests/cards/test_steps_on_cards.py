@@ -5,21 +5,24 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from cards.pretend import has_priority
 from cards.spies import host_waits
-from ranks import Checks, run_ranks
+from ranks import Checks, run_ranks, shared
 from small_models import gpt
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from trainers import SMALL, batch, mine, started
 
 import autotp
 from autotp.distributed import device_arguments
-from autotp.distributed.mesh import sum_ints
+from autotp.distributed.mesh import group_of, make_mesh, sum_ints, timeout_of
 from autotp.training import process_groups
 from autotp.training.pipeline.gradient_buckets import GradientSums
 
@@ -184,6 +187,24 @@ def test_sums_over_replicas_run_under_backward(layout: Any, more: dict[str, Any]
         assert second.count("sum") < len(sums)
 
 
+@checks.on(4)
+def sums_come_before_products(rank: int, n: int) -> None:
+    """The groups that autotp makes run on streams of high priority, and also send from the CPU; a user's are kept."""
+    trainer, _ = started((2, 1, 2))
+    tp, dp = trainer.mesh.get_group("tp"), trainer.mesh.get_group("dp")
+    for group in (tp, dp, group_of(make_mesh(2)), group_of(make_mesh(4))):
+        assert has_priority(group) and dist.get_backend_config(group) == "cpu:gloo,cuda:nccl"
+    assert timeout_of(tp) == timeout_of(trainer.files) == timedelta(minutes=10)
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    own = make_mesh(mesh=mesh)
+    assert own.group == mesh.get_group("tp").group_name and not has_priority(mesh.get_group("tp"))
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    chosen = init_device_mesh(
+        "cuda", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"tp": ("cpu:gloo,cuda:nccl", options)}
+    )  # fmt: skip
+    assert has_priority(chosen.get_group("tp")) and not has_priority(chosen.get_group("dp"))
+
+
 # ---- what ranks learn late
 
 
@@ -206,13 +227,14 @@ def a_loss_that_is_not_finite_is_an_error_that_names_its_step(rank: int, n: int)
 @checks.on(2)
 def a_checkpoint_waits_for_the_losses(rank: int, n: int) -> None:
     trainer, optimizer = started((1, 2, 1))
+    folder = shared(rank)
     ended(trainer, optimizer, range(2))
     with torch.no_grad():
         for parameter in trainer.parameters():
             parameter.fill_(torch.inf)
     ended(trainer, optimizer, range(2, 3))
-    told = message(lambda: autotp.save_checkpoint("not-written", trainer, optimizer, step=3))
-    assert told.startswith("save_checkpoint: the loss of step 3 is nan: `")
+    told = message(lambda: autotp.save_checkpoint(folder, trainer, optimizer, step=3))
+    assert not list(folder.glob("*step-*")) and told.startswith("save_checkpoint: the loss of step 3 is nan: `")
 
 
 @checks.on(2)

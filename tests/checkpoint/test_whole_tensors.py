@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Checks
 
+from autotp.checkpoint.files import tensor_sources
 from autotp.checkpoint.whole_tensors import GatheredTensor, first_holders
 from autotp.distributed.mesh import make_mesh
 from autotp.sharding.layout import Layout, Range
@@ -42,22 +44,24 @@ def boxes_of_the_whole(rank: int, n: int) -> None:
 
 @checks.on(3)
 def only_the_box_is_sent(rank: int, n: int) -> None:
-    """Bytes that arrive on the first rank: those that it has not, each once."""
-    layout, arrived = LAYOUTS[2], []
+    """In blocks, each summed once; what the first rank has is not sent."""
+    layout, sent = LAYOUTS[2], []
     full = torch.arange(12.0).view(6, 2)
     whole = GatheredTensor(layout.take(full, rank), layout, make_mesh(n))
-    receive = dist.recv
+    reduce = dist.reduce
 
     def counted(tensor: torch.Tensor, **given: object) -> object:
-        arrived.append(tensor.numel())
-        return receive(tensor, **given)  # type: ignore[arg-type]
+        sent.append(tensor.numel())
+        return reduce(tensor, **given)  # type: ignore[arg-type]
 
-    dist.recv = counted  # type: ignore[assignment]
-    try:
+    with patch.object(dist, "reduce", counted):
+        whole.read(((1, 4), (0, 1)))
+        assert not sent
         whole.read(((1, 5), (0, 1)))
-    finally:
-        dist.recv = receive
-    assert arrived == ([4] if rank == 0 else [])
+        assert sent == [4 * 4]
+        with patch.object(tensor_sources, "BLOCK", 8):
+            found = whole.read(((1, 6), (0, 2)))
+    assert sent == [4 * 4, 8, 8] and (rank or torch.equal(found, full[1:6]))
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

@@ -6,6 +6,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from errors import BRANCHES, DATA_BRANCH, TRY_WHERE, Branching, Odd, line_of, me
 from ranks import Checks, run_ranks
 from small_models import gpt, tokens
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import started, trained
 
 import autotp
-from autotp.distributed.consistency import problem_as_text, result_of_all
+from autotp.distributed.consistency import FACTOR, bits_of, bits_of_all, problem_as_text, result_of_all
 from autotp.distributed.mesh import Mesh
 from autotp.models.gpt import __file__ as gpt_file
 
@@ -278,6 +280,61 @@ def test_an_error_travels() -> None:
     error = autotp.Error("a problem", at="here", fix="this").within("parallelize(GPT, tp=2)")
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "parallelize(GPT, tp=2): a problem\n  at       here\n  try      this"
+
+
+# ---- numbers of a tensor's bits
+
+TENSORS = [
+    torch.randn(5, 3, generator=torch.Generator().manual_seed(0)),
+    torch.arange(7, dtype=torch.bfloat16),
+    torch.tensor(2.5, dtype=torch.float64),
+    torch.empty(0, 4),
+    torch.tensor([[True, False], [True, True]]),
+    torch.arange(24).view(2, 3, 4).transpose(0, 2),
+    torch.arange(6, dtype=torch.float32).to(torch.complex64).view(2, 3) * 1j,
+]
+
+
+def test_bits_of_many_tensors_are_those_of_each() -> None:
+    """The sums along rows and columns, weighted by place, modulo 2**64."""
+    found = bits_of_all(TENSORS)
+    for tensor, pair in zip(TENSORS, found, strict=True):
+        assert torch.equal(bits_of(tensor), pair)
+        rows = tensor.contiguous().view(tensor.shape[0] if tensor.dim() else 1, -1) if tensor.numel() else None
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+        sums = [[0], [0]] if rows is None else [rows.view(kind).long().sum(dim).tolist() for dim in (0, 1)]
+        expected = [sum(x * ((i * FACTOR) | 1) for i, x in enumerate(each, start=1)) for each in sums]
+        assert [int(x) % 2**64 for x in pair] == [x % 2**64 for x in expected]
+
+
+@pytest.mark.parametrize("i", [i for i, x in enumerate(TENSORS) if x.numel()])
+def test_bits_change_with_an_element(i: int) -> None:
+    other = TENSORS[i].clone()
+    other[(0,) * other.dim()] = other[(-1,) * other.dim()] + 3 if other.dtype != torch.bool else False
+    assert not torch.equal(bits_of(other), bits_of(TENSORS[i]))
+
+
+def test_a_tensors_bits_take_two_operators() -> None:
+    """Beside those that all tensors share: a card gets them one by one from the host."""
+    tensors = [torch.ones(4, i) for i in range(1, 21)]
+    counts = []
+    for some in (tensors, tensors * 2):
+        with Calls() as calls:
+            bits_of_all(some)
+        counts.append(len([func for func in calls.functions if not func.is_view]))
+    assert counts[1] - counts[0] == 2 * len(tensors)
+
+
+class Calls(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 # ---- the problem of one rank, told to the others

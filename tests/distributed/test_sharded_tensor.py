@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from cards.spies import host_waits
 from ranks import Checks
 from small_models import gpt
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.distributed.sharded_tensor import Sharded, as_sharded, cut_output, sharded
 from autotp.sharding.layout import Layout
 
-checks = Checks()
+checks, on_cards = Checks(), Checks(cards=True)
 PIECES = (((0, 2),), ((2, 4),), ((4, 6),), ())  # 6 heads on 4 ranks
 LAYOUT = Layout((-1, 6, -1, 3), 1, PIECES, "heads")
 WHOLE = torch.arange(2 * 6 * 5 * 3).view(2, 6, 5, 3).double()
@@ -162,7 +164,7 @@ def both(n: int, **settings: Any) -> tuple[nn.Module, autotp.ParallelModule, dic
 def expect_gradients(whole: nn.Module, parallel: Any, gradients: dict[str, Tensor | None] | None = None) -> None:
     for name, p in parallel.named_parameters():
         expected = parallel.layouts[name].take(whole.get_parameter(name).grad, parallel.mesh.rank)
-        torch.testing.assert_close(p.grad if gradients is None else gradients[name], expected)
+        torch.testing.assert_close(p.grad if gradients is None else gradients[name], expected, check_device=False)
 
 
 def penalty(model: Any, given: dict[str, Tensor]) -> Tensor:
@@ -178,7 +180,7 @@ def a_loss_of_cast_logits(rank: int, n: int) -> None:
     """Its value and every gradient; also through DistributedDataParallel, and where the caller is compiled."""
     whole, parallel, given = both(n)
     penalty(whole, given).backward()
-    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    alone = dist.new_group([rank], use_local_synchronization=True)
     wrapped = DistributedDataParallel(parallel, process_group=alone, find_unused_parameters=True)
     compiled = torch.compile(parallel, backend="aot_eager", fullgraph=True)
     for model in (parallel, wrapped, compiled):
@@ -187,9 +189,58 @@ def a_loss_of_cast_logits(rank: int, n: int) -> None:
         torch.testing.assert_close(loss, penalty(whole, given))
         loss.backward()
         expect_gradients(whole, parallel)
+    for model in (whole, parallel, wrapped):  # Nobody reads the logits.
+        model.zero_grad()
+        model(**given)["loss"].backward()
+    expect_gradients(whole, parallel)
     with pytest.raises(autotp.Error, match=r"`_log_softmax` of a tensor \[12, 97@tp\]"):
         out = parallel(**given)["logits"]
         nn.functional.cross_entropy(out.float().flatten(0, 1), given["y"].flatten())
+
+
+@checks.on(2)
+def logits_in_mixed_precision(rank: int, n: int) -> None:
+    """In bfloat16 and float16, cast as wrappers around a model cast what it returns: they stay cut."""
+    for dtype in (torch.bfloat16, torch.float16):
+        whole, parallel, given = both(n)
+        whole, parallel = whole.float(), parallel.float()
+        with torch.autocast("cpu", dtype):
+            expected, found = whole(**given)["logits"], parallel(**given)["logits"]
+        assert isinstance(found, Sharded) and found.dtype == dtype
+        for cast in (found.float(), found.to(torch.float32), found.detach().clone(), found.type_as(torch.ones(1))):
+            assert isinstance(cast, Sharded) and cast.shape == expected.shape
+            torch.testing.assert_close(autotp.gather(cast).float(), expected.float(), rtol=0.02, atol=0.02)
+        with pytest.raises(autotp.Error, match=r"^`argmax` of a tensor \[2, 6, 97@tp\]"):
+            found.float().argmax(-1)
+
+
+class AsOfDDP(torch.autograd.Function):
+    """Stands between a model and its caller, as DDP's own function does; DDP itself needs NCCL's events."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(x.clone() for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return gradients
+
+
+@on_cards.on(2)
+def logits_that_nobody_reads(rank: int, n: int) -> None:
+    """Their backward runs with no gradient. A card need not tell what a gradient is."""
+    whole, parallel, given = both(n)
+    whole(**given)["loss"].backward()
+    given = {name: x.to(parallel.mesh.device) for name, x in given.items()}
+    loss, _ = AsOfDDP.apply(*parallel(**given).values())
+    with host_waits() as traffic:
+        loss.backward()
+    assert not traffic.waits, traffic
+    expect_gradients(whole, parallel)
+    logits = parallel(**given)["logits"]
+    with pytest.raises(autotp.Error, match="a whole gradient of a tensor that is cut"):
+        torch.autograd.backward([logits], [torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)])
 
 
 @checks.on(2)
@@ -234,6 +285,11 @@ def in_transforms(rank: int, n: int) -> None:
         vmap(lambda x: parallel(x[None], x[None])["logits"])(given["x"])
     rows = vmap(lambda x: autotp.gather(parallel(x[None], x[None])["logits"]))(given["x"])
     torch.testing.assert_close(rows, torch.stack([whole(x[None], x[None])["logits"] for x in given["x"]]))
+
+
+@pytest.mark.parametrize(("n", "name"), on_cards.cases())
+def test_on_cards(n: int, name: str) -> None:
+    on_cards.expect(n, name)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

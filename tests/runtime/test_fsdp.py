@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from small_models import gpt
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from trainers import order_of_a_step, started
 
 import autotp
+from autotp.distributed.sharded_tensor import Sharded
 from autotp.models.gpt import GPT
 
 X = torch.arange(64).view(4, 16) * 7 % 101
@@ -75,6 +77,48 @@ def equal(rank: int, n: int, given: dict[str, Any]) -> None:
 )
 def test_gradients_are_those_of_one_device(given: dict[str, Any]) -> None:
     run_ranks(equal, 4, given, timeout=100)
+
+
+class WithLoss(nn.Module):
+    """A GPT that returns its logits beside its loss: they stay cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt(seed=0, **SIZES).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """[batch seq], [batch seq] -> [], [batch seq vocab]"""
+        logits = self.gpt(x)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
+
+
+def cut_logits(rank: int, n: int) -> None:
+    """They are cut tensors behind FSDP's hooks and casts, too: gathered they are whole; else there is one Error."""
+    mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
+    whole, (x, y) = WithLoss(), mine(mesh)
+    model: Any = autotp.parallelize(copy.deepcopy(whole), mesh=mesh["tp"], example_inputs=(x, y))
+    for block in model.gpt.h:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
+    found, expected = model(x, y), whole(x, y)
+    assert isinstance(found["logits"], Sharded) and found["logits"].dtype == torch.float32
+    with pytest.raises(
+        autotp.Error, match=r"^`_softmax` of a tensor \[2, 16, 101@tp\] of which each rank holds a part"
+    ):
+        found["logits"].softmax(-1)
+    logits = autotp.gather(found["logits"])
+    torch.testing.assert_close(logits, expected["logits"].float())
+    (found["loss"] + logits.square().mean()).backward()
+    (expected["loss"] + expected["logits"].float().square().mean()).backward()
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert q.grad is not None
+        dist.all_reduce(q.grad, dist.ReduceOp.SUM, group=mesh.get_group("dp"))
+        full = model.layouts[name].take(q.grad / 2, model.mesh.rank)
+        torch.testing.assert_close(p.grad.full_tensor(), full, rtol=1e-6, atol=1e-7)
+
+
+def test_logits_stay_cut() -> None:
+    run_ranks(cut_logits, 4, timeout=100)
 
 
 def in_half(rank: int, n: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from errors import message
 from torch import nn
 
 import autotp
+from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.peers.fingerprint import fingerprint, may_be_one_batch, rounded
 from autotp.runtime.torch_hooks.optimizer_steps import NEVER
@@ -283,5 +285,5 @@ def model(parameter: float = 1.0, gradient: float | None = 1.0) -> nn.Module:
     ],
 )
 def test_what_is_named(given: Any, text: str) -> None:
-    told = message(lambda: raise_nonfinite(float("nan"), 7, *finite_tensors(model(**given)), Mesh()))
+    told = message(lambda: raise_nonfinite(float("nan"), 7, *finite_tensors(model(**given)), partial(agree, Mesh())))
     assert told == f"the loss of step 7 is nan{text}"

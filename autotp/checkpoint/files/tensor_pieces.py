@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autotp.checkpoint.files.checksums import bytes_of, open_regular, sync_file
+from autotp.checkpoint.files.staging import copy_into
 from autotp.errors import Error
 
 Shape = tuple[int, ...]
@@ -83,7 +84,7 @@ class StoredPieces:
                 tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
                 for origin in (at, piece.at)
             )
-            into[here] = read_piece(folder, name, piece, self.dtype)[there]
+            copy_into(into[here], read_piece(folder, name, piece, self.dtype, into.is_cuda)[there])
             left -= math.prod(b - a for a, b in zip(low, high, strict=True))
         if left:
             raise Error(f"{folder} does not have all of `{name}`")
@@ -145,14 +146,14 @@ def write_pieces(
     return pieces
 
 
-def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """Reads one piece.
+def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype, pinned: bool = False) -> Tensor:
+    """Reads one piece, into pinned memory if a card is to get it.
 
     Raises:
         Error: the file has changed since it was written; names the file and the tensor.
     """
     file = folder / file_of(piece.rank)
-    data = torch.empty(math.prod(piece.sizes) * dtype.itemsize, dtype=torch.uint8)
+    data = torch.empty(math.prod(piece.sizes) * dtype.itemsize, dtype=torch.uint8, pin_memory=pinned)
     try:
         with open_regular(file) as source:
             source.seek(piece.start)

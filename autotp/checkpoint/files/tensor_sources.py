@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from autotp.checkpoint.files.staging import copy_into
 from autotp.sharding.layout import Layout
 
 Shape = tuple[int, ...]
@@ -208,7 +209,7 @@ def sliceable(source: Source) -> bool:
 def read_part(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
     """Reads the local part of `rank` into `part`, in blocks. part: has the layout's local shape"""
     if not sliceable(source):
-        part.copy_(layout.take(read_whole(source), rank))
+        copy_into(part, layout.take(read_whole(source), rank))
         return
     dim = layout.dim or 0
     ranges = whole_box(source.shape)[:1] if layout.dim is None else layout.pieces[rank]
@@ -217,7 +218,7 @@ def read_part(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
         box = tuple((start, stop) if d == dim else (0, n) for d, n in enumerate(source.shape))
         for block in blocks_of_box(box, source.dtype.itemsize):
             here = tuple((a + at - start, b + at - start) if d == dim else (a, b) for d, (a, b) in enumerate(block))
-            cut(part, here).copy_(source.read(block))
+            copy_into(cut(part, here), source.read(block))
         at += stop - start
     if not source.shape:
-        part.copy_(read_whole(source))
+        copy_into(part, read_whole(source))

@@ -9,7 +9,7 @@ from enum import IntFlag
 import torch
 from torch import Tensor, nn
 
-from autotp.distributed.consistency import agreed, bits_of, gather_texts
+from autotp.distributed.consistency import agreed, bits_of, bits_of_all, gather_texts
 from autotp.distributed.mesh import expect_alike, gather_ints, sum_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
@@ -164,7 +164,7 @@ class Matrices:
         known = [name for name in names if name not in changed]
         if known:
             before = torch.stack([self._sent[name].bits for name in known])
-            differs = (torch.stack([bits_of(parts[name]) for name in known]) != before).any(1)
+            differs = (bits_of_all([parts[name] for name in known]) != before).any(1)
             if not differs.is_cuda:
                 return changed | {name for name, other in zip(known, differs.tolist(), strict=True) if other}
             self._late.append(LateComparison.begun(known, differs))

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autotp.distributed.consistency import bits_of, checksum
+from autotp.distributed.consistency import bits_of_all, checksum
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.distributed.peers.in_step import are_apart, expect_together
@@ -321,10 +321,11 @@ class Checksums:
         local = [local_of(tensor.detach()) for tensor in tensors]
         dense = [x if x.layout is torch.strided else x.to_dense() for x in local]
         self._here = {i: checksum(x) for i, x in enumerate(dense) if not x.is_cuda}
-        bits = {i: bits_of(x) for i, x in enumerate(dense) if x.is_cuda}
-        self._of_gpu, self.arrived = list(bits), torch.cuda.Event() if bits else None
-        self._bits = torch.stack(list(bits.values())).to("cpu", non_blocking=True) if bits else torch.empty(0, 2)
-        if self.arrived is not None:
+        self._of_gpu = [i for i, x in enumerate(dense) if x.is_cuda]
+        self._bits, self.arrived = torch.empty(0, 2), None
+        if self._of_gpu:
+            self._bits = bits_of_all([dense[i] for i in self._of_gpu]).to("cpu", non_blocking=True)
+            self.arrived = torch.cuda.Event()
             self.arrived.record()
 
     def have_arrived(self, wait: bool = False) -> bool:

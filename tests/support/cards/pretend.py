@@ -325,6 +325,7 @@ class _NcclType(type):
             options.split_from.enter_split()
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("pretended", store), rank, size, options._timeout)
         communicators.append((options.group_name, size))
+        priorities[options.group_name] = options.is_high_priority_stream
         return pretended().PretendedNccl(rank, size, gloo, options, options.group_name)
 
 
@@ -336,6 +337,17 @@ class Nccl(metaclass=_NcclType):
 
 communicators: list[tuple[str, int]] = []
 """The name and the size of each communicator that this process made."""
+
+
+priorities: dict[str, bool] = {}
+"""Name of a group -> whether the streams of its communicator have high priority."""
+
+
+def has_priority(group: Any) -> bool:
+    """Returns whether the collectives of a group of NCCL run on streams of high priority."""
+    if REAL:
+        return bool(group._get_backend(torch.device("cuda")).options.is_high_priority_stream)
+    return priorities[group.group_name]
 
 
 @contextlib.contextmanager
