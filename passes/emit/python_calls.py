@@ -2,13 +2,17 @@
 
 Before: torch.ops.aten.add.Tensor(x, y)         After: torch.add(x, y)
 Before: slice(x, 1, 4, 8)                       After: torch.narrow(x, 1, 4, 4), where the sizes are numbers
+Before: a = x.narrow(3, 4, 4); b = x.narrow(3, 0, 4)    After: b, a = torch.split_with_sizes(x, [4, 4], 3)
 Before: a = apart(x); mul(y, a)                 After: mul(y, x)
 
-Both run the same kernel. A call of `torch.ops` matches its arguments with a schema, and takes 1 to 3 us longer.
+Both run the same kernel. A call of `torch.ops` matches its arguments with a schema, and takes 1 to 3 us longer. Slices
+that share out a dimension, such as the halves that rotary embeddings turn, are one split: its backward joins the
+gradients once, where that of each slice fills a tensor of the whole's size, and autograd adds these.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -83,8 +87,31 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
                 elif node.target is aten.slice.Tensor:
                     _narrow(node)
                 node.target = PYTHON_CALLS.get(node.target, node.target)
+            _split(part.graph)
             part.recompile()
     return module
+
+
+def _split(graph: fx.Graph) -> None:
+    """Makes slices that share out a dimension among them one split, unless the caller gets one: it may write there."""
+    slices = dict[tuple[fx.Node, int], dict[int, fx.Node]]()
+    for node in graph.find_nodes(op="call_function", target=torch.narrow):
+        source, dim, start, _ = node.args
+        if not any(user.op == "output" for user in node.users):
+            slices.setdefault((source, dim % source.meta["val"].dim()), {}).setdefault(start, node)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for (source, dim), parts in slices.items():
+        starts = sorted(parts)
+        lengths = [parts[start].args[3] for start in starts]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        if len(starts) < 2 or starts != [0, *ends[:-1]] or ends[-1] != source.meta["val"].shape[dim]:
+            continue
+        with graph.inserting_before(min(parts.values(), key=order.__getitem__)):
+            whole = graph.call_function(torch.split_with_sizes, (source, lengths, dim))
+            for i, start in enumerate(starts):
+                parts[start].replace_all_uses_with(graph.call_function(operator.getitem, (whole, i)))
+        for node in parts.values():
+            graph.erase_node(node)
 
 
 def _narrow(node: fx.Node) -> None:

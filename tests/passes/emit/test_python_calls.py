@@ -134,3 +134,54 @@ def test_what_separates_axes_is_left_out_unless_it_is_returned() -> None:
     value = torch.ones(2)
     twice, same = module(value)
     assert twice.tolist() == [2, 2] and same.equal(value) and same is not value
+
+
+def cut_up(*pieces: tuple[int, int], returned: bool = False) -> fx.GraphModule:
+    """A graph that multiplies slices of the last dimension, [3 8], by 2, 3, ..., and joins them."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, 8)
+    parts = [graph.call_function(aten.slice.Tensor, (x, -1, *piece)) for piece in pieces]
+    scaled = [graph.call_function(aten.mul.Tensor, (part, i + 2.0)) for i, part in enumerate(parts)]
+    joined = graph.call_function(aten.cat.default, (scaled, -1))
+    graph.output([joined, parts[0]] if returned else joined)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def backward_nodes(y: Tensor) -> list[str]:
+    """The names of the operators of a backward."""
+    seen, queue = [], [y.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            seen.append(node)
+            queue += [after for after, _ in node.next_functions]
+    return sorted(node.name() for node in seen)
+
+
+@pytest.mark.parametrize("pieces", [((4, 8), (0, 4)), ((0, 3), (3, 4), (4, 2**63 - 1)), ((0, 8), (8, 8))], ids=str)
+def test_slices_that_share_out_a_dimension_are_one_split(pieces: Any) -> None:
+    """In backward, too: the gradients are joined, and no tensor of the whole's size is filled for each."""
+    plain, module = cut_up(*pieces), call_python(cut_up(*pieces))
+    assert (module.code.count("torch.split_with_sizes("), module.code.count("narrow")) == (1, 0)
+    x = torch.arange(24.0).view(3, 8).requires_grad_()
+    found, expected = module(x), plain(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    grad = torch.randn_like(found)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y, x, grad, retain_graph=True)[0] for y in (found, expected)), rtol=0, atol=0
+    )
+    slices = [name.startswith(("Slice", "Split")) for name in backward_nodes(found)]
+    assert sum(slices) == 1
+
+
+@pytest.mark.parametrize("pieces", [((0, 4), (4, 7)), ((0, 5), (4, 8)), ((1, 8),), ((0, 4), (0, 4))], ids=str)
+def test_other_slices_stay(pieces: Any) -> None:
+    assert "split" not in call_python(cut_up(*pieces)).code
+
+
+def test_a_slice_that_the_caller_gets_stays() -> None:
+    """torch refuses to write into a part of a split."""
+    module = call_python(cut_up((0, 4), (4, 8), returned=True))
+    assert "split" not in module.code
+    module(torch.zeros(3, 8, requires_grad=True) + 1)[1].add_(1)
