@@ -57,7 +57,7 @@ class Sharded(Tensor):
             dtype=part.dtype,
             device=part.device,
         )
-        new.part, new.held, new.mesh = part, replace(layout, shape=()), mesh
+        new.part, new.held, new.mesh = part, replace(layout, shape=()) if layout.shape else layout, mesh
         return new
 
     @classmethod
@@ -282,6 +282,7 @@ def cut_output(layout: Layout, mesh: Mesh) -> CutOutput:
         plain = part.as_subclass(Tensor) if isinstance(part, CompiledOutput) else part
         return sharded(plain, layout, mesh)
 
+    layout = replace(layout, shape=())
     torch._dynamo.allow_in_graph([_local_in_graphs, _full_in_graphs])
     allowed = staticmethod(torch._dynamo.allow_in_graph(whole_of))
     return CutOutput(layout, mesh, type("CompiledOutput", (CompiledOutput,), {"whole_of": allowed}))
