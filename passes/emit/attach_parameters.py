@@ -32,7 +32,7 @@ class BlockCall(nn.Module):
     Attributes:
         work: the graph, shared by all blocks that compute alike.
         given: for each argument of `work` its place among the arguments of this call; None for the next parameter.
-        parameters: the places of the parameters, in order.
+        read_places: the places of the parameters, in order.
         name: the name of the block in the model, such as `h.0`; torch.profiler shows it.
     """
 
@@ -42,7 +42,7 @@ class BlockCall(nn.Module):
         super().__init__()
         self.work, self.read, self.name = work, read, name
         self.given = [x if isinstance(x, int) else None for x in operands]
-        self.parameters = [x for x in operands if not isinstance(x, int)]
+        self.read_places = [x for x in operands if not isinstance(x, int)]
         self.owner = (owner,)  # In a tuple, so that it is no submodule of this module.
 
     def forward(self, *given: Any) -> Any:
@@ -67,7 +67,7 @@ class BlockCall(nn.Module):
 
     def operands_of(self, given: Sequence[Any]) -> list[Any]:
         """Returns the arguments for `work`."""
-        read = values_at(self.parameters) if self.read is value_at else [self.read(x) for x in self.parameters]
+        read = values_at(self.read_places) if self.read is value_at else list(map(self.read, self.read_places))
         values = iter(read)
         return [next(values) if x is None else given[x] for x in self.given]
 

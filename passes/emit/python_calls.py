@@ -95,14 +95,15 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
 def _split(graph: fx.Graph) -> None:
     """Makes slices that share out a dimension among them one split, unless the caller gets one: it may write there."""
     slices = dict[tuple[fx.Node, int], dict[int, fx.Node]]()
+    lengths_by_node = dict[fx.Node, int]()
     for node in graph.find_nodes(op="call_function", target=torch.narrow):
-        source, dim, start, _ = node.args
+        source, dim, start, lengths_by_node[node] = node.args
         if not any(user.op == "output" for user in node.users):
             slices.setdefault((source, dim % source.meta["val"].dim()), {}).setdefault(start, node)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for (source, dim), parts in slices.items():
         starts = sorted(parts)
-        lengths = [parts[start].args[3] for start in starts]
+        lengths = [lengths_by_node[parts[start]] for start in starts]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         if len(starts) < 2 or starts != [0, *ends[:-1]] or ends[-1] != source.meta["val"].shape[dim]:
             continue
