@@ -3,6 +3,7 @@
 Before: torch.ops.aten.add.Tensor(x, y)         After: torch.add(x, y)
 Before: slice(x, 1, 4, 8)                       After: torch.narrow(x, 1, 4, 4), where the sizes are numbers
 Before: a = x.narrow(3, 4, 4); b = x.narrow(3, 0, 4)    After: b, a = torch.split_with_sizes(x, [4, 4], 3)
+Before: y = reshape(reshape(x, a), b)           After: y = reshape(x, b)
 Before: a = apart(x); mul(y, a)                 After: mul(y, x)
 
 Both run the same kernel. A call of `torch.ops` matches its arguments with a schema, and takes 1 to 3 us longer. Slices
@@ -27,9 +28,12 @@ from autotp.rules.call import arguments_of
 aten = torch.ops.aten
 PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
     aten.bmm.default: torch.bmm,
     aten.cat.default: torch.cat,
+    aten.contiguous.default: Tensor.contiguous,
     aten.cos.default: torch.cos,
+    aten.detach.default: Tensor.detach,
     aten.div.Tensor: torch.div,
     aten.dropout.default: torch.dropout,
     aten.embedding.default: torch.embedding,
@@ -45,6 +49,7 @@ PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
     aten.masked_fill.Scalar: torch.masked_fill,
     aten.matmul.default: torch.matmul,
     aten.mean.dim: torch.mean,
+    aten.mm.default: torch.mm,
     aten.mul.Tensor: torch.mul,
     aten.ne.Scalar: torch.ne,
     aten.neg.default: torch.neg,
@@ -84,12 +89,21 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
                 if node.target is apart and not any(user.op == "output" for user in node.users):
                     node.replace_all_uses_with(node.args[0])
                     part.graph.erase_node(node)
+                elif node.target is aten.reshape.default and _is_reshaped_again(node.args[0]):
+                    source = node.all_input_nodes[0]
+                    node.replace_input_with(source, source.all_input_nodes[0])
+                    part.graph.erase_node(source)
                 elif node.target is aten.slice.Tensor:
                     _narrow(node)
                 node.target = PYTHON_CALLS.get(node.target, node.target)
             _split(part.graph)
             part.recompile()
     return module
+
+
+def _is_reshaped_again(source: Any) -> bool:
+    """True for a reshape that only one node reads."""
+    return isinstance(source, fx.Node) and source.target is torch.reshape and len(source.users) == 1
 
 
 def _split(graph: fx.Graph) -> None:

@@ -18,9 +18,12 @@ HEADS = torch.randn(2, 2, 4, 8)
 
 ARGUMENTS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     aten.add.Tensor: ((X, X), {"alpha": 2}),
+    aten.addmm.default: ((W, X[0], torch.randn(8, 8)), {"beta": 2}),
     aten.bmm.default: ((X, Y), {}),
     aten.cat.default: (([X, X], -1), {}),
+    aten.contiguous.default: ((X.transpose(1, 2),), {}),
     aten.cos.default: ((X,), {}),
+    aten.detach.default: ((X,), {}),
     aten.div.Tensor: ((X, 3.0), {}),
     aten.dropout.default: ((X, 0.5, True), {}),
     aten.embedding.default: ((torch.randn(5, 3), torch.tensor([[1, 2]]), 1, False, False), {}),
@@ -36,6 +39,7 @@ ARGUMENTS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     aten.masked_fill.Scalar: ((X, X > 0, 0), {}),
     aten.matmul.default: ((X, Y), {}),
     aten.mean.dim: ((X, [-1], True), {}),
+    aten.mm.default: ((X[0], Y[0]), {}),
     aten.mul.Tensor: ((X, 2.0), {}),
     aten.ne.Scalar: ((torch.tensor([1, 2]), 1), {}),
     aten.neg.default: ((X,), {}),
@@ -185,3 +189,18 @@ def test_a_slice_that_the_caller_gets_stays() -> None:
     module = call_python(cut_up((0, 4), (4, 8), returned=True))
     assert "split" not in module.code
     module(torch.zeros(3, 8, requires_grad=True) + 1)[1].add_(1)
+
+
+def test_a_value_is_reshaped_once() -> None:
+    """Unless another operator reads it between."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    twice = [graph.call_function(aten.reshape.default, (x, sizes)) for sizes in ([4, 6], [2, 12])]
+    ends = [graph.call_function(aten.reshape.default, (y, [-1, 3])) for y in twice]
+    graph.output([*ends, graph.call_function(aten.neg.default, (twice[1],))])
+    module = call_python(fx.GraphModule(nn.Module(), graph))
+    assert module.code.count("torch.reshape(") == 3, module.code
+    value = torch.arange(24.0).view(3, 8).t()
+    assert [y.tolist() for y in module(value)] == [
+        value.reshape(8, 3).tolist(), value.reshape(8, 3).tolist(), (-value.reshape(2, 12)).tolist()
+    ]  # fmt: skip
