@@ -302,9 +302,10 @@ def builder_of(spec: Any) -> Built:
         return lambda leaves: tuple([part(leaves) for part in parts])
     if spec.type is dict:
         return lambda leaves: dict(zip(context, [part(leaves) for part in parts], strict=True))
-    if spec.type is _Open and not any(map(rewrites, context[1])):
-        return lambda leaves: _new(context, [part(leaves) for part in parts])
-    unflatten = _built if spec.type is _Open else pytree.SUPPORTED_NODES[spec.type].unflatten_fn
+    if spec.type is _Open:
+        rewritten = list(map(rewrites, context[1]))
+        return lambda leaves: _built([part(leaves) for part in parts], context, rewritten)
+    unflatten = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
     return lambda leaves: unflatten([part(leaves) for part in parts], context)
 
 
@@ -337,18 +338,17 @@ def _attributes(node: _Open) -> tuple[list[Any], Any]:
     return [_opened(value) for value in shown.values()], (type(node.state), tuple(shown))
 
 
-def _built(below: Any, context: Any) -> Any:
-    """Returns an object of the same class and attributes, without calling its constructor."""
-    values = [
-        read_attribute(name, x, below) if rewrites(name) else x for name, x in zip(context[1], below, strict=True)
-    ]
-    return _new(context, values)
+def _built(below: Any, context: Any, rewritten: Sequence[bool] = ()) -> Any:
+    """Returns an object of the same class and attributes, without calling its constructor.
 
-
-def _new(context: tuple[Any, tuple[str, ...]], values: Sequence[Any]) -> Any:
+    Args:
+        rewritten: `rewrites` of each attribute's name, if it is known.
+    """
     kind, names = context
     new = object.__new__(kind)
-    vars(new).update(zip(names, values, strict=True))
+    attributes = vars(new)
+    for name, value, again in zip(names, below, rewritten or map(rewrites, names), strict=True):
+        attributes[name] = read_attribute(name, value, below) if again else value
     return new
 
 
