@@ -25,11 +25,13 @@ TIMEOUT = 40
 AS_NCCL = {"OMP_NUM_THREADS": "1", "AUTOTP_TESTS_CARDS_DIFFERENCES_HANG": "1"}
 """On pretended cards, collectives that differ never end, as those of NCCL."""
 
-PROGRAM = f"""
+PROGRAM = (
+    f"""
 import datetime, os, sys, time, torch
 import autotp
 torch.distributed.init_process_group(timeout=datetime.timedelta(seconds={TIMEOUT}))
-""" + """
+"""
+    + """
 from autotp.models.gpt import GPT, GPTConfig
 rank, failure, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
 torch.manual_seed(0)
@@ -55,6 +57,7 @@ for step in range(1000):
     if step > 5 and failure in ("kill", "stop"):
         time.sleep(0.01)
 """
+)
 
 NAMED = re.compile(r"rank[s]? [0-9]")
 

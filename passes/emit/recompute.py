@@ -54,9 +54,10 @@ class Recomputed(nn.Module):
         tensors = [x for x in args if isinstance(x, Tensor)]
         if not torch.is_grad_enabled() or not self.again or not no_transform(*tensors):
             return self.inner(*args)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if hooked or not isinstance(self.inner, fx.GraphModule):  # Else it is a compiled block.
             # What is kept for backward is handed to these hooks, which may read it: save_on_cpu copies it.
-            return self._by_torch(tuple(map(arrived, args)))
+            return self._by_torch(tuple(map(arrived, args)) if hooked else args)
         replay = _Replay(self, args, tensors)
         push_hooks(replay.pack, replay.unpack)
         try:
@@ -66,17 +67,28 @@ class Recomputed(nn.Module):
             replay.wanted = next(replay.numbers)
 
     def run(self, *args: Any) -> Any:
-        """Runs the graph, without hooks of its module, whose call reads source files when an exception leaves it."""
-        return self.inner.forward(*args) if isinstance(self.inner, fx.GraphModule) else self.inner(*args)
+        """Runs the graph, without a call of its module, which reads source files when an exception leaves it."""
+        return self.inner.forward(*args)
 
     def _by_torch(self, args: tuple[Any, ...]) -> Any:
+        if torch.compiler.is_compiling():
+            return checkpoint(self._plain, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        runs, early = self._second_time_apart(), self.stops_early
+        return checkpoint(runs, *args, use_reentrant=False, preserve_rng_state=self.draws, early_stop=early)
+
+    def _plain(self, *args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # As around forward: backward calls this from outside of it.
+            return self.inner(*args)
+
+    def _second_time_apart(self) -> Callable[..., Any]:
+        """Returns `_plain`, which waits in its second run for all sums that it has started there."""
         calls = count()
 
         def run(*args: Any) -> Any:
-            with recomputation() if next(calls) else nullcontext(), torch._C.DisableTorchFunctionSubclass():
-                return self.inner(*args)
+            with recomputation() if next(calls) else nullcontext():
+                return self._plain(*args)
 
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.draws, early_stop=self.stops_early)
+        return run
 
 
 NO_RUN = -1
