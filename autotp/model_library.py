@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 
@@ -112,6 +113,7 @@ _MADE: list[ModelLibrary] = []
 def register(make: Callable[[], ModelLibrary]) -> None:
     """Registers a library: autotp asks it from here on. `make` runs at the first question, not at import."""
     _MAKERS.append(make)
+    remembered_rewrites.cache_clear()
 
 
 def libraries() -> list[ModelLibrary]:
@@ -221,6 +223,10 @@ def shown_attribute(name: str, value: Any) -> Any:
 def rewrites(name: str) -> bool:
     """False for the name of an attribute that `read_attribute` returns as it is."""
     return any(it.rewrites(name) for it in libraries())
+
+
+remembered_rewrites = cache(rewrites)
+"""The same, for code that Dynamo does not trace."""
 
 
 def read_attribute(name: str, value: Any, among: Sequence[Any]) -> Any:

@@ -57,7 +57,7 @@ class Sharded(Tensor):
             dtype=part.dtype,
             device=part.device,
         )
-        new.part, new.held, new.mesh = part, replace(layout, shape=()), mesh
+        new.part, new.held, new.mesh = part, replace(layout, shape=()) if layout.shape else layout, mesh
         return new
 
     @classmethod
@@ -254,11 +254,13 @@ class CutOutput:
 
     Attributes:
         layout: the layout.
+        held: the layout, without a shape.
         mesh: the ranks.
         compiled: the class of the output of compiled code.
     """
 
     layout: Layout
+    held: Layout
     mesh: Mesh
     compiled: type[CompiledOutput]
 
@@ -266,7 +268,7 @@ class CutOutput:
         """Returns the tensor of which `part` is this rank's part."""
         if torch.compiler.is_dynamo_compiling():
             return part.as_subclass(self.compiled)
-        return sharded(part, self.layout, self.mesh)
+        return sharded(part, self.held, self.mesh)
 
 
 @cache
@@ -278,13 +280,15 @@ def cut_output(layout: Layout, mesh: Mesh) -> CutOutput:
     its graph; the arguments of this function must be tensors or numbers. So there is a function for each layout.
     """
 
+    held = replace(layout, shape=())
+
     def whole_of(part: Tensor) -> Tensor:
         plain = part.as_subclass(Tensor) if isinstance(part, CompiledOutput) else part
-        return sharded(plain, layout, mesh)
+        return sharded(plain, held, mesh)
 
     torch._dynamo.allow_in_graph([_local_in_graphs, _full_in_graphs])
     allowed = staticmethod(torch._dynamo.allow_in_graph(whole_of))
-    return CutOutput(layout, mesh, type("CompiledOutput", (CompiledOutput,), {"whole_of": allowed}))
+    return CutOutput(layout, held, mesh, type("CompiledOutput", (CompiledOutput,), {"whole_of": allowed}))
 
 
 def local_part(x: Any) -> Any:

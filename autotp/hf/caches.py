@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -63,5 +64,6 @@ def read_attribute(name: str, value: Any, among: Sequence[Any]) -> Any:
     if name in COUNTS and isinstance(value, Tensor) and value.dim() == 1:
         return value.shape[0]
     if name.endswith("device"):
-        return next((x.device for x in pytree.tree_leaves(list(among)) if isinstance(x, Tensor) and x.dim() > 2), None)
+        tensors = chain(among, pytree.tree_iter(list(among)))  # Most caches have theirs at the top.
+        return next((x.device for x in tensors if isinstance(x, Tensor) and x.dim() > 2), None)
     return value

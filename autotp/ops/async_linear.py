@@ -39,17 +39,14 @@ def async_linear(
 
     Under transforms it calls these functions.
     """
-    alone = group is None or seat(group)[1] == 1
-    if not alone and torch.is_grad_enabled() and _is_compiled_without_transforms():
-        compiled: tuple[Tensor, ...] = CompiledLinear.apply(
-            group, gathered, flattened, tuple(turned), x, *weights, *biases
-        )
-        return compiled[: len(turned)]
-    if alone or not torch.is_grad_enabled() or not no_transform(x, *weights):
+    if group is None or not torch.is_grad_enabled() or seat(group)[1] == 1:
         return separate_products(x, group, gathered, flattened, weights, biases, turned)
-    found: tuple[Tensor, ...] = apply_plain(
-        AsyncLinear, group, gathered, flattened, tuple(turned), x, *weights, *biases
-    )
+    if _is_compiled_without_transforms():
+        compiled: tuple[Tensor, ...] = CompiledLinear.apply(group, gathered, flattened, turned, x, *weights, *biases)
+        return compiled[: len(turned)]
+    if not no_transform(x, *weights):
+        return separate_products(x, group, gathered, flattened, weights, biases, turned)
+    found: tuple[Tensor, ...] = apply_plain(AsyncLinear, group, gathered, flattened, turned, x, *weights, *biases)
     return found
 
 
@@ -82,7 +79,7 @@ def products(
     """
     rows = x if flattened is None else x.flatten(*flattened)
     every = zip(weights, biases, turned, strict=True)
-    return tuple(F.linear(rows, w.t() if turn else w, bias) for w, bias, turn in every)
+    return tuple([F.linear(rows, w.t() if turn else w, bias) for w, bias, turn in every])
 
 
 def _is_compiled_without_transforms() -> bool:
@@ -137,8 +134,9 @@ class AsyncLinear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
         ctx.group, ctx.gathered, ctx.flattened, ctx.turned, x = inputs[:5]
         ctx.late = ctx.gathered is None and is_awaited(x)
-        ctx.totals = [sum_of(w) for w in inputs[5 : 5 + len(ctx.turned)]]
-        ctx.save_for_backward(x, *inputs[5 : 5 + len(ctx.turned)])
+        weights = inputs[5 : 5 + len(ctx.turned)]
+        ctx.totals = [sum_of(w) for w in weights]
+        ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
 
     @staticmethod

@@ -92,8 +92,9 @@ def _convert(
 def _apply(name: str, x: Tensor, group: str, dim: int, size: Any, block: int, fresh: bool = False) -> Tensor:
     if is_plain(x):
         name = f"{name}_" if fresh else name
-        if not (torch.is_grad_enabled() and x.requires_grad):  # Autograd would record nothing.
-            return CONJUGATE_TABLE[name][0](x, group, dim, size, block)
+        if not (x.requires_grad and torch.is_grad_enabled()):  # Autograd would record nothing.
+            run = CONJUGATE_TABLE[name][0]
+            return x if run is _identity else run(x, group, dim, size, block)
         out: Tensor = apply_plain(LinearConjugate, name, x, group, dim, size, block)
         return out
     compiling = torch.compiler.is_compiling()
@@ -187,12 +188,32 @@ def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
-    part, tp = _padded(x, group, dim, size, block), seat(group)[1]
-    joined = communicate("all_gather_into_tensor", _to_send(part, dim), tp, group)
-    whole = _put_together(joined, part, tp, dim, size, block, order_of(x))
+    tp = seat(group)[1]
+    if _is_even(x, tp, x.shape[dim], size, block):
+        whole = _joined_evenly(communicate("all_gather_into_tensor", x, tp, group), x, dim, size)
+    else:
+        part = _padded(x, group, dim, size, block)
+        joined = communicate("all_gather_into_tensor", _to_send(part, dim), tp, group)
+        whole = _put_together(joined, part, tp, dim, size, block, order_of(x))
     if is_bare(whole) and not whole._is_view():
         return whole
     return torch.ops.aten._unsafe_view(whole, whole.shape)  # Writing into a view that a Function returns is an error.
+
+
+def _is_even(x: Tensor, tp: int, length: int, size: int, block: int) -> bool:
+    """True in eager mode if all ranks' parts of a dimension have this length and lie in memory as they are sent."""
+    even = length * tp == size and size % (tp * block) == 0
+    return even and x.is_contiguous() and x.dtype not in _AS_BYTES and not torch.compiler.is_compiling()
+
+
+def _joined_evenly(joined: Tensor, part: Tensor, dim: int, size: int) -> Tensor:
+    """Does what `_put_together` does, for parts of which `_is_even` is true."""
+    shape = part.shape
+    if dim == 0:
+        return joined
+    if _is_outermost(part, dim):
+        return joined.view(*shape[:dim], size, *shape[dim + 1 :])
+    return torch.cat(joined.chunk(size // shape[dim]), dim)
 
 
 def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
@@ -250,6 +271,10 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
         whole = communicate("all_reduce", x, "sum", group)
         return laid_out(whole.narrow(dim, start, stop - start).clone(), order_of(x))
     tp = seat(group)[1]
+    if _is_even(x, tp, stop - start, size, block):
+        return _of_rows(
+            communicate("reduce_scatter_tensor", _in_even_rows(x, tp, dim), "sum", tp, group), x, dim, stop - start
+        )
     found = communicate("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
     return laid_out(_of_rows(found, x, dim, stop - start), order_of(x))
 
@@ -260,6 +285,13 @@ def _in_rows(x: Tensor, tp: int, dim: int, size: int, block: int) -> Tensor:
     if _is_outermost(x, dim):
         return whole.contiguous().view(whole.shape[dim:]) if dim else whole.contiguous()
     return torch.cat(whole.chunk(tp, dim))
+
+
+def _in_even_rows(x: Tensor, tp: int, dim: int) -> Tensor:
+    """Does what `_in_rows` does, for a tensor of which `_is_even` is true."""
+    if _is_outermost(x, dim):
+        return x.view(x.shape[dim:]) if dim else x
+    return torch.cat(x.chunk(tp, dim))
 
 
 def _of_rows(found: Tensor, x: Tensor, dim: int, length: int) -> Tensor:
@@ -354,7 +386,11 @@ Started = Callable[[], Tensor]
 
 def start_gather(x: Tensor, group: str, dim: int, size: int, block: int = 1) -> Started:
     """Starts an `all_gather`, without autograd."""
-    part, tp = _padded(x, group, dim, size, block), seat(group)[1]
+    tp = seat(group)[1]
+    if _is_even(x, tp, x.shape[dim], size, block):
+        running = _start("all_gather_into_tensor", x, tp, group)
+        return lambda: _joined_evenly(running(), x, dim, size)
+    part = _padded(x, group, dim, size, block)
     waits, order = _start("all_gather_into_tensor", _to_send(part, dim), tp, group), list(range(x.dim()))
     return lambda: _put_together(waits(), part, tp, dim, size, block, order)
 
@@ -399,24 +435,27 @@ def _start_compiled(name: str, x: Tensor, *rest: Any) -> Started:
 def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
     own, x, rest = _GROUP_METHODS.get(name), args[0], args[1:]
-    if own is not None and is_bare(x) and not x.is_cpu and not x.is_complex() and not x.is_neg():
-        return own(process_group(rest[-1]), x, *rest[:-1])
+    if own is not None and is_bare(x) and not x.is_complex() and not x.is_neg():
+        group = process_group(rest[-1])
+        if x.is_cpu and (found := _through_memory(name, x, rest, group, False)) is not None:
+            return found, ARRIVED
+        return own(group, x, *rest[:-1])
     x = in_memory(x)
     observed = own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex()
-    if x.is_cpu and (found := _through_memory(name, x, rest, observed)) is not None:
+    group = process_group(rest[-1])
+    if x.is_cpu and (found := _through_memory(name, x, rest, group, observed)) is not None:
         return found, ARRIVED
     if observed:
         name = "all_reduce" if name == "all_reduce_" and is_kept(x) else name  # A broadcast has to be in place.
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
     assert own is not None
-    return own(process_group(rest[-1]), x, *rest[:-1])
+    return own(group, x, *rest[:-1])
 
 
-def _through_memory(name: str, x: Tensor, rest: tuple[Any, ...], observed: bool) -> Tensor | None:
+def _through_memory(name: str, x: Tensor, rest: tuple[Any, ...], group: ProcessGroup, observed: bool) -> Tensor | None:
     """Returns the result of a collective of a small tensor through memory that ranks share; None if it did not run."""
     if observed and not is_computed(x):
         return None
-    group = process_group(rest[-1])
     shared = channel_of(group)
     if shared is None:
         return None
@@ -457,13 +496,14 @@ def _wait(found: Tensor, work: Work | None) -> Tensor:
 
 # ---- the methods of process groups
 # A functional collective and its wait pass torch's dispatcher for Python twice. Where nobody follows operators there,
-# the process group's own methods do the same work, and take less than half of the time.
+# the process group's own methods do the same work, and take less than half of the time. With an operation in place of
+# options, such a method takes four times as long: its binding first fails to read the operation as options.
 
 _SUMS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def _all_reduced_(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.Work]:
-    return x, group.allreduce([x], _SUMS[op])
+    return x, group.allreduce([x], _sum_options(op))
 
 
 def _all_reduced(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.Work]:
@@ -478,6 +518,13 @@ def _all_gathered(group: ProcessGroup, x: Tensor, size: int) -> tuple[Tensor, di
 def _reduce_scattered(group: ProcessGroup, x: Tensor, op: str, size: int) -> tuple[Tensor, dist.Work]:
     found = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     return found, group._reduce_scatter_base(found, x.contiguous(), _scatter_options(op))
+
+
+@cache
+def _sum_options(op: str) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = _SUMS[op]
+    return options
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,8 +23,11 @@ def is_transformed(x: Tensor) -> bool:
     """True if `x` is a tensor of a transform of torch.func, or may have a tangent."""
     if forward_ad._current_level >= 0:
         return True
-    functorch: Any = torch._C._functorch
-    return bool(functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
+    return _is_wrapped(x) or _is_legacy_batch(x)
+
+
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_is_legacy_batch: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def no_transform(*xs: Tensor) -> bool:
@@ -32,7 +35,9 @@ def no_transform(*xs: Tensor) -> bool:
 
     In a transform an autograd function needs a rule for it, whatever its operands are.
     """
-    return all(map(is_plain, xs)) and not torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return not any(map(is_transformed, xs))
 
 
 def is_bare(x: Tensor) -> bool:
@@ -40,7 +45,7 @@ def is_bare(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(x) is not Tensor or _transforms() or _modes() > 0:
         return False
     depth = _function_modes()
-    return (depth == 0 or not _has_function_mode(depth)) and is_plain(x)
+    return (depth == 0 or not _has_function_mode(depth)) and not is_transformed(x)
 
 
 _transforms, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack

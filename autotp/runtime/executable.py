@@ -44,7 +44,7 @@ from autotp.passes.capture.pytree import computes_by_itself, flatten_call, leaf_
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetric_memory, expect_async_tp
-from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
+from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, values_at, works
 from autotp.passes.emit.compiled import compile_blocks
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
@@ -370,7 +370,7 @@ class Executable:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the present parameters and buffers by first name."""
-        return {name: value_at(place) for name, place in self.places.items()}
+        return dict(zip(self.places, values_at(self.places.values()), strict=True))
 
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
         """Returns all facts of a call that select a graph, except sizes and values of tensors."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -132,7 +133,7 @@ class Layout:
         before = sum((self._marked(other) for other in range(rank)), torch.zeros(self.size))
         return _runs(before[self._marked(rank) > 0] == 0)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The length of the whole dimension that is cut."""
         return max((stop for piece in self.pieces for _, stop in piece), default=0)

@@ -5,7 +5,11 @@
 The models are those of transformers, so narrow that computing takes no time. Collectives are those of torch's `fake`
 backend, which sends nothing: what is left is what Python and torch's dispatcher do on the host. A layer is the
 difference of models with 6 and 2 layers, by 4. The ways run in turn; a figure is the lower quartile over the rounds of
-this thread's processor time, which other programs on the machine disturb less than the clock.
+this thread's processor time, which other programs on the machine disturb less than the clock. Each step runs twice, and
+the second one is timed: the first brings its code back into the processor's caches.
+
+Counts do not vary: the operators of ATen that run (those that others call, too), the functions of backward, and the
+frames of Python of a layer.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +26,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # It registers the backend.
 
 import autotp
@@ -34,6 +40,8 @@ WAYS: dict[str, dict[str, Any]] = {
     'tp, recompute="full"': {"recompute": "full"},
 }
 Step = Callable[[], object]
+Steps = dict[tuple[str, str, int], Step]
+"""What is measured: what it does, the way, and the number of layers -> a function."""
 
 
 def llama(layers: int) -> nn.Module:
@@ -74,9 +82,9 @@ def decoding(model: Any) -> Step:
     return token
 
 
-def steps_of(make: Callable[[int], nn.Module]) -> dict[tuple[str, str, int], Step]:
-    """Returns what is timed: what it does, the way, and the number of layers -> a function."""
-    steps: dict[tuple[str, str, int], Step] = {}
+def steps_of(make: Callable[[int], nn.Module]) -> Steps:
+    """Returns what is timed."""
+    steps: Steps = {}
     for layers in DEPTHS:
         example = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
         steps["step", PLAIN, layers] = training(make(layers).train())
@@ -89,13 +97,14 @@ def steps_of(make: Callable[[int], nn.Module]) -> dict[tuple[str, str, int], Ste
     return steps
 
 
-def seconds(steps: dict[tuple[str, str, int], Step], rounds: int) -> dict[tuple[str, str, int], float]:
+def seconds(steps: Steps, rounds: int) -> dict[tuple[str, str, int], float]:
     """Returns the processor time of each step, in seconds."""
     times: dict[tuple[str, str, int], list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 4):
         gc.collect()
         gc.disable()
         for name, step in steps.items():
+            step()  # The code of the way before, and the garbage collector, have filled the caches.
             start = time.thread_time()
             step()
             times[name].append(time.thread_time() - start)
@@ -103,22 +112,63 @@ def seconds(steps: dict[tuple[str, str, int], Step], rounds: int) -> dict[tuple[
     return {name: statistics.quantiles(found[4:], n=4)[0] for name, found in times.items()}
 
 
+def counts(step: Step) -> tuple[int, int, int]:
+    """Returns how many operators, functions of backward, and frames of Python a step has."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    names = [event.name for event in profiled.events()]
+    frames = 0
+
+    def entered(frame: Any, event: str, _: Any) -> None:
+        nonlocal frames
+        frames += event == "call"
+
+    sys.setprofile(entered)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    backward = sum(name.startswith("autograd::engine::evaluate_function") for name in names)
+    return sum(name.startswith("aten::") for name in names), backward, frames
+
+
+def counts_of_layers(steps: Steps) -> dict[tuple[str, str], list[float]]:
+    """Returns the counts a layer of each way. `steps` have run in each kind of call before."""
+    few, many = DEPTHS
+    counted = {name: counts(step) for name, step in steps.items()}
+    return {
+        (what, way): [
+            (more - less) / (many - few)
+            for less, more in zip(counted[what, way, few], counted[what, way, many], strict=True)
+        ]
+        for what, way, _ in steps
+    }
+
+
 def rows(name: str, rounds: int) -> list[str]:
-    """Returns the lines of a model: for each way the time a layer and of a call, and their ratios to one device's."""
+    """Returns the lines of a model: for each way the time a layer and of a call, their ratios to one device's, counts.
+
+    The counts are of a layer: operators, functions of backward, and frames of Python.
+    """
     steps, lines = steps_of(MODELS[name]), []
     times = seconds(steps, rounds)
     few, many = DEPTHS
+    counted = counts_of_layers(steps)
     for what, way in dict.fromkeys((what, way) for what, way, _ in steps):
         layer, plain = ((times[what, which, many] - times[what, which, few]) / (many - few) for which in (way, PLAIN))
         call = times[what, way, many]
         lines.append(
             f"{name:<8}{what:<8}{way:<24}{layer * 1e6:>8.0f}{layer / plain:>8.2f}"
             f"{call * 1e6:>10.0f}{call / times[what, PLAIN, many]:>8.2f}"
+            + "".join(f"{number:>10.0f}" for number in counted[what, way])
         )
     return lines
 
 
-HEADER = f"{'model':<8}{'what':<8}{'way':<24}{'us/layer':>8}{'ratio':>8}{'us/call':>10}{'ratio':>8}"
+HEADER = (
+    f"{'model':<8}{'what':<8}{'way':<24}{'us/layer':>8}{'ratio':>8}{'us/call':>10}{'ratio':>8}"
+    f"{'operators':>10}{'backward':>10}{'frames':>10}"
+)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.model_library import is_state, read_attribute, rewrites, shown_attribute
+from autotp.model_library import is_state, read_attribute, remembered_rewrites, rewrites, shown_attribute
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Form:
         self.form.append((type(state), *attributes))
         for name, value in attributes.items():
             kind = type(value)
-            if rewrites(name) or not (kind in PLAIN or kind is list):
+            if remembered_rewrites(name) or not (kind in PLAIN or kind is list):
                 value = shown_attribute(name, value)
             if not self.walk(value):
                 return False
@@ -302,7 +302,10 @@ def builder_of(spec: Any) -> Built:
         return lambda leaves: tuple([part(leaves) for part in parts])
     if spec.type is dict:
         return lambda leaves: dict(zip(context, [part(leaves) for part in parts], strict=True))
-    unflatten = _built if spec.type is _Open else pytree.SUPPORTED_NODES[spec.type].unflatten_fn
+    if spec.type is _Open:
+        rewritten = list(map(rewrites, context[1]))
+        return lambda leaves: _built([part(leaves) for part in parts], context, rewritten)
+    unflatten = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
     return lambda leaves: unflatten([part(leaves) for part in parts], context)
 
 
@@ -335,13 +338,17 @@ def _attributes(node: _Open) -> tuple[list[Any], Any]:
     return [_opened(value) for value in shown.values()], (type(node.state), tuple(shown))
 
 
-def _built(below: Any, context: Any) -> Any:
-    """Returns an object of the same class and attributes, without calling its constructor."""
+def _built(below: Any, context: Any, rewritten: Sequence[bool] = ()) -> Any:
+    """Returns an object of the same class and attributes, without calling its constructor.
+
+    Args:
+        rewritten: `rewrites` of each attribute's name, if it is known.
+    """
     kind, names = context
     new = object.__new__(kind)
     attributes = vars(new)
-    for name, value in zip(names, below, strict=True):
-        attributes[name] = read_attribute(name, value, below) if rewrites(name) else value
+    for name, value, again in zip(names, below, rewritten or map(rewrites, names), strict=True):
+        attributes[name] = read_attribute(name, value, below) if again else value
     return new
 
 

@@ -7,7 +7,7 @@ So hooks on a module run at the right time: `fully_shard` gathers its parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class BlockCall(nn.Module):
 
     Attributes:
         work: the graph, shared by all blocks that compute alike.
+        given: for each argument of `work` its place among the arguments of this call; None for the next parameter.
+        read_places: the places of the parameters, in order.
         name: the name of the block in the model, such as `h.0`; torch.profiler shows it.
     """
 
@@ -38,7 +40,9 @@ class BlockCall(nn.Module):
         self, work: nn.Module, owner: nn.Module, operands: list[int | ParameterPlace], read: ReadParameter, name: str
     ) -> None:
         super().__init__()
-        self.work, self.read, self.operands, self.name = work, read, operands, name
+        self.work, self.read, self.name = work, read, name
+        self.given = [x if isinstance(x, int) else None for x in operands]
+        self.read_places = [x for x in operands if not isinstance(x, int)]
         self.owner = (owner,)  # In a tuple, so that it is no submodule of this module.
 
     def forward(self, *given: Any) -> Any:
@@ -63,7 +67,9 @@ class BlockCall(nn.Module):
 
     def operands_of(self, given: Sequence[Any]) -> list[Any]:
         """Returns the arguments for `work`."""
-        return [given[x] if isinstance(x, int) else self.read(x) for x in self.operands]
+        read = values_at(self.read_places) if self.read is value_at else list(map(self.read, self.read_places))
+        values = iter(read)
+        return [next(values) if x is None else given[x] for x in self.given]
 
 
 class Owner(nn.Module):
@@ -80,6 +86,15 @@ def value_at(place: ParameterPlace) -> Tensor:
     parameter = module._parameters.get(key)
     found: Tensor = getattr(module, key) if parameter is None else parameter
     return found
+
+
+def values_at(places: Iterable[ParameterPlace]) -> list[Tensor]:
+    """Returns the present tensors at some places, as `value_at` does: one call in Python for the ten of a layer."""
+    values = []
+    for module, key in places:
+        parameter = module._parameters.get(key)
+        values.append(getattr(module, key) if parameter is None else parameter)
+    return values
 
 
 def places(root: nn.Module) -> tuple[dict[str, str], dict[str, ParameterPlace]]:

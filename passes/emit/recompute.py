@@ -10,8 +10,9 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,9 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from autotp.errors import Error
 from autotp.ops.batch_halves.turns import arrived, recomputation
-from autotp.ops.eager_mode import is_plain
+from autotp.ops.eager_mode import no_transform
+from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Recompute
+from autotp.passes.capture.autocast_regions import Autocast, ambient_everywhere, enter_autocast
 from autotp.passes.emit.outline import blocks, outlined
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
@@ -37,30 +41,148 @@ class Recomputed(nn.Module):
         super().__init__()
         self.inner: nn.Module = inner
         self.draws = any(draws(node) for node in inner.graph.nodes)
-        # `checkpoint` keeps torch's random state, and not numpy's.
+        # An exception would leave a region of autocast that the graph has entered open.
+        self.stops_early = not inner.graph.find_nodes(op="call_function", target=enter_autocast)
+        # torch's `checkpoint` keeps torch's random state, and not numpy's.
         self.again = not any(draws_from_numpy(node) for node in inner.graph.nodes)
 
     def forward(self, *args: Any) -> Any:
         """Runs the graph. Under transforms of torch.func, which do not support recomputation, everything is kept."""
-        plain = all(is_plain(x) for x in args if isinstance(x, Tensor)) or torch.compiler.is_compiling()
-        if not plain or not torch.is_grad_enabled() or not self.again:
-            return self.inner(*args)
         if torch.compiler.is_compiling():
-            return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=self.draws)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            again = torch.is_grad_enabled() and self.again
+            return self._by_torch(args) if again else self.inner(*args)
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if not torch.is_grad_enabled() or not self.again or not no_transform(*tensors):
+            return self.inner(*args)
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if hooked or not isinstance(self.inner, fx.GraphModule):  # Else it is a compiled block.
             # What is kept for backward is handed to these hooks, which may read it: save_on_cpu copies it.
-            args = tuple(map(arrived, args))
+            return self._by_torch(tuple(map(arrived, args)) if hooked else args)
+        replay = _Replay(self, args, tensors)
+        push_hooks(replay.pack, replay.unpack)
+        try:
+            return self.run(*args)
+        finally:
+            pop_hooks()
+            replay.wanted = next(replay.numbers)
+
+    def run(self, *args: Any) -> Any:
+        """Runs the graph, without a call of its module, which reads source files when an exception leaves it."""
+        return self.inner.forward(*args)
+
+    def _by_torch(self, args: tuple[Any, ...]) -> Any:
+        if torch.compiler.is_compiling():
+            return checkpoint(self._plain, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        runs, early = self._second_time_apart(), self.stops_early
+        return checkpoint(runs, *args, use_reentrant=False, preserve_rng_state=self.draws, early_stop=early)
+
+    def _plain(self, *args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # As around forward: backward calls this from outside of it.
+            return self.inner(*args)
+
+    def _second_time_apart(self) -> Callable[..., Any]:
+        """Returns `_plain`, which waits in its second run for all sums that it has started there."""
         calls = count()
 
         def run(*args: Any) -> Any:
             with recomputation() if next(calls) else nullcontext():
-                return self._run(*args)
+                return self._plain(*args)
 
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        return run
 
-    def _run(self, *args: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # As around forward: backward calls this from outside of it.
-            return self.inner(*args)
+
+NO_RUN = -1
+"""torch's number of a run of backward, outside of all runs."""
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class _Complete(Exception):  # It is no error: it leaves a run that has computed all that backward needs.
+    """Raised in a second run of a graph when the last value that backward needs is there."""
+
+
+class _Replay:
+    """What is kept of one call of a graph: its inputs, to compute again what autograd would have kept.
+
+    NOTE [A number in place of a tensor] While the graph runs, autograd gets a number for each tensor that it wants to
+    keep. When backward asks for the first of them, the graph runs again, up to the last tensor that autograd wants: so
+    the last product of a block, and the sum over ranks behind it, do not run again. torch's `checkpoint` works alike,
+    and follows each tensor in Python; here a graph is known to ask for the same tensors in the same order.
+
+    Attributes:
+        pack: returns the number of the next tensor. (`next(numbers, tensor)` needs no Python frame.)
+        wanted: how many tensors autograd wanted.
+        values: these tensors, in order, as the run of backward `run` has them; None for one that it has got.
+    """
+
+    def __init__(self, block: Recomputed, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+        self.block, self.args, self.tensors = block, args, tensors
+        self.versions = [x._version for x in tensors]
+        self.device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
+        self.state = random_state_of(self.device) if block.draws else None
+        self.autocast = ambient_everywhere()
+        self.numbers, self.wanted = count(), 0
+        self.pack = partial(next, self.numbers)
+        self.values: list[Tensor | None] = []
+        self.run = NO_RUN
+
+    def unpack(self, number: int) -> Tensor:
+        """Returns a tensor that autograd wanted."""
+        run = torch._C._current_graph_task_id()
+        if run != self.run or run == NO_RUN or self.values[number] is None:
+            self.values, self.run = self._computed(), run
+        value = self.values[number]
+        assert value is not None
+        self.values[number] = None  # Its memory is free when backward has used it.
+        return value
+
+    def _computed(self) -> list[Tensor | None]:
+        """Runs the graph again; returns the tensors that autograd wants."""
+        values: list[Tensor | None] = []
+        last = self.wanted if self.block.stops_early else -1
+
+        def keep(x: Tensor) -> None:
+            values.append(x.detach())  # Without its history, which would keep `values`.
+            if len(values) == last:
+                raise _Complete
+
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), self._as_in_forward(), recomputation():
+            if [x._version for x in self.tensors] != self.versions:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    "an input or a parameter of a block that backward computes again"
+                )
+            push_hooks(keep, _never)
+            try:
+                self.block.run(*self.args)
+            except _Complete:
+                pass
+            finally:
+                pop_hooks()
+        if len(values) != self.wanted:
+            raise Error(
+                f"a block that backward computes again keeps {len(values)} tensors, and {self.wanted} in forward",
+                fix='recompute="none"',
+            )
+        return values
+
+    @contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        """A region with the autocast and the random state of forward."""
+        now, state = ambient_everywhere(), None if self.state is None else random_state_of(self.device)
+        with ExitStack() as regions:
+            if now != self.autocast:
+                for settings in (*(Autocast(region.device) for region in now), *self.autocast):
+                    regions.enter_context(settings.on())
+            if self.state is not None and state is not None:
+                set_random_state(self.device, self.state)
+                regions.callback(set_random_state, self.device, state)
+            yield
+
+
+def _never(_: Any) -> Tensor:
+    """Stands for a hook: nobody has a backward of the second run of a graph."""
+    raise AssertionError
 
 
 def recompute(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) -> fx.GraphModule:

@@ -18,9 +18,12 @@ HEADS = torch.randn(2, 2, 4, 8)
 
 ARGUMENTS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     aten.add.Tensor: ((X, X), {"alpha": 2}),
+    aten.addmm.default: ((W, X[0], torch.randn(8, 8)), {"beta": 2}),
     aten.bmm.default: ((X, Y), {}),
     aten.cat.default: (([X, X], -1), {}),
+    aten.contiguous.default: ((X.transpose(1, 2),), {}),
     aten.cos.default: ((X,), {}),
+    aten.detach.default: ((X,), {}),
     aten.div.Tensor: ((X, 3.0), {}),
     aten.dropout.default: ((X, 0.5, True), {}),
     aten.embedding.default: ((torch.randn(5, 3), torch.tensor([[1, 2]]), 1, False, False), {}),
@@ -36,6 +39,7 @@ ARGUMENTS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     aten.masked_fill.Scalar: ((X, X > 0, 0), {}),
     aten.matmul.default: ((X, Y), {}),
     aten.mean.dim: ((X, [-1], True), {}),
+    aten.mm.default: ((X[0], Y[0]), {}),
     aten.mul.Tensor: ((X, 2.0), {}),
     aten.ne.Scalar: ((torch.tensor([1, 2]), 1), {}),
     aten.neg.default: ((X,), {}),
@@ -134,3 +138,69 @@ def test_what_separates_axes_is_left_out_unless_it_is_returned() -> None:
     value = torch.ones(2)
     twice, same = module(value)
     assert twice.tolist() == [2, 2] and same.equal(value) and same is not value
+
+
+def cut_up(*pieces: tuple[int, int], returned: bool = False) -> fx.GraphModule:
+    """A graph that multiplies slices of the last dimension, [3 8], by 2, 3, ..., and joins them."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, 8)
+    parts = [graph.call_function(aten.slice.Tensor, (x, -1, *piece)) for piece in pieces]
+    scaled = [graph.call_function(aten.mul.Tensor, (part, i + 2.0)) for i, part in enumerate(parts)]
+    joined = graph.call_function(aten.cat.default, (scaled, -1))
+    graph.output([joined, parts[0]] if returned else joined)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def backward_nodes(y: Tensor) -> list[str]:
+    """The names of the operators of a backward."""
+    seen, queue = [], [y.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            seen.append(node)
+            queue += [after for after, _ in node.next_functions]
+    return sorted(node.name() for node in seen)
+
+
+@pytest.mark.parametrize("pieces", [((4, 8), (0, 4)), ((0, 3), (3, 4), (4, 2**63 - 1)), ((0, 8), (8, 8))], ids=str)
+def test_slices_that_share_out_a_dimension_are_one_split(pieces: Any) -> None:
+    """In backward, too: the gradients are joined, and no tensor of the whole's size is filled for each."""
+    plain, module = cut_up(*pieces), call_python(cut_up(*pieces))
+    assert (module.code.count("torch.split_with_sizes("), module.code.count("narrow")) == (1, 0)
+    x = torch.arange(24.0).view(3, 8).requires_grad_()
+    found, expected = module(x), plain(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    grad = torch.randn_like(found)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y, x, grad, retain_graph=True)[0] for y in (found, expected)), rtol=0, atol=0
+    )
+    slices = [name.startswith(("Slice", "Split")) for name in backward_nodes(found)]
+    assert sum(slices) == 1
+
+
+@pytest.mark.parametrize("pieces", [((0, 4), (4, 7)), ((0, 5), (4, 8)), ((1, 8),), ((0, 4), (0, 4))], ids=str)
+def test_other_slices_stay(pieces: Any) -> None:
+    assert "split" not in call_python(cut_up(*pieces)).code
+
+
+def test_a_slice_that_the_caller_gets_stays() -> None:
+    """torch refuses to write into a part of a split."""
+    module = call_python(cut_up((0, 4), (4, 8), returned=True))
+    assert "split" not in module.code
+    module(torch.zeros(3, 8, requires_grad=True) + 1)[1].add_(1)
+
+
+def test_a_value_is_reshaped_once() -> None:
+    """Unless another operator reads it between."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    twice = [graph.call_function(aten.reshape.default, (x, sizes)) for sizes in ([4, 6], [2, 12])]
+    ends = [graph.call_function(aten.reshape.default, (y, [-1, 3])) for y in twice]
+    graph.output([*ends, graph.call_function(aten.neg.default, (twice[1],))])
+    module = call_python(fx.GraphModule(nn.Module(), graph))
+    assert module.code.count("torch.reshape(") == 3, module.code
+    value = torch.arange(24.0).view(3, 8).t()
+    assert [y.tolist() for y in module(value)] == [
+        value.reshape(8, 3).tolist(), value.reshape(8, 3).tolist(), (-value.reshape(2, 12)).tolist()
+    ]  # fmt: skip

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +18,11 @@ from ranks import Checks
 from small_models import both, expect_gradients, gpt, tokens
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.options import Recompute
+from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.emit.outline import blocks, outlined
 from autotp.passes.emit.recompute import Recomputed, recompute
 
@@ -394,3 +401,157 @@ def test_a_core_is_what_makes_and_reads_scores() -> None:
     assert targets == [
         aten.matmul.default, aten.mul.Tensor, aten.softmax.int, aten.dropout.default, aten.matmul.default
     ]  # fmt: skip
+
+
+# ---- a block that runs again
+
+
+def products(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """x: [n 4], w: [4 4], v: [4 4] -> [n 4]"""
+    return x + F.linear(F.linear(x, w).tanh(), v)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, and Python's calls of functions, in a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+def again(function: Callable[..., Tensor] = products) -> Recomputed:
+    return Recomputed(fx.symbolic_trace(function))
+
+
+def test_derivatives_of_a_block_that_runs_again() -> None:
+    """First and second ones, of all inputs and of some, and twice by one graph."""
+    xs = inputs()
+    for how in (products, again()):
+        y = how(*xs).square().sum()
+        first = torch.autograd.grad(y, xs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), xs, retain_graph=True)
+        some = torch.autograd.grad(y, xs[1:2], retain_graph=True)
+        found = [*first, *second, *some, *torch.autograd.grad(y, xs)]
+        if how is products:
+            expected = found
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_what_backward_does_not_need_does_not_run_again() -> None:
+    """Of two products the second has a reader that keeps nothing: three products forward and again, four backward."""
+    xs, block = inputs(), again()
+    with Operators() as seen:
+        block(*xs).sum().backward()
+    assert seen.counts["aten.mm.default"] == 2 + 1 + 4
+    assert seen.counts["aten.tanh.default"] == 2
+
+
+def test_a_changed_input_is_an_error() -> None:
+    """As for what autograd itself keeps."""
+    xs, block = inputs(), again()
+    y = block(*xs).sum()
+    with torch.no_grad():
+        xs[2].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_nothing_stays_after_backward() -> None:
+    """Without the garbage collector: a cycle through autograd's memory would stay for ever."""
+    xs, block = inputs(), again()
+    x = (xs[0] * 2).requires_grad_()
+    seen = weakref.ref(x)
+    gc.disable()
+    try:
+        y = block(x, *xs[1:])
+        y.sum().backward()
+        del x, y
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_random_numbers_are_those_of_forward() -> None:
+    """And the stream goes on where it was before backward."""
+
+    def noisy(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return products(torch.ops.aten.dropout.default(x, 0.5, True), w, v).tanh()
+
+    grads, rest = [], []
+    for how in (noisy, again(noisy)):
+        xs = inputs()
+        torch.manual_seed(1)
+        y = how(*xs).sum()
+        torch.rand(3)
+        y.backward()
+        grads.append([x.grad for x in xs])
+        rest.append(torch.rand(()))
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    assert rest[0] == rest[1]
+
+
+def test_autocast_is_that_of_forward() -> None:
+    """And the rest of backward has its own."""
+    xs = [x.detach().float().requires_grad_() for x in inputs()]
+    for forward, backward in ((True, False), (False, True)):
+        found = []
+        for how in (products, again()):
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+                y = how(*xs)
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+                found.append(torch.autograd.grad(y.float().sum(), xs))
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_an_autocast_region_of_a_block_is_left_again() -> None:
+    """A run that ended inside of it would leave torch's cache of casts, which an optimizer makes wrong."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    region = graph.call_function(enter_autocast, ("cpu", torch.bfloat16, True, True))
+    y = graph.call_function(aten.linear.default, (x, w))
+    graph.call_function(exit_autocast, (region,))
+    graph.output(y)
+    xs = [x.detach().float().requires_grad_() for x in inputs()[:2]]
+    Recomputed(fx.GraphModule(nn.Module(), graph))(*xs).sum().backward()
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
+
+
+def test_a_tensor_that_is_kept_costs_two_calls_of_python() -> None:
+    """One when it is there again, and one when backward asks for it: hooks in Python are slower than small kernels."""
+    assert [more - less for less, more in zip(python_calls(1), python_calls(11), strict=True)] == [0, 2 * 10]
+
+
+def python_calls(count: int) -> list[int]:
+    """Returns how many frames of Python forward and backward have of a block that keeps `count` tensors and some."""
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(count):
+            x = x.tanh()
+        return x
+
+    block, x = again(chain), inputs()[0]
+    frames = [0, 0]
+
+    def number(of: int, run: Callable[[], Any]) -> Any:
+        def seen(frame: Any, event: str, _: Any) -> None:
+            frames[of] += event == "call"
+
+        sys.setprofile(seen)
+        try:
+            return run()
+        finally:
+            sys.setprofile(None)
+
+    y = number(0, lambda: block(x))
+    number(1, y.sum().backward)
+    return frames
