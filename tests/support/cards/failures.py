@@ -26,6 +26,7 @@ from small_models import gpt
 from trainers import SMALL, batch
 
 import autotp
+from autotp.distributed import consistency
 from autotp.distributed.peers.heartbeat import lost_ranks
 from cards.pretend import pretend, pretended
 
@@ -130,6 +131,8 @@ def program(rank: int, name: str, how: str, folder: Path, at: int) -> None:
             time.sleep(0.1)
     elif rank == RANKS - 1:
         _fail_at(at, how, folder, in_backward=how == MEMORY and name in ("step", "train"))
+        if name == "save_checkpoint":  # Its ranks agree through the CPU, and start no collective of cards.
+            _fail_at_agreements(at, how, folder)
     while True:
         call()
 
@@ -139,17 +142,32 @@ def _fail_at(at: int, how: str, folder: Path, in_backward: bool) -> None:
     count = itertools.count()
 
     def fail(name: str, call: str, number: int) -> str:
-        if (in_backward and torch._C._current_graph_task_id() < 0) or next(count) != at:
-            return ""
-        _note_time(folder)
-        if how == RAISE:
-            raise ValueError("no rows")
-        if how == MEMORY:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        os.kill(os.getpid(), signal.SIGKILL if how == KILL else signal.SIGSTOP)
+        if not (in_backward and torch._C._current_graph_task_id() < 0) and next(count) == at:
+            _fail(how, folder)
         return ""
 
     pretended().set_fault(fail)
+
+
+def _fail_at_agreements(at: int, how: str, folder: Path) -> None:
+    """This process fails when it agrees with the others for the `at`-th time from here."""
+    count, agrees = itertools.count(), consistency.gather_texts
+
+    def gather_texts(*args: Any) -> Any:
+        if next(count) == at:
+            _fail(how, folder)
+        return agrees(*args)
+
+    consistency.gather_texts = gather_texts
+
+
+def _fail(how: str, folder: Path) -> None:
+    _note_time(folder)
+    if how == RAISE:
+        raise ValueError("no rows")
+    if how == MEMORY:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    os.kill(os.getpid(), signal.SIGKILL if how == KILL else signal.SIGSTOP)
 
 
 def _note_time(folder: Path) -> None:
