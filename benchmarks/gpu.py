@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.results.unlink(missing_ok=True)
     print(HEAD, flush=True)
     with args.results.open("a") as results:
-        for row in _rows(args.only, args.ranks, set(rows), until):
+        done = {key for key, row in rows.items() if row.verdict in ("ok", "skipped")}
+        for row in _rows(args.only, args.ranks, done, until):
             rows[row.key] = row
             print(json.dumps(row.to_dict()), file=results, flush=True)
             print(line(row), flush=True)
@@ -72,9 +73,8 @@ def _rehearse(cards: int, argv: list[str]) -> int:
 
 
 def _kept(path: Path) -> dict[tuple[str, int], Row]:
-    """Returns the results of a file, without those that failed: they are tried again."""
-    rows = {row.key: row for row in (Row(**json.loads(text)) for text in path.read_text().splitlines())}
-    return {key: row for key, row in rows.items() if row.verdict in ("ok", "skipped")}
+    rows = [Row(**json.loads(text)) for text in path.read_text().splitlines()]
+    return {row.key: row for row in rows}
 
 
 def _rows(only: str, ranks: Sequence[int] | None, done: set[tuple[str, int]], until: float):  # type: ignore[no-untyped-def]

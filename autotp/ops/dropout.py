@@ -53,8 +53,9 @@ def fast_dropout(input: Tensor, p: float, rank: int) -> Tensor:
 
 def has_own_stream(x: Tensor) -> bool:
     """True if the host can give a rank a stream of its own now: not in traces, transforms and recorded CUDA graphs."""
-    recorded = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return is_plain(x) and is_computed(x) and not (x.is_meta or recorded)
+    if not (is_plain(x) and is_computed(x)) or x.is_meta:  # Dynamo cannot trace the question below.
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -43,23 +44,31 @@ def first_communicator(place: Place) -> str:
     port, program = free_port(), "import torch, torch.distributed as d, os\n"
     program += "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\nd.init_process_group('nccl')\n"
     program += "d.all_reduce(torch.ones(1, device='cuda'))\nd.destroy_process_group()\n"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=os.environ | environment(rank, ranks, port) | {"NCCL_DEBUG": "INFO"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    said = [process.communicate(timeout=60)[0] for process in started]
+    with tempfile.TemporaryFile("w+") as said:  # A pipe that nobody reads blocks its rank.
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                env=os.environ | environment(rank, ranks, port) | {"NCCL_DEBUG": "INFO"},
+                stdout=said if rank == 0 else subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            statuses = [process.wait(timeout=150) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        said.seek(0)
+        text = said.read()
     kept = [
-        line for line in said[0].splitlines() if any(word in line for word in ("version", "NVLS", "via", "Channel 00"))
+        line for line in text.splitlines() if any(word in line for word in ("version", "NVLS", "via", "Channel 00"))
     ]
     print("\n".join(kept[:40]))
-    if any(process.returncode for process in started):
-        raise RuntimeError(said[0][-2000:])
+    if any(statuses):
+        raise RuntimeError(text[-2000:])
     return f"{ranks} ranks, {sum('via' in line for line in kept)} links"
 
 

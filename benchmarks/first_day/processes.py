@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -84,6 +85,7 @@ def _rank(names: Sequence[str], place: Place, port: int, folder: Path) -> None:
     checks = {check.name: check for check in CHECKS}
     for number, name in enumerate(names):
         verdict, figures, detail = _outcome(checks[name], place)
+        gc.collect()  # A model is in cycles of references, and CUDA's allocator does not ask Python to collect.
         unfinished = folder / f"{number}.{place.rank}.part"
         unfinished.write_text(json.dumps([verdict, figures, detail]))
         unfinished.rename(folder / f"{number}.{place.rank}.json")

@@ -254,6 +254,18 @@ def another_batch_of_a_card_is_an_error_that_names_its_step(rank: int, n: int) -
     ended(trainer, optimizer, range(12, 16), of)
 
 
+@checks.on(2)
+def compiled_code_drops_elements(rank: int, n: int) -> None:
+    """Dynamo traces no question to the card: whether it records a CUDA graph."""
+    tokens = torch.arange(16, device="cuda").view(2, 8)
+    cut = autotp.parallelize(gpt(seed=0, **SMALL, n_layer=1, dropout=0.5), n, device="cuda")
+    cut(tokens, tokens).backward()
+    compiled = torch.compile(cut, fullgraph=True, backend="eager")
+    losses = [compiled(tokens, tokens) for _ in range(2)]
+    losses[1].backward()
+    assert losses[0].isfinite() and losses[0] != losses[1]
+
+
 @checks.on(4)
 def many_ranks_sum_along_one_axis_after_the_other(rank: int, n: int) -> None:
     """Through the groups of the axes, which also send tensors of the CPU; what differs is found as without."""

@@ -241,7 +241,6 @@ def _replacements(cards: ModuleType) -> dict[Any, dict[str, Any]]:
         "stream": lambda stream: contextlib.nullcontext(),
         "set_stream": lambda stream: None,
         "synchronize": _synchronize,
-        "is_current_stream_capturing": lambda: False,
         "set_sync_debug_mode": _set_sync_debug_mode,
     }
     tensor = {
@@ -253,6 +252,8 @@ def _replacements(cards: ModuleType) -> dict[Any, dict[str, Any]]:
     return {
         torch.cuda: {**random, **memory, **device, **streams},
         torch.cuda.random: random,
+        # Not the public function: Dynamo has a rule for that.
+        torch.cuda.graphs: {"_cuda_isCurrentStreamCapturing": lambda: False},
         torch.cuda.memory: memory,
         torch.version: {"cuda": "12.9"},
         torch._C: {"_nccl_version": lambda: (2, 27, 3)},

@@ -104,7 +104,7 @@ def host_waits() -> Iterator[Traffic]:
                 yield traffic
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        told = [warning for warning in caught if "synchroniz" in str(warning.message)]
+        told = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
         traffic.events.update(("wait", f"{_short(warning.filename)}:{warning.lineno}") for warning in told)
         return
     pretended().set_spy(report)
