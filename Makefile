@@ -3,7 +3,7 @@
 # make test-rest      passes those that take longer, and those of the whole: families of models, training loops, processes
 #                     that end, the examples, the benchmarks; about 35 minutes. With SHARE=1/15, a fifteenth of them
 # make test-cards     passes the tests of trainings, training loops and whole models on NVIDIA cards: the machine's, or
-#                     pretended ones, for which it needs a C++ compiler. With SHARE=1/12, a twelfth of them
+#                     pretended ones, for which it needs a C++ compiler; 9 minutes. With SHARE=1/6, a sixth
 # make test-all       passes all of them, with every rare case: all families at all sizes in all modes; hours
 # make bench          steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a
 #                     layer keeps, seconds to capture and how they grow, memory

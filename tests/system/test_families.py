@@ -231,7 +231,7 @@ def _expect_equal_copies(model: autotp.ParallelModule) -> None:
             continue
         repeated += 1
         for worst, op in ((float("-inf"), dist.ReduceOp.MAX), (float("inf"), dist.ReduceOp.MIN)):
-            full = torch.full(layout.shape, worst, dtype=parameter.dtype)
+            full = torch.full(layout.shape, worst, dtype=parameter.dtype, device=parameter.device)
             layout.put(full, parameter.detach(), model.mesh.rank)
             dist.all_reduce(full, op)
             assert torch.equal(layout.take(full, model.mesh.rank), parameter.detach()), name

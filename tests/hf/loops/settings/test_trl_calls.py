@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face import LLAMA, expect_close, texts, words
+from hugging_face import LLAMA, expect_close, on_cpu, texts, words
 from ranks import run_ranks
 
 import autotp
@@ -59,7 +59,7 @@ class Case:
             more["peft_config"] = lora(scores)
         settings: dict[str, Any] = {
             "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 1,
-            "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "learning_rate": 1e-2,
+            "report_to": [], "use_cpu": on_cpu(n > 1), "bf16": False, "disable_tqdm": True, "learning_rate": 1e-2,
             "adam_epsilon": 1e-2, "save_strategy": "no",
         }  # fmt: skip
         arguments = getattr(trl, f"{self.kind}Config")(str(folder), **(settings | self.given))
