@@ -325,6 +325,6 @@ def _on_device(value: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor on a device; the host does not wait for a card."""
     if value.device == device:
         return value
-    there = torch.empty_like(value, device=device)
-    copy_into(there, value)
-    return there
+    moved = torch.empty_like(value, device=device)
+    copy_into(moved, value)
+    return moved

@@ -46,10 +46,10 @@ class GatheredTensor:
             return self._gathered(box)
         elements = torch.empty(sizes, dtype=self.dtype, device="cpu" if first else "meta", pin_memory=first and on_card)
         for block in blocks:
-            found = self._gathered(block)
+            gathered = self._gathered(block)
             if first:
                 place = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(block, box, strict=True))
-                elements[place].copy_(found, non_blocking=True)
+                elements[place].copy_(gathered, non_blocking=True)
         if first and on_card:
             torch.cuda.current_stream(self.local.device).synchronize()
         return elements
@@ -60,25 +60,25 @@ class GatheredTensor:
         if dim is None:
             return self._part(block)
         holders = first_holders(self.layout, block[dim])
-        found = self._mine(block, holders)
+        elements = self._mine(block, holders)
         if any(rank for rank, _ in holders):
             group = group_of(self.mesh)
-            if backend_of(group.group_name, found.device.type) == "gloo":  # It sums on the CPU only.
-                found = found.cpu()
+            if backend_of(group.group_name, elements.device.type) == "gloo":  # It sums on the CPU only.
+                elements = elements.cpu()
             with in_collective("save_pretrained", group.group_name):
-                dist.reduce(found.view(-1).view(torch.uint8), group=group, group_dst=0)
-        return found
+                dist.reduce(elements.view(-1).view(torch.uint8), group=group, group_dst=0)
+        return elements
 
     def _mine(self, block: Box, holders: Sequence[tuple[int, Range]]) -> Tensor:
         """Returns a block with the elements that this rank is to give, and zeros."""
         dim = self.layout.dim
         assert dim is not None
-        found = torch.zeros([b - a for a, b in block], dtype=self.dtype, device=self.local.device)
+        elements = torch.zeros([b - a for a, b in block], dtype=self.dtype, device=self.local.device)
         for rank, (start, stop) in holders:
             if rank == self.mesh.rank:
-                place = found.narrow(dim, start - block[dim][0], stop - start)
+                place = elements.narrow(dim, start - block[dim][0], stop - start)
                 place.copy_(self._part((*block[:dim], (start, stop), *block[dim + 1 :])))
-        return found
+        return elements
 
     def _part(self, box: Box) -> Tensor:
         """Returns the elements of `box`, which is within one of this rank's ranges."""

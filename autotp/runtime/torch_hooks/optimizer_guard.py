@@ -235,9 +235,9 @@ def _move_state(optimizer: Optimizer, parameter: Tensor) -> None:
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
-    kept = optimizer.state.get(parameter, {})
-    away = [key for key, x in kept.items() if type(x) is Tensor and x.dim() > 0 and x.device != parameter.device]
-    kept.update({key: kept[key].to(parameter.device) for key in away})
+    state = optimizer.state.get(parameter, {})
+    elsewhere = [key for key, x in state.items() if type(x) is Tensor and x.dim() > 0 and x.device != parameter.device]
+    state.update({key: state[key].to(parameter.device) for key in elsewhere})
 
 
 def _of_another_rank(optimizer: Optimizer, parameter: Tensor, layout: Layout) -> bool:

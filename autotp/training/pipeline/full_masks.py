@@ -36,8 +36,8 @@ def analyse_for_masks(
     tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     if padded or _is_right_for_ones(analysis.captured, tensors):
         return analysis
-    kept = analyse(skeleton, args, kwargs, tp, training, replace(call, looks=False), **given)
-    return replace(kept, captured=replace(kept.captured, looks=True))  # Nothing is left to try.
+    with_masks = analyse(skeleton, args, kwargs, tp, training, replace(call, looks=False), **given)
+    return replace(with_masks, captured=replace(with_masks.captured, looks=True))  # Nothing is left to try.
 
 
 def masks_left_out(captured: Captured) -> list[int]:
@@ -63,5 +63,5 @@ def _is_right_for_ones(captured: Captured, tensors: Sequence[Tensor]) -> bool:
     values = input_values_on(captured, torch.device("cpu"))
     if values is None:
         return True
-    found = values(ones)
-    return all(read.made(found).is_same(read.outcome) for read in captured.asked)
+    tensor_at = values(ones)
+    return all(read.made(tensor_at).is_same(read.outcome) for read in captured.asked)
