@@ -15,6 +15,7 @@ from autotp.cli.flags import (
     Debug,
     Html,
     InputsOf,
+    Interleave,
     Json,
     Kwargs,
     Layers,
@@ -26,18 +27,16 @@ from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, setti
 from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, print_json, show
 from autotp.diagnostics.verify import Report, verify
 from autotp.display.text_table import bytes_text
-from autotp.errors import Error
 from autotp.estimation.estimate import estimate
 from autotp.estimation.layout import Layout
 from autotp.estimation.result import Estimate
 from autotp.estimation.search import expect_search, search
 from autotp.estimation.seconds.hardware import KINDS, LINE, hardware_of
-from autotp.estimation.seconds.schedule import engine_of
 from autotp.options import Recompute
 from autotp.page.save_page import save_page, save_trace
 from autotp.page.stamp import stamp_data
 from autotp.page.subject import subject_of
-from autotp.training.pipeline.schedules import ENGINES
+from autotp.training.pipeline.schedules import engine_of
 
 RecomputeName = Enum("RecomputeName", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
 NONE = RecomputeName("none")
@@ -61,7 +60,7 @@ def estimate_command(
     cp: Annotated[int, typer.Option("--cp", help="Ranks that sequences are cut over")] = 1,
     micro_batch: Annotated[int, typer.Option("--micro-batch", help="The rows of a microbatch")] = 1,
     schedule: Annotated[ScheduleName, typer.Option("--schedule", help="The order of microbatches")] = PLAIN,
-    interleave: Annotated[int | None, typer.Option("--interleave", help="Stages of a rank, if interleaved")] = None,
+    interleave: Interleave = None,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Cut along the sequence, too")] = False,
     recompute: Annotated[RecomputeName, typer.Option("--recompute", help="What backward recomputes")] = NONE,
     overlap: Annotated[OverlapName, typer.Option("--overlap", help="batch: halves of a batch take turns")] = NO_OVERLAP,
@@ -92,8 +91,6 @@ def estimate_command(
         device = hardware_of(gpu)
         Layout(batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, zero=zero, dtype=dtype_named(dtype))
         engine_of(schedule.value, interleave)
-        if prove and interleave not in (None, ENGINES[schedule.value].rounds):
-            raise Error(f"--prove: distribute does not run interleave={interleave}", fix="leave --interleave out")
     made = on_meta(argument)
     expect_room(made, device.memory, tp * (dp if zero == 3 else 1))
     with arguments_in_use():  # A layout that does not fit is an estimate, not an Error.
@@ -105,7 +102,7 @@ def estimate_command(
         )  # fmt: skip
     proof = None if not prove else verify(
         made.to("meta"), tp, pp=pp, dp=dp, cp=cp, microbatches=found.layout.microbatches, zero=cast(Any, zero),
-        schedule=cast(Any, schedule.value), example_inputs=argument.example_inputs(),
+        schedule=cast(Any, schedule.value), interleave=interleave, example_inputs=argument.example_inputs(),
         sequence_parallel=sequence_parallel, recompute=cast(Recompute, recompute.value),
         overlap=cast(Any, overlap.value),
     )  # fmt: skip

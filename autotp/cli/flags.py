@@ -41,6 +41,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors")]
 ScheduleName = Enum("ScheduleName", {name: name for name in ENGINES})  # type: ignore[misc]
 PLAIN = ScheduleName("1F1B")
+Interleave = Annotated[int | None, typer.Option("--interleave", min=2, help="Stages of a rank, if interleaved")]
 
 SEVERAL: dict[str, Callable[[str], bool]] = {"--tp": str.isdigit, "--without": OPTIONAL.__contains__}
 """Option that takes several values, `--tp 2 3 4` -> whether a text is a value of it."""

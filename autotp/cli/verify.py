@@ -17,6 +17,7 @@ from autotp.cli.flags import (
     Evaluation,
     Html,
     InputsOf,
+    Interleave,
     Json,
     Kwargs,
     Layers,
@@ -64,6 +65,7 @@ def verify_command(
         int | None, typer.Option("--microbatches", min=1, help="Parts of a replica's batch; default: --pp")
     ] = None,
     schedule: Annotated[ScheduleName, typer.Option("--schedule", help="The order of microbatches")] = PLAIN,
+    interleave: Interleave = None,
     zero: Annotated[int, typer.Option("--zero", min=0, max=3, help="The stage of ZeRO")] = 0,
     meta: Annotated[bool, typer.Option("--meta", help="Prove it on meta, without values")] = False,
     bisects: Annotated[bool, typer.Option("--bisect/--no-bisect", help="Find what a difference comes from")] = True,
@@ -88,8 +90,9 @@ def verify_command(
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
     settings, given = Options(**chosen), argument.example_inputs()
     parts = microbatches_of(pp) if microbatches is None else microbatches
-    mesh = {"pp": pp, "dp": dp, "microbatches": parts, "schedule": schedule.value, "zero": zero}
-    training = training_of(settings, parts, schedule.value, cast(Any, zero))
+    order = {"schedule": schedule.value, "interleave": interleave}
+    mesh = {"pp": pp, "dp": dp, "microbatches": parts, "zero": zero, **order}
+    training = training_of(settings, parts, schedule.value, cast(Any, zero), interleave)
     with arguments_in_use():
         for size in tp:
             expect_layout(settings, training, (size, pp, dp))

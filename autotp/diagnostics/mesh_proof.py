@@ -37,7 +37,7 @@ from autotp.passes.check.stage_composition import Composition, compose
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
-from autotp.training.pipeline.schedules import ENGINES, Training, analyse_microbatch, division, learning_of, stages_of
+from autotp.training.pipeline.schedules import Training, analyse_microbatch, division, learning_of, stages_of
 from autotp.training.process_groups import holders, read_by_several_stages
 
 NOT_PROVED = (
@@ -52,7 +52,7 @@ class MeshProof:
 
     Attributes:
         tp, pp, dp: the sizes of the mesh.
-        schedule, microbatches, zero: as for `distribute`.
+        schedule, interleave, microbatches, zero: as for `distribute`.
         operators: the number of operators in the graph of each tensor-parallel rank.
         division: the blocks of each stage.
         sent: for each boundary between stages, the number of tensors and of bytes that a microbatch of the example's
@@ -82,6 +82,7 @@ class MeshProof:
     not_computed: str = ""
     whole: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
+    interleave: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -160,7 +161,7 @@ def prove(
         Error: as `distribute`; or something cannot be proved.
     """
     tp, pp, dp = sizes
-    order = actions_of(ENGINES[training.schedule], pp, training.microbatches)
+    order = actions_of(training.engine, pp, training.microbatches)
     expect_complete(order, [stages_of(training, rank, pp) for rank in range(pp)], training.microbatches)
     skeleton = skeleton_of(model).train()
     args, kwargs = cast_arguments(signature_of(model).by_name(*inputs), training.compute_dtype)
@@ -195,7 +196,7 @@ def prove(
     proof = MeshProof(
         tp, pp, dp, training.schedule, training.microbatches, training.zero, tuple(counts), first, sent,
         len(names), tied, sum(map(len, order)), training.cp, whole=whole if training.zero else (),
-        without_gradient=still,
+        without_gradient=still, interleave=training.interleave,
     )  # fmt: skip
     return program, first_graph, proof
 

@@ -54,7 +54,7 @@ from autotp.runtime.build import expect_usable
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training.distribute import expect_training
-from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, stages_of
+from autotp.training.pipeline.schedules import Schedule, Training, stages_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -457,6 +457,7 @@ def verify(
     dp: int = 1,
     microbatches: int | None = None,
     schedule: Schedule = "1F1B",
+    interleave: int | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     example_inputs: Any = None,
     outputs: Outputs = "auto",
@@ -480,7 +481,7 @@ def verify(
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: the number of ranks.
-        pp, dp, schedule, zero: as for `distribute`. What torch's `fully_shard` does is not verified.
+        pp, dp, schedule, interleave, zero: as for `distribute`. What torch's `fully_shard` does is not verified.
         microbatches: as for `distribute`; by default as many as pipeline ranks. The step that is compared is made of
             the rows of the example inputs, which are those of a microbatch.
         example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without: as for `parallelize`.
@@ -496,7 +497,7 @@ def verify(
 
     settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp)
     parts = microbatches_of(pp) if microbatches is None else microbatches
-    training = training_of(settings, parts, schedule, zero)
+    training = training_of(settings, parts, schedule, zero, interleave)
 
     def run() -> Report:
         expect_usable("verify", model, tp, settings)
@@ -515,12 +516,14 @@ def microbatches_of(pp: int) -> int:
     return max(1, pp) if isinstance(pp, int) else 1
 
 
-def training_of(settings: Options, microbatches: int, schedule: Schedule, zero: Literal[0, 1, 2, 3]) -> Training:
+def training_of(
+    settings: Options, microbatches: int, schedule: Schedule, zero: Literal[0, 1, 2, 3], interleave: int | None
+) -> Training:
     """Returns what `distribute` would be asked for with these options."""
     return Training(
         outputs="local", sequence_parallel=settings.sequence_parallel, recompute=settings.recompute, summed=True,
         without=settings.without, microbatches=microbatches, schedule=schedule, zero=zero, cp=settings.cp,
-        overlap=settings.overlap,
+        interleave=interleave, overlap=settings.overlap,
     )  # fmt: skip
 
 
@@ -537,7 +540,7 @@ def expect_layout(settings: Options, training: Training, sizes: tuple[int, int, 
         return
     if settings.outputs != "auto" or settings.experts != "width":
         raise Error("outputs and experts are options of parallelize", fix="verify without pp, dp and microbatches")
-    actions_of(ENGINES[training.schedule], pp, training.microbatches)
+    actions_of(training.engine, pp, training.microbatches)
 
 
 def expect_blocks(model: nn.Module, training: Training, pp: int) -> None:

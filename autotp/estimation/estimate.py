@@ -16,11 +16,10 @@ from autotp.estimation.layout import AUTOTP, COMPILED, Layout
 from autotp.estimation.price import Prices, price, savings
 from autotp.estimation.result import Estimate
 from autotp.estimation.seconds.hardware import Hardware, hardware_of
-from autotp.estimation.seconds.schedule import engine_of
 from autotp.options import Overlap, Recompute, expect_choices
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.runtime.build import expect_ordinary
-from autotp.training.pipeline.schedules import Schedule, Training, expect_whole_backward
+from autotp.training.pipeline.schedules import Schedule, Training, engine_of, expect_whole_backward
 
 LENGTHS = ("block_size", "n_positions", "max_position_embeddings", "seq_length", "n_ctx", "max_seq_len")
 """The names under which configurations have the longest sequence."""

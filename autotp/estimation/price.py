@@ -28,12 +28,12 @@ from autotp.estimation.result import Estimate, RankMemory, Saving
 from autotp.estimation.seconds.beside_compute import buffer_bytes, link_free, slowed
 from autotp.estimation.seconds.hardware import Hardware
 from autotp.estimation.seconds.links import Group, collective_seconds, send_seconds
-from autotp.estimation.seconds.schedule import Action, Played, actions_of, engine_of, most_held, play
+from autotp.estimation.seconds.schedule import Action, Played, actions_of, most_held, play
 from autotp.estimation.seconds.times import ELEMENTWISE, Times, added, piece_times
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import divided
 from autotp.training.pipeline.gradient_buckets import BUCKET
-from autotp.training.pipeline.schedules import Engine, costed
+from autotp.training.pipeline.schedules import Engine, costed, engine_of
 
 NOTHING_PLAYED = Played(seconds=0.0, busy=(), starts=())
 

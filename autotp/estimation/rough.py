@@ -15,8 +15,8 @@ from autotp.estimation.counts.activations import stage_memory
 from autotp.estimation.layout import Layout
 from autotp.estimation.price import Prices, beside_times, cast_seconds, update_seconds
 from autotp.estimation.replicas import exchanged, itemsize_of
-from autotp.estimation.seconds.schedule import engine_of
 from autotp.estimation.seconds.times import Times
+from autotp.training.pipeline.schedules import engine_of
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from autotp.estimation.price import Prices, price
 from autotp.estimation.result import Estimate
 from autotp.estimation.rough import Rough, RoughPrices
 from autotp.estimation.seconds.hardware import GIB, Hardware, hardware_of
-from autotp.estimation.start_lines import limits_of, python_line, torchrun_line
+from autotp.estimation.start_lines import python_line, torchrun_line
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Recompute
-from autotp.training.pipeline.schedules import ENGINES
+from autotp.training.pipeline.schedules import engine_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (1, 2, 4, 8)
@@ -107,7 +107,7 @@ class Search(Shown):
         parts += [notes] * bool(notes)
         parts += [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
         lines = torchrun_line(first.layout.devices, first.device.node), python_line(first.layout)
-        return Sheet(title, (*parts, ("the first:", *lines, *limits_of(first.layout))))
+        return Sheet(title, (*parts, ("the first:", *lines)))
 
     def _ties(self) -> str:
         """Returns which layouts the error bars do not tell from the first one; "" for none."""
@@ -239,7 +239,7 @@ class Layouts:
 
     def price(self, layout: Layout) -> Estimate:
         """Returns the estimate of a layout."""
-        halves = layout.pp > 1 and ENGINES[layout.schedule].halves
+        halves = layout.pp > 1 and engine_of(layout.schedule).halves
         return price(self.prices(layout.tp, layout.cp, layout.recompute, halves), layout)
 
     def ranks(self, gpus: int) -> list[int]:

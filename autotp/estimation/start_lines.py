@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autotp.estimation.layout import Layout
-from autotp.training.pipeline.schedules import ENGINES
 
 
 def torchrun_line(devices: int, node: int) -> str:
@@ -24,20 +23,10 @@ def python_line(layout: Layout) -> str:
     given = [f"{name}={getattr(layout, name)}" for name in ("tp", "pp", "dp")]
     given += [f"cp={layout.cp}"] * (layout.cp > 1) + [f"microbatches={layout.microbatches}"]
     given += [f'schedule="{layout.schedule}"'] * (layout.pp > 1 and layout.schedule != "1F1B")
+    given += [f"interleave={layout.interleave}"] * (layout.pp > 1 and layout.interleave is not None)
     given += ["sequence_parallel=True"] * layout.sequence_parallel
     given += [f'recompute="{layout.recompute}"'] * (layout.recompute != "none")
     given += [f'overlap="{layout.overlap}"'] * (layout.overlap != "none")
     given += [f"zero={layout.zero}"] * bool(layout.zero)
     given += [f"compute_dtype={layout.dtype}"] * (layout.dtype is not None)
     return f"trainer = autotp.distribute(model, {', '.join(given)})"
-
-
-def limits_of(layout: Layout) -> list[str]:
-    """Returns what of a layout the lines cannot say."""
-    rounds = ENGINES[layout.schedule].rounds
-    if layout.interleave in (None, rounds) or layout.pp == 1:
-        return []
-    return [
-        f"The estimate has {layout.interleave} stages on each rank (interleave={layout.interleave}); distribute runs "
-        f'schedule="{layout.schedule}" with {rounds}.'
-    ]

@@ -23,11 +23,8 @@ def python_line(subject: Subject) -> str:
     along = f", cp={options.cp}" * (options.cp > 1) + ", sequence_parallel=True" * options.sequence_parallel
     if (mesh := subject.mesh) is not None:
         given = f"tp={mesh.tp}, pp={mesh.pp}, dp={mesh.dp}{along}, microbatches={mesh.microbatches}"
-        given += f', schedule="{mesh.schedule}"' * (mesh.schedule != "1F1B") + f", zero={mesh.zero}" * bool(mesh.zero)
+        given += f', schedule="{mesh.schedule}"' * (mesh.schedule != "1F1B")
+        given += f", interleave={mesh.interleave}" * (mesh.interleave is not None)
+        given += f", zero={mesh.zero}" * bool(mesh.zero)
         return f"trainer = autotp.distribute(model, {given})"
     return f"model = autotp.parallelize(model, tp={subject.program.tp}{along})"
-
-
-def limits_of(subject: Subject) -> list[str]:
-    """Returns what of the layout the lines cannot say."""
-    return [] if subject.estimate is None else start_lines.limits_of(subject.estimate.layout)

@@ -16,7 +16,7 @@ from autotp.estimation.search import Search
 from autotp.estimation.seconds.hardware import GIB
 from autotp.page.axes import LETTERS, PageAxes, symbol_names
 from autotp.page.blocks import block_data
-from autotp.page.commands import limits_of, python_line, torchrun_line
+from autotp.page.commands import python_line, torchrun_line
 from autotp.page.differences import difference_data
 from autotp.page.ranks import rank_data
 from autotp.page.source_lines import source_data
@@ -69,7 +69,6 @@ def page_data(
         "whole": whole_data(subject),
         "torchrun": torchrun_line(subject),
         "python": python_line(subject),
-        "limits": limits_of(subject),
         "lost": [vars(lost) for lost in found.lost] if isinstance(found, Search) else [],
         "others": [est.summary() for est in found.best[1:]] if isinstance(found, Search) else [],
     }

@@ -8,7 +8,7 @@ from autotp.diagnostics.mesh_proof import NOT_PROVED, MeshProof
 from autotp.diagnostics.verify import Report
 from autotp.errors import Error
 from autotp.page.subject import Subject
-from autotp.training.pipeline.schedules import ENGINES
+from autotp.training.pipeline.schedules import engine_of
 
 
 def stamp_data(subject: Subject, report: Report | None = None) -> dict[str, Any]:
@@ -99,9 +99,8 @@ def expect_same_layout(subject: Subject, report: Report) -> None:
         got += (1, 1, 1) if mesh is None else (mesh.pp, mesh.dp, mesh.microbatches)
         wanted += (layout.pp, layout.dp, layout.microbatches)
         if layout.pp > 1:
-            rounds = ENGINES[layout.schedule].rounds
-            got += (mesh.schedule if mesh else "", ENGINES[mesh.schedule].rounds if mesh else 0)
-            wanted += (layout.schedule, layout.interleave or rounds)
+            got += (mesh.schedule, engine_of(mesh.schedule, mesh.interleave).rounds) if mesh else ("", 0)
+            wanted += (layout.schedule, engine_of(layout.schedule, layout.interleave).rounds)
     if got != wanted:
         shown = [", ".join(f"{n}={x}" for n, x in zip(names, values, strict=False)) for values in (wanted, got)]
         raise Error("the proof is of another layout", expected=shown[0], got=shown[1])

@@ -17,7 +17,7 @@ from autotp.errors import Error, within
 from autotp.options import Overlap, Recompute, expect_choices
 from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
-from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, expect_whole_backward
+from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, engine_of, expect_whole_backward
 from autotp.training.process_groups import mesh_of
 from autotp.training.trainer import Trainer
 
@@ -33,6 +33,7 @@ def distribute(
     cp: int = 1,
     microbatches: int = 1,
     schedule: Schedule = "1F1B",
+    interleave: int | None = None,
     example_inputs: Any = None,
     randomness: Literal["fast", "exact"] = "fast",
     sequence_parallel: bool = False,
@@ -58,6 +59,8 @@ def distribute(
         microbatches: the number of parts in which a replica computes its part of the batch.
         schedule: the order in which microbatches go through the pipeline, named as torch's schedules. Under
             "interleaved", "zero-bubble" and "zero-bubble-v" each rank has two stages.
+        interleave: the number of stages of each rank under "interleaved": the bubble is so many times smaller
+            (Narayanan et al. 2021, section 2.2), and stages send so many times as much.
         example_inputs: as for `parallelize`; tensors are those of one microbatch, [batch/dp/microbatches ...].
         randomness, sequence_parallel, recompute, overlap: as for `parallelize`. Replicas, stages and microbatches draw
             masks of their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
@@ -92,8 +95,8 @@ def distribute(
     """
     training = Training(
         outputs="local", sequence_parallel=sequence_parallel, randomness=randomness, recompute=recompute, summed=True,
-        microbatches=microbatches, schedule=schedule, zero=zero, compute_dtype=compute_dtype, cp=cp,
-        overlap=overlap,
+        microbatches=microbatches, schedule=schedule, interleave=interleave, zero=zero, compute_dtype=compute_dtype,
+        cp=cp, overlap=overlap,
     )  # fmt: skip
 
     def run() -> Trainer:
@@ -114,6 +117,7 @@ def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
     for name, size in {"pp": pp, "dp": dp, "tp": tp, "cp": training.cp, "microbatches": training.microbatches}.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
+    engine_of(training.schedule, training.interleave)
     expect_whole_backward(training)
 
 

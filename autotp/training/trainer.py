@@ -71,7 +71,6 @@ from autotp.training.original_model import OriginalModel, expect_one_mode
 from autotp.training.pipeline.full_masks import are_full, masks_left_out
 from autotp.training.pipeline.gradient_buckets import GradientSums, sum_in_buckets
 from autotp.training.pipeline.schedules import (
-    ENGINES,
     StageGraph,
     StageModule,
     Training,
@@ -545,7 +544,7 @@ class Trainer(InGraphs, HasHoldings):
             Error: as `step`; or the schedule always runs backward, as "zero-bubble-v" does.
         """
         schedule = self._training.schedule
-        if not ENGINES[schedule].evaluates and self.mesh["pp"].size() > 1:
+        if not self._training.engine.evaluates and self.mesh["pp"].size() > 1:
             problem = f'Trainer.evaluate: torch\'s schedule "{schedule}" always runs backward'
             raise Error(problem, fix='schedule="zero-bubble"')
         pipeline, given = self._begin(False, args, kwargs)

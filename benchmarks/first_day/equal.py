@@ -169,7 +169,7 @@ def expect_equal(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], l
     Raises:
         Differs: it is above the limit, or no number.
     """
-    scale = max(float(x.abs().max()) for x in expected.values())
+    scale = max(float(x.detach().abs().max()) for x in expected.values())
     differences = [(_difference(actual[name], x) / scale, name) for name, x in expected.items() if actual]
     largest, name = max(differences, default=(0.0, ""))
     if not largest <= limit:

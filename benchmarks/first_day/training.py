@@ -199,6 +199,7 @@ def layouts(ranks: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         f"tp={ranks}": {"tp": ranks},
         f"pp={ranks} 1F1B": {"pp": ranks},
+        f"pp={ranks} interleaved": {"pp": ranks, "schedule": "interleaved", "interleave": 2},
         f"pp={ranks} zero-bubble": {"pp": ranks, "schedule": "zero-bubble"},
         f"tp={ranks} sequence_parallel recompute=full": {"tp": ranks, "sequence_parallel": True, "recompute": "full"},
         **{f"dp={ranks} zero={zero}": {"dp": ranks, "zero": zero} for zero in range(4)},
@@ -218,7 +219,8 @@ def distribute(number: int) -> Callable[[Place], str]:
             raise Skipped("there is no such layout on so few ranks")
         name, layout = every[number]
         plain, inputs = plain_model(place, lambda: _deep(place.ranks))
-        trainer = autotp.distribute(copy.deepcopy(plain).cpu(), microbatches=2, **{"tp": 1, "pp": 1, "dp": 1} | layout)
+        parts = max(2, layout.get("pp", 1))
+        trainer = autotp.distribute(copy.deepcopy(plain).cpu(), microbatches=parts, **layout)
         chosen, losses = torch.optim.AdamW(trainer.parameters(), lr=1e-3), []
         dp, replica = trainer.mesh["dp"].size(), trainer.mesh["dp"].get_local_rank()
         for _ in range(STEPS):

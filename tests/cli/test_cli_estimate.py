@@ -117,5 +117,3 @@ def test_prove_stamps_the_page(autotp_command, factory: str, tmp_path) -> None: 
     assert data["row"] == "[128], [128]" and any(line.startswith("schedule: 1F1B") for line in data["proof"]["proved"])
     assert any(line.startswith("The numbers.") for line in data["proof"]["not_proved"])
     assert autotp_command("estimate", factory, *given[:-1], "--json").json["proof"] is None
-    done = autotp_command("estimate", factory, *given, "--schedule", "interleaved", "--interleave", 3)
-    assert done.status == 2 and "distribute does not run interleave=3" in done.err

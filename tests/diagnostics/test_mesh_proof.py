@@ -23,9 +23,9 @@ from autotp.training.pipeline.schedules import ENGINES
 SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 4, "n_head": 4, "n_embd": 16}
 
 
-def on_meta() -> Any:
+def on_meta(**more: Any) -> Any:
     with torch.device("meta"):
-        return gpt(**SIZES, dropout=0.1)
+        return gpt(**SIZES | {"dropout": 0.1} | more)
 
 
 def test_a_mesh_on_meta() -> None:
@@ -53,6 +53,12 @@ def test_bytes_across_a_boundary() -> None:
     proof = autotp.verify(model, 2, pp=2, example_inputs=(x, x)).mesh  # As many microbatches as pipeline ranks.
     assert proof is not None and proof.microbatches == 2
     assert proof.sent == ((1, rows * length * SIZES["n_embd"] * 4),)
+
+
+def test_more_stages_a_rank() -> None:
+    report = autotp.verify(on_meta(n_layer=6), 1, pp=2, microbatches=4, schedule="interleaved", interleave=3)
+    assert report.mesh is not None and report.mesh.interleave == 3 and report.mesh.actions == 2 * 6 * 4
+    assert report.mesh.division.ranks == (0, 1, 0, 1, 0, 1)
 
 
 @pytest.mark.parametrize("schedule", ENGINES)

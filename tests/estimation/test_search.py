@@ -19,9 +19,10 @@ from autotp.estimation.counts import pieces
 from autotp.estimation.layout import AUTOTP
 from autotp.estimation.search import Layouts
 from autotp.estimation.seconds.hardware import hardware_of
-from autotp.estimation.seconds.schedule import actions_of, engine_of
+from autotp.estimation.seconds.schedule import actions_of
 from autotp.estimation.start_lines import python_line, torchrun_line
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.training.pipeline.schedules import engine_of
 
 SMALL_DEVICE = "312TF 2TB/s 6GiB node=4x300GB/s net=25GB/s"
 

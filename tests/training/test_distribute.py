@@ -46,7 +46,7 @@ def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
         given = {"tokens": tokens, "types": tokens % 2, "mask": mask, "labels": labels, "next_sentence": following}
         return BERT(bert).double(), given
     transformers: Any = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
+    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
     config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=name == "llama-tied")
     return transformers.LlamaForCausalLM(config).double().train(), {"input_ids": tokens, "labels": labels}
@@ -115,6 +115,16 @@ def each_model(
 def test_every_parallelism_but_data() -> None:
     """The mechanisms together, on the one model whose stages share a weight."""
     run_ranks(each_model, 4, ("gpt",), (2, 2, 1), "interleaved", True, timeout=280)
+
+
+def three_stages_a_rank(rank: int, n: int) -> None:
+    steps(rank, n, "llama", (1, 2, 1), "interleaved", interleave=3)
+
+
+@pytest.mark.timeout(300)
+def test_more_stages_a_rank() -> None:
+    """Two ranks with three stages each, and four microbatches."""
+    run_ranks(three_stages_a_rank, 2, timeout=280)
 
 
 @pytest.mark.timeout(300)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from autotp.errors import Error
-from autotp.training.pipeline.schedules import ENGINES, Engine
+from autotp.training.pipeline.schedules import Engine
 
 Half = Literal["F", "B", "I", "W"]
 """Forward, backward, and its halves: the gradients of inputs, and of weights."""
@@ -27,22 +27,6 @@ class Action:
     stage: int
     half: Half
     microbatch: int
-
-
-def engine_of(schedule: str, interleave: int | None = None) -> Engine:
-    """Returns a schedule. interleave: the number of stages of each rank, under "interleaved"
-
-    Raises:
-        Error: there is no such schedule, or its number of stages is fixed.
-    """
-    if schedule not in ENGINES:
-        raise Error(f"schedule={schedule!r}", expected=", ".join(map(repr, ENGINES)))
-    kind = ENGINES[schedule]
-    if interleave is None or interleave == kind.rounds:
-        return kind
-    if schedule != "interleaved" or interleave < 2:
-        raise Error(f'interleave={interleave} and schedule="{schedule}"', fix='schedule="interleaved", interleave=2')
-    return replace(kind, rounds=interleave)
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -40,15 +40,21 @@ class Training(Options):
 
     microbatches: int = 1
     schedule: Schedule = "1F1B"
+    interleave: int | None = None
     zero: int = 0
     compute_dtype: torch.dtype | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The properties of the schedule."""
+        return engine_of(self.schedule, self.interleave)
 
     def optional(self, name: str) -> bool:
         """True unless an optional pass is left out.
 
         A node that overlaps communication in backward cannot be halved: both halves would run all of it.
         """
-        return super().optional(name) and not (name in ("overlap", "late_sums") and ENGINES[self.schedule].halves)
+        return super().optional(name) and not (name in ("overlap", "late_sums") and self.engine.halves)
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,25 @@ ENGINES: dict[str, Engine] = {
 }
 
 
+def engine_of(schedule: str, interleave: int | None = None) -> Engine:
+    """Returns a schedule. interleave: the number of stages of each rank, under "interleaved"
+
+    Raises:
+        Error: there is no such schedule, or its number of stages is fixed.
+    """
+    if schedule not in ENGINES:
+        raise Error(f"schedule={schedule!r}", expected=", ".join(map(repr, ENGINES)))
+    kind = ENGINES[schedule]
+    if interleave is None or (interleave == kind.rounds and type(interleave) is int):
+        return kind
+    if schedule != "interleaved" or type(interleave) is not int or interleave < 2:
+        raise Error(f'interleave={interleave!r} and schedule="{schedule}"', fix='schedule="interleaved", interleave=2')
+    return replace(kind, rounds=interleave)
+
+
 def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
     """Returns the numbers of the stages on a rank of the pipeline."""
-    return ENGINES[training.schedule].stages(rank, ranks) if ranks > 1 else [0]
+    return training.engine.stages(rank, ranks) if ranks > 1 else [0]
 
 
 def costed(analysis: Program) -> tuple[fx.Graph, Axes]:
@@ -129,7 +151,7 @@ def costed(analysis: Program) -> tuple[fx.Graph, Axes]:
 def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
     """Returns how a model's blocks are divided among the stages of `ranks` ranks: alike on all ranks."""
     homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
-    names, kind = list(analysis.captured.parameters), ENGINES[training.schedule]
+    names, kind = list(analysis.captured.parameters), training.engine
     blocks = blocks_in_order(lowered, names)
     kept = training.recompute != "full"  # With "full" a block keeps its inputs only.
     flights = [kept * kind.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
@@ -243,7 +265,7 @@ def engine(
     from torch.distributed import pipelining  # It takes a second, and most models have no pipeline.
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
-    kind, inputs = ENGINES[training.schedule], analysis.captured.inputs
+    kind, inputs = training.engine, analysis.captured.inputs
     stages = _torch_stages(kind, works, device, group)
     try:
         return getattr(pipelining, kind.kind)(
@@ -326,7 +348,7 @@ def _torch_stages(kind: Engine, works: Mapping[int, nn.Module], device: torch.de
 
 def expect_whole_backward(training: Training) -> None:
     """Raises Error if the halves of a batch take turns, and the schedule divides backward."""
-    if training.overlap == "batch" and ENGINES[training.schedule].halves:
+    if training.overlap == "batch" and training.engine.halves:
         raise Error(
             f'overlap="batch" with schedule="{training.schedule}", which computes the gradients of weights later',
             fix='overlap="none", or schedule="1F1B"',

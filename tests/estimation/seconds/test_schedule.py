@@ -3,8 +3,8 @@
 import pytest
 
 import autotp
-from autotp.estimation.seconds.schedule import Action, actions_of, engine_of, most_held, play
-from autotp.training.pipeline.schedules import ENGINES
+from autotp.estimation.seconds.schedule import Action, actions_of, most_held, play
+from autotp.training.pipeline.schedules import ENGINES, engine_of
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
