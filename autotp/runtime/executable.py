@@ -176,11 +176,26 @@ class Executable:
             before = begin_call(self.mesh)
             try:
                 return self._result_of(args, kwargs)
+            except RuntimeError as error:
+                interrupted(error)
+                self._expect_on_device(error)
+                raise
             except BaseException as error:
                 interrupted(error)
                 raise
             finally:
                 end_call(self.mesh, before, (args, kwargs) if self.tree.settings.check_inputs != "never" else ())
+
+    def _expect_on_device(self, error: RuntimeError) -> None:
+        """Raises Error if a call failed and the model is not on the kind of device for which its graphs were made."""
+        kinds = {tensor.device.type for tensor in self.tensors().values()} - {self.mesh.device.type, "meta"}
+        if kinds and not isinstance(error, Error):
+            device = self.mesh.device
+            raise Error(
+                f"{self.name}.forward: parameters are on {', '.join(sorted(kinds))}, and the model was made parallel on "
+                f"{device}",
+                fix=f'model.to("{device.type}"), or autotp.parallelize behind the last move to another device',
+            ) from error
 
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.signature.by_name(args, kwargs)

@@ -97,6 +97,7 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
                     _narrow(node)
                 node.target = PYTHON_CALLS.get(node.target, node.target)
             _split(part.graph)
+            part.graph.lint()
             part.recompile()
     return module
 
@@ -121,8 +122,9 @@ def _split(graph: fx.Graph) -> None:
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         if len(starts) < 2 or starts != [0, *ends[:-1]] or ends[-1] != source.meta["val"].shape[dim]:
             continue
-        with graph.inserting_before(min(parts.values(), key=order.__getitem__)):
-            whole = graph.call_function(torch.split_with_sizes, (source, lengths, dim))
+        first = min(parts.values(), key=order.__getitem__)
+        with graph.inserting_before(first):  # Its source is another node now if that was a slice, too.
+            whole = graph.call_function(torch.split_with_sizes, (first.args[0], lengths, dim))
             for i, start in enumerate(starts):
                 parts[start].replace_all_uses_with(graph.call_function(operator.getitem, (whole, i)))
         for node in parts.values():

@@ -1,7 +1,7 @@
 """Hugging Face families on NVIDIA cards, pretended ones or the machine's: every gradient equals one device's.
 
-Parallel models lie on cards and communicate over NCCL; the model itself runs on the CPU. Batches are on the CPU, as
-loaders give them.
+Parallel models communicate over NCCL. The model itself runs on this rank's card, as it draws random numbers there: OPT
+draws others on the CPU, too, which layers it drops. Batches of parallel models are on the CPU, as loaders give them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def differences(rank: int, n: int, name: str, combinations: Sequence[Sequence[st
     if name not in EXPERTS:
         whole = whole.double()
         inputs = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in inputs.items()}
-    expected, _ = stepped(whole.train(), inputs)
+    whole.train().to(f"cuda:{rank}")
+    expected, _ = stepped(whole, {k: x.to(f"cuda:{rank}") if isinstance(x, Tensor) else x for k, x in inputs.items()})
     answers: dict[str, float | str] = {}
     for combination in combinations:
         options = {key: value for option in combination for key, value in OPTIONS[option].items()}
@@ -82,7 +83,7 @@ def of_gradients(whole: nn.Module, parallel: nn.Module) -> float:
         if p.grad is not None
     ]
     scale = max(float(p.abs().max()) for p, _ in pairs if p is not None and p.numel())
-    apart = [(p - q.cpu()).abs().nan_to_num(nan=math.inf).max() for p, q in pairs if p is not None and p.numel()]
+    apart = [(p - q).abs().nan_to_num(nan=math.inf).max() for p, q in pairs if p is not None and p.numel()]
     return float(max(apart)) / scale
 
 
@@ -92,6 +93,12 @@ def expect_equal(name: str, n: int, combinations: Sequence[Sequence[str]]) -> No
             assert isinstance(answer, str) or answer <= (IN_SINGLE if name in EXPERTS else TOLERANCE), (
                 f"{name} {options}: {answer:.1e}"
             )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name: str) -> None:
+    """On the path of a training: `verify` runs other graphs."""
+    expect_equal(name, 2, [("plain",)])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,51 @@ def a_warm_step_makes_the_host_wait_for_nothing(rank: int, n: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert not traffic.waits, f"{options}:\n{traffic}"
+
+
+@checks.on(2)
+def a_model_that_was_moved_is_refused_until_it_is_back(rank: int, n: int) -> None:
+    """As `Accelerator(cpu=True)` moves it. Optimizers and hooks stay, and nothing of the failed call is left."""
+    whole, parallel, step = made(rank)
+    step(parallel)
+    parallel.cpu()
+    with pytest.raises(autotp.Error, match="parameters are on cpu, and the model was made parallel on cuda"):
+        step(parallel)
+    parallel.cuda()
+    step(whole).backward()
+    step(parallel).backward()
+    assert max(gradient_differences(whole, parallel)) < 1e-12
+
+
+WAYS: tuple[dict[str, Any], ...] = ({}, {"sequence_parallel": True}, {"recompute": "full"}, {"overlap": "batch"})
+
+
+def memory_once_collected(before: int) -> int:
+    """The bytes on the card behind a collection; a thread of NCCL may have the last tensors for a moment."""
+    until = time.monotonic() + 10
+    while gc.collect() >= 0 and torch.cuda.memory_allocated() > before and time.monotonic() < until:
+        pass
+    return torch.cuda.memory_allocated()
+
+
+@checks.on(2)
+def the_memory_of_a_model_is_free_when_nobody_has_it(rank: int, n: int) -> None:
+    """Behind `gc.collect()`, as docs/limits.md says."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for options in WAYS:
+        parts = made(rank, **options)
+        for _ in range(2):
+            parts[2](parts[1]).backward()
+        assert torch.cuda.memory_allocated() > before
+        del parts
+        assert memory_once_collected(before) == before, options
+    for zero in (0, 1, 3):
+        trainer, optimizer = started((1, 1, 2), zero=zero)
+        trainer.step(**{name: x.chunk(2)[rank] for name, x in batch(0).items()})
+        optimizer.step()
+        del trainer, optimizer
+        assert memory_once_collected(before) == before, zero
 
 
 LAYOUTS: tuple[tuple[int, int, int], ...] = ((2, 1, 1), (1, 2, 1), (1, 1, 2))

@@ -179,6 +179,21 @@ def test_slices_that_share_out_a_dimension_are_one_split(pieces: Any) -> None:
     assert sum(slices) == 1
 
 
+def test_slices_of_a_slice_are_split_as_well() -> None:
+    """As GPT-NeoX and Phi turn the halves of a part of each head."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, 8)
+    outer = [graph.call_function(aten.slice.Tensor, (x, -1, *piece)) for piece in ((0, 4), (4, 8))]
+    outer[0].meta["val"] = torch.empty(3, 4)
+    inner = [graph.call_function(aten.slice.Tensor, (outer[0], -1, *piece)) for piece in ((2, 4), (0, 2))]
+    graph.output(graph.call_function(aten.cat.default, ([*inner, outer[1]], -1)))
+    module = call_python(fx.GraphModule(nn.Module(), graph))
+    assert module.code.count("torch.split_with_sizes(") == 2
+    value = torch.arange(24.0).view(3, 8)
+    torch.testing.assert_close(module(value), value[:, [2, 3, 0, 1, 4, 5, 6, 7]])
+
+
 @pytest.mark.parametrize("pieces", [((0, 4), (4, 7)), ((0, 5), (4, 8)), ((1, 8),), ((0, 4), (0, 4))], ids=str)
 def test_other_slices_stay(pieces: Any) -> None:
     assert "split" not in call_python(cut_up(*pieces)).code
