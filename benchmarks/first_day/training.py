@@ -14,7 +14,18 @@ from torch import nn
 
 import autotp
 from first_day.checks import Check, Differs, Place, Skipped
-from first_day.equal import EXACT, SINGLE, Inputs, expect_equal, gpt, llama, stepped
+from first_day.equal import (
+    EXACT,
+    SINGLE,
+    Inputs,
+    compiled,
+    compiled_blocks,
+    expect_equal,
+    gpt,
+    llama,
+    no_change,
+    stepped,
+)
 
 STEPS = 4
 
@@ -90,16 +101,21 @@ def scaler(place: Place) -> str:
     return f"loss {losses[0]:.3f} -> {losses[-1]:.3f}"
 
 
-def fast_dropout(place: Place) -> str:
-    """Dropout as it is by default: ranks agree on the loss, and it is near the one without dropout."""
-    plain, inputs = plain_model(place, lambda: gpt(0.1))
-    parallel = autotp.parallelize(copy.deepcopy(plain), device=place.device)
-    loss = stepped(parallel, inputs)
-    losses: list[Any] = [None] * place.ranks
-    dist.all_gather_object(losses, loss.item())
-    worst = expect_equal({"ranks": torch.tensor([loss.item()] * place.ranks)}, {"ranks": torch.tensor(losses)}, 1e-12)
-    near = expect_equal({"loss": stepped(plain.eval(), on_card(inputs, place))}, {"loss": loss}, 0.1)
-    return f"ranks {worst:.0e}, near the loss without dropout: {near:.1e}"
+def fast_dropout(change: Callable[[Any], Any]) -> Callable[[Place], str]:
+    """Returns the check of dropout as it is by default: ranks agree on the loss, which is near that without dropout."""
+
+    def check(place: Place) -> str:
+        plain, inputs = plain_model(place, lambda: gpt(0.1))
+        parallel = change(autotp.parallelize(copy.deepcopy(plain), device=place.device))
+        loss = stepped(parallel, on_card(inputs, place))
+        losses: list[Any] = [None] * place.ranks
+        dist.all_gather_object(losses, loss.item())
+        same = torch.tensor([loss.item()] * place.ranks)
+        worst = expect_equal({"ranks": same}, {"ranks": torch.tensor(losses)}, 1e-12)
+        near = expect_equal({"loss": stepped(plain.eval(), on_card(inputs, place))}, {"loss": loss}, 0.1)
+        return f"ranks {worst:.0e}, near the loss without dropout: {near:.1e}"
+
+    return check
 
 
 def generate(place: Place) -> str:
@@ -265,7 +281,9 @@ CHECKS = [
     Check("SGD", optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1), EXACT)),
     Check("autocast bfloat16", autocast),
     Check("GradScaler float16", scaler),
-    Check("dropout fast", fast_dropout),
+    Check("dropout fast", fast_dropout(no_change)),
+    Check("dropout fast, torch.compile", fast_dropout(compiled), seconds=150),
+    Check("dropout fast, compile_blocks", fast_dropout(compiled_blocks()), seconds=150),
     Check("generate", generate, seconds=90),
     Check("Trainer bf16, generate", trainer_bf16, seconds=120),
     Check("Muon, whole_matrices", muon),
