@@ -78,13 +78,12 @@ def products(
         weights: [out hidden] each, or [hidden out] where `turned`.
     """
     rows = x if flattened is None else x.flatten(*flattened)
-    return tuple([_product(rows, *each) for each in zip(weights, biases, turned, strict=True)])
-
-
-def _product(x: Tensor, w: Tensor, bias: Tensor | None, turn: bool) -> Tensor:
-    if turn and bias is not None and x.dim() == 2:
-        return torch.addmm(bias, x, w)  # As `F.linear` does, which would turn the weight twice.
-    return F.linear(x, w.t() if turn else w, bias)
+    every = zip(weights, biases, turned, strict=True)
+    return tuple([  # (`F.linear` with a bias is an `addmm`, and would turn the weight again.)
+        torch.addmm(bias, rows, w) if turn and bias is not None and rows.dim() == 2
+        else F.linear(rows, w.t() if turn else w, bias)
+        for w, bias, turn in every
+    ])  # fmt: skip
 
 
 class CompiledLinear(torch.autograd.Function):
