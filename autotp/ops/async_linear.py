@@ -20,7 +20,7 @@ from autotp.groups.process_group import seat
 from autotp.ops.batch_halves.read_twice import rows_of, sum_of
 from autotp.ops.batch_halves.turns import is_awaited, start_in_backward, waits_now
 from autotp.ops.collectives import all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
-from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform
+from autotp.ops.eager_mode import apply_plain, is_kept, no_transform
 
 Gathered = tuple[int, Any, int] | None
 """Dimension, global length and block for the `all_gather` of the input; None: the input is read through `copy`."""
@@ -41,13 +41,13 @@ def async_linear(
     """
     if group is None or not torch.is_grad_enabled() or seat(group)[1] == 1:
         return separate_products(x, group, gathered, flattened, weights, biases, turned)
-    if _is_compiled_without_transforms():
-        compiled: tuple[Tensor, ...] = CompiledLinear.apply(group, gathered, flattened, turned, x, *weights, *biases)
-        return compiled[: len(turned)]
-    if not no_transform(x, *weights):
-        return separate_products(x, group, gathered, flattened, weights, biases, turned)
-    found: tuple[Tensor, ...] = apply_plain(AsyncLinear, group, gathered, flattened, turned, x, *weights, *biases)
-    return found
+    if no_transform(x, *weights):
+        found: tuple[Tensor, ...] = apply_plain(AsyncLinear, group, gathered, flattened, turned, x, *weights, *biases)
+        return found
+    if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+        found = CompiledLinear.apply(group, gathered, flattened, turned, x, *weights, *biases)
+        return found[: len(turned)]
+    return separate_products(x, group, gathered, flattened, weights, biases, turned)
 
 
 def separate_products(
@@ -79,11 +79,11 @@ def products(
     """
     rows = x if flattened is None else x.flatten(*flattened)
     every = zip(weights, biases, turned, strict=True)
-    return tuple([F.linear(rows, w.t() if turn else w, bias) for w, bias, turn in every])
-
-
-def _is_compiled_without_transforms() -> bool:
-    return torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return tuple([  # (`F.linear` with a bias is an `addmm`, and would turn the weight again.)
+        torch.addmm(bias, rows, w) if turn and bias is not None and rows.dim() == 2
+        else F.linear(rows, w.t() if turn else w, bias)
+        for w, bias, turn in every
+    ])  # fmt: skip
 
 
 class CompiledLinear(torch.autograd.Function):
@@ -135,14 +135,14 @@ class AsyncLinear(torch.autograd.Function):
         ctx.group, ctx.gathered, ctx.flattened, ctx.turned, x = inputs[:5]
         ctx.late = ctx.gathered is None and is_awaited(x)
         weights = inputs[5 : 5 + len(ctx.turned)]
-        ctx.totals = [sum_of(w) for w in weights]
+        ctx.totals = [*map(sum_of, weights)]
         ctx.save_for_backward(x, *weights)
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        plain = not torch.is_grad_enabled() and all(grad is None or is_plain(grad) for grad in grads)
+        plain = not torch.is_grad_enabled() and no_transform(*[grad for grad in grads if grad is not None])
         gradients = _overlapped if plain else _differentiable
         with torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
             found = gradients(ctx, x, weights, [None if grad is None else rows_of(grad) for grad in grads])
@@ -190,25 +190,25 @@ def _input_gradient(
     grads: [rows out] each -> [... hidden], `shape`, which is that of the whole input
     """
     total: Tensor | None = None
-    kept = False
     for w, grad, turn in zip(weights, grads, ctx.turned, strict=True):
         if grad is not None:
             matrix = w.t() if turn else w
             if total is None:
-                total, kept = grad.mm(matrix), _is_read_later(grad)
+                total = grad.mm(matrix)
             else:
-                total = total.addmm(grad, matrix) if kept else total.addmm_(grad, matrix)
+                total = total.addmm(grad, matrix) if _is_read_later(total) else total.addmm_(grad, matrix)
     return x.new_zeros(shape) if total is None else total.view(shape)
 
 
-def _is_read_later(grad: Tensor) -> bool:
-    """True if other code may keep a result that was computed from this gradient."""
-    return torch.compiler.is_compiling() or torch.is_grad_enabled() or is_kept(grad)
+def _is_read_later(total: Tensor) -> bool:
+    """True if other code may keep this sum of products."""
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or is_kept(total)
 
 
 def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the gradients of the weights, then of the biases. grads: [rows out] each"""
-    rows = rows_of(whole if ctx.flattened is None else whole.flatten(*ctx.flattened))
+    into_rows = ctx.flattened is None or ctx.flattened[1] in (-2, whole.dim() - 2)
+    rows = rows_of(whole if into_rows else whole.flatten(*ctx.flattened))
     n, needed = len(grads), ctx.needs_input_grad[5:]
     found: list[Tensor | None] = [None] * (2 * n)
     for i, grad in enumerate(grads):

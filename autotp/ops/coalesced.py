@@ -50,7 +50,7 @@ def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where], la
     if torch.compiler.is_compiling():
         pairs = zip(xs, where, strict=True)
         return tuple(copy(x, group) if at is None else share(x, group, *at) for x, at in pairs)
-    learns = [not is_plain(x) or x.requires_grad for x in xs]
+    learns = [x.requires_grad or not is_plain(x) for x in xs]
     places = tuple(at for at, learnt in zip(where, learns, strict=True) if learnt)
     given = [x for x, learnt in zip(xs, learns, strict=True) if learnt]
     goes_on = late and not _at_once and torch.is_grad_enabled() and no_transform(*given)

@@ -195,15 +195,17 @@ def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tenso
         part = _padded(x, group, dim, size, block)
         joined = communicate("all_gather_into_tensor", _to_send(part, dim), tp, group)
         whole = _put_together(joined, part, tp, dim, size, block, order_of(x))
-    if is_bare(whole) and not whole._is_view():
-        return whole
-    return torch.ops.aten._unsafe_view(whole, whole.shape)  # Writing into a view that a Function returns is an error.
+    if torch.compiler.is_compiling() or whole._is_view():  # Writing into a view that a Function returns is an error.
+        return torch.ops.aten._unsafe_view(whole, whole.shape)
+    return whole
 
 
 def _is_even(x: Tensor, tp: int, length: int, size: int, block: int) -> bool:
     """True in eager mode if all ranks' parts of a dimension have this length and lie in memory as they are sent."""
+    if torch.compiler.is_compiling():
+        return False
     even = length * tp == size and size % (tp * block) == 0
-    return even and x.is_contiguous() and x.dtype not in _AS_BYTES and not torch.compiler.is_compiling()
+    return even and x.is_contiguous() and x.dtype not in _AS_BYTES
 
 
 def _joined_evenly(joined: Tensor, part: Tensor, dim: int, size: int) -> Tensor:
@@ -265,16 +267,17 @@ def _put_together(
 
 def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     _expect(x, dim, size, group)
-    start, stop = _held(group, size, block)
     if _is_gloo(group, x.device.type):
         # gloo's reduce-scatter is an all-reduce inside. Sliced here, it needs no padding; the clone frees the rest.
+        start, stop = _held(group, size, block)
         whole = communicate("all_reduce", x, "sum", group)
         return laid_out(whole.narrow(dim, start, stop - start).clone(), order_of(x))
     tp = seat(group)[1]
-    if _is_even(x, tp, stop - start, size, block):
+    if _is_even(x, tp, size // tp, size, block):
         return _of_rows(
-            communicate("reduce_scatter_tensor", _in_even_rows(x, tp, dim), "sum", tp, group), x, dim, stop - start
+            communicate("reduce_scatter_tensor", _in_even_rows(x, tp, dim), "sum", tp, group), x, dim, size // tp
         )
+    start, stop = _held(group, size, block)
     found = communicate("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
     return laid_out(_of_rows(found, x, dim, stop - start), order_of(x))
 
@@ -400,11 +403,15 @@ def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> S
     if gathered is None:
         return _start("all_reduce_", x.contiguous(), "sum", group)
     dim, size, block = gathered
-    start, stop = _held(group, size, block)
     if _is_gloo(group, x.device.type):
+        start, stop = _held(group, size, block)
         waits = _start("all_reduce_", x.contiguous(), "sum", group)
         return lambda: waits().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
     tp = seat(group)[1]
+    if _is_even(x, tp, size // tp, size, block):
+        waits = _start("reduce_scatter_tensor", _in_even_rows(x, tp, dim), "sum", tp, group)
+        return lambda: _of_rows(waits(), x, dim, size // tp)
+    start, stop = _held(group, size, block)
     waits = _start("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
     return lambda: _of_rows(waits(), x, dim, stop - start).contiguous()
 
@@ -413,11 +420,12 @@ def _start(name: str, *args: Any) -> Started:
     """Starts c10d's functional collective `name`. Starting and waiting raise Error as `communicate` does."""
     if torch.compiler.is_compiling():
         return _start_compiled(name.rstrip("_"), args[0].resolve_conj().resolve_neg(), *args[1:])
-    with in_collective(name, args[-1]):
+    region = in_collective(name, args[-1])
+    with region:
         found, work = _launch(name, args)
 
     def received() -> Tensor:
-        with in_collective(name, args[-1]):
+        with region:
             return _wait(found, work)
 
     return received

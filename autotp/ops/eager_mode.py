@@ -35,9 +35,9 @@ def no_transform(*xs: Tensor) -> bool:
 
     In a transform an autograd function needs a rule for it, whatever its operands are.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or _transforms() or forward_ad._current_level >= 0:
         return False
-    return not any(map(is_transformed, xs))
+    return not (any(map(_is_wrapped, xs)) or any(map(_is_legacy_batch, xs)))
 
 
 def is_bare(x: Tensor) -> bool:

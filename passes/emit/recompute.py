@@ -142,7 +142,7 @@ class _Replay:
         last = self.wanted if self.block.stops_early else -1
 
         def keep(x: Tensor) -> None:
-            values.append(x.detach())  # Without its history, which would keep `values`.
+            values.append(x)
             if len(values) == last:
                 raise _Complete
 

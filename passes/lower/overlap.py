@@ -2,6 +2,8 @@
 
     Before: c = copy(x, "tp"); q = linear(c, w1, b1); k = linear(c, w2)
     After:  t = async_linear(x, "tp", None, None, (w1, w2), (b1, None), (False, False)); q = t[0]; k = t[1]
+    Before: r = reshape(copy(x, "tp"), [-1, 32]); q = addmm(b1, r, w1)                              x: [... 32]
+    After:  t = async_linear(x, "tp", None, ROWS, (w1,), (b1,), (True,)); q = t[0]
 
 `separate` is the inverse: the checker reads the separate products, and collectives are counted there.
 """
@@ -22,6 +24,10 @@ from autotp.rules.call import outputs_of
 from autotp.rules.traits import draws
 
 aten = torch.ops.aten
+
+
+ROWS = 0, -2
+"""What a reshape to `[-1, length of the last dimension]` flattens. (A flattening has other numbers.)"""
 
 
 class Product(NamedTuple):
@@ -62,13 +68,25 @@ def _group(node: fx.Node, order: dict[fx.Node, int]) -> ColumnGroup | None:
     if node.target not in (copy, all_gather) or node.kwargs or not node.meta["val"].is_floating_point():
         return None  # The operator's backward does not conjugate complex numbers.
     view = next(iter(node.users)) if len(node.users) == 1 else None
-    view = view if view is not None and view.target is aten.flatten.using_ints else None
+    view = view if view is not None and _flattened(view) is not None else None
     read = node if view is None else view
     products = [_product(user, read) for user in sorted(read.users, key=order.__getitem__)]
     there = [product for product in products if product is not None]
     start = order[there[0].node] if there else 0
     early = all(_can_stand_before(p, start, order, read) for q in there for p in (q.weight, q.bias) if p is not None)
     return ColumnGroup(node, view, there) if there and len(there) == len(products) and early else None
+
+
+def _flattened(view: fx.Node) -> tuple[int, int] | None:
+    """Returns the first and last dimension that a view flattens, or ROWS; None for another operator."""
+    if view.target is aten.flatten.using_ints:
+        return view.args[1:]  # type: ignore[return-value]
+    return ROWS if view.target is aten.reshape.default and view.args[1] == _rows(view.args[0]) else None
+
+
+def _rows(x: Any) -> list[Any]:
+    """Returns the sizes with which a reshape of `x` flattens all dimensions but the last."""
+    return [-1, x.meta["val"].shape[-1]]
 
 
 def _product(node: fx.Node, x: fx.Node) -> Product | None:
@@ -98,7 +116,7 @@ def _together(builder: Builder, group: ColumnGroup) -> None:
     """Writes the joined operator, and the results of its products."""
     node, products = group.conjugate, group.products
     x, axis, *where = node.args
-    flat = None if group.view is None else group.view.args[1:]
+    flat = None if group.view is None else _flattened(group.view)
     gathered = None if node.target is copy else (*where, 1)[:3]
     for operand in (n for p in products for n in (p.weight, p.bias) if n is not None):
         _copy_early(builder, operand)
@@ -146,7 +164,8 @@ def _separated(
     read = builder.raw(copy if gathered is None else all_gather, (x, axis, *rest))
     read.meta["val"] = _resized(builder, x.meta["val"], gathered)
     if flat is not None:
-        read = builder.call(aten.flatten.using_ints, read, *flat)
+        view = (aten.reshape.default, _rows(read)) if flat == ROWS else (aten.flatten.using_ints, *flat)
+        read = builder.call(view[0], read, *view[1:])
     for weight, bias, turn, value in zip(weights, biases, turned, node.meta["val"], strict=True):
         given = (read, weight) if bias is None else (bias, read, weight) if turn else (read, weight, bias)
         bare = aten.mm.default if read.meta["val"].dim() == 2 else aten.matmul.default

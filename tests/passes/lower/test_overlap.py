@@ -51,6 +51,23 @@ def test_turned_weights_behind_a_flattening() -> None:
     assert sorted(lines(separate(overlap(graph)))[:-1]) == sorted(lines(graph)[:-1])
 
 
+def reshaped(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
+    rows = call(aten.reshape.default, call(copy, x, "tp"), [-1, 4])
+    return call(aten.addmm.default, b, rows, call(aten.t.default, w))
+
+
+def test_a_reshape_to_rows_is_a_flattening() -> None:
+    """The `Conv1D` of transformers' GPT-2 writes it so."""
+    graph = of(reshaped, **SHAPES)
+    assert "async_linear(x, 'tp', None, [0, -2], [t], [b], [True])" in lines(overlap(graph))
+    assert sorted(lines(separate(overlap(graph)))) == sorted(lines(graph))
+
+
+def halved(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
+    half = call(aten.slice.Tensor, w, 1, 0, 2)
+    return call(aten.mm.default, call(aten.reshape.default, call(copy, x, "tp"), [-1, 2]), call(aten.t.default, half))
+
+
 def others(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
     c = call(copy, x, "tp")
     return call(aten.linear.default, c, w), call(aten.relu.default, c)
@@ -73,8 +90,8 @@ def test_complex_products_stay() -> None:
     assert lines(overlap(graph)) == lines(graph)
 
 
-@pytest.mark.parametrize("make", [others, chained, sums], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [others, chained, sums, halved], ids=lambda make: make.__name__)
 def test_what_is_no_group_stays(make: Any) -> None:
-    """Something else reads the copy; a weight is made of another product; no copy."""
+    """Something else reads the copy; a weight is made of another product; no copy; rows of another length."""
     graph = of(make, **SHAPES)
     assert lines(overlap(graph)) == lines(graph)
