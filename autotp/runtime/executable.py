@@ -190,10 +190,9 @@ class Executable:
         """Raises Error if a call failed and the model is not on the kind of device for which its graphs were made."""
         kinds = {tensor.device.type for tensor in self.tensors().values()} - {self.mesh.device.type, "meta"}
         if kinds and not isinstance(error, Error):
-            device = self.mesh.device
+            now, device = ", ".join(sorted(kinds)), self.mesh.device
             raise Error(
-                f"{self.name}.forward: parameters are on {', '.join(sorted(kinds))}, and the model was made parallel on "
-                f"{device}",
+                f"{self.name}.forward: parameters are on {now}, and the model was made parallel on {device}",
                 fix=f'model.to("{device.type}"), or autotp.parallelize behind the last move to another device',
             ) from error
 
