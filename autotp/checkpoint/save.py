@@ -176,11 +176,11 @@ def load_checkpoint(
             lambda: _unless_removed(path, lambda: read_state(manifest, trainer, parts, optimizers, more, groups)),
         )
         if optimizers.each and (unread := sorted(set(manifest.about["more"]) - set(more))):
-            told = f"{path} also has {', '.join(unread)}, which is not loaded"
-            warnings.warn(f"{told}: load_checkpoint(..., {unread[0]}=...)", stacklevel=4)
+            ignored = f"{path} also has {', '.join(unread)}, which is not loaded"
+            warnings.warn(f"{ignored}: load_checkpoint(..., {unread[0]}=...)", stacklevel=4)
         if optimizers.each and (left_out := unread_state(manifest, optimizers, parts)):
-            told = f"{path} also has the optimizer's state of {names_as_text(left_out)}, which is not loaded"
-            warnings.warn(f"{told}: these parameters are not in the optimizer", stacklevel=4)
+            ignored = f"{path} also has the optimizer's state of {names_as_text(left_out)}, which is not loaded"
+            warnings.warn(f"{ignored}: these parameters are not in the optimizer", stacklevel=4)
         load_more(more, saved.more, trainer)
         load_state(saved, trainer, parts, optimizers)
         trainer.steps = manifest.about["step"]

@@ -111,9 +111,9 @@ def _expect_nothing_beside(optimizers: Optimizers) -> None:
     """Raises Error if an optimizer has state that is neither an option nor a parameter's."""
     for name, beside in optimizers.beside():
         key = f"a tensor of {list(beside.shape)}" if isinstance(beside, Tensor) else f"`{beside}`"
-        told = f"{name} keeps {key} beside the state of its parameters"
+        problem = f"{name} keeps {key} beside the state of its parameters"
         remedy = "an option of a group, or save_checkpoint(..., name=thing) with a state_dict() of its own"
-        raise Error(f"{told}, which a checkpoint cannot hold", fix=remedy)
+        raise Error(f"{problem}, which a checkpoint cannot hold", fix=remedy)
 
 
 def _claim(folder: Path) -> None:
@@ -299,8 +299,8 @@ def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_al
         for other, _ in places:
             values_of.setdefault(f"{at}{SEPARATOR}{key}", {})[other] = next(every[other][0])
     for other, (_, values) in enumerate(every):
-        told = [*values.items(), *((key, whole) for key, _, _, whole in choices[other])]
-        for key, value in told:
+        pairs = [*values.items(), *((key, whole) for key, _, _, whole in choices[other])]
+        for key, value in pairs:
             values_of.setdefault(f"{SEPARATOR}{key}", {})[other] = json.dumps(value)
     for key, by_rank in values_of.items():
         (first, value), *others = by_rank.items()
@@ -353,11 +353,11 @@ def _finish_folder(state: TrainingState, every: Sequence[Any], path: Path, new: 
         if not file.exists() or file.stat().st_size != size:
             problem = f"rank 0 does not see what rank {rank} wrote: {file.name} is not in {path.parent}"
             raise Error(problem, fix="one folder, the same on all ranks and shared by all machines")
-    told = {json.dumps(group): group for some in groups for group in some}
+    distinct_groups = {json.dumps(group): group for some in groups for group in some}
     about = {
         **state.about,
         "more": state.more,
-        "groups": list(told.values()),
+        "groups": list(distinct_groups.values()),
         "values": {key: value for some in values for key, value in some.items()},
     }
     write_whole(new / MANIFEST, manifest_content(about, ranks))

@@ -204,10 +204,10 @@ def bits_of_all(tensors: Sequence[Tensor]) -> Tensor:
 
     A card runs two operators for each tensor, and a few for all.
     """
-    sums = [each for tensor in tensors for each in _sums_of_bits(tensor)]
+    sums = [part for tensor in tensors for part in _sums_of_bits(tensor)]
     ends = list(accumulate(map(len, sums)))
     weights = (torch.arange(1, max(map(len, sums)) + 1, device=sums[0].device) * FACTOR) | 1
-    totals = (torch.cat(sums) * torch.cat([weights[: len(each)] for each in sums])).cumsum(0)
+    totals = (torch.cat(sums) * torch.cat([weights[: len(part)] for part in sums])).cumsum(0)
     return torch.stack([totals[0] * 0, *(totals[end - 1] for end in ends)]).diff().view(-1, 2)
 
 

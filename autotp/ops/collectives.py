@@ -278,8 +278,8 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
             communicate("reduce_scatter_tensor", _in_even_rows(x, tp, dim), "sum", tp, group), x, dim, size // tp
         )
     start, stop = _held(group, size, block)
-    found = communicate("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
-    return laid_out(_of_rows(found, x, dim, stop - start), order_of(x))
+    result = communicate("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
+    return laid_out(_of_rows(result, x, dim, stop - start), order_of(x))
 
 
 def _in_rows(x: Tensor, tp: int, dim: int, size: int, block: int) -> Tensor:
@@ -297,11 +297,11 @@ def _in_even_rows(x: Tensor, tp: int, dim: int) -> Tensor:
     return torch.cat(x.chunk(tp, dim))
 
 
-def _of_rows(found: Tensor, x: Tensor, dim: int, length: int) -> Tensor:
+def _of_rows(result: Tensor, x: Tensor, dim: int, length: int) -> Tensor:
     """Returns this rank's part of `dim` without padding, from what a reduce-scatter of `_in_rows(x)` gave."""
     if dim and _is_outermost(x, dim):
-        found = found.view(*x.shape[:dim], *found.shape)
-    return found if found.shape[dim] == length else found.narrow(dim, 0, length)
+        result = result.view(*x.shape[:dim], *result.shape)
+    return result if result.shape[dim] == length else result.narrow(dim, 0, length)
 
 
 FORWARD_FIX = "torch.func.jacfwd, or strategy='reverse-mode'"
@@ -422,11 +422,11 @@ def _start(name: str, *args: Any) -> Started:
         return _start_compiled(name.rstrip("_"), args[0].resolve_conj().resolve_neg(), *args[1:])
     region = in_collective(name, args[-1])
     with region:
-        found, work = _launch(name, args)
+        result, work = _launch(name, args)
 
     def received() -> Tensor:
         with region:
-            return _wait(found, work)
+            return _wait(result, work)
 
     return received
 
@@ -445,14 +445,14 @@ def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Work | None]:
     own, x, rest = _GROUP_METHODS.get(name), args[0], args[1:]
     if own is not None and is_bare(x) and not x.is_complex() and not x.is_neg():
         group = process_group(rest[-1])
-        if x.is_cpu and (found := _through_memory(name, x, rest, group, False)) is not None:
-            return found, ARRIVED
+        if x.is_cpu and (result := _through_memory(name, x, rest, group, False)) is not None:
+            return result, ARRIVED
         return own(group, x, *rest[:-1])
     x = in_memory(x)
     observed = own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex()
     group = process_group(rest[-1])
-    if x.is_cpu and (found := _through_memory(name, x, rest, group, observed)) is not None:
-        return found, ARRIVED
+    if x.is_cpu and (result := _through_memory(name, x, rest, group, observed)) is not None:
+        return result, ARRIVED
     if observed:
         name = "all_reduce" if name == "all_reduce_" and is_kept(x) else name  # A broadcast has to be in place.
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
@@ -476,10 +476,10 @@ def _through_memory(name: str, x: Tensor, rest: tuple[Any, ...], group: ProcessG
         shared.leave_to_torch(group, x, kind)
         return None
     if kind == "gather":
-        found = x.new_empty((rest[0] * x.shape[0], *x.shape[1:]))
-        return found if shared.gather(group, x, found) else None
-    found = x if name == "all_reduce_" else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return found if shared.reduce(group, x, kind, found) else None
+        result = x.new_empty((rest[0] * x.shape[0], *x.shape[1:]))
+        return result if shared.gather(group, x, result) else None
+    result = x if name == "all_reduce_" else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return result if shared.reduce(group, x, kind, result) else None
 
 
 def in_memory(x: Tensor) -> Tensor:
@@ -493,12 +493,12 @@ def in_memory(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg()
 
 
-def _wait(found: Tensor, work: Work | None) -> Tensor:
+def _wait(result: Tensor, work: Work | None) -> Tensor:
     """Waits for a collective, and returns its result."""
     if work is not None:
         work.wait()
-        return found
-    received: Tensor = torch.ops._c10d_functional.wait_tensor(found)
+        return result
+    received: Tensor = torch.ops._c10d_functional.wait_tensor(result)
     return received
 
 
@@ -519,13 +519,13 @@ def _all_reduced(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.
 
 
 def _all_gathered(group: ProcessGroup, x: Tensor, size: int) -> tuple[Tensor, dist.Work]:
-    found = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    return found, group._allgather_base(found, x.contiguous())
+    result = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    return result, group._allgather_base(result, x.contiguous())
 
 
 def _reduce_scattered(group: ProcessGroup, x: Tensor, op: str, size: int) -> tuple[Tensor, dist.Work]:
-    found = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    return found, group._reduce_scatter_base(found, x.contiguous(), _scatter_options(op))
+    result = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    return result, group._reduce_scatter_base(result, x.contiguous(), _scatter_options(op))
 
 
 @cache
@@ -556,8 +556,8 @@ def _launch_all(xs: list[Tensor], group: str) -> tuple[list[Tensor], dist.Work |
         return [torch.ops._c10d_functional.all_reduce(x, "sum", group) for x in xs], None
     if not xs or not all(is_bare(x) and not x.is_complex() for x in xs):
         return torch.ops._c10d_functional.all_reduce_coalesced(xs, "sum", group), None
-    found = [x.clone(memory_format=torch.contiguous_format) for x in xs]
-    return found, process_group(group).allreduce_coalesced(found)
+    result = [x.clone(memory_format=torch.contiguous_format) for x in xs]
+    return result, process_group(group).allreduce_coalesced(result)
 
 
 # Where Dynamo does not compile a function, it tries those that this one calls; of a process group it makes an error.
@@ -583,14 +583,14 @@ def start_all(xs: Sequence[Tensor], group: str) -> Callable[[], list[Tensor]]:
     with in_collective("all_reduce_coalesced", group):
         for x in xs[:1]:
             pass_by(group, x)
-        found, work = _launch_all([in_memory(x) for x in xs], group)
+        result, work = _launch_all([in_memory(x) for x in xs], group)
 
     def received() -> list[Tensor]:
         with in_collective("all_reduce_coalesced", group):
             if work is None:
-                return [torch.ops._c10d_functional.wait_tensor(x) for x in found]
+                return [torch.ops._c10d_functional.wait_tensor(x) for x in result]
             work.wait()
-            return found
+            return result
 
     return received
 
