@@ -149,18 +149,21 @@ def sharded(part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
 
 
 def joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """Returns the whole tensor of which each rank gives its part."""
+    """Returns the whole tensor of which each rank gives its part.
+
+    Parts of equal blocks are gathered. Others are summed, each in its place: positions that several ranks have, and
+    heads that do not divide among the ranks of their key/value head (6 heads, 2 of keys, 4 ranks: 2, 1, 2, 1 heads).
+    """
     assert layout.dim is not None
-    if layout.repeated:
+    lengths = layout.lengths()
+    size, block = sum(lengths), gcd(*lengths)
+    if layout.repeated or lengths != [n * block for n in chunk_sizes(size // block, mesh.size)]:
         mine = layout.first(mesh.rank)
         places = tuple(layout.places(mesh.rank, mine))
         return collectives.reduce(
             placement_moves.place(local, mesh.axis, layout.dim, tuple(mine), places, layout.size),
             mesh.group,
         )
-    lengths = layout.lengths()
-    size, block = sum(lengths), gcd(*lengths)
-    assert lengths == [n * block for n in chunk_sizes(size // block, mesh.size)], "an output is cut in whole blocks"
     whole = collectives.gather(local, mesh.group, layout.dim, size, block)
     received = [part for piece in layout.pieces for part in piece]
     if received == sorted(received):

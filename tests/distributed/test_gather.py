@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -49,6 +50,25 @@ def what_may_be_a_part(rank: int, n: int) -> None:
     )
     for what in (bias, bias.detach(), optimizer.state[bias]["exp_avg"], torch.ones(whole)):
         assert autotp.gather(what) is what
+
+
+@checks.on(4)
+def heads_that_do_not_divide_evenly(rank: int, n: int) -> None:
+    """Six heads and two of keys on four ranks: 2, 1, 2, 1 heads. Gradients of whole values reach the parts, too."""
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1, "vocab_size": 99}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2)
+    one = transformers.LlamaForCausalLM(config).double()
+    mine = autotp.parallelize(copy.deepcopy(one), n)
+    tokens = torch.arange(8).view(2, 4)
+    one(tokens, labels=tokens).loss.backward()
+    mine(tokens, labels=tokens).loss.backward()
+    assert {mine.layouts[name].lengths()[0] for name in mine.layouts if "q_proj" in name} == {16}
+    for name, parameter in mine.named_parameters():
+        whole = one.get_parameter(name)
+        torch.testing.assert_close(autotp.gather(parameter), whole)
+        torch.testing.assert_close(autotp.gather(parameter.grad), whole.grad)
 
 
 @checks.on(2)
