@@ -22,6 +22,7 @@ from autotp.checkpoint.files import tensor_sources
 from autotp.checkpoint.files.staging import SMALLEST
 from autotp.checkpoint.whole_tensors import GatheredTensor
 from autotp.distributed.mesh import make_mesh
+from autotp.sharding.layout import Layout
 
 checks = Checks(cards=True)
 
@@ -104,6 +105,24 @@ def test_a_save_asks_for_few_chunks_and_frees_them(tmp_path: Any) -> None:
     for (first, second), size, kept in run_ranks(pinned_by_saves, 2, str(tmp_path), cards=True, timeout=100):
         assert first == second == [SMALLEST] * len(first) and sum(first) < size + SMALLEST
         assert kept == [0, 0]
+
+
+def pinned_by_whole_tensors(rank: int, n: int, folder: str) -> list[int]:
+    """Returns the requests while a tensor of 5 MB is written, and read whole, in blocks of 2**16 bytes."""
+    layout = Layout((2**15, 40), 0, ((((0, 2**14)),), ((2**14, 2**15),)))
+    mesh = make_mesh(n)
+    full = torch.arange(2**15 * 40.0).view(2**15, 40)
+    whole = GatheredTensor(layout.take(full, rank).cuda(), layout, mesh)
+    with patch.object(tensor_sources, "BLOCK", 2**16), pinned_requests() as sizes:
+        found = whole.read(((0, 2**15), (0, 40)))
+    assert rank or torch.equal(found, full)
+    return sizes
+
+
+@pytest.mark.skipif(REAL, reason="torch's allocator tells no single requests")
+def test_a_whole_tensor_goes_through_one_block_of_pinned_memory(tmp_path: Any) -> None:
+    first, second = run_ranks(pinned_by_whole_tensors, 2, str(tmp_path), cards=True, timeout=100)
+    assert not second and len(first) == 81 and set(first) == {SMALLEST}
 
 
 @checks.on(2)

@@ -62,8 +62,7 @@ class Staging:
         others = [rest for rest in self.rests if rest is not chunk]
         self.rests = sorted((*others, chunk[aligned:]), key=Tensor.numel)[-OPEN:]
         self.staged += aligned
-        elements = chunk[:size].view(layout.dtype)
-        return elements.as_strided(layout.shape, layout.stride(), elements.storage_offset())
+        return chunk[:size].view(layout.dtype).as_strided(layout.shape, layout.stride())
 
     def _chunk_size(self, needed: int) -> int:
         """Returns the bytes of the next chunk: a power of two."""
@@ -72,7 +71,6 @@ class Staging:
 
     def end(self) -> None:
         """Notes that all copies have begun."""
-        self.rests.clear()
         for device in self.arrivals:
             self.arrivals[device] = event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))

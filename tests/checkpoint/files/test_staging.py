@@ -31,7 +31,7 @@ def test_a_parameter_is_copied_without_its_gradient() -> None:
 
 @checks.on(1)
 def a_copy_of_a_card_is_what_the_tensor_was(rank: int, n: int) -> None:
-    """Also of a slice, whose memory has holes; what is written afterwards is not in it."""
+    """Also of a slice, whose memory has holes; what is written afterwards is not in it. A transposed one is dense."""
     staging, x = Staging(), torch.arange(12.0, device="cuda").view(3, 4)
     copies = [staging.copy(part) for part in (x, x[:, 1:3], x.t(), x[0, 0])]
     expected = [part.cpu().clone() for part in (x, x[:, 1:3], x.t(), x[0, 0])]
@@ -39,6 +39,7 @@ def a_copy_of_a_card_is_what_the_tensor_was(rank: int, n: int) -> None:
     x.zero_()
     staging.wait()
     assert all(copied.is_pinned() and torch.equal(copied, e) for copied, e in zip(copies, expected, strict=True))
+    assert copies[2].stride() == (1, 4), "else the card would need memory for it"
 
 
 @checks.on(1)

@@ -262,7 +262,11 @@ void poison(at::Tensor& x) {
 
 void copy_late(at::Tensor& target, const at::Tensor& source) {
   std::lock_guard<std::mutex> lock(copies_mutex);
-  late_copies.push_back({target, source.clone(), ++copies_begun});
+  // A view that conjugates or negates: the bytes that arrive are those of the memory behind it. CUDA's copy then changes
+  // the sign in the target at once, which the bytes overwrite.
+  at::Tensor stored = source.is_conj() ? source.conj() : source;
+  if (stored.is_neg()) stored = stored._neg_view();
+  late_copies.push_back({target, stored.clone(), ++copies_begun});
   poison(target);
 }
 
