@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autotp.checkpoint.files.staging import on_host
 from autotp.checkpoint.files.tensor_sources import Box, Shape, blocks_of_box
 from autotp.distributed.mesh import Mesh, group_of
 from autotp.groups.one_thread import in_collective
@@ -40,18 +41,15 @@ class GatheredTensor:
         is the block. So the group of the model is enough, where sending from one rank to another would make NCCL
         connect these two, and each rank has a block at most.
         """
-        first, on_card = self.mesh.rank == 0, self.local.is_cuda
-        sizes, blocks = [b - a for a, b in box], list(blocks_of_box(box, self.dtype.itemsize))
-        if first and not on_card and len(blocks) == 1:
-            return self._gathered(box)
-        elements = torch.empty(sizes, dtype=self.dtype, device="cpu" if first else "meta", pin_memory=first and on_card)
+        first, blocks = self.mesh.rank == 0, list(blocks_of_box(box, self.dtype.itemsize))
+        if first and len(blocks) == 1:
+            return on_host(self._gathered(box))
+        elements = torch.empty([b - a for a, b in box], dtype=self.dtype, device="cpu" if first else "meta")
         for block in blocks:
             gathered = self._gathered(block)
             if first:
                 place = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(block, box, strict=True))
-                elements[place].copy_(gathered, non_blocking=True)
-        if first and on_card:
-            torch.cuda.current_stream(self.local.device).synchronize()
+                elements[place] = on_host(gathered)  # Pinned memory is of a block's size, and the next one gets it.
         return elements
 
     def _gathered(self, block: Box) -> Tensor:

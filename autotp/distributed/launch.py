@@ -24,6 +24,8 @@ import torch.distributed as dist
 from autotp.errors import Error
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""torch's environment variable: the network interface of gloo."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,17 @@ def meeting(started: Launch) -> Iterator[None]:
     """A region in which the started processes meet; torch's errors become one Error that says who waited, and where."""
     try:
         yield
-    except dist.DistError as error:
+    except RuntimeError as error:
+        of_gloo = "gloo" in str(error)  # It raises plain errors.
+        if isinstance(error, Error) or not (of_gloo or isinstance(error, dist.DistError)):
+            raise
         where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', 'any port')}"
         seen = (str(error) or type(error).__name__).splitlines()[0]
         raise Error(
             f"global rank {started.rank} of {started.size} could not meet the others at {where}: {seen}",
-            fix="start all processes, and read the log of each; MASTER_PORT=<a free port> if this one is taken",
+            fix=f"{GLOO_INTERFACE}=<the network interface that the other machines reach>, on each machine"
+            if of_gloo
+            else "start all processes, and read the log of each; MASTER_PORT=<a free port> if this one is taken",
             alternative="timeout= of autotp.parallelize, if they start at other times",
         ) from error
 

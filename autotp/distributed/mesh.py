@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.distributed.launch import Launch, launch, meeting, ranks_on_one_card, store_of
+from autotp.distributed.peers.gloo_interface import choose_interface
 from autotp.distributed.peers.heartbeat import SILENCE, answered
 from autotp.distributed.peers.never_ending import begin
 from autotp.error_file import report_errors
@@ -492,10 +493,14 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None
     own = _own_device(device)
     if own.type == "cuda":
         torch.cuda.set_device(own)
-    if not dist.is_initialized():
-        started = launch() or Launch("", 0, 1, 0, 1)
+    started = launch() or Launch("", 0, 1, 0, 1)
+    several_machines = started.local_size < started.size
+    if dist.is_initialized():
+        choose_interface(dist.distributed_c10d._get_default_store(), several_machines)
+    else:
         with meeting(started), connecting_late(started.size):
             store = store_of(started, timeout) if started.by else dist.HashStore()
+            choose_interface(store, several_machines)
             backend = _backend(own, own == torch.device(device or "cuda"), store, started)
             dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
     begin(own)

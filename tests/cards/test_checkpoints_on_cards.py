@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from cards.spies import collective_order, host_waits
+from cards.pretend import REAL, pretended
+from cards.spies import collective_order, host_waits, pinned_requests
 from errors import message
 from hugging_face import built
 from ranks import Checks, run_ranks, shared
@@ -18,8 +19,10 @@ from trainers import batch, mine, started
 
 import autotp
 from autotp.checkpoint.files import tensor_sources
+from autotp.checkpoint.files.staging import SMALLEST
 from autotp.checkpoint.whole_tensors import GatheredTensor
 from autotp.distributed.mesh import make_mesh
+from autotp.sharding.layout import Layout
 
 checks = Checks(cards=True)
 
@@ -80,6 +83,48 @@ def test_a_save_waits_once_for_the_card(layout: Any, fused: bool, tmp_path: Any)
         assert not load and not pageable and not unpinned
 
 
+def pinned_by_saves(rank: int, n: int, folder: str) -> tuple[list[list[int]], int, list[int]]:
+    """Returns the requests of each of two saves, the bytes of the saved tensors, and what is kept after each."""
+    trainer, _ = started((n, 1, 1))
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.01, fused=True)
+    stepped(trainer, optimizer, range(1))
+    requests, kept = list[list[int]](), list[int]()
+    for step in (1, 2):
+        before = pretended().live_pinned_bytes()
+        with pinned_requests() as sizes:
+            saving = autotp.save_checkpoint(folder, trainer, optimizer, step, wait=False)
+            saving.result()
+        requests.append(sizes)
+        kept.append(pretended().live_pinned_bytes() - before)
+    return requests, sum(x.numel() * x.itemsize for x in state_of(trainer, optimizer)), kept
+
+
+@pytest.mark.skipif(REAL, reason="torch's allocator tells no single requests")
+def test_a_save_asks_for_few_chunks_and_frees_them(tmp_path: Any) -> None:
+    """Before: a request for each tensor, each rounded up to a power of two."""
+    for (first, second), size, kept in run_ranks(pinned_by_saves, 2, str(tmp_path), cards=True, timeout=100):
+        assert first == second == [SMALLEST] * len(first) and sum(first) < size + SMALLEST
+        assert kept == [0, 0]
+
+
+def pinned_by_whole_tensors(rank: int, n: int, folder: str) -> list[int]:
+    """Returns the requests while a tensor of 5 MB is written, and read whole, in blocks of 2**16 bytes."""
+    layout = Layout((2**15, 40), 0, ((((0, 2**14)),), ((2**14, 2**15),)))
+    mesh = make_mesh(n)
+    full = torch.arange(2**15 * 40.0).view(2**15, 40)
+    whole = GatheredTensor(layout.take(full, rank).cuda(), layout, mesh)
+    with patch.object(tensor_sources, "BLOCK", 2**16), pinned_requests() as sizes:
+        found = whole.read(((0, 2**15), (0, 40)))
+    assert rank or torch.equal(found, full)
+    return sizes
+
+
+@pytest.mark.skipif(REAL, reason="torch's allocator tells no single requests")
+def test_a_whole_tensor_goes_through_one_block_of_pinned_memory(tmp_path: Any) -> None:
+    first, second = run_ranks(pinned_by_whole_tensors, 2, str(tmp_path), cards=True, timeout=100)
+    assert not second and len(first) == 81 and set(first) == {SMALLEST}
+
+
 @checks.on(2)
 def what_differs_by_name_is_an_error_of_the_save(rank: int, n: int) -> None:
     """Its values are known when they have come from the card."""
@@ -127,7 +172,7 @@ def whole_tensors_need_no_further_communicator(rank: int, n: int) -> None:
             autotp.save_pretrained(model, folder / "again")
     assert any(": reduce " in row for row in order) and not any(": send" in row or ": recv" in row for row in order)
     assert not writing.count("pageable copy") and not writing.count("copy to the host")
-    assert writing.count("Stream.synchronize") == (0 if rank else len(reads)) and len(reads) > 20
+    assert writing.count("Event.synchronize") == (0 if rank else len(reads)) and len(reads) > 20
     copies = [event for event, lines in reading.events if "files/staging.py" in lines]
     assert set(copies) == {"async copy to the device"}, reading
     if rank == 0:

@@ -231,8 +231,13 @@ def own_hosts(store: Any) -> list[str]:
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)  # Sends nothing.
                 hosts.append(probe.getsockname()[0])
-    hosts += [str(address[0]) for _, _, _, _, address in _looked_up(socket.gethostname())]
+    hosts += addresses_of(socket.gethostname())
     return list(dict.fromkeys([*hosts, "127.0.0.1"]))
+
+
+def addresses_of(host: str) -> list[str]:
+    """Returns the addresses to which a name leads on this machine, in the order in which programs try them."""
+    return [str(address[0]) for _, _, _, _, address in _looked_up(host)]
 
 
 def _looked_up(host: str) -> list[Any]:

@@ -6,7 +6,8 @@ stops there, and the host blocks at its next read of a result, or once too much 
 heartbeat looks once a second whether this process still moves: whether the main thread is at another instruction, and
 whether collectives were started. Only if it does not move, it looks whether a thread is inside of a collective, and
 another thread waits for the card, to know whether that is busy. A process that reads data for an hour, compiles, or is
-in a debugger waits for nobody. While a process moves, no other thread touches its card.
+in a debugger waits for nobody. While a process moves, no other thread touches its card; while it captures a CUDA graph
+neither: a capture in torch's mode "global" fails if any thread waits for the card.
 
 - A peer was lost, and the process has waited for GRACE since: it ends.
 - The process has waited nearly for the group's timeout: it asks all ranks what they do, and ends. (After the timeout
@@ -20,6 +21,7 @@ is printed, written into torchrun's file, and the process ends with status 1.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -84,14 +86,43 @@ _watches: dict[int, Watch] = {}
 """Identity of the default group -> how this process moves."""
 _cards: list[torch.device] = []
 """The card of this process: each thread has a current one of its own."""
+_captures: list[torch.cuda.CUDAGraph] = []
+"""The CUDA graphs that are captured now."""
+_card_is_free = threading.Lock()
+"""Held while another thread waits for the card, and while a capture begins."""
 
 
 def begin(device: torch.device) -> None:
     """Starts the heartbeat of this process, and has it watch for collectives that never end on its device."""
     heartbeat.begin()
     _cards[:] = [device] if device.type == "cuda" else []
+    if _cards:
+        _know_of_captures()
     on_each_look(_look)
     say_what_waits(_waits_for_the_card, _started)
+
+
+def _know_of_captures() -> None:
+    """Has `torch.cuda.CUDAGraph` note each capture: torch tells a thread only of captures on its own stream."""
+    start, stop = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+    if start.__module__ == __name__:
+        return
+
+    @functools.wraps(start, assigned=("__doc__", "__name__", "__qualname__"))
+    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+        with _card_is_free:  # A thread that waits for the card comes first; torch.cuda.graph has waited for it, too.
+            start(graph, *args, **kwargs)
+            _captures.append(graph)
+
+    @functools.wraps(stop, assigned=("__doc__", "__name__", "__qualname__"))
+    def capture_end(graph: Any) -> None:
+        try:
+            stop(graph)
+        finally:
+            _captures[:] = [other for other in _captures if other is not graph]
+
+    graphs: Any = torch.cuda.CUDAGraph
+    graphs.capture_begin, graphs.capture_end = capture_begin, capture_end
 
 
 def _device_groups() -> dict[str, Any]:
@@ -182,8 +213,9 @@ def _note_moves(watch: Watch, groups: Mapping[str, Any], now: float) -> None:
 
 def _wait_for_the_card(watch: Watch) -> None:
     began = time.monotonic()
-    with suppress(Exception):  # Whatever is wrong with the card, its user will be told.
-        torch.cuda.synchronize(_cards[0])
+    with suppress(Exception), _card_is_free:  # Whatever is wrong with the card, its user will be told.
+        if not _captures:
+            torch.cuda.synchronize(_cards[0])
     watch.looking, watch.looked = None, time.monotonic()
     if not _is_in_a_collective():
         watch.since = max(watch.since, began)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -105,3 +106,30 @@ def stays_away(rank: int, n: int) -> str:
 def test_a_call_of_one_rank_alone() -> None:
     told, _ = run_ranks(stays_away, 2, cards=True, alone=True)
     assert told.endswith("tp rank 1 (global rank 1) is alive, but did not come to this call")
+
+
+def stands_still_in_a_capture(rank: int, n: int) -> list[int]:
+    """Numbers of waits of all threads for the card: while a CUDA graph is captured, and after."""
+    waits, real, base = list[int](), torch.cuda.synchronize, torch.cuda.CUDAGraph.__base__
+    with (
+        patch.object(base, "capture_begin", lambda graph, **kwargs: None, create=True),
+        patch.object(base, "capture_end", lambda graph: None, create=True),
+        patch.object(torch.cuda, "synchronize", lambda *args: (waits.append(1), real(*args))),
+    ):
+        model = model_of(n)
+        never_ending.AGAIN = 0.1
+        graph = object.__new__(torch.cuda.CUDAGraph)
+        graph._tracker = None
+        waits.clear()
+        graph.capture_begin()
+        threading.Event().wait(1.5)
+        during = len(waits)
+        graph.capture_end()
+        threading.Event().wait(1.5)
+        call(model).item()
+        return [during, len(waits)]
+
+
+def test_no_thread_waits_for_the_card_during_a_capture() -> None:
+    for during, after in run_ranks(stands_still_in_a_capture, 2, cards=True):
+        assert during == 0 and after > 0

@@ -55,10 +55,11 @@ std::map<void*, int64_t>& device_blocks() {
   static std::map<void*, int64_t> blocks;
   return blocks;
 }
-std::set<void*>& pinned_blocks() {
-  static std::set<void*> blocks;
+std::map<void*, int64_t>& pinned_blocks() {
+  static std::map<void*, int64_t> blocks;
   return blocks;
 }
+std::vector<int64_t> pinned_requests;  // Bytes of each request for pinned memory.
 
 void release(void* pointer) {
   {
@@ -99,7 +100,8 @@ struct PinnedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* pointer = c10::GetCPUAllocator()->raw_allocate(std::max<size_t>(bytes, 1));
     std::lock_guard<std::mutex> lock(memory_mutex);
-    pinned_blocks().insert(pointer);
+    pinned_blocks()[pointer] = static_cast<int64_t>(bytes);
+    pinned_requests.push_back(static_cast<int64_t>(bytes));
     return {pointer, pointer, &release_pinned, Device(DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
@@ -260,7 +262,11 @@ void poison(at::Tensor& x) {
 
 void copy_late(at::Tensor& target, const at::Tensor& source) {
   std::lock_guard<std::mutex> lock(copies_mutex);
-  late_copies.push_back({target, source.clone(), ++copies_begun});
+  // A view that conjugates or negates: the bytes that arrive are those of the memory behind it. CUDA's copy then changes
+  // the sign in the target at once, which the bytes overwrite.
+  at::Tensor stored = source.is_conj() ? source.conj() : source;
+  if (stored.is_neg()) stored = stored._neg_view();
+  late_copies.push_back({target, stored.clone(), ++copies_begun});
   poison(target);
 }
 
@@ -667,7 +673,7 @@ bool is_stuck() {
   return static_cast<bool>(stuck_until);
 }
 
-void wait_for_device() {
+void wait_until_it_answers() {
   std::function<bool()> aborted;
   {
     std::lock_guard<std::mutex> lock(stuck_mutex);
@@ -681,6 +687,10 @@ void wait_for_device() {
     std::lock_guard<std::mutex> lock(stuck_mutex);
     stuck_until = nullptr;
   }
+}
+
+void wait_for_device() {
+  wait_until_it_answers();
   finish_copies();
 }
 
@@ -698,7 +708,18 @@ void bind_device(py::module_& m) {
   m.def("last_copy", &last_copy);
   m.def("finish_copies_until", &finish_copies_until);
   m.def("wait_for_device", &wait_for_device);
+  m.def("wait_until_it_answers", &wait_until_it_answers);
   m.def("is_stuck", &is_stuck);
+  m.def("live_pinned_bytes", [] {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    int64_t bytes = 0;
+    for (auto& block : pinned_blocks()) bytes += block.second;
+    return bytes;
+  });
+  m.def("pinned_requests", [] {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    return pinned_requests;
+  });
   m.def("is_pinned", &is_pinned);
   m.def("pin", [](const at::Tensor& x) {
     auto out = at::empty_strided(x.sizes(), x.strides(), x.options().pinned_memory(true).requires_grad(false));

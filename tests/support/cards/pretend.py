@@ -82,7 +82,7 @@ class Event:
         return False
 
     def synchronize(self) -> None:
-        pretended().wait_for_device()
+        pretended().wait_until_it_answers()
         _report("Event.synchronize")
         self._arrive()
 

@@ -1,4 +1,4 @@
-"""What happens between host and device: `host_waits`, `collective_order`, `copied_bytes`."""
+"""What happens between host and device: `host_waits`, `collective_order`, `pinned_requests`."""
 
 from __future__ import annotations
 
@@ -115,6 +115,17 @@ def host_waits() -> Iterator[Traffic]:
     finally:
         _open.remove(traffic)
         pretended().set_spying(bool(_open))
+
+
+@contextmanager
+def pinned_requests() -> Iterator[list[int]]:
+    """A region; yields the bytes of each request for pinned memory, rounded up to a power of two as torch rounds it."""
+    sizes: list[int] = []
+    before = len(pretended().pinned_requests())
+    try:
+        yield sizes
+    finally:
+        sizes += [1 << max(size - 1, 0).bit_length() for size in pretended().pinned_requests()[before:]]
 
 
 @contextmanager
