@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -86,8 +87,8 @@ _watches: dict[int, Watch] = {}
 """Identity of the default group -> how this process moves."""
 _cards: list[torch.device] = []
 """The card of this process: each thread has a current one of its own."""
-_captures: list[torch.cuda.CUDAGraph] = []
-"""The CUDA graphs that are captured now."""
+_captures = weakref.WeakSet[torch.cuda.CUDAGraph]()
+"""The CUDA graphs that are captured now; one that failed and was dropped is not."""
 _card_is_free = threading.Lock()
 """Held while another thread waits for the card, and while a capture begins."""
 
@@ -112,14 +113,14 @@ def _know_of_captures() -> None:
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
         with _card_is_free:  # A thread that waits for the card comes first; torch.cuda.graph has waited for it, too.
             start(graph, *args, **kwargs)
-            _captures.append(graph)
+            _captures.add(graph)
 
     @functools.wraps(stop, assigned=("__doc__", "__name__", "__qualname__"))
     def capture_end(graph: Any) -> None:
         try:
             stop(graph)
         finally:
-            _captures[:] = [other for other in _captures if other is not graph]
+            _captures.discard(graph)
 
     graphs: Any = torch.cuda.CUDAGraph
     graphs.capture_begin, graphs.capture_end = capture_begin, capture_end
