@@ -188,7 +188,7 @@ class Executable:
 
     def _expect_on_device(self, error: RuntimeError) -> None:
         """Raises Error if a call failed and the model is not on the kind of device for which its graphs were made."""
-        kinds = {tensor.device.type for tensor in self.tensors().values()} - {self.mesh.device.type, "meta"}
+        kinds = {tensor.device.type for tensor in self.tensors().values()} - {self.mesh.device.type}
         if kinds and not isinstance(error, Error):
             now, device = ", ".join(sorted(kinds)), self.mesh.device
             raise Error(

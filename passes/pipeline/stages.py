@@ -92,7 +92,10 @@ def _shares(parts: Sequence[float]) -> list[str]:
 def expect_enough(blocks: int, stages: int) -> None:
     """Raises Error if there are fewer blocks than stages."""
     if blocks < stages and stages > 1:
-        raise Error(f"{stages} stages, and the model has {blocks} blocks", fix="fewer pipeline ranks")
+        raise Error(
+            f"{stages} stages, and the model has {blocks} blocks",
+            fix="fewer pipeline ranks, or fewer stages on each (interleave=, schedule=)",
+        )
 
 
 def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], flights: Sequence[int]) -> Division:

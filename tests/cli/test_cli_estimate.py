@@ -47,7 +47,7 @@ WRONG = {
     "gpu": (("--gpu", "a1000"), "gpu='a1000' is not known"),
     "line": (("--gpu", "312TF 2TB/s"), "does not say memory"),
     "batch": (("--gpu", "a100-80gb", "--dp", 3), "3 x 1 does not divide 8"),
-    "interleave": (("--gpu", "a100-80gb", "--interleave", 3), 'interleave=3 and schedule="1F1B"'),
+    "interleave": (("--gpu", "a100-80gb", "--interleave", 3), 'interleave=3 is for schedule="interleaved"'),
     "room": (("--gpu", "312TF 2TB/s 0.0001GB node=8x300GB/s net=25GB/s"), "no room for its share of one parameter"),
 }
 

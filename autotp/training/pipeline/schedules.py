@@ -131,10 +131,19 @@ def engine_of(schedule: str, interleave: int | None = None) -> Engine:
     if schedule not in ENGINES:
         raise Error(f"schedule={schedule!r}", expected=", ".join(map(repr, ENGINES)))
     kind = ENGINES[schedule]
-    if interleave is None or (interleave == kind.rounds and type(interleave) is int):
+    if interleave is None:
         return kind
-    if schedule != "interleaved" or type(interleave) is not int or interleave < 2:
-        raise Error(f'interleave={interleave!r} and schedule="{schedule}"', fix='schedule="interleaved", interleave=2')
+    if type(interleave) is not int or interleave < 2:
+        raise Error(
+            f"interleave={interleave!r} is not a whole number of 2 or more",
+            fix="interleave=2",
+            alternative='schedule="1F1B", which has one stage on each rank',
+        )
+    if schedule != "interleaved":
+        raise Error(
+            f'interleave={interleave} is for schedule="interleaved", and the schedule is "{schedule}"',
+            fix=f'schedule="interleaved", interleave={interleave}',
+        )
     return replace(kind, rounds=interleave)
 
 

@@ -62,7 +62,7 @@ def test_one_rank_runs_one_microbatch_after_the_other() -> None:
 def test_what_a_schedule_cannot_run_is_one_error() -> None:
     with pytest.raises(autotp.Error, match="this schedule on 4 ranks cannot run 9 microbatches"):
         actions_of(engine_of("interleaved"), 4, 9)
-    with pytest.raises(autotp.Error, match='interleave=3 and schedule="1F1B"'):
+    with pytest.raises(autotp.Error, match='interleave=3 is for schedule="interleaved"'):
         engine_of("1F1B", 3)
     with pytest.raises(autotp.Error, match="schedule='2F2B'"):
         engine_of("2F2B")
