@@ -14,16 +14,19 @@ gradients once, where that of each slice fills a tensor of the whole's size, and
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._C import _nn
+from torch._ops import OpOverload
 
 from autotp.ops.attention.products import attention
 from autotp.ops.placement_moves import apart
 from autotp.rules.call import arguments_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 aten = torch.ops.aten
 PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
@@ -77,6 +80,9 @@ PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
 }
 """Operator -> the Python function that takes its arguments in the same order, and runs the same operator."""
 
+NEW = Trait.PRODUCT | Trait.ADDED_PRODUCT | Trait.SOFTMAX | Trait.NORM | Trait.ATTENTION
+"""Operators with one of these traits make a new tensor."""
+
 
 def call_python(module: fx.GraphModule) -> fx.GraphModule:
     """Replaces operators in a graph and its blocks, in place, and returns the graph.
@@ -85,35 +91,60 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
     """
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
+            returned = _returned(part.graph)
             for node in list(part.graph.nodes):
                 if node.target is apart and not any(user.op == "output" for user in node.users):
                     node.replace_all_uses_with(node.args[0])
                     part.graph.erase_node(node)
-                elif node.target is aten.reshape.default and _is_reshaped_again(node.args[0]):
+                elif node.target is aten.reshape.default and node not in returned and _is_read_once(node.args[0]):
                     source = node.all_input_nodes[0]
                     node.replace_input_with(source, source.all_input_nodes[0])
                     part.graph.erase_node(source)
                 elif node.target is aten.slice.Tensor:
                     _narrow(node)
                 node.target = PYTHON_CALLS.get(node.target, node.target)
-            _split(part.graph)
+            _split(part.graph, returned)
             part.graph.lint()
             part.recompile()
     return module
 
 
-def _is_reshaped_again(source: Any) -> bool:
+def _returned(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the values in whose memory the caller may write: what the graph returns, and what that may be a view of.
+
+    Such a value must lie where the model put it: in memory of its own if a reshape has copied it, and not in a part of
+    a split, where torch refuses writes.
+    """
+    returned, queue = set[fx.Node](), list(graph.output_node().all_input_nodes)
+    while queue:
+        node = queue.pop()
+        if node not in returned:
+            returned.add(node)
+            queue += node.all_input_nodes if _may_be_view(node.target) else ()
+    return returned
+
+
+def _may_be_view(target: Any) -> bool:
+    """True for an operator whose result may lie in an operand's memory. Schemas of composed operators do not tell."""
+    if not isinstance(target, OpOverload):
+        return True
+    told = has(target, Trait.MAY_ALIAS | Trait.RESHAPE) or any(x.alias_info is not None for x in target._schema.returns)
+    composed = target.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
+    return told or (composed and not has(target, NEW))
+
+
+def _is_read_once(source: Any) -> bool:
     """True for a reshape that only one node reads."""
     return isinstance(source, fx.Node) and source.target is torch.reshape and len(source.users) == 1
 
 
-def _split(graph: fx.Graph) -> None:
+def _split(graph: fx.Graph, returned: Collection[fx.Node]) -> None:
     """Makes slices that share out a dimension among them one split, unless the caller gets one: it may write there."""
     slices = dict[tuple[fx.Node, int], dict[int, fx.Node]]()
     lengths_by_node = dict[fx.Node, int]()
     for node in graph.find_nodes(op="call_function", target=torch.narrow):
         source, dim, start, lengths_by_node[node] = node.args
-        if not any(user.op == "output" for user in node.users):
+        if node not in returned:
             slices.setdefault((source, dim % source.meta["val"].dim()), {}).setdefault(start, node)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for (source, dim), parts in slices.items():

@@ -207,15 +207,39 @@ def test_a_slice_that_the_caller_gets_stays() -> None:
 
 
 def test_a_value_is_reshaped_once() -> None:
-    """Unless another operator reads it between."""
+    """Unless another operator reads it between, or the caller gets the value."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     twice = [graph.call_function(aten.reshape.default, (x, sizes)) for sizes in ([4, 6], [2, 12])]
     ends = [graph.call_function(aten.reshape.default, (y, [-1, 3])) for y in twice]
-    graph.output([*ends, graph.call_function(aten.neg.default, (twice[1],))])
+    graph.output([graph.call_function(aten.neg.default, (y,)) for y in (*ends, twice[1])])
     module = call_python(fx.GraphModule(nn.Module(), graph))
     assert module.code.count("torch.reshape(") == 3, module.code
     value = torch.arange(24.0).view(3, 8).t()
     assert [y.tolist() for y in module(value)] == [
-        value.reshape(8, 3).tolist(), value.reshape(8, 3).tolist(), (-value.reshape(2, 12)).tolist()
+        (-value.reshape(sizes)).tolist() for sizes in ((8, 3), (8, 3), (2, 12))
     ]  # fmt: skip
+
+
+def test_a_value_that_the_caller_gets_lies_in_memory_of_its_own() -> None:
+    """The caller writes into it, or into a view of it; the tensor that was reshaped stays as it is."""
+    graph = fx.Graph()
+    turned = graph.call_function(aten.transpose.int, (graph.placeholder("x"), 0, 1))
+    row = graph.call_function(aten.reshape.default, (turned, [-1]))
+    graph.output(
+        graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.reshape.default, (row, [8, 3])), 0))
+    )
+    module, value = call_python(fx.GraphModule(nn.Module(), graph)), torch.arange(24.0).view(3, 8)
+    module(value).zero_()
+    assert value.tolist() == torch.arange(24.0).view(3, 8).tolist()
+
+
+def test_a_view_of_a_slice_that_the_caller_gets_can_be_written() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, 8)
+    slices = [graph.call_function(aten.slice.Tensor, (x, -1, *piece)) for piece in ((0, 4), (4, 8))]
+    graph.output([graph.call_function(aten.transpose.int, (part, 0, 1)) for part in slices])
+    module = call_python(fx.GraphModule(nn.Module(), graph))
+    first, _ = module(torch.zeros(3, 8, requires_grad=True) + 1)
+    assert first.add_(1).tolist() == [[2.0] * 3] * 4
