@@ -380,7 +380,7 @@ def test_devices_that_nobody_measured_have_wider_bars() -> None:
         ({"pp": 16}, "16 stages, and the model has 8 blocks\n  try      fewer pipeline ranks, or"),
         ({"schedule": "2F2B"}, "schedule='2F2B'\n  expected '1F1B'"),
         ({"pp": 8, "micro_batch": 8}, "this schedule on 8 ranks cannot run 2 microbatches: "),
-        ({"interleave": 3}, 'the schedule is "1F1B"\n  try      schedule="interleaved", interleave=3'),
+        ({"interleave": 3}, 'interleave=3 is for schedule="interleaved", and the schedule is "1F1B"\n  try      sched'),
         ({"zero": 4}, "zero=4\n  expected 0, 1, 2, 3"),
         ({"recompute": "some"}, "recompute='some'\n  expected 'none', 'selective', 'full'"),
         ({"sequence": 1}, "sequence=1 is not a whole number of 2 or more\n  try      sequence=2048"),
