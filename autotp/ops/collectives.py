@@ -204,7 +204,7 @@ def _is_even(x: Tensor, tp: int, length: int, size: int, block: int) -> bool:
     """True in eager mode if all ranks' parts of a dimension have this length and lie in memory as they are sent."""
     if torch.compiler.is_compiling():
         return False
-    even = length * tp == size and size % (tp * block) == 0
+    even = 0 < length * tp == size and size % (tp * block) == 0
     return even and x.is_contiguous() and x.dtype not in _AS_BYTES
 
 

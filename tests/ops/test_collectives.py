@@ -325,6 +325,7 @@ def run_small(rank: int, n: int) -> dict[str, Any]:
         "rows": per_row,
         "shifted": shifted,
         "same": same,
+        "empty": all_gather(torch.empty(2, 0, 3), world(), 1, 0).shape,
     }
 
 
@@ -336,6 +337,7 @@ def test_scalars_maxima_and_groups_of_one() -> None:
         assert got["rows"].tolist() == [[2], [0]]
         assert got["shifted"].tolist() == [1, 1]
         assert got["same"] == [True] * 14, rank
+        assert got["empty"] == (2, 0, 3)
 
 
 # --- transforms: a function through all six, cut on every rank, and the same uncut
