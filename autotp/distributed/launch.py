@@ -140,6 +140,11 @@ def ranks_on_one_card(store: dist.Store, started: Launch, card: Any, asked_for: 
         shared = store.get("shared").decode() if store.check(["shared"]) else ""
         store.set("answer", f"{int(not store.check(['by default']))} {shared}")
     all_asked, *ranks = map(int, store.get("answer").split())
+    if ranks:  # An error follows, and the store ends with the process that keeps it: not before all have the answer.
+        if store.add("read", 1) == started.size:
+            store.set("all have read", "")
+        with suppress(RuntimeError):
+            store.wait(["all have read"], timedelta(seconds=5))
     return tuple(ranks), bool(all_asked)
 
 

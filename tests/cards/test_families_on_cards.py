@@ -56,7 +56,9 @@ def differences(rank: int, n: int, name: str, combinations: Sequence[Sequence[st
         options = {key: value for option in combination for key, value in OPTIONS[option].items()}
         try:
             tp = n // options.get("cp", 1)
-            parallel = autotp.parallelize(copy.deepcopy(whole), tp, randomness="exact", **options)
+            parallel = autotp.parallelize(
+                copy.deepcopy(whole), tp, example_inputs=inputs, randomness="exact", **options
+            )
             loss, device = stepped(parallel, inputs)
         except autotp.Error as error:
             answers["+".join(combination)] = error.problem
