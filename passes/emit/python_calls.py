@@ -80,7 +80,7 @@ PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
 }
 """Operator -> the Python function that takes its arguments in the same order, and runs the same operator."""
 
-NEW = Trait.PRODUCT | Trait.ADDED_PRODUCT | Trait.SOFTMAX | Trait.NORM | Trait.ATTENTION
+MAKES_NEW_TENSORS = Trait.PRODUCT | Trait.ADDED_PRODUCT | Trait.SOFTMAX | Trait.NORM | Trait.ATTENTION
 """Operators with one of these traits make a new tensor."""
 
 
@@ -128,9 +128,11 @@ def _may_be_view(target: Any) -> bool:
     """True for an operator whose result may lie in an operand's memory. Schemas of composed operators do not tell."""
     if not isinstance(target, OpOverload):
         return True
-    told = has(target, Trait.MAY_ALIAS | Trait.RESHAPE) or any(x.alias_info is not None for x in target._schema.returns)
+    declared = has(target, Trait.MAY_ALIAS | Trait.RESHAPE) or any(
+        x.alias_info is not None for x in target._schema.returns
+    )
     composed = target.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
-    return told or (composed and not has(target, NEW))
+    return declared or (composed and not has(target, MAKES_NEW_TENSORS))
 
 
 def _is_read_once(source: Any) -> bool:
@@ -155,9 +157,9 @@ def _split(graph: fx.Graph, returned: Collection[fx.Node]) -> None:
             continue
         first = min(parts.values(), key=order.__getitem__)
         with graph.inserting_before(first):  # Its source is another node now if that was a slice, too.
-            whole = graph.call_function(torch.split_with_sizes, (first.args[0], lengths, dim))
+            split = graph.call_function(torch.split_with_sizes, (first.args[0], lengths, dim))
             for i, start in enumerate(starts):
-                parts[start].replace_all_uses_with(graph.call_function(operator.getitem, (whole, i)))
+                parts[start].replace_all_uses_with(graph.call_function(operator.getitem, (split, i)))
         for node in parts.values():
             graph.erase_node(node)
 

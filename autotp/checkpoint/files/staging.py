@@ -59,8 +59,8 @@ class Staging:
         chunk = next((rest for rest in self.rests if rest.numel() >= aligned), None)
         if chunk is None:
             chunk = torch.empty(self._chunk_size(aligned), dtype=torch.uint8, pin_memory=True)
-        others = [rest for rest in self.rests if rest is not chunk]
-        self.rests = sorted((*others, chunk[aligned:]), key=Tensor.numel)[-OPEN:]
+        other_rests = [rest for rest in self.rests if rest is not chunk]
+        self.rests = sorted((*other_rests, chunk[aligned:]), key=Tensor.numel)[-OPEN:]
         self.staged += aligned
         return chunk[:size].view(layout.dtype).as_strided(layout.shape, layout.stride())
 
