@@ -1,19 +1,18 @@
-"""A parameter that holds a rank's part, and warns when code uses the part as the whole.
+"""A parameter that holds a rank's part, and behaves as the whole to the code of its users.
 
-Elementwise operators of an optimizer are right on parts, and so are copies, dtypes and gradients. A norm, a row, a
-product, or numbers that `nn.init` draws are those of the part only. The first time that the user's code computes such a
-value from a cut parameter, from its gradient, or from a value computed from them, it gets a warning. Inside the model's
-graphs there are no such checks.
+Outside of the model's graphs, user code computes with whole tensors: `p.shape` is that of the whole, `p.norm()` that of
+all ranks, and `p[3] = 0` writes the row on the rank that has it. Each operator that user code calls on a part runs on a
+`Sharded` that stands for the whole. Inside the graphs, and in torch's own optimizers, parts are plain tensors.
 
 NOTE [Plain in a step]
-During a step of torch's own optimizers, parameters and their gradients are plain tensors: otherwise each `p.grad`, and
-each operator in a loop over parameters, would go through Python. The user's code runs with parts, also in a closure and
-in hooks on the step. If a step raises, its parameters stay plain until the next step.
+During a step of torch's elementwise optimizers, parameters, their gradients and their states are plain tensors:
+otherwise each `p.grad`, and each operator in a loop over parameters, would go through Python. User code runs with parts
+that behave as wholes, also in a closure and in hooks on the step. If a step raises, its parameters stay plain until the
+next step.
 
 NOTE [Who asks]
-torch's own code (optimizers, `state_dict`, `deepcopy`, wrappers) is right on parts, or is refused elsewhere. So only
-operators that the user's code calls are followed: an elementwise result of a part is a `CutTensor`, an ordinary tensor
-with another class. Results that torch's code computes are plain tensors.
+torch's own code (`state_dict`, `deepcopy`, wrappers) is right on parts, or is refused elsewhere. So only operators that
+user code calls, directly or through functions and layers of torch, see wholes. Other libraries are user code.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -39,25 +38,20 @@ from torch.utils.hooks import RemovableHandle
 from autotp.distributed.cut_operators import Kind, kind_of
 from autotp.distributed.live_models import Undo
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.replica_check import common_ranks
+from autotp.distributed.replica_check import expect_replicas
+from autotp.distributed.sharded_tensor import (
+    Sharded,
+    as_dtensor,
+    as_sharded,
+    memory_refused,
+    part_of,
+    reads_memory,
+    sharded,
+)
+from autotp.distributed.whole_operators import WholeView, shape_refused, without_wholes
 from autotp.errors import Error
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
-
-
-@dataclass
-class Warned:
-    """The warnings that were given for one model.
-
-    Attributes:
-        lines: the lines of the user's code that were warned about.
-        of_sizes: whether there was a warning about sizes.
-        of_func: whether there was a warning about gradients of torch.func.
-    """
-
-    lines: set[tuple[str, int]] = field(default_factory=set)
-    of_sizes: bool = False
-    of_func: bool = False
 
 
 @dataclass
@@ -68,34 +62,27 @@ class Cut:
         name: the parameter's name in the model.
         layout: its layout.
         mesh: the ranks that hold it.
-        in_model: the warnings that were given for the model.
-        warned: whether there was a warning about this parameter.
     """
 
     name: str
     layout: Layout
     mesh: Mesh
-    in_model: Warned = field(default_factory=Warned)
-    warned: bool = False
 
-
-_refuse: ContextVar[Callable[[str, str], Error] | None] = ContextVar("refuse", default=None)
+    @cached_property
+    def held(self) -> Layout:
+        """The layout without its shape, as `Sharded` has it."""
+        return replace(self.layout, shape=())
 
 
 @contextmanager
-def shown_by_wholes(refuse: Callable[[str, str], Error]) -> Iterator[None]:
-    """A region in which parts have the sizes of the wholes, for code that makes other tensors by them.
-
-    In this region an operator that uses a part as the whole raises an Error.
+def computed_on_parts(refuse: Callable[[str], Error]) -> Iterator[None]:
+    """A region in which an operator that needs more than this rank's part raises an Error.
 
     Args:
-        refuse: takes the names of the operator and of the parameter, and returns the Error.
+        refuse: takes the name of the operator, and returns the Error.
     """
-    token = _refuse.set(refuse)
-    try:
+    with without_wholes(refuse):
         yield
-    finally:
-        _refuse.reset(token)
 
 
 def _removes(frame: FrameType) -> bool:
@@ -104,7 +91,7 @@ def _removes(frame: FrameType) -> bool:
 
 
 class CutTensor(Tensor):
-    """A value that the user's code computed elementwise from a parameter of which this rank holds a part.
+    """A tensor of which this rank holds a part: a parameter, its gradient, or an optimizer's state.
 
     Attributes:
         autotp_cut: the facts about this parameter.
@@ -118,97 +105,222 @@ class CutTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         kind = kind_of(func)
-        if kind in (Kind.GRADIENT, Kind.SET) and _removes(sys._getframe(1)):
-            return torch._C._disabled_torch_function_impl(func, types, args, {})
-        if kind is Kind.SIZE:
-            if _refuse.get() is not None:
-                return _of_whole(args[0], func, *args[1:], **(kwargs or {}))
-            _warn_of_size(args[0], func, sys._getframe(1))
-        if kind in (Kind.SIZE, Kind.ABOUT):
+        if func is Tensor.data_ptr and reads_memory(sys._getframe(1)):
+            raise memory_refused(f"`{args[0].autotp_cut.name}`")
+        if kind is Kind.ABOUT or (kind in (Kind.GRADIENT, Kind.SET) and _removes(sys._getframe(1))):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__") == "torch.nn.parameter":  # `nn.Parameter(x)` must have the class of x.
+            made = part_like(torch._C._disabled_torch_function_impl(func, types, args, kwargs or {}), args[0])
+            if type(made) is CutTensor:
+                _become(made, type(args[0]))
+            return made
+        asked = _asks(frame) and not _looks_for_node(frame, args)
         with torch._C.DisableTorchFunctionSubclass():
-            return _followed(kind, func, args, kwargs or {}, _asked(sys._getframe(1)))
+            if kind is Kind.REPLICAS:
+                cut, group = _first(args, kwargs or {}).autotp_cut, (kwargs or {}).get("group")
+                expect_replicas(
+                    func.__name__, f"`{cut.name}`", torch.distributed.get_process_group_ranks(group), cut.mesh
+                )
+            if not asked:
+                return _by_torch(func, args, kwargs or {}, frame)
+            return FOR_USERS.get(kind, _of_wholes)(func, args, kwargs or {})
+
+    def to_local(self) -> Tensor:
+        """Returns this rank's part, in the same memory, as a plain tensor. Gradients flow through it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.view_as(self) if self.requires_grad else self.detach()
+
+    def full_tensor(self) -> Tensor:
+        """Returns the whole tensor: all ranks call this. Gradients flow through it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _whole_of(self).full_tensor()
+
+    def to_dtensor(self) -> DTensor:
+        """Returns the same tensor as a DTensor, without its derivatives.
+
+        Raises:
+            Error: a DTensor cannot be cut so: in parts that are not those of `torch.chunk`.
+        """
+        cut = self.autotp_cut
+        with torch._C.DisableTorchFunctionSubclass():
+            strides = torch.empty(cut.layout.shape, device="meta").stride()
+            return as_dtensor(self.detach(), cut.held, cut.mesh, cut.layout.shape, strides)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        cut = self.autotp_cut
+        with torch._C.DisableTorchFunctionSubclass():
+            part = repr(self.detach())
+        return (
+            f"{type(self).__name__}(local_tensor={part}, shape={list(cut.layout.shape)}, placements=[{_placed(cut)}])"
+        )
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Takes other memory. (torch's does not ask `__torch_function__`.) Raises Error if the user gives the whole."""
-        given = args[0] if args else None
-        users = is_users(sys._getframe(1))  # What torch's own code puts here is looked at in the next call.
-        if users and isinstance(given, Tensor) and self.shape != given.shape == self.autotp_cut.layout.shape:
-            raise _whole_given(self.autotp_cut, Tensor.set_, given.shape)
-        return super().set_(*args, **kwargs)
+        source = args[0] if args else None
+        with torch._C.DisableTorchFunctionSubclass():
+            users = is_users(sys._getframe(1))  # What torch's own code puts here is looked at in the next call.
+            if users and isinstance(source, Tensor) and self.shape != source.shape == self.autotp_cut.layout.shape:
+                raise Error(
+                    f"`set_` of `{self.autotp_cut.name}`: this rank's part cannot take the memory of the whole",
+                    fix="parameter.copy_(whole) under torch.no_grad()",
+                )
+            return super().set_(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 alias = self.detach() if self.is_leaf else self
                 new = copy.deepcopy(alias.as_subclass(Tensor), memo).requires_grad_(self.requires_grad)
-            _become(new, CutTensor)
-            new.__dict__.update(self.__dict__, autotp_cut=replace(self.autotp_cut, warned=False))
+            _become(new, type(self))
+            new.__dict__.update(self.__dict__)
             memo[id(self)] = new
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a plain tensor: the reader of the file may have no parallel model."""
-        _warn_of_file(self, sys._getframe(1))
+        """Pickles as the whole, a plain tensor: all ranks call this."""
         with torch._C.DisableTorchFunctionSubclass():
-            alias = self.detach() if self.is_leaf else self
-            return alias.as_subclass(Tensor).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+            return _whole_of(self).gathered().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
 class CutParameter(CutTensor, nn.Parameter):
     """A parameter of which this rank holds a part."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        new = nn.Parameter.__deepcopy__(self, memo)
-        new.autotp_cut = replace(self.autotp_cut, warned=False)
-        return new
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a plain parameter."""
-        _warn_of_file(self, sys._getframe(1))
+        """Pickles as the whole, a plain parameter: all ranks call this."""
         with torch._C.DisableTorchFunctionSubclass():
-            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+            return nn.Parameter(_whole_of(self).gathered(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | None) -> Any:
-    """Runs an operator; if the user's code called it, an elementwise result is marked as a part."""
-    given = list(_tensors((*args, *kwargs.values())))
-    source = next(x for x in given if isinstance(x, CutTensor))
-    cut = source.autotp_cut
-    if kind in (Kind.EACH, Kind.SET):
-        _expect_same_cut(func, (*args, *kwargs.values()))
-    if kind is Kind.HOOK and asked is not None:
-        hook = args[1] if len(args) > 1 else kwargs["hook"]
-        args, kwargs = (args[0], PartHook(hook, cut)), {}
-    _expect_right(kind, func, cut, args, kwargs, asked)
-    try:
-        found = func(*args, **kwargs)
-    except (RuntimeError, IndexError) as error:
-        wholes = [x for x in given if not isinstance(x, CutTensor) and _goes_with_whole(x, cut)]
-        if wholes and (refuse := _refuse.get()) is not None:
-            raise refuse(_name_of(func), cut.name) from error
-        if wholes:
-            raise _whole_given(cut, func, wholes[0].shape) from error
-        if asked is not None and _is_of_index(error):
-            raise _out_of_part(cut, func, error) from error
-        raise
-    if asked is None and type(found) is Tensor and _averages(sys._getframe(2)):
-        return _become_cut(found, source)  # Joined parts, which it will sum over ranks.
-    if asked is None or kind not in RESULTS:
-        return found
-    if isinstance(found, list | tuple):
-        _mark_each(found, (*args, *kwargs.values()))
-        return found
-    return _marked(found, func, source, asked)
+def _placed(cut: Cut) -> str:
+    """Returns how a tensor is cut, as text: the one of DTensor where the parts are those of `torch.chunk`."""
+    spans = [len(piece) for piece in cut.layout.pieces]
+    uneven = max(spans) > 1 or cut.layout.repeated
+    return f"Shard(dim={cut.layout.dim}{f', pieces={list(map(list, cut.layout.pieces))}' if uneven else ''})"
 
 
-def _of_whole(tensor: CutTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the size of a part's whole that an operator asks for."""
-    return func(torch.empty(tensor.autotp_cut.layout.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
+# ---- as the whole
 
 
-RESULTS = (Kind.EACH, Kind.GRADIENT, Kind.GRADIENTS)
-"""The kinds of operators whose result is a part."""
+def _whole_of(part: CutTensor) -> Sharded:
+    """Returns the tensor of which this is the part. In gradient mode it is part of the graph of a parameter."""
+    cut = part.autotp_cut
+    whole = sharded(part, cut.held, cut.mesh)
+    if part.requires_grad and part.is_leaf:
+        whole.of_leaf = True
+    return whole
+
+
+def whole_operand(x: Any) -> Any:
+    """Returns what stands for the whole in a call of a parallel model: a `Sharded`, or a plain tensor."""
+    if isinstance(x, CutTensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return _whole_of(x)
+    return as_sharded(x)
+
+
+def _of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs an operator with the wholes of parts."""
+    parts: dict[int, tuple[CutTensor, Sharded]] = {}
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, CutTensor):
+            if id(x) not in parts:
+                parts[id(x)] = x, _whole_of(x)
+            return parts[id(x)][1]
+        if type(x) in (list, tuple):
+            return type(x)(map(whole, x))
+        return x
+
+    plain, named = [whole(x) for x in args], {key: whole(x) for key, x in kwargs.items()}
+    own = vars(Sharded).get(getattr(func, "__name__", ""), func) if plain and isinstance(plain[0], Sharded) else func
+    with torch._C._EnableTorchFunction():
+        result = own(*plain, **named)
+    for part, stands_for in parts.values():
+        if result is stands_for:  # It was written.
+            if stands_for.shape != part.autotp_cut.layout.shape:
+                raise shape_refused(func.__name__)
+            return part
+    return result
+
+
+def _size(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what a function gives that asks for the size of the whole."""
+    return func(*(_on_meta(x) for x in args), **kwargs)
+
+
+def _on_meta(x: Any) -> Any:
+    if not isinstance(x, CutTensor):
+        return x
+    return torch.empty(x.autotp_cut.layout.shape, dtype=x.dtype, device="meta")
+
+
+def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the gradient of a part, as a part."""
+    return part_like(func(*args, **kwargs), args[0])
+
+
+def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the gradients with respect to several tensors; those of parts as parts."""
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return tuple(
+        part_like(g, x) if isinstance(x, CutTensor) else g for g, x in zip(func(*args, **kwargs), inputs, strict=True)
+    )
+
+
+def _set(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces the data or the gradient of a part by this rank's part of what the user gives."""
+    part, value = args
+    return func(part, _part_to_set(part, value))
+
+
+def _part_to_set(part: CutTensor, value: Any) -> Any:
+    cut = part.autotp_cut
+    if isinstance(value, CutTensor):
+        same = (value.autotp_cut.layout.dim, value.autotp_cut.layout.pieces) == (cut.layout.dim, cut.layout.pieces)
+        return value.as_subclass(Tensor) if same else part_of(_whole_of(value), cut.held, cut.mesh)
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape == cut.layout.shape:
+        return part_of(value, cut.held, cut.mesh)
+    if value.shape == part.shape:  # As torch.func computes gradients.
+        return value
+    raise Error(
+        f"a tensor {list(value.shape)} as data or gradient of `{cut.name}`, which is {list(cut.layout.shape)}",
+        fix="a tensor of the whole's shape, of which each rank takes its part",
+        alternative="parameter.to_local().copy_(part), with the part of this rank",
+    )
+
+
+def _hook(func: Any, args: Any, kwargs: Any) -> Any:
+    """Registers a hook that gets the gradient as a part."""
+    hook = args[1] if len(args) > 1 else kwargs["hook"]
+    return func(args[0], PartHook(hook, args[0].autotp_cut))
+
+
+FOR_USERS: Mapping[Kind, Callable[[Any, Any, Any], Any]] = {
+    Kind.SIZE: _size,
+    Kind.GRADIENT: _gradient,
+    Kind.GRADIENTS: _gradients,
+    Kind.SET: _set,
+    Kind.HOOK: _hook,
+    Kind.REPLICAS: lambda func, args, kwargs: func(*args, **kwargs),
+}
+"""Kind of a function -> what user code gets of it; of other kinds it gets what is computed of the wholes."""
+
+
+def _by_torch(func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
+    """Runs a function that torch or autotp calls, on the part."""
+    result = func(*args, **kwargs)
+    if type(result) is Tensor and _averages(frame):  # Joined parts, which it will sum over ranks.
+        return part_like(result, _first(args, kwargs))
+    return result
+
+
+def _first(args: Any, kwargs: Any) -> CutTensor:
+    """Returns the first part among arguments."""
+    return next(x for x in _tensors((*args, *kwargs.values())) if isinstance(x, CutTensor))
 
 
 def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
@@ -225,6 +337,24 @@ def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
     return parameter
 
 
+def own_parameter(name: str, parameter: Any) -> Any:
+    """Returns the parameter to register for one that user code made of cut tensors; others as they are."""
+    if isinstance(parameter, WholeView):
+        return nn.Parameter(parameter.current().clone(), parameter.requires_grad)
+    if not isinstance(parameter, Sharded):
+        return parameter
+    layout = replace(parameter.held, shape=tuple(parameter.shape))
+    return as_cut(nn.Parameter(parameter.part, parameter.requires_grad), Cut(name, layout, parameter.mesh))
+
+
+def part_like(tensor: Any, parameter: CutTensor) -> Any:
+    """Returns a plain tensor itself, marked as a part that is cut as the parameter is; other values as they are."""
+    if type(tensor) is Tensor:
+        _become(tensor, CutTensor)
+        tensor.__dict__["autotp_cut"] = parameter.autotp_cut
+    return tensor
+
+
 def install() -> Undo:
     """Makes parameters plain during steps of torch's optimizers; returns the undo. See NOTE [Plain in a step]."""
     return register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)).remove
@@ -236,7 +366,10 @@ _hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Puts our hooks on an optimizer next to the step. (torch has not begun to go through its hooks.)"""
-    if not type(optimizer).step.__module__.startswith("torch.optim."):
+    if not is_elementwise(optimizer):
+        if optimizer not in _hooks:
+            after = optimizer.register_step_post_hook(torch.compiler.disable(_states_are_parts))
+            _hooks[optimizer] = after, after
         return
     if optimizer not in _hooks:
         before, after = torch.compiler.disable(_plain), torch.compiler.disable(_cut_again)
@@ -268,17 +401,51 @@ def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """True for an optimizer whose step is one of torch's that works element by element, also of a derived class."""
+    return type(optimizer).step.__module__ in ELEMENTWISE_STEPS
+
+
+ELEMENTWISE_STEPS = tuple(
+    f"torch.optim.{name}"
+    for name in ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
+)
+"""Modules of torch whose optimizers work element by element."""
+
+
 def _make_plain(optimizer: Optimizer) -> None:
+    """Makes the parameters of an optimizer, their gradients and states plain tensors."""
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is CutParameter):
         _become(p, nn.Parameter)
-        if type(p.grad) is CutTensor:
+        if isinstance(p.grad, CutTensor):
             _become(p.grad, Tensor)
+        state = optimizer.state.get(p, {})
+        for key, x in state.items():
+            if type(x) is CutTensor:
+                _become(x, Tensor)
+            elif isinstance(x, Sharded | WholeView):  # Loaded, or given by the user.
+                state[key] = part_of(x, p.autotp_cut.held, p.autotp_cut.mesh)
 
 
 def _cut_again(optimizer: Optimizer, *_: Any) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter):
         if hasattr(p, "autotp_cut"):
+            part: Any = p
+            shape = p.shape
             _become(p, CutParameter)
+            for x in optimizer.state.get(p, {}).values():
+                if type(x) is Tensor and x.shape == shape:
+                    part_like(x, part)
+
+
+def _states_are_parts(optimizer: Optimizer, *_: Any) -> None:
+    """Has an optimizer keep its states as parts like their parameters, as checkpoints expect them."""
+    for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is CutParameter):
+        state = optimizer.state.get(p, {})
+        layout = p.autotp_cut.layout
+        for key, x in state.items() if isinstance(state, dict) else ():
+            if isinstance(x, Sharded) and x.is_cut_as(layout) and not x.requires_grad:
+                state[key] = part_like(x.part, p)
 
 
 def _become(tensor: Any, kind: type[Tensor]) -> None:
@@ -291,27 +458,9 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in (nn.Parameter, CutParameter, CutTensor)
 
 
-def warn_of(tensor: CutTensor, what: str) -> None:
-    """Warns that the user's code computes `what` from a part; the warning names the user's line."""
-    _warn(tensor.autotp_cut, what, _users(sys._getframe(1)))
-
-
 def tell_user(text: str, frame: FrameType) -> None:
     """Warns; the warning names the line of the user's code that led to `frame`."""
     _say(text, _users(frame))
-
-
-def warn_of_parts(parameters: Iterable[Tensor], what: str, frame: FrameType) -> None:
-    """Warns once for each line of the user's code that uses all parameters of a model, of which some are cut."""
-    cuts = [p.autotp_cut for p in parameters if isinstance(p, CutParameter)]
-    at = frame.f_code.co_filename, frame.f_lineno
-    if cuts and at not in cuts[0].in_model.lines:
-        cuts[0].in_model.lines.add(at)
-        _say(
-            f"`{what}()` has this rank's parts only: `{cuts[0].name}` and {len(cuts) - 1} more are cut. "
-            "autotp.full_state_dict(model), on all ranks, has the whole; autotp.distribute has whole checkpoints",
-            frame,
-        )
 
 
 # ---- the code that calls an operator
@@ -319,51 +468,57 @@ def warn_of_parts(parameters: Iterable[Tensor], what: str, frame: FrameType) -> 
 
 RIGHT_ON_PARTS = (
     "torch.optim", "torch.nn.modules.module", "torch.nn.parallel", "torch.nn.utils.clip_grad", "torch.distributed",
-    "torch.amp", "torch.serialization", "torch.storage", "torch.multiprocessing", "torch.testing", "torch.export",
+    "torch.amp", "torch.serialization", "torch.storage", "torch.multiprocessing", "torch.export",
     "torch.fx", "torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses",
 )  # fmt: skip
-"""Packages of torch that are right on parts, or are refused elsewhere. All others pass a call of the user's code on."""
+"""Packages of torch that are right on parts, or are refused elsewhere. All others pass a call of user code on."""
+NEED_WHOLES = ("torch.optim._muon", "torch.optim._adafactor", "torch.optim.lbfgs")
+"""Modules of torch's optimizers that need wholes, whoever calls them."""
 PASSES_ON = ("torch.optim.swa_utils",)
 """Modules of these packages that pass a call on."""
-SIZES_THROUGH = ("torch._tensor", "torch.overrides")
-"""Modules of torch that pass on a question for a size. Questions of torch itself, as in `nn.init`, do not count."""
 
 
-def _asked(frame: FrameType | None) -> FrameType | None:
-    """Returns the frame of the user's code that made a call (also through `nn.init`); None if there is no such code."""
-    while frame is not None and not is_users(frame) and _passes_on(frame):
-        if frame.f_globals.get("__name__") == "torch.nn.init":
-            return _users(frame)
+def _asks(frame: FrameType | None) -> bool:
+    """True if user code made a call, directly or through functions and layers of torch."""
+    while frame is not None and not is_users(frame):
+        name = str(frame.f_globals.get("__name__"))
+        if name in NEED_WHOLES:
+            return True
+        if not _passes_on(frame, name):
+            return False
         frame = frame.f_back
-    return frame if frame is not None and is_users(frame) else None
+    return frame is not None
 
 
-def _passes_on(frame: FrameType) -> bool:
+def _passes_on(frame: FrameType, name: str) -> bool:
     """True for code of torch's that computes for its caller, as a function, a layer or a distribution does."""
-    name = str(frame.f_globals.get("__name__"))
     if name == "torch.nn.modules.module":  # Other methods there, such as `.to()`, torch asks for itself.
         return frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl")
-    known = any(f"{name}.".startswith(f"{package}.") for package in RIGHT_ON_PARTS)
-    return name.startswith("torch.") and (not known or name in PASSES_ON)
+    right = any(f"{name}.".startswith(f"{package}.") for package in RIGHT_ON_PARTS)
+    return name.startswith("torch.") and (not right or name in PASSES_ON)
+
+
+def _looks_for_node(frame: FrameType, args: Any) -> bool:
+    """True for code of torch's that makes a view of a parameter to find the node that gets its gradient.
+
+    Raises:
+        Error: user code asks for the node: its hooks would get the gradient of the part, as a plain tensor.
+    """
+    if frame.f_code.co_name != "_get_grad_fn_or_grad_acc":
+        return False
+    caller = frame.f_back
+    if caller is not None and caller.f_code.co_name == "get_gradient_edge":
+        raise Error(
+            f"get_gradient_edge of `{args[0].autotp_cut.name}`: this node gets the gradient of this rank's part",
+            fix="parameter.register_hook or register_post_accumulate_grad_hook",
+        )
+    return True
 
 
 def _averages(frame: FrameType) -> bool:
     """True for code of torch's that joins parameters to one tensor, and sums this over ranks."""
-    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.algorithms.model_averaging.")
-
-
-def _meant(name: str, asked: FrameType) -> str:
-    """Returns the name of what the user's code does by calling an operator; "" if that is right on a part.
-
-    `torch.autograd.graph` makes a view of a parameter to find the node that gets its gradient: as a plain tensor, where
-    a user asks for the node; for its own hooks, which get the gradient as a part.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_back is not asked:
-        frame = frame.f_back
-    if frame.f_globals.get("__name__") != "torch.autograd.graph":
-        return name
-    return "" if frame.f_code.co_name == "register_multi_grad_hook" else frame.f_code.co_name
+    name = str(frame.f_globals.get("__name__"))
+    return name.startswith("torch.distributed.algorithms.model_averaging.")
 
 
 def _users(frame: FrameType) -> FrameType:
@@ -372,176 +527,9 @@ def _users(frame: FrameType) -> FrameType:
     return frame
 
 
-# ---- operators that are wrong on a part
-
-
-def _expect_right(kind: Kind, func: Any, cut: Cut, args: Any, kwargs: Any, asked: FrameType | None) -> None:
-    """Warns if an operator uses a part as the whole. Raises Error if a part would be overwritten with the whole."""
-    if kind is Kind.REPLICAS:
-        _expect_replicas(func.__name__, cut, kwargs.get("group"))
-    refuse = _refuse.get()
-    if kind is Kind.WHOLE and refuse is not None and cut.mesh.size > 1:
-        raise refuse(_name_of(func), cut.name)
-    if asked is None:
-        return
-    if kind is Kind.SET and isinstance(args[1], Tensor) and args[0].shape != args[1].shape == cut.layout.shape:
-        raise _whole_given(cut, func, args[1].shape)
-    if kind is Kind.WHOLE and (what := _meant(func.__name__, asked)):
-        _warn(cut, what, asked)
-
-
-def _expect_same_cut(func: Any, args: Sequence[Any]) -> None:
-    """Raises Error if an operator combines parts that are cut differently: their elements do not belong together."""
-    lists = [x for x in args if isinstance(x, list | tuple) and len(x) > 0]
-    for given in (args, *zip(*(x for x in lists if len(x) == len(lists[0])), strict=True)):
-        cuts = [x.autotp_cut for x in given if isinstance(x, CutTensor)]
-        for cut in cuts[1:]:
-            pair = cuts[0].layout, cut.layout
-            if pair[0].shape == pair[1].shape and (pair[0].dim, pair[0].pieces) != (pair[1].dim, pair[1].pieces):
-                raise Error(
-                    f"`{_name_of(func)}` of `{cuts[0].name}` and another `{cut.name}`, which are cut in different ways",
-                    **{"rank 0": " and ".join(f"{list(x.pieces[0])} of dimension {x.dim}" for x in pair)},
-                    fix="autotp.full_state_dict of one model, autotp.load_full_state_dict of the other one",
-                )
-
-
-def _expect_replicas(what: str, cut: Cut, group: Any) -> None:
-    ranks = common_ranks(torch.distributed.get_process_group_ranks(group), cut.mesh)
-    if len(ranks) > 1:
-        raise Error(
-            f"{what} of `{cut.name}` over ranks {ranks}, which have different parts of it",
-            fix="no such loop over parameters: autotp has broadcast them, and has summed their gradients",
-            alternative="with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()",
-        )
-
-
-def _warn(cut: Cut, what: str, frame: FrameType) -> None:
-    """Warns once for each parameter and each line of the user's code."""
-    at = frame.f_code.co_filename, frame.f_lineno
-    if cut.warned or at in cut.in_model.lines:
-        return
-    cut.warned = True
-    cut.in_model.lines.add(at)
-    shape = list(cut.layout.local_shape(cut.mesh.rank))
-    _say(
-        f"`{cut.name}` is this rank's part {shape} of {list(cut.layout.shape)}, and `{what}` is computed of the "
-        "part only. autotp.gather(tensor), on all ranks, is the whole, with its gradient; autotp.full_state_dict and "
-        "autotp.load_full_state_dict read and write it",
-        frame,
-    )
-
-
-def _warn_of_size(tensor: Any, func: Any, frame: FrameType | None) -> None:
-    """Warns once for a model: many loops that are right on parts read sizes."""
-    cut = tensor.autotp_cut if isinstance(tensor, CutTensor) else None
-    if cut is None or cut.in_model.of_sizes:
-        return
-    while frame is not None and frame.f_globals.get("__name__") in SIZES_THROUGH:
-        frame = frame.f_back
-    if frame is None or not is_users(frame):
-        return
-    cut.in_model.of_sizes = True
-    _say(
-        f"`{_name_of(func)}` of `{cut.name}` is that of this rank's part {list(cut.layout.local_shape(cut.mesh.rank))};"
-        f" the whole is {list(cut.layout.shape)}. Sizes of parts are right for tensors beside the parts, such as an "
-        "optimizer's state, and too small to count parameters, to draw noise, or for a learning rate by width: "
-        "model.layouts[name].shape is the shape of the whole. This warning comes once for a model",
-        frame,
-    )
-
-
 def _say(text: str, frame: FrameType) -> None:
     at = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(text, UserWarning, *at, module=str(frame.f_globals.get("__name__")))
-
-
-def _warn_of_file(tensor: CutTensor, frame: FrameType) -> None:
-    """Warns that a file, or a message to another process, would have the part only."""
-    if is_users(user := _users(frame)):
-        _warn(tensor.autotp_cut, "pickle", user)
-
-
-def _goes_with_whole(x: Tensor, cut: Cut) -> bool:
-    """True for a tensor that could be combined with the whole, element by element, and not with the part."""
-
-    def fits(shape: Sequence[int]) -> bool:
-        sizes = zip(reversed(x.shape), reversed(shape), strict=False)
-        return x.dim() <= len(shape) and all(one in (1, size) for one, size in sizes)
-
-    return fits(cut.layout.shape) and not fits(cut.layout.local_shape(cut.mesh.rank))
-
-
-def _whole_given(cut: Cut, func: Any, shape: Sequence[int]) -> Error:
-    what = "the shape of" if tuple(shape) == cut.layout.shape else "which goes with"
-    return Error(
-        f"`{_name_of(func)}` of a tensor {list(shape)}, {what} the whole `{cut.name}`, and this rank's"
-        f" part {list(cut.layout.local_shape(cut.mesh.rank))}",
-        fix="autotp.load_full_state_dict(model, state), which writes the whole model's state",
-        alternative="autotp.gather(tensor) is the whole of a part",
-    )
-
-
-def _is_of_index(error: Exception) -> bool:
-    return isinstance(error, IndexError) or any(sign in str(error) for sign in ("out of bounds", "out of range"))
-
-
-def _out_of_part(cut: Cut, func: Any, error: Exception) -> Error:
-    return Error(
-        f"`{_name_of(func)}` of this rank's part {list(cut.layout.local_shape(cut.mesh.rank))} of `{cut.name}`, which "
-        f"is {list(cut.layout.shape)}: {str(error).splitlines()[0]}",
-        fix="autotp.gather(tensor), which is the whole, and autotp.load_full_state_dict to write it",
-        alternative="model.layouts[name].take(whole, rank) of a mask of the whole's shape",
-    )
-
-
-def _name_of(func: Any) -> str:
-    """Returns the name of an operator, or of the attribute that it reads or sets."""
-    held = func.__self__ if func.__name__ in ("__get__", "__set__", "__delete__") else func
-    return str(held.__name__)
-
-
-# ---- results of parts are parts
-
-
-def _marked(found: Any, func: Any, source: CutTensor, asked: FrameType) -> Any:
-    """Marks a result with the shape of the part as a part: the same object, with another class."""
-    if type(found) is not Tensor:
-        return found
-    if found.shape != source.shape:
-        _warn(source.autotp_cut, func.__name__, asked)  # Repeated: no longer a part.
-        return found
-    return _become_cut(found, source, type(source) if _in_parameter(asked) else CutTensor)
-
-
-def part_like(tensor: Tensor, parameter: CutTensor) -> Tensor:
-    """Returns the tensor itself, marked as a part that is cut as the parameter is."""
-    found: Tensor = _become_cut(tensor, parameter)
-    return found
-
-
-def _become_cut(tensor: Any, source: CutTensor, kind: type[CutTensor] = CutTensor) -> Any:
-    _become(tensor, kind)
-    tensor.autotp_cut = source.autotp_cut
-    return tensor
-
-
-def _in_parameter(asked: FrameType) -> bool:
-    """True within `nn.Parameter(x)`, whose result must have the class of x."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not asked:
-        if frame.f_globals.get("__name__") == "torch.nn.parameter":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _mark_each(found: Any, given: Any) -> None:
-    """Marks the results of an operator over lists, each like the tensor at its place in the arguments."""
-    lists = [x for x in given if isinstance(x, list | tuple) and len(x) == len(found)]
-    for i, x in enumerate(found):
-        source = next((one[i] for one in lists if isinstance(one[i], CutTensor)), None)
-        if source is not None and type(x) is Tensor and x.shape == source.shape:
-            _become_cut(x, source)
 
 
 @dataclass(frozen=True)
@@ -554,8 +542,10 @@ class PartHook:
     def __call__(self, gradient: Tensor) -> Any:
         part = gradient.as_subclass(CutTensor)
         part.autotp_cut = self.cut
-        with torch._C._EnableTorchFunction():  # backward itself may have been called through `_followed`.
-            return self.hook(part)
+        with torch._C._EnableTorchFunction():  # backward itself may have been called through `__torch_function__`.
+            result = self.hook(part)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _part_to_set(part, result)
 
 
 def _tell_hooks(parameter: nn.Parameter, cut: Cut) -> None:

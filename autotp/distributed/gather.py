@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -12,10 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from autotp.distributed.cut_parameter import Cut, CutTensor
-from autotp.distributed.live_models import models, sorted_by_model
 from autotp.distributed.sharded_tensor import Sharded, as_sharded, joined, whole
-from autotp.errors import Error
-from autotp.sharding.layout import Layout
 
 
 def gather(output: Any) -> Any:
@@ -28,9 +24,6 @@ def gather(output: Any) -> Any:
 
     Args:
         output: a tensor that the parallel model returned, a parameter of the model, or a structure of such tensors.
-
-    Raises:
-        Error: a plain tensor without a gradient has the shape of a part of a parameter, so that it may be one.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -58,28 +51,7 @@ def _gathered(output: Tensor) -> Tensor:
         return whole(output)
     if isinstance(output, CutTensor):
         return cast(Tensor, _Whole.apply(output, output.autotp_cut))
-    if not output.requires_grad and not sorted_by_model([output])[0]:
-        _expect_no_part(output)
     return output
-
-
-def _expect_no_part(tensor: Tensor) -> None:
-    """Raises Error if a plain tensor may be a part: of a state dict, of an optimizer's state. Equal on all ranks."""
-    shape = tuple(tensor.shape)
-    for parameter in (p for model in models() for p in model.parameters() if isinstance(p, CutTensor)):
-        layout = parameter.autotp_cut.layout
-        if shape != layout.shape and shape in _part_shapes(layout):
-            raise Error(
-                f"gather: a tensor {list(shape)} that may be a part: ranks have parts {list(shape)} of the parameter "
-                f"`{parameter.autotp_cut.name}` {list(layout.shape)}, and a plain tensor does not say what it is",
-                fix="autotp.gather of the parameter, of its gradient, or of what the model returned",
-                alternative="autotp.full_state_dict(model); a tensor that is whole needs no gather",
-            )
-
-
-@cache
-def _part_shapes(layout: Layout) -> frozenset[tuple[int, ...]]:
-    return frozenset(layout.local_shape(rank) for rank in range(len(layout.pieces)))
 
 
 class _Whole(torch.autograd.Function):

@@ -48,6 +48,24 @@ def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:
     )
 
 
+def expect_replicas(what: str, tensor: str, theirs: Iterable[int], mesh: Mesh) -> None:
+    """Raises Error for a collective of a cut tensor over ranks that have different parts of it.
+
+    Args:
+        what: the collective.
+        tensor: names the tensor.
+        theirs: the global ranks of the collective's group.
+        mesh: the ranks that hold the tensor.
+    """
+    ranks = common_ranks(theirs, mesh)
+    if len(ranks) > 1:
+        raise Error(
+            f"{what} of {tensor} over ranks {ranks}, which have different parts of it",
+            fix="no such loop over parameters: autotp has broadcast them, and has summed their gradients",
+            alternative="with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()",
+        )
+
+
 def common_ranks(theirs: Iterable[int], mesh: Mesh) -> list[int]:
     """Returns the global ranks that belong both to the mesh of a model and to a group."""
     return sorted(set(ranks_of(mesh)).intersection(theirs))

@@ -1,24 +1,28 @@
-"""Runs an operator on the parts of cut tensors, if its rule says that this gives the parts of the result.
+"""Runs an operator on cut tensors: on their parts, if its rule says that this gives the parts of the result.
 
 Before: y = div(x, t)                          x: [b s v@tp], t: []
 After:  part of y = div(part of x, t)          by the rule "*, * -> *", and y: [b s v@tp]
 
 The rules are those by which graphs are cut. A result that is cut alike stays cut. A tensor that every rank has whole
 takes part with the rank's slice of it. Where a rule needs the cut dimension whole, sums over it, or is not known, the
-operator is an Error.
+operator runs on the wholes: see `whole_operators.py`. Its result is that of one device in any case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
+from autotp.distributed.replica_check import expect_replicas
+from autotp.distributed.whole_operators import gradient_is_whole, name_of, on_wholes, reduced, shape_refused
 from autotp.errors import Error
+from autotp.groups.process_group import process_group
 from autotp.ops.eager_mode import is_transformed
 from autotp.rules import common as f
 from autotp.rules.call import Call, bound_arguments, called_with, tensor_arguments, tensors_in
@@ -59,7 +63,7 @@ def on_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], c
     """Returns what an operator gives for cut tensors of this type.
 
     Raises:
-        Error: no rank can compute its part of the result from its parts.
+        Error: a part has derivatives of its own, in a transform of torch.func.
     """
     cuts: list[Any] = []
     _mapped(lambda x: cuts.append(x) if isinstance(x, cut_type) else None, [*args, *kwargs.values()])
@@ -67,23 +71,112 @@ def on_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], c
         raise refused(func, cuts[0], " inside a transform of torch.func")
     if has(func, Trait.SAME) and len(cuts) == 1:  # The way of a cast, which each token of `generate` takes, is short.
         return _same(cuts[0], func(cuts[0].part, *args[1:], **kwargs))
+    if func.namespace in ("c10d", "_c10d_functional"):
+        return _among_replicas(func, args, kwargs, cuts[0], cut_type)
+    if func.name().startswith("aten::_foreach_"):
+        return _on_lists(func, args, kwargs, cut_type)
+    if torch.Tag.pointwise in func.tags and (found := _pointwise(func, args, kwargs, cuts, cut_type)) is not None:
+        return found
     composed = func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
     if composed and (found := func.decompose(*args, **kwargs)) is not NotImplemented:
         return found  # Without autograd (in inference mode), torch does not take these apart itself.
+    if torch.Tag.inplace_view in func.tags:
+        return _reshaped(func, args, kwargs, cut_type)
     form = _functional(func, args, cut_type)
     if form is None or torch.Tag.nondeterministic_seeded in func.tags:
-        raise refused(func, cuts[0])
+        return on_wholes(func, args, kwargs)
     bound = _with_places(form, bound_arguments(form, args, kwargs))
     if form in NEW:
         return _new(form, bound)
+    if (number := reduced(form, bound, cut_type)) is not None:
+        return number
     plan = _plan(form, bound, cuts, cut_type)
     if plan is None:
-        raise refused(func, cuts[0])
+        return on_wholes(func, args, kwargs)
     local = _local(form, bound, plan, cut_type)
     if form is func:
         return _joined(called_with(func, local), plan)
+    cuts[0].expect_writable()
     called_with(func, dict(zip((arg.name for arg in func._schema.arguments), local.values(), strict=True)))
+    cuts[0].was_written()
     return args[0]
+
+
+def _among_replicas(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cut: Any, cut_type: Any) -> Any:
+    """Runs a collective over ranks that have the same part, as replicas do."""
+    groups = [x for x in args if isinstance(x, str | torch.ScriptObject)]
+    ranks = [r for x in groups for r in _ranks_of(x)]
+    expect_replicas(name_of(func).rstrip("_"), f"a tensor {shown(cut)}", ranks, cut.mesh)
+    part = lambda x: x.part if isinstance(x, cut_type) else x  # noqa: E731
+    result = func(*(_mapped(part, x) for x in args), **{key: _mapped(part, x) for key, x in kwargs.items()})
+    return _mapped(lambda x: cut if x is cut.part else x, result)
+
+
+def _ranks_of(group: Any) -> list[int]:
+    """Returns the global ranks of a group, which a collective gets by name or as an object of TorchScript."""
+    try:
+        found = process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
+    except (Error, RuntimeError, TypeError):  # The kind of a sum, by name or as an object.
+        return []
+    return dist.get_process_group_ranks(found)
+
+
+def _pointwise(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Sequence[Any], cut_type: Any
+) -> Any:
+    """Returns what a pointwise operator gives for tensors that are cut alike, and numbers; None for others.
+
+    This is the short way of an optimizer's operators.
+    """
+    first = cuts[0]
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, cut_type):
+            if x.shape != first.shape or x.cut != first.cut:
+                return None
+        elif isinstance(x, list | tuple) or (isinstance(x, Tensor) and (x.dim() > 0 or x.requires_grad)):
+            return None
+    written = func._schema.is_mutable
+    if written and not (args and isinstance(args[0], cut_type) and "out" not in kwargs):
+        return None
+    if written:
+        args[0].expect_writable()
+    result = func(*(x.part if isinstance(x, cut_type) else x for x in args), **kwargs)
+    if written:
+        args[0].was_written()
+    return args[0] if written else first.like(result, first.cut[0]) if isinstance(result, Tensor) else None
+
+
+def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cut_type: Any) -> Any:
+    """Returns what an operator over lists gives. All are pointwise, but for norms and maxima."""
+    name = func.name().removeprefix("aten::_foreach_").partition(".")[0]
+    if name in ("norm", "max"):
+        return [torch.linalg.vector_norm(x, *args[1:], **kwargs) if name == "norm" else x.max() for x in args[0]]
+    lists = [x for x in args if isinstance(x, list | tuple) and any(isinstance(y, Tensor) for y in x)]
+    sources = [next((y for y in row if isinstance(y, cut_type)), None) for row in zip(*lists, strict=True)]
+    local = [[_alike(y, source, cut_type) for y, source in zip(x, sources, strict=True)] for x in lists]
+    written = zip(args[0], sources, strict=True) if func._schema.is_mutable else ()
+    copied = any(source is not None and not isinstance(x, cut_type) for x, source in written)
+    if copied or any(y is None for row in local for y in row):
+        return on_wholes(func, args, kwargs)
+    parts = iter(local)
+    result = func(*(next(parts) if any(x is y for y in lists) else x for x in args), **kwargs)
+    for source in sources if func._schema.is_mutable else ():
+        if source is not None:
+            source.was_written()
+    if not isinstance(result, list | tuple):
+        return result
+    return [y if c is None else c.like(y, c.cut[0]) for y, c in zip(result, sources, strict=True)]
+
+
+def _alike(x: Tensor, source: Any, cut_type: Any) -> Tensor | None:
+    """Returns the part of a tensor that goes with a cut one element by element; None if its parts are others."""
+    if source is None:
+        return x
+    if isinstance(x, cut_type):
+        return x.part if (x.shape, x.cut) == (source.shape, source.cut) else None
+    if x.dim() == 0:
+        return x
+    return source.held.take(x, source.mesh.rank) if x.shape == source.shape and type(x) is Tensor else None
 
 
 def _same(cut: Any, part: Tensor) -> Any:
@@ -98,15 +191,36 @@ def _is_detached(cut: Any) -> bool:
     return not (is_transformed(cut.part) or cut.part.requires_grad)
 
 
+def shown(cut: Any) -> str:
+    """Returns the shape of a cut tensor as text: `[30@tp, 8]`."""
+    return f"[{', '.join(f'{n}@{cut.mesh.axis}' if d == cut.cut[0] else str(n) for d, n in enumerate(cut.shape))}]"
+
+
 def refused(func: Any, cut: Any, where: str = "") -> Error:
-    """Returns the Error of an operator that would take a part for the whole."""
-    name = str(func._schema.name).removeprefix("aten::") if isinstance(func, OpOverload) else str(func)
-    shape = ", ".join(f"{n}@{cut.mesh.axis}" if d == cut.cut[0] else str(n) for d, n in enumerate(cut.shape))
+    """Returns the Error of an operator that cannot be given for a cut tensor."""
     return Error(
-        f"`{name}` of a tensor [{shape}] of which each rank holds a part{where}",
+        f"`{name_of(func)}` of a tensor {shown(cut)} of which each rank holds a part{where}",
         fix="autotp.gather(tensor) on all ranks, which is whole, with its gradient",
         alternative='parallelize(..., outputs="full")',
     )
+
+
+def _reshaped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cut_type: Any) -> Any:
+    """Changes the shape of a cut tensor in place, as `transpose_` does.
+
+    Raises:
+        Error: the tensor is not cut alike then.
+    """
+    form, cut = functional_of(func), args[0]
+    bound = {} if form is None else bound_arguments(form, args, kwargs)
+    plan = None if form is None else _plan(form, bound, [cut], cut_type)
+    if plan is None:
+        raise shape_refused(name_of(func))
+    func(cut.part, *args[1:], **kwargs)
+    with torch._C._DisableTorchDispatch():
+        func(cut, *args[1:], **kwargs)
+    cut.held = replace(cut.held, dim=plan.dim_in(plan.rule.outs[0], plan.results[0]))
+    return cut
 
 
 def _functional(func: OpOverload, args: Sequence[Any], cut_type: Any) -> OpOverload | None:
@@ -129,14 +243,18 @@ def _with_places(func: OpOverload, bound: dict[str, Any]) -> dict[str, Any]:
 
 
 NEW = tuple(getattr(aten, f"new_{name}").default for name in ("zeros", "ones", "full", "empty", "empty_strided"))
+SCRATCH = (aten.new_empty.default, aten.new_empty_strided.default)
 INDEXED = (aten.index.Tensor, aten.index_put.default)
 
 
 def _new(func: OpOverload, bound: Mapping[str, Any]) -> Any:
-    """Returns a new tensor: cut as the operand is, if its size is that of the operand there; else whole."""
+    """Returns a new tensor: cut as the operand is, if its size is that of the operand there; else whole.
+
+    One without values is whole: code that fills it may change its shape, as `nn.init.orthogonal_` does.
+    """
     cut, sizes = bound["self"], list(bound["size"])
     dim = cut.cut[0]
-    if len(sizes) != cut.dim() or sizes[dim] != cut.shape[dim]:
+    if func in SCRATCH or len(sizes) != cut.dim() or sizes[dim] != cut.shape[dim]:
         return called_with(func, {**bound, "self": cut.part})
     shape = [*sizes[:dim], cut.part.shape[dim], *sizes[dim + 1 :]]
     rest = {name: value for name, value in bound.items() if name not in ("self", "size", "stride")}
@@ -248,11 +366,7 @@ def _factors(term: Term, ndim: int) -> list[Factor | None]:
 
 
 def _local(func: OpOverload, bound: Mapping[str, Any], plan: Plan, cut_type: Any) -> dict[str, Any]:
-    """Returns the arguments of a rank's own call.
-
-    Raises:
-        Error: a tensor that is whole, and requires a gradient, is combined with a cut one.
-    """
+    """Returns the arguments of a rank's own call."""
     terms = iter(plan.rule.ins)
     part = lambda x: _part(x, next(terms), plan, cut_type)  # noqa: E731
     local = {name: _mapped(part, value) for name, value in bound.items()}
@@ -269,12 +383,7 @@ def _part(x: Any, term: Term, plan: Plan, cut_type: Any) -> Tensor:
     """Returns this rank's part of an operand."""
     if isinstance(x, cut_type):
         return x.part
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise Error(
-            f"a tensor {list(x.shape)} that is whole, and requires a gradient, beside one of which each rank holds a "
-            "part: each rank would have a part of its gradient",
-            fix="autotp.gather(tensor) of the cut one, on all ranks",
-        )
+    gradient_is_whole(x)
     dim = plan.dim_in(term, x)
     if dim is None or x.shape[dim] == 1:
         return x

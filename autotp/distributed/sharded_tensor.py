@@ -1,8 +1,8 @@
 """Sharded: a tensor of which each rank holds a part: logits that stay cut, or a cache that a parallel model returns.
 
 Its shape is that of the whole, on every rank, also on one with an empty part. It is a type of torch's own dispatcher,
-as DTensor is: every operator sees it, whoever calls it, and autograd goes through it. `sharded_operators.py` says what
-an operator gives: a tensor that is cut alike, or an Error; never a number of a part.
+as DTensor is: every operator sees it, whoever calls it, and autograd goes through it. It behaves as the whole tensor:
+`sharded_operators.py` and `whole_operators.py` say what an operator computes on parts, and what is gathered for it.
 
 NOTE [A part with derivatives of its own]
 Inside a transform of torch.func, or of forward-mode derivatives, a part is a tensor of the transform, which autograd
@@ -17,15 +17,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_operators import on_parts, refused
+from autotp.distributed.sharded_operators import on_parts, refused, shown
+from autotp.distributed.whole_operators import WholeView
 from autotp.errors import Error
+from autotp.groups.process_group import process_group
 from autotp.ops import collectives, placement_moves
 from autotp.ops.eager_mode import apply_plain, is_transformed
 from autotp.sharding.layout import Layout
@@ -39,11 +45,13 @@ class Sharded(Tensor):
         part: this rank's part, without a gradient; `to_local` gives it with one.
         held: the layout, without a shape.
         mesh: the ranks.
+        of_leaf: whether it stands for a parameter while gradients are recorded, so that writing into it is an error.
     """
 
     part: Tensor
     held: Layout
     mesh: Mesh
+    of_leaf: bool = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -86,13 +94,60 @@ class Sharded(Tensor):
         return joined(self.to_local(), self.held, self.mesh)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        sizes = ", ".join(f"{n}@{self.mesh.axis}" if d == self.cut[0] else str(n) for d, n in enumerate(self.shape))
-        return f"Sharded([{sizes}], {self.dtype})"
+        return f"Sharded({shown(self)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         copied: Any = self.detach().clone().requires_grad_(self.requires_grad) if self.is_leaf else self.clone()
         memo[id(self)] = copied
         return copied
+
+    def gathered(self) -> Tensor:
+        """Returns the whole tensor without its derivatives: all ranks call this."""
+        return joined(self.part.detach(), self.held, self.mesh)
+
+    def expect_writable(self) -> None:
+        """Raises RuntimeError, as torch does for a parameter, if gradients of what is written would be lost."""
+        if self.of_leaf and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+
+    def is_cut_as(self, layout: Layout) -> bool:
+        """True if another tensor with this layout has the same shape and the same parts."""
+        return self.shape == layout.shape and self.cut == (layout.dim, layout.pieces)
+
+    def data_ptr(self) -> int:
+        """Returns the address of the part, by which some code tells tensors apart; for other code raises Error."""
+        if reads_memory(sys._getframe(1)):
+            raise memory_refused(f"a tensor {shown(self)}")
+        return self.part.data_ptr()
+
+    def was_written(self) -> None:
+        """Tells autograd, and views of the whole, that the part was written: torch does not, below autograd."""
+        if not self.part.is_inference():
+            torch.autograd.graph.increment_version(self.part)
+
+    def to_dtensor(self) -> DTensor:
+        """Returns the same tensor as a DTensor, without its derivatives.
+
+        Raises:
+            Error: a DTensor cannot be cut so: in parts that are not those of `torch.chunk`.
+        """
+        return as_dtensor(self.part.detach(), self.held, self.mesh, tuple(self.shape), tuple(self.stride()))
+
+    def _of_whole(name: str) -> Any:  # type: ignore[misc]
+        """Returns a method that gathers, and gives what that of the whole gives."""
+
+        def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+            if self.requires_grad and name != "tolist":
+                raise RuntimeError(f"Can't call {name}() on Tensor that requires grad. Use tensor.detach() first.")
+            return getattr(self.gathered(), name)(*args, **kwargs)
+
+        return method
+
+    tolist, numpy, __array__, __dlpack__ = map(_of_whole, ("tolist", "numpy", "__array__", "__dlpack__"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the whole, a plain tensor: all ranks call this."""
+        return self.gathered().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def _without_operator(name: str) -> Any:  # type: ignore[misc]
         """Returns a method that raises Error: it would read or set memory that this object does not have."""
@@ -102,10 +157,7 @@ class Sharded(Tensor):
 
         return method
 
-    item, tolist, numpy, __array__ = map(_without_operator, ("item", "tolist", "numpy", "__array__"))
-    __bool__, __int__, __float__, __index__ = map(_without_operator, ("bool", "int", "float", "index"))
-    data_ptr, set_ = map(_without_operator, ("data_ptr", "set_"))
-    __dlpack__, __dlpack_device__, __reduce_ex__ = map(_without_operator, ("__dlpack__", "__dlpack__", "pickle"))
+    set_, storage = map(_without_operator, ("set_", "storage"))
     data = property(Tensor.detach, _without_operator("data ="))
 
     def untyped_storage(self) -> Any:
@@ -122,6 +174,24 @@ class Sharded(Tensor):
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, Tensor], facts: tuple[Layout, Mesh], size: Any, stride: Any) -> Sharded:
         return Sharded(tensors["part"], facts[0], facts[1], stride)
+
+
+BY_ADDRESS = ("torch", "autotp", "transformers", "accelerate")
+"""Packages that ask for addresses only to tell tensors apart."""
+
+
+def reads_memory(frame: FrameType) -> bool:
+    """True for code that asks for a tensor's address and may read what is there, with the sizes of the whole."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in BY_ADDRESS
+
+
+def memory_refused(tensor: str) -> Error:
+    """Returns the Error of code that asks for the address of a tensor: a kernel, or one that writes a file."""
+    return Error(
+        f"`data_ptr` of {tensor}, of which each rank holds a part: a kernel would read it with the sizes of the whole",
+        fix="autotp.gather(tensor), the whole; or tensor.to_local(), this rank's part",
+        alternative="id(tensor), to tell tensors apart; autotp.full_state_dict(model), for a file",
+    )
 
 
 COMPILING = ("torch._functorch", "torch._inductor", "torch._dynamo", "torch._subclasses", "torch.utils.")
@@ -146,6 +216,65 @@ def sharded(part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
         whole: Sharded = apply_plain(_Whole, part, layout, mesh)
         return whole
     return Sharded(part.detach(), layout, mesh)
+
+
+def part_of(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Returns this rank's part, in a layout, of a tensor: whole, cut in this way, or cut in another one."""
+    if isinstance(x, Sharded) and x.cut == (layout.dim, layout.pieces):
+        return x.to_local()
+    if isinstance(x, WholeView):
+        x = x.current()
+    return layout.take(x.full_tensor() if isinstance(x, Sharded) else x, mesh.rank)
+
+
+def taken_part(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Returns the same as `part_of`; gradients flow to the whole, on every rank. Also in a transform of torch.func."""
+    if not is_functorch_wrapped_tensor(x) and (
+        isinstance(x, Sharded) or not (x.requires_grad and torch.is_grad_enabled())
+    ):
+        return part_of(x, layout, mesh)
+    part: Tensor = _Taken.apply(x, layout, mesh)
+    return part
+
+
+class _Taken(torch.autograd.Function):
+    """A whole tensor -> this rank's part."""
+
+    @staticmethod
+    def forward(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+        return part_of(whole, layout, mesh)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Layout, Mesh], _: Tensor) -> None:
+        whole, ctx.layout, ctx.mesh = inputs
+        while is_functorch_wrapped_tensor(whole):
+            whole = torch._C._functorch.get_unwrapped(whole)
+        ctx.is_cut = isinstance(whole, Sharded)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        make = sharded if ctx.is_cut else joined
+        return make(gradient, ctx.layout, ctx.mesh), None, None
+
+
+def as_dtensor(part: Tensor, layout: Layout, mesh: Mesh, shape: tuple[int, ...], strides: tuple[int, ...]) -> DTensor:
+    """Returns a DTensor of which `part` is this rank's part: see `Sharded.to_dtensor`."""
+    assert layout.dim is not None
+    if (
+        mesh.group is None
+        or any(
+            [(stop - start) for start, stop in piece] != [n] * (n > 0)
+            for piece, n in zip(layout.pieces, chunk_sizes(layout.size, mesh.size), strict=True)
+        )
+        or layout.repeated
+    ):
+        raise Error(
+            f"a tensor {list(shape)} whose parts are {[list(piece) for piece in layout.pieces]} of dimension "
+            f"{layout.dim}: a DTensor has one part a rank, as torch.chunk makes them",
+            fix="autotp.gather(tensor), which is whole; tensor.to_local(), this rank's part",
+        )
+    ranks = DeviceMesh.from_group(process_group(mesh.group), part.device.type)
+    return DTensor.from_local(part, ranks, [Shard(layout.dim)], shape=torch.Size(shape), stride=strides)
 
 
 def joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
@@ -178,15 +307,14 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
         ctx.set_materialize_grads(False)  # DDP runs it for an output that nobody reads, with no gradient.
+        ctx.layout, ctx.mesh = layout, mesh
         return Sharded(part.detach(), layout, mesh)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
         if gradient is None:
             return None, None, None
-        if not isinstance(gradient, Sharded):
-            raise Error("a whole gradient of a tensor that is cut", fix="autotp.gather(tensor).backward(gradient)")
-        return gradient.to_local(), None, None
+        return part_of(gradient, ctx.layout, ctx.mesh), None, None
 
 
 class _Part(torch.autograd.Function):
@@ -229,6 +357,8 @@ class CompiledOutput(Tensor):
         if traced:
             found = func(*args, **kwargs)
             return _local_in_graphs(found).as_subclass(cls) if func in CASTS else found
+        if func is Tensor.data_ptr and reads_memory(sys._getframe(1)):
+            raise memory_refused(f"a tensor {shown(args[0])}")
         own = vars(Sharded).get(getattr(func, "__name__", ""), func)
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             own = Sharded.data.fset
@@ -239,8 +369,31 @@ CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, T
 """Operators whose result is cut as the operand is."""
 
 
+def plain_view(x: WholeView) -> Tensor:
+    """Returns a view of a gathered tensor as a plain tensor. Gradients flow through it."""
+    plain: Tensor = _Plain.apply(x) if x.requires_grad and torch.is_grad_enabled() else x.current()
+    return plain
+
+
+class _Plain(torch.autograd.Function):
+    """A view of a gathered tensor -> a plain copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: WholeView) -> Tensor:
+        return x.current().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def as_sharded(x: Any) -> Any:
-    """Returns a cut tensor that compiled code returned as `Sharded`; other values as they are."""
+    """Returns a cut tensor that compiled code returned as `Sharded`, and a view of a gathered one as a plain tensor.
+
+    Other values come back as they are.
+    """
+    if isinstance(x, WholeView):
+        return plain_view(x)
     if not isinstance(x, CompiledOutput):
         return x
     with torch._C.DisableTorchFunctionSubclass():

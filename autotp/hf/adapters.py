@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.distributed.consistency import agree, on_first_replica
-from autotp.distributed.cut_parameter import Cut, as_cut, shown_by_wholes
+from autotp.distributed.cut_parameter import Cut, as_cut, computed_on_parts
 from autotp.distributed.mesh import broadcast_from_first
 from autotp.errors import Error
 from autotp.runtime.module import ParallelModule, expect_own_calls, put_around
@@ -111,16 +111,16 @@ def _made_by_wholes(theirs: Method, maker: Any, model: nn.Module, *args: Any, **
         kwargs["low_cpu_mem_usage"] = False  # It would leave adapters on meta until they are loaded.
     token = _making.set(True)
     try:
-        with _undone_on_failure(model), shown_by_wholes(_refused):
+        with _undone_on_failure(model), computed_on_parts(_refused):
             return agree(state.tree.mesh, lambda: theirs(maker, model, *args, **kwargs))
     finally:
         _making.reset(token)
         state.tree.version += 1
 
 
-def _refused(operator: str, name: str) -> Error:
+def _refused(operator: str) -> Error:
     return Error(
-        f"peft makes these adapters by `{operator}` of `{name}`, of which each rank has a part",
+        f"peft makes these adapters by `{operator}` of a weight of which each rank has a part",
         fix=f"{BEFORE}: peft first, on the original model",
     )
 
@@ -208,19 +208,19 @@ class Adapts:
     def get_nb_trainable_parameters(self) -> Any:
         """Returns the numbers of elements of the trained parameters and of all, of all ranks together."""
         theirs: Any = super()
-        with shown_by_wholes(_refused):
+        with computed_on_parts(_refused):
             return theirs.get_nb_trainable_parameters()
 
     def get_layer_status(self) -> Any:
         """Returns peft's facts of each layer with adapters."""
         theirs: Any = super()
-        with shown_by_wholes(_refused):
+        with computed_on_parts(_refused):
             return theirs.get_layer_status()
 
     def get_model_status(self) -> Any:
         """Returns peft's facts of the model, which count the elements of all ranks together."""
         theirs: Any = super()
-        with shown_by_wholes(_refused):
+        with computed_on_parts(_refused):
             return theirs.get_model_status()
 
     def add_adapter(self, adapter_name: str, peft_config: Any, **given: Any) -> None:

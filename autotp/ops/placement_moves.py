@@ -35,7 +35,7 @@ def chosen(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 def replaced(x: Tensor, dim: int, ranges: Ranges, values: Tensor) -> Tensor:
     """Returns `x` with `values` [... m ...] at the positions `ranges` along `dim`. x: [... n ...]"""
-    pieces, at, taken = [], 0, 0
+    pieces, at, taken = [values.narrow(dim, 0, 0)], 0, 0  # With no range, the result depends on the values, too.
     for start, stop in ranges:
         pieces += [x.narrow(dim, at, start - at), values.narrow(dim, taken, stop - start)]
         at, taken = stop, taken + stop - start

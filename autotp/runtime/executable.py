@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 
 from autotp.compiler import CallState, analyse, warn_of_whole_sequences
 from autotp.distributed.consistency import agree_on_graph
+from autotp.distributed.cut_parameter import whole_operand
 from autotp.distributed.device_arguments import to_device
 from autotp.distributed.mesh import Mesh, follow_first_numpy_state
 from autotp.distributed.peers.in_step import begin_call, end_call
 from autotp.distributed.replica_check import expect_own_ranks
-from autotp.distributed.sharded_tensor import Sharded, as_sharded, local_part
+from autotp.distributed.sharded_tensor import Sharded, local_part
 from autotp.errors import Error, within
 from autotp.groups.one_thread import one_thread
 from autotp.groups.process_group import backend_of
@@ -44,11 +45,11 @@ from autotp.passes.capture.pytree import computes_by_itself, flatten_call, leaf_
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetric_memory, expect_async_tp
-from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, values_at, works
+from autotp.passes.emit.attach_parameters import BlockCall, in_places, places, ties, value_at, values_at, works
 from autotp.passes.emit.compiled import compile_blocks
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
-from autotp.runtime.func_gradients import expect_parts, expect_tied, warn_of_func_gradients
+from autotp.runtime.func_gradients import expect_tied, own_parts, warn_of_func_gradients
 from autotp.runtime.graph_digest import agree_on_cards, agree_on_order, digest
 from autotp.runtime.graph_entry import AssumedReads, GraphEntry, prepare
 from autotp.runtime.torch_hooks.interrupted import interrupted
@@ -199,12 +200,20 @@ class Executable:
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.signature.by_name(args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
-        leaves = [as_sharded(leaf) for leaf in leaves]
+        leaves = [whole_operand(leaf) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         looks = not (torch.compiler.is_compiling() or self._is_recorded())
         called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device), looks)
         held = self.tensors()
-        key = self._key(leaves, spec, called.autocast, held)
+        if not torch.compiler.is_compiling():
+            expect_tied(self.ties, held)
+            if taken := own_parts(held, self.layouts, self.mesh):
+                with in_places({self.places[name]: part for name, part in taken.items()}):
+                    return self._result_with(called, (args, kwargs), held | taken)
+        return self._result_with(called, (args, kwargs), held)
+
+    def _result_with(self, called: FlatCall, given: tuple[Any, Any], held: Mapping[str, Tensor]) -> Any:
+        key = self._key(called.leaves, called.spec, called.autocast, held)
         known: tuple[Outcome, ...] = ()
         while True:
             entry = self._entry(key, called, held, known)
@@ -214,7 +223,7 @@ class Executable:
                 break
             known = outcomes
         assert isinstance(ran, _Ran)
-        return self._returned(entry, ran.found, states((args, kwargs)), ran.mine, ran.shapes)
+        return self._returned(entry, ran.found, states(given), ran.mine, ran.shapes)
 
     def _is_recorded(self) -> bool:
         """True while a CUDA graph is recorded."""
@@ -476,8 +485,6 @@ class Executable:
         with unseen():  # NOTE [What is no operator of the model]
             expect_no_global_hooks()
             expect_own_ranks(self.module, self.mesh, held)
-            expect_tied(self.ties, held)
-            expect_parts(held, self.layouts, self.mesh.rank)
             warn_of_func_gradients(self.tree, held, self.layouts)
             check = self.tree.settings.check_inputs
             if self.seen_loaded != self.tree.loaded:  # What was loaded is compared in the next calls.

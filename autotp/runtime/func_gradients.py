@@ -1,4 +1,4 @@
-"""Checks calls by torch.func, which gives a call other tensors for parameters, and makes gradients plain tensors."""
+"""Takes parts of the tensors that `functional_call` gives a call for parameters; checks calls by torch.func."""
 
 from __future__ import annotations
 
@@ -10,30 +10,39 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 
 from autotp.distributed.cut_parameter import CutParameter, tell_user
+from autotp.distributed.mesh import Mesh
+from autotp.distributed.sharded_tensor import taken_part
 from autotp.errors import Error
 from autotp.passes.emit.attach_parameters import ParameterPlace
 from autotp.runtime.tree import Tree
 from autotp.sharding.layout import Layout
 
 
-def expect_parts(held: Mapping[str, Tensor], layouts: Mapping[str, Layout], rank: int) -> None:
-    """Raises Error if a call reads a tensor for a cut parameter that does not have the shape of this rank's part.
+def own_parts(held: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Tensor]:
+    """Returns by name this rank's part of each tensor that `functional_call` gave a call as the whole.
 
     Args:
-        held: name -> the tensor that the call reads, as `functional_call` gave it.
+        held: name -> the tensor that the call reads, as `functional_call` gave it: the whole, or this rank's part.
         layouts: name -> layout of a parameter.
+
+    Raises:
+        Error: a tensor for a cut parameter has neither shape.
     """
+    taken = {}
     for name, layout in layouts.items():
-        if layout.dim is None or type(held[name]) is CutParameter:
+        tensor = held[name]
+        if layout.dim is None or type(tensor) is CutParameter:
             continue
-        found, part = tuple(held[name].shape), layout.local_shape(rank)
-        if found != part:
-            what = "the whole, not" if found == layout.shape else "not"
+        shape, part = tuple(tensor.shape), layout.local_shape(mesh.rank)
+        if shape == layout.shape:
+            taken[name] = taken_part(tensor, layout, mesh)
+        elif shape != part:
             raise Error(
-                f"the call was given a tensor {list(found)} for `{name}`, {what} this rank's part {list(part)}",
-                fix="tensors computed element by element from dict(model.named_parameters())",
+                f"the call was given a tensor {list(shape)} for `{name}`, which is {list(layout.shape)}",
+                fix="tensors computed from dict(model.named_parameters())",
                 alternative=f"model.layouts[{name!r}].take(whole, model.mesh.rank), the part of a whole tensor",
             )
+    return taken
 
 
 def expect_tied(ties: Mapping[str, tuple[ParameterPlace, str]], held: Mapping[str, Tensor]) -> None:
@@ -59,12 +68,12 @@ def warn_of_func_gradients(tree: Tree, held: Mapping[str, Tensor], layouts: Mapp
         held: name -> the tensor that the call reads, as `functional_call` gave it.
         layouts: name -> layout of a parameter.
     """
-    if torch._C._functorch.peek_interpreter_stack() is None or tree.warned.of_func:
+    if torch._C._functorch.peek_interpreter_stack() is None or tree.warned_of_func:
         return
     levels = {one.level() for one in _transforms() if one.key() == TransformType.Grad}
     names = [name for name, layout in layouts.items() if layout.dim is not None and _levels(held[name]) & levels]
     if names:
-        tree.warned.of_func = True
+        tree.warned_of_func = True
         others = f" and for {len(names) - 1} more parameters" if names[1:] else ""
         tell_user(
             f"torch.func computes gradients for `{names[0]}`{others}: they are this rank's part, as plain tensors. "

@@ -23,11 +23,13 @@ from torch.nn.utils import parametrize
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree
-from autotp.distributed.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, warn_of_parts
+from autotp.distributed.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, own_parameter, part_like
 from autotp.distributed.live_models import models, watch, watch_instead
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.distributed.peers.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.replica_check import common_ranks, ranks_of
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.whole_operators import WholeView
 from autotp.errors import Error, within
 from autotp.model_library import classes_before, saves_first_rank_only
 from autotp.options import Recompute
@@ -76,6 +78,8 @@ class Part(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = state_of(self)
+        if isinstance(value, Sharded | WholeView) and isinstance(value, nn.Parameter):
+            value = own_parameter(name, value)
         if name == "__class__" and value is original_class(type(self)) and value.__module__ == parametrize.__name__:
             value = value.__bases__[0]  # torch ends a parametrization: it takes the first base of a class.
         if name == "__class__" and state is not None and not issubclass(value, Part):
@@ -105,7 +109,7 @@ class Part(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers a parameter; raises Error for one that this module has under another name: pruning begins so."""
-        state = state_of(self)
+        state, param = state_of(self), own_parameter(name, param)
         if state is not None:
             state.tree.version += 1
         if state is not None and param is not None:
@@ -162,6 +166,17 @@ class Part(nn.Module):
             return super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         finally:
             last.remove()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        reader = sys._getframe(1)
+        while reader.f_back is not None and (reads_for_caller(reader) or reader.f_globals is globals()):
+            reader = reader.f_back
+        if reads_to_fill(reader):
+            return
+        for key, p in self._parameters.items():
+            if isinstance(p, CutTensor) and type(value := destination.get(f"{prefix}{key}")) is Tensor:
+                part_like(value, p)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         _expect_no_swap(self, "conversion")
@@ -277,9 +292,9 @@ class ParallelModule(Part):
             return super().zero_grad(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns this rank's parts by name; user code gets a warning that they are not the whole model.
+        """Returns the tensors by name. Those of cut parameters behave as wholes, and are saved as wholes by all ranks.
 
-        `autotp.full_state_dict(model)` returns the whole.
+        `autotp.full_state_dict(model)` returns the whole on the CPU.
 
         Args:
             args, kwargs: as for `torch.nn.Module.state_dict`.
@@ -292,7 +307,6 @@ class ParallelModule(Part):
             frame = frame.f_back
         if is_users(frame) and not reads_to_fill(frame):
             _expect_saved_by_all(self, frame)
-            warn_of_parts(self.parameters(), "state_dict", frame)
         return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -513,7 +527,7 @@ def adopt(
         mine = tensors[name]
         own = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
         own.__dict__.update(p.__dict__)
-        parts[id(p)] = as_cut(own, Cut(name, layouts[name], tree.mesh, tree.warned)), layouts[name]
+        parts[id(p)] = as_cut(own, Cut(name, layouts[name], tree.mesh)), layouts[name]
     for module, kind in classes.items():
         held = {key: parts[id(p)][1] for key, p in module._parameters.items() if p is not None}
         for table in (module._parameters, module._buffers):
@@ -629,7 +643,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
             if state.known.get(key) is not p and (module not in sharded or key not in state.held):
                 name = f"{path}.{key}" if path else key
                 state.held[key] = _layout_now(name, p, state.held.get(key), tree.mesh)
-                as_cut(p, Cut(name, state.held[key], tree.mesh, tree.warned))
+                as_cut(p, Cut(name, state.held[key], tree.mesh))
                 added += [p] * (state.held[key].dim is None)
         state.known, state.held = now, {key: layout for key, layout in state.held.items() if key in now}
         for tensor in added:

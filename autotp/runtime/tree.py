@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autotp.distributed.cut_parameter import Warned
 from autotp.distributed.mesh import Mesh
 from autotp.options import Options, Recompute, expect_choices
 from autotp.passes.capture.guards.attribute_paths import STATE
@@ -41,7 +40,7 @@ class Tree:
         modes: counts the calls of `train()` and `eval()` on modules.
         compiles: options of torch.compile for blocks; None if blocks are not compiled.
         fused: counts what torch fuses for async tensor parallelism; None if it is not asked to.
-        warned: the warnings about cut parameters so far.
+        warned_of_func: whether there was a warning about gradients of torch.func.
         loaded: counts how often parts were read from a state dict.
     """
 
@@ -52,7 +51,7 @@ class Tree:
     modes: int = 0
     compiles: Mapping[str, Any] | None = None
     fused: FusedPairs | None = None
-    warned: Warned = field(default_factory=Warned)
+    warned_of_func: bool = False
     loaded: int = 0
 
     def set_recompute(self, how: Recompute) -> None:

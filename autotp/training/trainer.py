@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequences
 from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
-from autotp.distributed.cut_parameter import Cut, Warned, as_cut
+from autotp.distributed.cut_parameter import Cut, as_cut
 from autotp.distributed.device_arguments import inputs_on_host, to_device
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
@@ -262,9 +262,8 @@ class Trainer(InGraphs, HasHoldings):
         self._learning: dict[Any, list[nn.Parameter]] = {}
         if training.zero and mesh["dp"].size() > 1:
             self._shard(stages, analysis.captured.parameters)
-        warned = Warned()
         for name, parameter in self.named_parameters():
-            as_cut(parameter, Cut(name, self.layouts[name], self.place, warned))
+            as_cut(parameter, Cut(name, self.layouts[name], self.place))
         self._seed()
 
     def _in_graphs(self) -> Mapping[str, Any]:

@@ -7,7 +7,8 @@ So hooks on a module run at the right time: `fully_shard` gathers its parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,6 +96,19 @@ def values_at(places: Iterable[ParameterPlace]) -> list[Tensor]:
         parameter = module._parameters.get(key)
         values.append(getattr(module, key) if parameter is None else parameter)
     return values
+
+
+@contextmanager
+def in_places(tensors: Mapping[ParameterPlace, Tensor]) -> Iterator[None]:
+    """A region in which modules hold other tensors in these places."""
+    before = {(module, key): module._parameters[key] for module, key in tensors}
+    try:
+        for (module, key), tensor in tensors.items():
+            module._parameters[key] = tensor  # type: ignore[assignment]
+        yield
+    finally:
+        for (module, key), parameter in before.items():
+            module._parameters[key] = parameter
 
 
 def places(root: nn.Module) -> tuple[dict[str, str], dict[str, ParameterPlace]]:

@@ -1,4 +1,4 @@
-"""cut_operators: what an operator does with a part, by its name; an operator of another name uses it as the whole."""
+"""cut_operators: what a function asks of a part, by its name; an unknown one asks for values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from autotp.distributed.cut_operators import Kind, kind_of
 
 GETTERS = {name: getattr(Tensor, name).__get__ for name in ("grad", "shape", "T", "mH", "data", "real", "is_leaf")}
 CASES: list[tuple[Any, Kind]] = [
-    (Tensor.mul_, Kind.EACH),
-    (Tensor.__rmul__, Kind.EACH),
-    (Tensor.__imul__, Kind.EACH),
-    (torch._foreach_addcdiv_, Kind.EACH),
-    (torch.zeros_like, Kind.EACH),
-    (Tensor.bfloat16, Kind.EACH),
-    (GETTERS["data"], Kind.EACH),
-    (GETTERS["real"], Kind.EACH),
+    (Tensor.mul_, Kind.VALUES),
+    (Tensor.__rmul__, Kind.VALUES),
+    (Tensor.__imul__, Kind.VALUES),
+    (torch._foreach_addcdiv_, Kind.VALUES),
+    (torch.zeros_like, Kind.VALUES),
+    (Tensor.bfloat16, Kind.VALUES),
+    (GETTERS["data"], Kind.VALUES),
+    (GETTERS["real"], Kind.VALUES),
     (Tensor.numel, Kind.SIZE),
     (Tensor.__len__, Kind.SIZE),
     (GETTERS["shape"], Kind.SIZE),
@@ -36,15 +36,15 @@ CASES: list[tuple[Any, Kind]] = [
     (torch._fused_adamw_, Kind.ABOUT),
     (dist.all_reduce, Kind.REPLICAS),
     (dist.broadcast, Kind.REPLICAS),
-    (dist.send, Kind.ABOUT),
-    (torch.sum, Kind.WHOLE),
-    (Tensor.norm, Kind.WHOLE),
-    (torch._foreach_norm, Kind.WHOLE),
-    (Tensor.__getitem__, Kind.WHOLE),
-    (Tensor.__matmul__, Kind.WHOLE),
-    (Tensor.argmax, Kind.WHOLE),
-    (GETTERS["T"], Kind.WHOLE),
-    (GETTERS["mH"], Kind.WHOLE),
+    (dist.send, Kind.REPLICAS),
+    (torch.sum, Kind.VALUES),
+    (Tensor.norm, Kind.VALUES),
+    (torch._foreach_norm, Kind.VALUES),
+    (Tensor.__getitem__, Kind.VALUES),
+    (Tensor.__matmul__, Kind.VALUES),
+    (Tensor.argmax, Kind.VALUES),
+    (GETTERS["T"], Kind.VALUES),
+    (GETTERS["mH"], Kind.VALUES),
 ]
 
 
@@ -57,4 +57,4 @@ def test_a_function_of_a_user_uses_the_whole() -> None:
     def total(x: Tensor) -> Tensor:
         return x
 
-    assert kind_of(total) is Kind.WHOLE
+    assert kind_of(total) is Kind.VALUES

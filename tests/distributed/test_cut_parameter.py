@@ -1,10 +1,8 @@
-"""A cut parameter that is taken for the whole: a warning the first time; an optimizer's work is none."""
+"""A cut parameter, its gradient and its states: outside of graphs they behave as the whole on one device."""
 
 import copy
 import io
 import operator
-import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Checks, shared, silence
-from safetensors.torch import load_model, save_file
+from safetensors.torch import load_model, save, save_file
 from small_models import Mlp, x
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.tensor import Shard
 from torch.distributions import Normal
 from torch.func import functional_call
 from torch.nn.utils.parametrizations import weight_norm
@@ -25,7 +24,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 import autotp
-from autotp.distributed.cut_parameter import CutTensor, shown_by_wholes
+from autotp.distributed.cut_parameter import CutTensor, computed_on_parts, own_parameter
 from autotp.runtime.torch_hooks.optimizer_guard import CHECKED_STEPS
 
 checks = Checks()
@@ -40,110 +39,163 @@ class Net(Mlp):
         return self.mlp(x)
 
 
-def norm_of(x: Tensor) -> Tensor:
-    return x.norm()
+def hooked(w: Tensor) -> Any:
+    """The gradient that a hook gets, and what it makes of it."""
+    seen = []
 
+    def scaled(g: Tensor) -> Tensor:
+        seen.append(g.norm())
+        return g / g.norm()
 
-def gradient(w: Tensor) -> Tensor:
-    """The weight's gradient, as a loop reads it."""
-    w.grad = torch.ones(w.shape, dtype=w.dtype)
-    return w.grad
-
-
-def hooked(w: Tensor) -> None:
     with torch.enable_grad():
-        handle = w.register_hook(lambda g: g * 0 if g.norm() < 0 else None)
+        handle = w.register_hook(scaled)
+        w.grad = None
         torch.autograd.backward(w * 2, torch.ones(w.shape, dtype=w.dtype))
         handle.remove()
+    return seen, w.grad
+
+
+def hooked_together(w: Tensor) -> Any:
+    seen: list[Any] = []
+    with torch.enable_grad():
+        handle = register_multi_grad_hook((w,), lambda grads: seen.extend(g.norm() for g in grads))
+        torch.autograd.backward(w * 2, torch.ones(w.shape, dtype=w.dtype))
+        handle.remove()
+    return seen
 
 
 def differentiated(w: Tensor) -> Tensor:
     with torch.enable_grad():
-        return torch.autograd.grad(w * 2, [w], torch.ones(w.shape, dtype=w.dtype))[0].norm()
+        return torch.autograd.grad(w.pow(3).sum() + w.norm() + w[3].sum(), [w])[0]
 
 
-def in_a_layer(w: Tensor) -> None:
+def in_a_layer(w: Tensor) -> Tensor:
     """A layer of torch's outside the model has the parameter, too."""
     layer = nn.Embedding(30, 8)
     layer.weight = w  # type: ignore[assignment]
-    layer(torch.tensor([1, 2]))
+    found: Tensor = layer(torch.tensor([1, 29]))
+    return found
 
 
-def prehooked(w: Tensor) -> None:
-    with torch.enable_grad():
-        get_gradient_edge(w).node.register_prehook(lambda g: (g[0] * 0,))
+def written(write: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """What a parameter is after it was written."""
+
+    def after(w: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        write(w)
+        return w.detach().clone()
+
+    return after
 
 
-def hooked_together(w: Tensor) -> None:
-    with torch.enable_grad():
-        handle = register_multi_grad_hook((w,), lambda grads: [g.norm() for g in grads])
-        torch.autograd.backward(w * 2, torch.ones(w.shape, dtype=w.dtype))
-        handle.remove()
+def lagged(w: Tensor) -> None:
+    """A row that was taken before the parameter was written, and is written then."""
+    row = w[3]
+    w.mul_(2)
+    row.add_(w[4])
 
 
-def of_a_prior(w: Tensor) -> Tensor:
-    return Normal(w * 0, 1.0, validate_args=False).log_prob(w).sum()
-
-
-WRONG: list[tuple[str, Any]] = [
-    ("norm", lambda w: w.norm()),
-    ("sum", lambda w: w.sum()),
-    ("__getitem__", lambda w: w[3]),
-    ("__setitem__", lambda w: w.__setitem__(3, 0)),
-    ("linear", lambda w: nn.functional.linear(torch.ones(1, 8, dtype=w.dtype), w)),
-    ("matmul", lambda w: torch.matmul(w, w.new_zeros(8))),
-    ("__get__", lambda w: w.T),
-    ("view", lambda w: w.view(-1)),
-    ("normal_", nn.init.normal_),
-    ("kaiming_uniform_", nn.init.kaiming_uniform_),
-    ("uniform_", nn.init.xavier_uniform_),
-    ("normal_", lambda w: torch.empty_like(w).normal_()),
-    ("bernoulli", lambda w: torch.bernoulli(torch.full_like(w.data, 0.5))),
-    ("norm", lambda w: torch.zeros_like(w).add_(w).norm()),
-    ("sum", lambda w: w.pow(2).sum()),
-    ("norm", lambda w: w.data.norm()),
-    ("max", lambda w: w.detach().abs().max()),
-    ("mean", lambda w: (2 * w.clone() + 1).to(torch.float32).mean()),
-    ("norm", lambda w: gradient(w).norm()),
-    ("sum", lambda w: torch.where(w > 0, gradient(w), w.data).sum()),
-    ("_foreach_norm", lambda w: torch._foreach_norm([gradient(w)])),
-    ("_foreach_norm", lambda w: torch._foreach_norm(torch._foreach_mul([w, w], 2.0))),
-    ("add", lambda w: w.data + torch.ones(2, 1, 1, dtype=w.dtype)),
-    ("norm", hooked),
-    ("embedding", in_a_layer),
-    ("norm", differentiated),
-    ("norm", lambda w: torch.zeros(w.shape, dtype=w.dtype).add_(w.data).norm()),
-    ("view", lambda w: nn.utils.parameters_to_vector([w])),
-    ("view_as", lambda w: nn.utils.vector_to_parameters(torch.zeros(240, dtype=w.dtype), [w])),
-    ("get_gradient_edge", prehooked),
-    ("norm", hooked_together),
-    ("broadcast_tensors", of_a_prior),
-    ("norm", lambda w: torch.autograd.functional.vjp(norm_of, w)),
-    ("sum.default", lambda w: torch.ops.aten.sum.default(w)),
-    ("get_total_norm", lambda w: nn.utils.get_total_norm([w.detach()])),
-]
+READS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda w: w.norm(),
+    "norm of a copy": lambda w: torch.zeros_like(w).add_(w).norm(),
+    "norm of data": lambda w: w.data.norm(),
+    "norm beside a new tensor": lambda w: torch.zeros(w.shape, dtype=w.dtype).add_(w.data).norm(),
+    "norm of gradients": lambda w: w.grad.norm(),
+    "sum of squares": lambda w: (w.grad**2).sum(),
+    "share of zeros": lambda w: (w.abs() < 0.1).double().mean(),
+    "mean of a cast": lambda w: (2 * w.clone() + 1).to(torch.float32).double().mean(),
+    "quantile": lambda w: w.detach().quantile(0.3),
+    "largest": lambda w: w.detach().abs().max(),
+    "row": lambda w: w[3],
+    "last row": lambda w: w[-1],
+    "columns": lambda w: w[:, 2:5],
+    "chosen": lambda w: w[torch.arange(30) % 7 == 1],
+    "select": lambda w: w.select(0, 29),
+    "flat": lambda w: w.view(-1),
+    "transposed": lambda w: w.T @ w,
+    "in a product": lambda w: nn.functional.linear(torch.ones(1, 8, dtype=w.dtype), w),
+    "in a layer": in_a_layer,
+    "singular values": lambda w: torch.linalg.svdvals(w),
+    "repeated": lambda w: w.data + torch.ones(2, 1, 1, dtype=w.dtype),
+    "where": lambda w: torch.where(w > 0, w.grad, w.data).sum(),
+    "norms": lambda w: torch._foreach_norm([w.grad, w, torch.ones(3)]),
+    "norms of products": lambda w: torch._foreach_norm(torch._foreach_mul([w, w.grad], 2.0)),
+    "total norm": lambda w: nn.utils.get_total_norm([w.detach(), w.grad]),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
+    "gradient": differentiated,
+    "of a hook": hooked,
+    "of a hook on several": hooked_together,
+    "of a prior": lambda w: Normal(w * 0, 1.0, validate_args=False).log_prob(w).sum(),
+    "by name": lambda w: torch.ops.aten.sum.default(w),
+    "number": lambda w: w.detach()[3, 4].item() + float(w.sum()),
+    "array": lambda w: torch.from_numpy(w.detach().numpy()),
+    "sizes": lambda w: (tuple(w.shape), w.size(0), w.numel(), len(w), w.nbytes, w.stride(), w.data.nelement()),
+    "as it says": lambda w: w.detach().add(1).tolist()[29],
+    "noise": lambda w: torch.randn(w.shape).shape,
+    "equal": lambda w: torch.equal(w, w.data.clone()) and torch.allclose(w, w),
+}
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "row": lambda w: operator.setitem(w, 29, 0),
+    "rows by a mask": lambda w: operator.setitem(w, torch.arange(30) % 2 == 1, 0),
+    "elements by a mask": lambda w: operator.setitem(w, w > 0.1, -1),
+    "columns": lambda w: w[:, 2].fill_(3),
+    "a view": lambda w: w.data.view(-1)[7:200].mul_(2),
+    "a view of before": lagged,
+    "whole": lambda w: w.copy_(torch.arange(240.0).view(30, 8)),
+    "whole data": lambda w: setattr(w, "data", torch.arange(240.0, dtype=w.dtype).view(30, 8)),
+    "added": lambda w: w.data.index_add_(0, torch.tensor([29]), torch.ones(1, 8, dtype=w.dtype)),
+    "by its norm": lambda w: w.div_(w.norm(dim=1, keepdim=True)).sub_(w.mean(0)),
+    "by its gradient": lambda w: w.addcdiv_(w.grad, w.grad.abs().add(1), value=-0.1).add_(w.grad, alpha=w.grad.norm()),
+    "clamped": lambda w: w.clamp_(-w.detach().std(), w.detach().std()),
+    "normal": nn.init.normal_,
+    "kaiming": nn.init.kaiming_uniform_,
+    "xavier": nn.init.xavier_normal_,
+    "orthogonal": nn.init.orthogonal_,
+    "truncated": lambda w: nn.init.trunc_normal_(w, std=0.02),
+    "constant": lambda w: nn.init.constant_(w, 0.5),
+    "vector": lambda w: nn.utils.vector_to_parameters(torch.arange(240.0, dtype=w.dtype), [w]),
+    "lists": lambda w: torch._foreach_lerp_([w, w.grad], [w.grad, w.data * 2], 0.5),
+    "gradient": lambda w: (setattr(w, "grad", torch.ones(w.shape, dtype=w.dtype)), w.sub_(w.grad)),
+}
 
 
 @checks.on(2)
-def what_is_wrong_on_parts(rank: int, n: int) -> None:
-    made = autotp.parallelize(Net(), n, example_inputs=(x(),))
-    for name, do in WRONG:
-        parallel = copy.deepcopy(made)
-        in_model = parallel.up.weight.autotp_cut.in_model
-        in_model.lines.clear()  # Of this line, by what torch's own functions did.
-        in_model.of_sizes = True
-        with torch.no_grad(), pytest.warns(UserWarning, match="this rank's part") as told:
-            do(parallel.up.weight)
-        (found,) = [str(warning.message) for warning in told]
-        assert found == (
-            f"`up.weight` is this rank's part [15, 8] of [30, 8], and `{name}` is computed of the part only. "
-            "autotp.gather(tensor), on all ranks, is the whole, with its gradient; autotp.full_state_dict and "
-            "autotp.load_full_state_dict read and write it"
-        )
-        assert told[0].filename == __file__
-        with torch.no_grad(), silence():
-            do(parallel.up.weight)  # Once.
-            do(nn.Parameter(torch.zeros(30, 8, dtype=torch.float64)))
+@checks.on(4)
+def as_one_device(rank: int, n: int) -> None:
+    """Whatever the user's code reads and writes, on parts that are cut along rows, columns, and heads that repeat."""
+    torch.manual_seed(0)
+    whole = Net()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(x(),))
+    for model in (whole, parallel):
+        model(x()).square().sum().backward()
+    for name, do in {**READS, **{f"{name}, written": written(write) for name, write in WRITES.items()}}.items():
+        for path in ("up.weight", "down.weight"):
+            results = []
+            for model in (whole, parallel):
+                w = copied_with_gradient(model.get_parameter(path))
+                if path == "down.weight":
+                    w = turned(w)
+                with torch.no_grad(), silence():
+                    torch.manual_seed(5)
+                    results.append(autotp.gather(do(w)))
+            torch.testing.assert_close(
+                results[1], results[0], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def copied_with_gradient(w: nn.Parameter) -> nn.Parameter:
+    copied = copy.deepcopy(w)
+    assert w.grad is not None
+    copied.grad = copy.deepcopy(w.grad)
+    return copied
+
+
+def turned(w: Any) -> Any:
+    """The parameter of a column-parallel layer as a row-parallel one: cut along the other dimension."""
+    new: Any = nn.Parameter(w.detach().T.contiguous())
+    new = own_parameter("turned", new)
+    new.grad = w.grad.T.contiguous()
+    return new
 
 
 @checks.on(2)
@@ -168,12 +220,15 @@ def a_step_asks_no_part(rank: int, n: int) -> None:
 
 @checks.on(2)
 def a_hook_that_was_there_before(rank: int, n: int) -> None:
-    """A hook on a gradient gets the part as a part."""
-    whole = Net()
-    whole.up.weight.register_hook(lambda grad: grad / (grad.norm() + 1))
-    parallel = autotp.parallelize(whole, n, example_inputs=(x(),))
-    with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `norm` is computed of the part only"):
-        parallel(x()).sum().backward()
+    """A hook on a gradient gets what behaves as the whole."""
+    whole, other = Net(), Net()
+    other.load_state_dict(whole.state_dict())
+    for model in (whole, other):
+        model.up.weight.register_hook(lambda grad: grad / (grad.norm() + 1))
+    parallel = autotp.parallelize(other, n, example_inputs=(x(),))
+    for model in (whole, parallel):
+        model(x()).sum().backward()
+    torch.testing.assert_close(parallel.up.weight.grad, whole.up.weight.grad)
 
 
 @checks.on(2)
@@ -207,64 +262,67 @@ def hooks_that_know_a_node(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_line_is_warned_of_once(rank: int, n: int) -> None:
-    """Whatever parameters come there; another line for itself, if it reads another one."""
-    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
-    with pytest.warns(UserWarning) as told:
-        for p in parallel.parameters():
-            norm_of(p.detach())
-        parallel.up.weight.sum()
-        parallel.up.bias.sum()
-    assert [str(warning.message).split("`")[1] for warning in told] == ["up.weight", "up.bias"]
-
-
-@checks.on(2)
-def sizes_are_of_parts(rank: int, n: int) -> None:
-    """Once for a model, whoever asks but torch and autotp."""
-    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
-    for name, asked in (
-        ("numel", lambda: sum(p.numel() for p in parallel.up.parameters())),
-        ("numel", lambda: parallel.up.weight.nelement()),
-        ("shape", lambda: torch.randn(parallel.up.weight.shape)),
-        ("size", lambda: parallel.up.weight.detach().size(0) ** -0.5),
-        ("__len__", lambda: len(parallel.up.weight)),
-        ("nbytes", lambda: parallel.up.weight.nbytes),
-    ):
-        with pytest.warns(UserWarning) as told:
-            asked()
-        (found,) = [str(warning.message) for warning in told]
-        assert found == (
-            f"`{name}` of `up.weight` is that of this rank's part [15, 8]; the whole is [30, 8]. Sizes of parts are "
-            "right for tensors beside the parts, such as an optimizer's state, and too small to count parameters, to "
-            "draw noise, or for a learning rate by width: model.layouts[name].shape is the shape of the whole. "
-            "This warning comes once for a model"
-        )
-        with silence():
-            asked()
-            parallel.down.weight.size()
-            parallel.down.bias.numel()
-            sum(p.numel() for p in copy.deepcopy(parallel).parameters())
-        parallel.up.weight.autotp_cut.in_model.of_sizes = False
-
-
-@checks.on(2)
-def wholes_have_their_sizes(rank: int, n: int) -> None:
-    """In a region, for code that makes other tensors by them: it may copy parts, and use none as the whole."""
+def a_region_that_computes_on_parts(rank: int, n: int) -> None:
+    """For code that makes other tensors by sizes: it may copy parts, and use none as the whole."""
     parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
     w = parallel.up.weight
-    with silence(), shown_by_wholes(lambda operator, name: autotp.Error(f"{operator} of {name}")):
-        sizes = (tuple(w.shape), w.size(0), w.numel(), len(w), w.nbytes)
+    with silence(), computed_on_parts(lambda operator: autotp.Error(f"{operator} of parts")):
         made, zeros, copied = torch.zeros(w.shape, dtype=w.dtype), torch.zeros_like(w), copy.deepcopy(parallel.up)
         for operator, wrong in (
             ("linalg_svd", lambda: torch.linalg.svd(w.detach())),
-            ("__getitem__", lambda: w[0]),
-            ("add", lambda: w + made),
+            ("select", lambda: w[0]),
+            ("linalg_vector_norm", lambda: w.norm()),
         ):
-            with pytest.raises(autotp.Error, match=f"^{operator} of up.weight$"):
+            with pytest.raises(autotp.Error, match=f"^_?{operator} of parts$"):
                 wrong()
-        parallel.down.bias.norm()  # It is whole.
-    assert sizes == ((30, 8), 30, 240, 30, 1920) and made.shape == (30, 8)
-    assert zeros.shape == copied.weight.shape == w.shape == (15, 8)
+        (w + made, parallel.down.bias.norm())  # The part of a whole tensor; what is whole.
+    assert made.shape == (30, 8) and copied.weight.to_local().shape == zeros.to_local().shape == (15, 8)
+
+
+@checks.on(2)
+def it_says_what_it_is(rank: int, n: int) -> None:
+    """In the words of DTensor, and as one where it can be one."""
+    parallel = autotp.parallelize(Attention(), n, example_inputs=(x(),))
+    w, qkv = parallel.out.weight, parallel.wide.weight
+    assert str(w).startswith("CutParameter(local_tensor=tensor([[") and w.to_local().shape == (8, 4)
+    assert str(w).endswith("shape=[8, 8], placements=[Shard(dim=1)])")
+    assert str(qkv).endswith(f"pieces={[[(i + 4 * r, i + 4 * r + 4) for i in (0, 8, 16)] for r in range(2)]})])")
+    assert torch.equal(w.to_dtensor().full_tensor(), w.full_tensor().detach())
+    assert w.to_dtensor().placements == (Shard(1),) and w.to_dtensor().shape == w.shape
+    assert torch.equal((w.detach() * 2).to_dtensor().full_tensor(), w.full_tensor().detach() * 2)
+    with pytest.raises(autotp.Error, match="a DTensor has one part a rank"):
+        qkv.to_dtensor()
+    local = w.to_local()
+    local.sum().backward()
+    assert torch.equal(w.grad, torch.ones(8, 8, dtype=w.dtype))
+
+
+@checks.on(2)
+def a_parameter_that_is_learned_is_not_written(rank: int, n: int) -> None:
+    """As torch has it on one device; views of it, too."""
+    w = autotp.parallelize(Net(), n, example_inputs=(x(),)).up.weight
+    for write in (lambda: w.zero_(), lambda: w.normal_(), lambda: w[3].zero_(), lambda: operator.setitem(w, 3, 0)):
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            write()
+    with torch.no_grad(), pytest.raises(autotp.Error, match="`t_` changes the shape of a tensor"):
+        w.t_()
+    with pytest.raises(autotp.Error, match="get_gradient_edge of `up.weight`: this node gets the gradient of this"):
+        get_gradient_edge(w)
+
+
+@checks.on(2)
+def code_that_reads_memory_gets_no_part(rank: int, n: int) -> None:
+    """A kernel of Triton and a writer of files ask for the address, and read what is there with the whole's sizes."""
+    w = autotp.parallelize(Net(), n, example_inputs=(x(),)).up.weight
+    library: dict[str, Any] = {"__name__": "transformers.modeling_utils"}
+    exec("def address(x): return x.data_ptr()", library)
+    assert library["address"](w) == library["address"](w.data) == w.to_local().data_ptr()
+    for part in (w, w.data):
+        with pytest.raises(autotp.Error, match=r"`data_ptr` of .*, of which each rank holds a part: a kernel would"):
+            part.data_ptr()
+        with pytest.raises(autotp.Error, match=r"of which each rank holds a part"):
+            save({"w": part.contiguous()})
+    assert len(save({"w": w[:2].contiguous()})) > 2 * 8 * 8
 
 
 @checks.on(2)
@@ -299,55 +357,6 @@ def everything_that_is_right(parallel: Any) -> None:
 
 
 @checks.on(2)
-def positions_of_the_whole_are_not_found_in_parts(rank: int, n: int) -> None:
-    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
-    weight, odd = parallel.up.weight, torch.arange(30) % 2 == 1
-    one = torch.ones(1, 8, dtype=torch.float64)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, use in {
-            "__setitem__": lambda: operator.setitem(weight, odd, 0),
-            "__getitem__": lambda: weight.data[29],
-            "select": lambda: weight.select(0, 29),
-            "index_add_": lambda: weight.data.index_add_(0, torch.tensor([29]), one),
-            "embedding": lambda: nn.functional.embedding(torch.tensor([29]), weight),
-        }.items():
-            with pytest.raises(autotp.Error) as raised:
-                use()
-            told = str(raised.value).splitlines()
-            assert told[0].startswith(f"`{name}` of this rank's part [15, 8] of `up.weight`, which is [30, 8]: ")
-            assert told[1:] == [
-                "  try      autotp.gather(tensor), which is the whole, and autotp.load_full_state_dict to write it",
-                "  or       model.layouts[name].take(whole, rank) of a mask of the whole's shape",
-            ]
-
-
-@checks.on(2)
-def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
-    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
-    weight, whole = parallel.up.weight, torch.zeros(30, 8, dtype=torch.float64)
-    given = {"mul": "[30, 1], which goes with"}
-    with torch.no_grad():
-        for name, write in {
-            "data": lambda: setattr(weight, "data", whole),
-            "grad": lambda: setattr(weight, "grad", whole),
-            "copy_": lambda: weight.data.copy_(whole),
-            "set_": lambda: weight.set_(whole),
-            "add_": lambda: weight.add_(whole),
-            "lerp_": lambda: weight.detach().lerp_(whole, 0.5),
-            "mul": lambda: weight * whole[:, :1],
-        }.items():
-            with pytest.raises(autotp.Error) as raised:
-                write()
-            assert str(raised.value) == (
-                f"`{name}` of a tensor {given.get(name, '[30, 8], the shape of')} the whole `up.weight`, and this "
-                "rank's part [15, 8]\n"
-                "  try      autotp.load_full_state_dict(model, state), which writes the whole model's state\n"
-                "  or       autotp.gather(tensor) is the whole of a part"
-            )
-
-
-@checks.on(2)
 def whole_state_dicts_are_cut(rank: int, n: int) -> None:
     """Of the model and of a submodule, copied or assigned; of other shapes: an error, and nothing is changed."""
     for assign in (False, True):
@@ -355,13 +364,13 @@ def whole_state_dicts_are_cut(rank: int, n: int) -> None:
         for module, whole in ((parallel, other), (parallel.up, nn.Linear(8, 30).double())):
             assert not module.load_state_dict(whole.state_dict(), assign=assign).missing_keys
             mine = parallel.layouts["up.weight"].take(getattr(whole, "up", whole).weight, rank)
-            assert torch.equal(parallel.up.weight, mine)
+            assert torch.equal(parallel.up.weight.to_local(), mine)
             before = {name: value.clone() for name, value in module.state_dict().items()}
             with pytest.raises(autotp.Error, match=r"weight` is \[29, 8\]: neither the whole, \[30, 8\], nor the part"):
                 module.load_state_dict({name: value[:-1] for name, value in whole.state_dict().items()}, assign=assign)
             assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
             module.load_state_dict(module.state_dict(), assign=assign)
-        mixed = {**Net().state_dict(), "up.weight": parallel.up.weight.data.clone()}
+        mixed = {**Net().state_dict(), "up.weight": parallel.up.weight.to_local().clone()}
         with pytest.raises(autotp.Error, match=r"`up.weight` has the shape of this rank's part, and `up.bias` that of"):
             parallel.load_state_dict(mixed, assign=assign)
         other.up.load_state_dict(whole.state_dict())
@@ -395,45 +404,45 @@ KINDS: list[type[nn.Module]] = [Attention, Wide]
 
 
 @checks.on(2)
-def parts_of_other_rows_are_not_combined(rank: int, n: int) -> None:
+def parts_of_other_rows_are_combined(rank: int, n: int) -> None:
     """An average over models, or a copy, of parts that have equal shapes by chance."""
     one, other = (autotp.parallelize(kind(), n, example_inputs=(x(),)) for kind in KINDS)
     a, b = one.wide.weight, other.wide.weight
-    assert a.shape == b.shape and one.layouts["wide.weight"].pieces != other.layouts["wide.weight"].pieces
+    assert a.to_local().shape == b.to_local().shape
+    assert one.layouts["wide.weight"].pieces != other.layouts["wide.weight"].pieces
     with torch.no_grad():
-        torch._foreach_lerp_([a, one.wide.bias], [a.clone(), one.wide.bias.clone()], 0.5)
-        for name, write in {
-            "copy_": lambda: a.copy_(b),
-            "lerp_": lambda: a.data.lerp_(b.detach() * 2, 0.5),
-            "data": lambda: setattr(a, "data", b.data),
-            "_foreach_add_": lambda: torch._foreach_add_([one.out.weight, a], [one.out.weight * 1, b]),
-        }.items():
-            with pytest.raises(autotp.Error) as raised:
-                write()
-            assert str(raised.value) == (
-                f"`{name}` of `wide.weight` and another `wide.weight`, which are cut in different ways\n"
-                "  rank 0   [(0, 4), (8, 12), (16, 20)] of dimension 0 and [(0, 12)] of dimension 0\n"
-                "  try      autotp.full_state_dict of one model, autotp.load_full_state_dict of the other one"
-            )
+        for write in (
+            lambda p, q: p.copy_(q),
+            lambda p, q: p.data.lerp_(q.detach() * 2, 0.5),
+            lambda p, q: setattr(p, "data", q.data),
+            lambda p, q: torch._foreach_add_([p, p], [q * 2, q]),
+        ):
+            plain, wanted = autotp.gather(b.detach()), autotp.gather(a.detach())
+            write(wanted, plain)
+            write(a, b)
+            torch.testing.assert_close(a.detach(), wanted)
 
 
 @checks.on(2)
-def wholes_are_not_given_to_a_call(rank: int, n: int) -> None:
-    """`functional_call` of parts is right; a call that read the whole where it expects a part would add it up."""
+def tensors_that_a_call_is_given(rank: int, n: int) -> None:
+    """`functional_call` takes wholes, values computed of parameters, and parts; gradients reach all of them."""
     whole, parallel = Net(), autotp.parallelize(Net(), n, example_inputs=(x(),))
     autotp.load_full_state_dict(parallel, whole.state_dict())
-    parts = {name: p * 2 for name, p in parallel.named_parameters()}
-    twice = {name: p * 2 for name, p in whole.named_parameters()}
-    torch.testing.assert_close(functional_call(parallel, parts, (x(),)), functional_call(whole, twice, (x(),)))
-    with pytest.raises(autotp.Error) as raised:
-        functional_call(parallel, twice, (x(),))
-    assert str(raised.value) == (
-        "the call was given a tensor [30, 8] for `up.weight`, the whole, not this rank's part [15, 8]\n"
-        "  try      tensors computed element by element from dict(model.named_parameters())\n"
-        "  or       model.layouts['up.weight'].take(whole, model.mesh.rank), the part of a whole tensor"
-    )
+    twice = {name: (p * 2).detach().requires_grad_() for name, p in whole.named_parameters()}
+    mine = {name: p.detach().clone().requires_grad_() for name, p in twice.items()}
+    for given in (twice, mine):
+        functional_call(whole if given is twice else parallel, given, (x(),)).square().sum().backward()
+    for name, p in twice.items():
+        torch.testing.assert_close(mine[name].grad, p.grad, msg=name)
+    expected = functional_call(whole, twice, (x(),)).square().sum()
+    computed = functional_call(parallel, {name: p * 2 for name, p in parallel.named_parameters()}, (x(),))
     taken = {name: parallel.layouts[name].take(p, rank) for name, p in twice.items()}
-    torch.testing.assert_close(functional_call(parallel, taken, (x(),)), functional_call(whole, twice, (x(),)))
+    torch.testing.assert_close(functional_call(parallel, taken, (x(),)).square().sum(), expected)
+    torch.testing.assert_close(computed.square().sum(), expected)
+    computed.square().sum().backward()
+    torch.testing.assert_close(parallel.up.weight.grad, twice["up.weight"].grad * 2)
+    with pytest.raises(autotp.Error, match=r"a tensor \[29, 8\] for `up.weight`, which is \[30, 8\]"):
+        functional_call(parallel, {"up.weight": twice["up.weight"][1:]}, (x(),))
 
 
 class Tied(nn.Module):
@@ -471,7 +480,7 @@ def a_call_does_not_untie(rank: int, n: int) -> None:
 
 @checks.on(2)
 def of_a_trainer(rank: int, n: int) -> None:
-    """What a trainer of `distribute` holds warns as well; its steps do not."""
+    """What a trainer of `distribute` holds behaves as the whole as well."""
     example = {"x": x().float(), "y": x().float()}
     trainer = autotp.distribute(Loss().float(), tp=n, example_inputs=example)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.01)
@@ -482,9 +491,9 @@ def of_a_trainer(rank: int, n: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         trainer.evaluate(**example)
-    with pytest.warns(UserWarning, match="`net.up.weight` is this rank's part") as told:
-        trainer.get_parameter("net.up.weight").norm()
-    assert len(told) == 1
+    weight = trainer.get_parameter("net.up.weight")
+    assert weight.shape == (30, 8)
+    torch.testing.assert_close(weight.detach().norm(), autotp.gather(weight.detach()).norm())
 
 
 class Loss(nn.Module):
@@ -513,8 +522,9 @@ def loops_over_replicas(rank: int, n: int) -> None:
         with pytest.raises(autotp.Error) as raised:
             for p in parallel.parameters():
                 send(p)
-        assert str(raised.value) == (
-            f"{name} of `up.weight` over ranks [0, 1], which have different parts of it\n"
+        tensor = "`up.weight`" if name == "all_reduce" else "a tensor [30@tp, 8]"
+        assert str(raised.value).replace("allreduce", "all_reduce") == (
+            f"{name} of {tensor} over ranks [0, 1], which have different parts of it\n"
             "  try      no such loop over parameters: autotp has broadcast them, and has summed their gradients\n"
             "  or       with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()"
         )
@@ -522,8 +532,11 @@ def loops_over_replicas(rank: int, n: int) -> None:
         average_parameters(parallel.parameters(), dist.group.WORLD)
     average_parameters(parallel.parameters(), alone)
     parts = [torch.empty(15, 8, dtype=torch.float64) for _ in range(n)]
-    dist.all_gather(parts, parallel.up.weight.data)
-    assert torch.equal(parts[rank], parallel.up.weight.detach())
+    dist.all_gather(parts, parallel.up.weight.to_local())
+    assert torch.equal(parts[rank], parallel.up.weight.to_local())
+    for part in (parallel.up.weight, parallel.up.weight.data):
+        with pytest.raises(autotp.Error, match=r"of which each rank holds a part|which have different parts of it"):
+            dist.all_gather(parts, part)
 
 
 @checks.on(2, 3)
@@ -547,32 +560,56 @@ def gathered_parameters_are_right_in_a_loss(rank: int, n: int) -> None:
 
 @checks.on(2)
 def copies_files_and_new_parameters(rank: int, n: int) -> None:
-    """Parts stay parts in copies and in new parameters; in files they are plain tensors."""
+    """Parts stay parts in copies and in new parameters; in files they are whole."""
     parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
     parallel(x()).sum().backward()
-    weight = parallel.up.weight
-    file = io.BytesIO()
-    kept = {"p": weight, "grad": weight.grad, "data": weight.data, "state": parallel.state_dict()}
-    with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `pickle` is computed of the part"):
-        torch.save(kept, file)
-    weight.autotp_cut.warned = False
-    weight.autotp_cut.in_model.lines.clear()
+    weight, file = parallel.up.weight, io.BytesIO()
+    torch.save({"p": weight, "grad": weight.grad, "data": weight.data, "state": parallel.state_dict()}, file)
     file.seek(0)
     found = torch.load(file, weights_only=True)
     assert {type(found[key]) for key in ("grad", "data")} == {Tensor} and type(found["p"]) is nn.Parameter
-    assert torch.equal(found["p"], weight.detach()) and found["p"].requires_grad
+    assert found["p"].requires_grad and torch.equal(found["p"].detach(), autotp.gather(weight.detach()))
+    torch.testing.assert_close(dict(found["state"]), autotp.gather(dict(parallel.state_dict())))
+    Net().load_state_dict(found["state"])
     for part in (copy.deepcopy(weight), copy.deepcopy(weight.grad), nn.Parameter(weight), nn.Parameter(weight.data)):
-        with pytest.warns(UserWarning, match="`up.weight` is this rank's part"):
-            part.norm()
-        weight.autotp_cut.warned = False
-        weight.autotp_cut.in_model.lines.clear()
+        assert part.shape == (30, 8)
+        torch.testing.assert_close(part.detach().norm(), autotp.gather(part.detach()).norm())
     expected = parallel(x())
-    parallel.up.weight = nn.Parameter(weight.data * 1)
-    torch.testing.assert_close(parallel(x()), expected)
-    parallel.up.weight = nn.Parameter(autotp.gather(weight.detach()))
-    torch.testing.assert_close(parallel(x()), expected)
-    with silence():
-        parallel.up.weight.norm()  # Whole now.
+    for new in (weight.data * 1, autotp.gather(weight.detach()), weight.detach()[:], weight.detach().flip(0).flip(0)):
+        parallel.up.weight = nn.Parameter(new)
+        torch.testing.assert_close(parallel(x()), expected)
+    assert type(parallel.up.weight) is nn.Parameter  # Gathered, and whole from then on.
+
+
+@checks.on(2)
+def states_of_optimizers(rank: int, n: int) -> None:
+    """They behave as the parameters do, also after a step, in a file, and when they are loaded whole."""
+    torch.manual_seed(0)
+    whole = Net()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(x(),))
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (whole, parallel)]
+    for _ in range(2):
+        norms = []
+        for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(x()).square().sum().backward()
+                optimizer.step()
+            state = optimizer.state[model.up.weight]
+            norms.append([state[key].norm() for key in ("exp_avg", "exp_avg_sq")])
+            with torch.no_grad():
+                state["exp_avg"][:2] = 0
+        torch.testing.assert_close(norms[1], norms[0])
+    torch.testing.assert_close(dict(parallel.named_parameters()), dict(whole.named_parameters()))
+    file = io.BytesIO()
+    torch.save(optimizers[1].state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    torch.testing.assert_close(saved["state"], optimizers[0].state_dict()["state"])
+    optimizers[1].load_state_dict(saved)
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(dict(parallel.named_parameters()), dict(whole.named_parameters()))
 
 
 @checks.on(2)
@@ -602,10 +639,7 @@ def a_step_costs_nothing(rank: int, n: int) -> None:
             optimizer.step()
         assert called == [Tensor.detach]
         called.clear()
-        with pytest.warns(UserWarning, match="`up.weight` is this rank's part"):
-            parallel.up.weight.norm()
-        parallel.up.weight.autotp_cut.warned = False
-        parallel.up.weight.autotp_cut.in_model.lines.clear()
+        assert parallel.up.weight.shape == optimizer.state[parallel.up.weight]["exp_avg"].shape == (30, 8)
     optimizer.param_groups[0]["lr"] = "none"
     with pytest.raises((TypeError, RuntimeError)):
         optimizer.step()
@@ -620,59 +654,49 @@ def zero_grad_of_a_module_looks_for_no_frame(rank: int, n: int) -> None:
     parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
     for to_none in (False, True):
         parallel(x()).square().sum().backward()
-        with patch("autotp.distributed.cut_parameter._asked", side_effect=AssertionError):
+        with patch("autotp.distributed.cut_parameter._asks", side_effect=AssertionError):
             parallel.zero_grad(set_to_none=to_none)
         gradients = [p.grad for p in parallel.parameters()]
         assert all(g is None if to_none else not g.any() for g in gradients)
 
 
 @checks.on(2)
-def the_users_code_in_a_step_gets_parts(rank: int, n: int) -> None:
-    """A closure, and hooks on the step, whenever they are registered: they are warned of norms."""
+def the_users_code_in_a_step_gets_wholes(rank: int, n: int) -> None:
+    """A closure, and hooks on the step, whenever they are registered."""
     parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    seen = list[Any]()
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         parallel(x()).square().sum().backward()
-        return parallel.up.weight.grad.norm()
+        seen.append(parallel.up.weight.grad.shape)
+        return torch.ones(())
 
     def normed(*_: Any) -> None:
-        parallel.up.weight.detach().norm()
+        seen.append(parallel.up.weight.detach().shape)
 
-    def warned(call: Callable[[], Any]) -> None:
-        parallel.up.weight.autotp_cut.warned = False
-        parallel.up.weight.autotp_cut.in_model.lines.clear()
-        with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `norm`"):
-            call()
-
-    warned(lambda: optimizer.step(closure))
-    warned(lambda: optimizer.step(closure=closure))
+    optimizer.step(closure)
+    optimizer.step(closure=closure)
     for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
         handle = register(normed)
-        warned(optimizer.step)
-        handle.remove()
-    with silence():
         optimizer.step()
+        handle.remove()
+    assert seen == [(30, 8)] * 4
     copy.deepcopy(optimizer)
     assert isinstance(parallel.up.weight, CutTensor)
 
 
 @checks.on(2)
 def a_state_of_parts(rank: int, n: int) -> None:
-    """One of them in a file would be half a model, also as a submodule."""
+    """It behaves as the whole, also as a submodule's."""
     for around in (lambda model: model, lambda model: nn.ModuleDict({"inner": nn.Sequential(model)})):
         parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
-        whole = around(parallel)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                whole.state_dict()
-        (one,) = found
-        assert re.fullmatch(
-            r"`state_dict\(\)` has this rank's parts only: `[\w.]+` and \d+ more are cut. .*", str(one.message)
-        )
-        assert one.filename == __file__
+        with silence():
+            states = [around(parallel).state_dict(), parallel.up.state_dict()]
+        for state in states:
+            (weight,) = [value for name, value in state.items() if name in ("weight", "up.weight", "inner.0.up.weight")]
+            assert weight.shape == (30, 8) and torch.equal(weight, autotp.gather(parallel.up.weight.detach()))
     file = str(shared(rank) / "whole.safetensors")
     with silence():
         copy.deepcopy(parallel)

@@ -320,7 +320,7 @@ def test_a_script(tmp_path: Path) -> None:
         command = [sys.executable, "-c", SCRIPT]
         started.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
     for rank, process in enumerate(started):
-        assert process.communicate(timeout=60)[0] == f"tp=2, rank {rank} on cpu (4, 4)\n"
+        assert process.communicate(timeout=60)[0] == f"tp=2, rank {rank} on cpu (8, 4)\n"
     assert not list(tmp_path.rglob("77*")), "the file is gone"
 
 

@@ -1,24 +1,32 @@
-"""sharded_operators: an operator gives the rank's part of what one device gives, with its gradient, or an Error."""
+"""sharded_operators, whole_operators: an operator gives what one device gives, with its gradient, cut or whole."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import Checks
 from torch import Tensor
 
 import autotp
-from autotp.distributed.mesh import Mesh
+from autotp.distributed.mesh import Mesh, make_mesh
 from autotp.distributed.sharded_tensor import Sharded, sharded
+from autotp.ops import collectives
 from autotp.sharding.layout import Layout
 
+checks = Checks()
 PIECES = (((0, 2), (6, 8)), ((2, 5),), ((5, 6), (8, 11)), ())
 """11 words on four ranks: two ranges on a rank, and none."""
 GENERATOR = torch.Generator().manual_seed(0)
@@ -30,11 +38,16 @@ RANKS = range(4)
 LOGITS = Layout((-1, -1, 11), 2, PIECES, "vocab")
 
 
-def on(rank: int, whole: Tensor = WHOLE, dim: int = 2) -> tuple[Tensor, Sharded]:
+def layout_of(n: int, dim: int = 2) -> Layout:
+    """11 words on two or four ranks."""
+    return Layout((-1, -1, 11), dim, PIECES if n == 4 else (((0, 2), (6, 11)), ((2, 6),)), "vocab")
+
+
+def on(rank: int, whole: Tensor = WHOLE, dim: int = 2, mesh: Mesh | None = None, n: int = 4) -> tuple[Tensor, Sharded]:
     """A rank's part, which requires a gradient, and the cut tensor. [2 5 11@tp]"""
-    layout = Layout(tuple(whole.shape), dim, PIECES, "vocab")
+    layout = replace(layout_of(n, dim), shape=tuple(whole.shape))
     part = layout.take(whole, rank).requires_grad_()
-    return part, sharded(part, layout, Mesh(size=4, rank=rank))
+    return part, sharded(part, layout, mesh or Mesh(size=4, rank=rank))
 
 
 def _written(x: Tensor) -> Tensor:
@@ -120,21 +133,33 @@ def test_right(name: str) -> None:
         torch.testing.assert_close(part.grad, LOGITS.take(leaf.grad, rank), atol=1e-6, rtol=1e-5)
 
 
-REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "cross-entropy": lambda x: F.cross_entropy(x.float().view(-1, 11), LABELS.view(-1)),
+OF_WHOLES: dict[str, Callable[[Tensor], Any]] = {
+    "cross-entropy": lambda x: F.cross_entropy(x.view(-1, 11), LABELS.view(-1)),
     "softmax": lambda x: torch.softmax(x, -1),
     "log-softmax": lambda x: x.log_softmax(-1),
     "logsumexp": lambda x: x.logsumexp(-1),
     "argmax": lambda x: x.argmax(-1),
-    "topk": lambda x: x.topk(2),
-    "sort": lambda x: x.sort(-1),
+    "topk": lambda x: x.topk(2)[0],
+    "sort": lambda x: x.sort(-1)[0],
     "sum": lambda x: x.sum(),
+    "sum-of-words": lambda x: x.sum((0, -1), keepdim=True),
     "mean": lambda x: x.mean(-1),
+    "mean-in-half": lambda x: x.bfloat16().mean().double(),
     "max": lambda x: x.max(),
+    "amin": lambda x: x.amin((1, 2)),
     "norm": lambda x: x.norm(),
+    "norm-of-words": lambda x: torch.linalg.vector_norm(x, 3, dim=2),
+    "largest": lambda x: torch.linalg.vector_norm(x, torch.inf),
+    "smallest": lambda x: torch.linalg.vector_norm(x, -torch.inf, dim=-1),
+    "nonzero-words": lambda x: torch.linalg.vector_norm(x.clamp(min=0), 0),
     "variance": lambda x: x.var(),
-    "cosine": lambda x: F.cosine_similarity(x, x, -1),
-    "any": lambda x: 3.0 in x,
+    "deviation": lambda x: x.std(2, correction=0, keepdim=True),
+    "nan": lambda x: torch.where(x == x.max(), torch.nan, x).amax(),
+    "any": lambda x: (x > 2).any(-1),
+    "every": lambda x: (x > -9).all(),
+    "count": lambda x: (x > 0).count_nonzero(),
+    "cosine": lambda x: F.cosine_similarity(x, x * x, -1),
+    "contains": lambda x: 3.0 in x,
     "equal": lambda x: torch.equal(x, WHOLE),
     "allclose": lambda x: torch.allclose(x, x),
     "one-word": lambda x: x[..., 0],
@@ -143,69 +168,170 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "mask-of-the-whole": lambda x: x[x > 0],
     "places": lambda x: x.nonzero(),
     "cat": lambda x: torch.cat([x, x], -1),
-    "split": lambda x: x.split(3, -1),
+    "split": lambda x: x.split(3, -1)[1],
     "product": lambda x: x @ torch.ones(11, 2, dtype=torch.float64),
+    "with-itself": lambda x: x @ x.transpose(1, 2),
     "view": lambda x: x.view(2, 55),
     "memory": lambda x: x.as_strided((2,), (1,)),
     "into-a-plain-one": lambda x: torch.zeros(2, 5, 11, dtype=torch.float64).add_(x),
-    "into-a-row-of-a-plain-one": lambda x: torch.zeros(3, 2, 5, 11, dtype=torch.float64).__setitem__(0, x),
-    "out": lambda x: torch.add(WHOLE, WHOLE, out=x),
-    "resized": lambda x: x.transpose_(0, 1),
+    "into-a-row-of-a-plain-one": lambda x: _set(torch.zeros(3, 2, 5, 11, dtype=torch.float64), 0, x),
+    "out": lambda x: torch.add(WHOLE, WHOLE, out=x.detach().clone()),
+    "transposed": lambda x: x.detach().clone().transpose_(0, 2) * 2,
     "dropout": lambda x: F.dropout(x, 0.5),
     "noise": lambda x: x + torch.rand_like(x),
-    "draws": lambda x: x.bernoulli_(),
-    "foreach": lambda x: torch._foreach_norm([x]),
-    "histogram": lambda x: torch.histc(x),
-    "another-cut": lambda x: x + on(1, WHOLE.transpose(1, 2), dim=1)[1].detach().transpose(1, 2).flip(2),
-    "no-operator-of-ours": lambda x: torch.special.airy_ai(x).cummax(-1),
-    # Numbers of this rank.
-    "item": lambda x: x.item(),
-    "bool": lambda x: bool(x),
-    "float-of": lambda x: float(x),
+    "draws": lambda x: x.detach().clone().bernoulli_(0.4),
+    "foreach": lambda x: torch._foreach_norm([x, BIAS])[0],
+    "foreach-pairs": lambda x: torch._foreach_mul([x, BIAS], [x, BIAS])[0],
+    "foreach-into-plain": lambda x: _first_of(torch._foreach_add_, torch.zeros_like(WHOLE), x),
+    "histogram": lambda x: torch.histc(x.detach()),
+    "another-cut": lambda x: (
+        x
+        + on(MESH.get().rank, WHOLE.transpose(1, 2), 1, MESH.get(), MESH.get().size)[1].detach().transpose(1, 2).flip(2)
+    ),
+    "no-operator-of-ours": lambda x: torch.special.airy_ai(x).cummax(-1)[0],
+    "a-word-written": lambda x: _set(x.detach().clone(), (..., 3), 7.0),
+    "places-written": lambda x: _set(x.detach().clone(), torch.arange(1), x[1:]),
+    "a-view-written": lambda x: _written_through(x.detach().clone()),
+    # Numbers.
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.any()),
+    "float-of": lambda x: float(x[0, 0, 10]),
     "tolist": lambda x: x.tolist(),
-    "numpy": lambda x: x.cpu().numpy(),
-    "asarray": lambda x: numpy.asarray(x),
+    "numpy": lambda x: x.detach().cpu().numpy().sum(),
+    "asarray": lambda x: numpy.asarray(x.detach()).max(),
     "format": lambda x: f"{x.sum():.3f}",
-    "save": lambda x: torch.save({"x": x}, io.BytesIO()),
-    "pickle": lambda x: pickle.dumps(x),
-    "copy": lambda x: copy.copy(x),
-    "data": lambda x: setattr(x, "data", WHOLE),
-    "data-ptr": lambda x: x.data_ptr(),
-    "storage": lambda x: x.untyped_storage(),
-    "dlpack": lambda x: torch.from_dlpack(x),
-    "shared": lambda x: x.share_memory_(),
+    "save": lambda x: _saved(x.detach()),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x.detach())),
+    "dlpack": lambda x: torch.from_dlpack(x.detach()),
 }
+"""What needs more than a part: a number of all ranks, or the whole."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    """On every rank, with gradients and without."""
-    for rank in RANKS:
-        for cut in (on(rank)[1].detach(), on(rank)[1].detach().float().double()):
-            with pytest.raises(autotp.Error, match=r"of which each rank holds a part(.|\n)*autotp\.gather"):
-                REFUSED[name](cut)
+def _set(x: Tensor, index: Any, value: Any) -> Tensor:
+    x[index] = value
+    return x
 
 
-def test_the_message() -> None:
-    with pytest.raises(autotp.Error) as raised:
-        on(1)[1].argmax(-1)
-    assert str(raised.value) == (
-        "`argmax` of a tensor [2, 5, 11@tp] of which each rank holds a part\n"
-        "  try      autotp.gather(tensor) on all ranks, which is whole, with its gradient\n"
-        '  or       parallelize(..., outputs="full")'
-    )
+def _first_of(operator: Callable[..., Any], x: Tensor, y: Tensor) -> Tensor:
+    operator([x], [y])
+    return x
 
 
-def test_a_whole_tensor_that_requires_a_gradient() -> None:
-    """Each rank would have a part of its gradient."""
-    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-    with pytest.raises(autotp.Error, match=r"requires a gradient, beside one of which each rank holds a part"):
-        on(1)[1] * scale
-    assert isinstance(on(1)[1] * scale.detach(), Sharded)
-    with torch.no_grad():
-        assert isinstance(on(1)[1] * scale, Sharded)
-    with pytest.raises(autotp.Error, match=r"autotp\.gather\(tensor\)\.backward"):
-        on(1)[1].backward(torch.ones_like(WHOLE))
+def _written_through(x: Tensor) -> Tensor:
+    """A view shows what is written into the tensor later, and what is written into the view is in the tensor."""
+    words = x[..., 2:4]
+    x.mul_(2)
+    words.add_(1)
+    words[0].zero_()
+    x.add_(words.sum())
+    return x
+
+
+def _saved(x: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save({"x": x}, file)
+    file.seek(0)
+    found: Tensor = torch.load(file)["x"]
+    return found
+
+
+MESH: ContextVar[Mesh] = ContextVar("mesh")
+
+
+@checks.on(2, 4)
+def as_one_device(rank: int, n: int) -> None:
+    """On a rank with two ranges, and on one that holds nothing; results and gradients."""
+    MESH.set(make_mesh(n))
+    for name, compute in OF_WHOLES.items():
+        leaf = WHOLE.clone().requires_grad_()
+        part, cut = on(rank, WHOLE, 2, MESH.get(), n)
+        results = []
+        for x in (leaf, cut):
+            torch.manual_seed(3 + (rank if x is cut else 0))  # The first rank's numbers are those of all.
+            results.append(compute(x))
+        expected, found = results
+        if isinstance(expected, float | bool | str | list | numpy.number):
+            assert found == pytest.approx(expected) if not isinstance(expected, str | list) else found == expected, name
+            continue
+        whole = autotp.gather(found)
+        assert type(whole) is Tensor, name
+        torch.testing.assert_close(whole.detach(), expected.detach(), rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
+        assert found.requires_grad == expected.requires_grad, name
+        if expected.requires_grad:
+            slope = torch.linspace(1, 2, expected.numel(), dtype=expected.dtype).view(expected.shape)
+            expected.backward(slope)
+            whole.backward(slope)
+            mine, theirs = (torch.zeros_like(x) if x.grad is None else x.grad for x in (part, leaf))
+            torch.testing.assert_close(
+                mine, layout_of(n).take(theirs, rank), rtol=1e-12, atol=1e-12, equal_nan=True, msg=name
+            )
+
+
+@checks.on(2)
+def beside_a_whole_tensor_with_a_gradient(rank: int, n: int) -> None:
+    """Its gradient is whole, and the same on all ranks."""
+    for combine in (torch.mul, lambda x, y: x * y.exp(), lambda x, y: torch.softmax(x + y, -1), lambda x, y: y.sub(x)):
+        leaf, factors = WHOLE.clone().requires_grad_(), [BIAS.clone().requires_grad_() for _ in range(2)]
+        part, cut = on(rank, WHOLE, 2, make_mesh(n), n)
+        for x, factor in zip((leaf, cut), factors, strict=True):
+            (combine(x, factor * 2) ** 2).sum().backward()
+        assert type(factors[1].grad) is Tensor
+        torch.testing.assert_close(factors[1].grad, factors[0].grad)
+        torch.testing.assert_close(part.grad, layout_of(n).take(leaf.grad, rank))
+
+
+@checks.on(2)
+def what_is_counted(rank: int, n: int) -> None:
+    """A reduction sends one number, and elementwise operators nothing; a line that gathers much is told of, once."""
+    cut = on(rank, WHOLE, 2, make_mesh(n), n)[1].detach()
+    with counted() as sent:
+        (cut * 2 + cut.abs()).clamp_(min=0)
+        assert sent == []
+        cut.norm()
+        cut.sum()
+        assert [x.numel() for x in sent] == [1, 1]
+    with patch("autotp.distributed.whole_operators.LARGE", 100):
+        with pytest.warns(UserWarning, match=r"this line gathers a tensor \[2, 5, 11\] of 0.0 GiB") as told:
+            for _ in range(2):
+                cut.softmax(-1)
+        assert [warning.filename for warning in told] == [__file__]
+
+
+@contextmanager
+def counted() -> Iterator[list[Tensor]]:
+    """The tensors that collectives send."""
+    sent = list[Tensor]()
+
+    def noted(name: str, x: Tensor, *rest: Any) -> Tensor:
+        sent.append(x)
+        return collectives.communicate.__wrapped__(name, x, *rest)  # type: ignore[attr-defined,no-any-return]
+
+    noted.__wrapped__ = collectives.communicate  # type: ignore[attr-defined]
+    with patch.object(collectives, "communicate", noted):
+        collectives.communicate.__wrapped__ = noted.__wrapped__  # type: ignore[attr-defined]
+        yield sent
+
+
+@checks.on(2)
+def what_is_refused(rank: int, n: int) -> None:
+    cut = on(rank, WHOLE, 2, make_mesh(n), n)[1].detach()
+    for use in (
+        lambda: setattr(cut, "data", WHOLE),
+        lambda: cut.untyped_storage(),
+        lambda: cut.share_memory_(),
+        lambda: cut.set_(WHOLE),
+        lambda: dist.all_reduce(cut),
+        lambda: cut.resize_(3),
+    ):
+        with pytest.raises(autotp.Error, match=r"of which each rank holds a part|have different parts"):
+            use()
+    with pytest.raises(autotp.Error, match=r"`as_strided_` changes the shape of a tensor of which each rank holds a"):
+        cut.as_strided_((3,), (1,))
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
 
 
 def test_new_tensors_are_whole_unless_they_have_the_size_of_the_cut_dimension() -> None:
@@ -220,5 +346,3 @@ def test_in_inference_mode(name: str) -> None:
     with torch.inference_mode():
         found, expected = RIGHT[name](on(1)[1]), RIGHT[name](WHOLE)
         torch.testing.assert_close(found.part, Layout((), found.cut[0], PIECES).take(expected, 1))  # type: ignore[attr-defined]
-    with torch.inference_mode(), pytest.raises(autotp.Error, match=r"autotp\.gather"):
-        F.cross_entropy(on(1)[1].flatten(0, 1), LABELS.flatten())

@@ -79,8 +79,6 @@ def test_maps_of_outputs_keep_it() -> None:
     output = {"loss": torch.ones(()), "logits": [cut(1).bfloat16()], "text": "text"}
     mapped: Any = pytree.tree_map_only(Tensor, lambda x: x.detach().to("cpu").float(), output)
     assert isinstance(mapped["logits"][0], Sharded) and mapped["logits"][0].dtype is torch.float32
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(autotp.Error, match=r"`.*` of a tensor"):
-        mapped["logits"][0] @ torch.ones(3, 2)
 
 
 # ---- compiled code
@@ -117,7 +115,7 @@ def test_compiled_code_returns_it(function: Callable[[Tensor], dict[str, Any]], 
     found = fast(part)
     out = found["out"]
     assert isinstance(out, Tensor) and out.shape == (2, 6, 5, 3) and out.requires_grad and as_sharded(out).cut[0] == 1
-    for use in (Tensor.tolist, Tensor.sum, Tensor.data_ptr, copy.copy, lambda x: setattr(x, "data", WHOLE), print_sum):
+    for use in (Tensor.data_ptr, lambda x: setattr(x, "data", WHOLE)):
         with pytest.raises(autotp.Error, match=r"of which each rank holds a part"):
             use(out)
     assert str(out) == f"Sharded([2, 6@tp, 5, 3], {out.dtype})" and copy.deepcopy(out.detach()).shape == out.shape
@@ -126,18 +124,12 @@ def test_compiled_code_returns_it(function: Callable[[Tensor], dict[str, Any]], 
     assert isinstance(out[0] + 1, Sharded) and isinstance(gather_all([as_sharded(out.mul_(2))])[0], Tensor) is True
 
 
-def print_sum(x: Tensor) -> str:
-    return f"{x.sum():.3f}"
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_computes_with_it(backend: str) -> None:
     torch._dynamo.reset()
     part = torch.ones(2, 2, 5, 3, requires_grad=True)
     found = torch.compile(computed, fullgraph=True, backend=backend)(part)
     assert isinstance(found, Sharded) and found.shape == (2, 6, 3) and (found.part == 1).all()
-    with pytest.raises(Exception, match=r"`argmax` of a tensor \[2, 6@tp, 5, 3\] of which each rank holds a part"):
-        torch.compile(lambda x: model(x)["out"].argmax(1), fullgraph=True, backend=backend)(part)
 
 
 # ---- on ranks
@@ -163,7 +155,7 @@ def both(n: int, **settings: Any) -> tuple[nn.Module, autotp.ParallelModule, dic
 
 def expect_gradients(whole: nn.Module, parallel: Any, gradients: dict[str, Tensor | None] | None = None) -> None:
     for name, p in parallel.named_parameters():
-        expected = parallel.layouts[name].take(whole.get_parameter(name).grad, parallel.mesh.rank)
+        expected = whole.get_parameter(name).grad
         torch.testing.assert_close(p.grad if gradients is None else gradients[name], expected, check_device=False)
 
 
@@ -193,9 +185,11 @@ def a_loss_of_cast_logits(rank: int, n: int) -> None:
         model.zero_grad()
         model(**given)["loss"].backward()
     expect_gradients(whole, parallel)
-    with pytest.raises(autotp.Error, match=r"`_log_softmax` of a tensor \[12, 97@tp\]"):
-        out = parallel(**given)["logits"]
-        nn.functional.cross_entropy(out.float().flatten(0, 1), given["y"].flatten())
+    for model in (whole, parallel):  # Without a word of cut logits.
+        model.zero_grad()
+        logits = model(**given)["logits"].flatten(0, 1)
+        (nn.functional.cross_entropy(logits, given["y"].flatten()) + (logits / logits.norm())[:, 3].sum()).backward()
+    expect_gradients(whole, parallel)
 
 
 @checks.on(2)
@@ -210,8 +204,7 @@ def logits_in_mixed_precision(rank: int, n: int) -> None:
         for cast in (found.float(), found.to(torch.float32), found.detach().clone(), found.type_as(torch.ones(1))):
             assert isinstance(cast, Sharded) and cast.shape == expected.shape
             torch.testing.assert_close(autotp.gather(cast).float(), expected.float(), rtol=0.02, atol=0.02)
-        with pytest.raises(autotp.Error, match=r"^`argmax` of a tensor \[2, 6, 97@tp\]"):
-            found.float().argmax(-1)
+        assert torch.equal(found.float().argmax(-1), autotp.gather(found).float().argmax(-1))
 
 
 class AsOfDDP(torch.autograd.Function):
@@ -238,9 +231,12 @@ def logits_that_nobody_reads(rank: int, n: int) -> None:
         loss.backward()
     assert not traffic.waits, traffic
     expect_gradients(whole, parallel)
-    logits = parallel(**given)["logits"]
-    with pytest.raises(autotp.Error, match="a whole gradient of a tensor that is cut"):
-        torch.autograd.backward([logits], [torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)])
+    for model in (whole, parallel):  # A whole gradient of logits that are cut.
+        model.zero_grad()
+        place = next(model.parameters()).device
+        logits = model(**{name: x.to(place) for name, x in given.items()})["logits"]
+        torch.autograd.backward([logits], [torch.ones(logits.shape, dtype=logits.dtype, device=logits.device)])
+    expect_gradients(whole, parallel)
 
 
 @checks.on(2)

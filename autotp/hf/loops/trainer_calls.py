@@ -19,7 +19,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
@@ -32,8 +31,6 @@ from autotp.hf.loops.replicas import done_by_all, of_all, replicas
 from autotp.hf.loops.settings.neftune import noisy, noisy_method
 from autotp.hf.overrides import whole_size
 from autotp.runtime.module import ParallelModule
-from autotp.runtime.optim.whole_matrices import whole_matrices
-from autotp.runtime.torch_hooks.optimizer_guard import looks_at_matrices
 
 Method = Callable[..., Any]
 STATES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state.pth")
@@ -199,7 +196,7 @@ def _pushing(method: Method) -> Method:
 
 def _making_optimizer(method: Method) -> Method:
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """An optimizer that looks at matrices steps whole ones, each on one rank."""
+        """Raises Error for an optimizer that steps in backward."""
         if self.optimizer is not None or not _is_ours(self):
             return method(self, *args, **kwargs)
         given, name = self.optimizer_cls_and_kwargs, str(getattr(self.args.optim, "value", self.args.optim))
@@ -208,19 +205,9 @@ def _making_optimizer(method: Method) -> Method:
                 f'optim="{name}" steps in backward, each parameter by its own gradient, and ranks have parts of these',
                 fix='optim="adafactor" or "adamw_torch"',
             )
-        kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        self.optimizer_cls_and_kwargs = _of_wholes(kind), options
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self.optimizer_cls_and_kwargs = given
+        return method(self, *args, **kwargs)
 
     return create_optimizer
-
-
-def _of_wholes(kind: Any) -> Any:
-    matrices = isinstance(kind, type) and issubclass(kind, Optimizer) and looks_at_matrices(kind)
-    return whole_matrices(kind) if matrices else kind
 
 
 def _is_ours(trainer: Any) -> bool:

@@ -8,7 +8,7 @@ is, and so is one that draws random numbers.
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +23,6 @@ SIZES = (1e3, 1e-3)
 GROUPS = 4
 """The number of parameter groups that are compared; others have other options at most."""
 ALTERNATIVE = "autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
-
-OF_ALL = re.compile("lbfgs|dadapt|prodigy")
-"""Names of optimizers that use all gradients at once."""
 
 
 def unhooked_step(kind: type[Optimizer]) -> Any:
@@ -74,6 +71,71 @@ def expect_alone(
             "autotp.clip_grad_norm_",
             alternative=ALTERNATIVE,
         )
+
+
+def expect_elementwise(optimizer: Optimizer, why: str) -> None:
+    """Raises Error unless an optimizer steps each element of a parameter by itself.
+
+    Args:
+        why: what a rank has of a parameter.
+    """
+    start, gradients = _drawn((4, 6), torch.Generator().manual_seed(0), torch.device("cpu"))
+    whole = _trial(optimizer, [(start, gradients)])[0]
+    for dim in (0, 1):
+        halves = [
+            _trial(optimizer, [(half, tuple(g.chunk(2, dim)[i] for g in gradients))])[0]
+            for i, half in enumerate(start.chunk(2, dim))
+        ]
+        if not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-9, atol=0, equal_nan=True):
+            name = type(optimizer).__name__
+            raise Error(
+                f"{why}, and {name} does not step each element by itself",
+                fix=f"autotp.whole_matrices({name})(parameters, ...), which steps each whole matrix on one rank",
+                alternative="AdamW, SGD, Lion or the like; zero=0",
+            )
+
+
+def expect_alone_in_groups(optimizer: Optimizer, why: str) -> None:
+    """Raises Error unless an optimizer steps each parameter by itself.
+
+    Args:
+        why: what a rank has of the parameters.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = [_drawn(shape, generator, torch.device("cpu")) for shape in ((4, 3), (3, 5))]
+    together, alone = _trial(optimizer, drawn), [_trial(optimizer, [each])[0] for each in drawn]
+    pairs = zip(together, alone, strict=True)
+    if not all(torch.allclose(a, b, rtol=1e-9, atol=0, equal_nan=True) for a, b in pairs):
+        raise Error(
+            f"{why}, and {type(optimizer).__name__} uses the gradients of several parameters at once",
+            fix="AdamW, SGD, Lion or the like; or pp=1",
+        )
+
+
+def _trial(optimizer: Optimizer, drawn: Sequence[Drawn]) -> list[Tensor]:
+    """Returns small parameters after some steps of an optimizer with the settings of another one's first group.
+
+    Raises:
+        Error: it does not step them.
+    """
+    parameters = [nn.Parameter(start.clone()) for start, _ in drawn]
+    trial: Any = object.__new__(type(optimizer))
+    trial.__dict__.update(vars(optimizer))
+    trial.__dict__.update(state=defaultdict(dict), param_groups=[{**optimizer.param_groups[0], "params": parameters}])
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for i in range(len(SIZES)):
+                for parameter, (_, gradients) in zip(parameters, drawn, strict=True):
+                    parameter.grad = gradients[i].clone()
+                unhooked_step(type(optimizer))(trial)
+    except Exception as error:
+        told = str(error).partition("\n")[0]
+        raise Error(
+            f"{type(optimizer).__name__} does not step a small tensor: {type(error).__name__}: {told}",
+            fix="an optimizer that steps each element by itself, such as torch.optim.AdamW",
+        ) from error
+    return [parameter.detach() for parameter in parameters]
 
 
 Drawn = tuple[Tensor, tuple[Tensor, ...]]

@@ -16,7 +16,7 @@ from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import sorted_by_model
 from autotp.errors import Error, within
 from autotp.runtime.holdings import holdings_of
-from autotp.runtime.optim.alone import ALTERNATIVE, OF_ALL, expect_alone, unhooked_step
+from autotp.runtime.optim.alone import expect_alone, unhooked_step
 from autotp.runtime.optim.matrices import Matrices, Told, problem_of
 
 Kind = TypeVar("Kind", bound=Optimizer)
@@ -42,8 +42,8 @@ def whole_matrices(kind: type[Kind]) -> type[Kind]:
         kind: a class of optimizers that steps each parameter by itself, in one call of `step` without a closure.
 
     Raises:
-        Error: `kind` is not a class of optimizers, or one that uses all gradients at once, such as LBFGS. The class
-            that is returned raises it for an optimizer that steps a parameter in another way beside other ones.
+        Error: `kind` is not a class of optimizers. The class that is returned raises it for an optimizer that steps a
+            parameter in another way beside other ones, or that needs a closure, such as LBFGS.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16, bias=False), nn.GELU(), nn.Linear(16, 4, bias=False))
@@ -59,12 +59,6 @@ def _class_of(kind: Any) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         told = repr(kind) if not isinstance(kind, Optimizer) else f"an object of {type(kind).__name__}"
         raise Error(f"{told} is not a class of optimizers", fix="autotp.whole_matrices(torch.optim.Muon)(parameters)")
-    if any(OF_ALL.search(one.__name__.lower().replace("_", "")) for one in kind.__mro__):
-        raise Error(
-            f"{kind.__name__} uses the gradients of all parameters at once, and each rank steps some parameters",
-            fix="an optimizer of each parameter by itself, such as torch.optim.Muon",
-            alternative=ALTERNATIVE,
-        )
     return kind if issubclass(kind, WholeMatrices) else _made(cast(Any, kind))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from autotp.distributed.cut_parameter import CutTensor, warn_of
+from autotp.distributed.cut_parameter import whole_operand
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.ops.collectives import reduce
 from autotp.runtime.grad_norm import total_norm
@@ -79,10 +79,9 @@ def _norm_of_all(
     """Computes the norm as torch does, but over all ranks of each model; other tensors are the same on all ranks."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     models, others = _of_parallel(given)
-    if parts := [x for x in others if isinstance(x, CutTensor)]:  # Values computed from parameters, or copies.
-        warn_of(parts[0], "get_total_norm")
+    others = [whole_operand(x) for x in others]  # Copies of parts, and values computed from them.
     if not models:
-        return old(given, norm_type, error_if_nonfinite, foreach)
+        return old(others, norm_type, error_if_nonfinite, foreach)
     norms = [total_norm(parts, some, norm_type) for parts, some in models]
     if others:
         rest = old(others, norm_type, False, foreach)

@@ -1,7 +1,7 @@
 """Raises Error before an optimizer's step that would be wrong on parts, or that differs between ranks.
 
-Each rank steps its own parameters. This equals the step of one device if the optimizer is elementwise, and if the
-parameters that several ranks hold, their gradients and the optimizer's settings are the same on these ranks. These are
+Each rank steps its own parameters; a part behaves as the whole (`cut_parameter.py`). This equals the step of one device
+if the parameters that several ranks hold, their gradients and the optimizer's settings are the same there. These are
 the parameters that tensor-parallel ranks hold whole, all parameters of replicas, and parameters that several ranks of a
 pipeline read. For parameters that replicas shard only the settings are compared.
 
@@ -19,7 +19,6 @@ On a GPU the checksums are computed there. After the first steps the host does n
 from __future__ import annotations
 
 import json
-import re
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp.distributed.consistency import bits_of_all, checksum
+from autotp.distributed.cut_parameter import CutTensor, is_elementwise, part_like
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.distributed.peers.in_step import are_apart, expect_together
@@ -44,7 +44,7 @@ from autotp.distributed.peers.store_gather import store_gather
 from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
-from autotp.runtime.optim.alone import OF_ALL
+from autotp.runtime.optim.alone import expect_alone_in_groups, expect_elementwise
 from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.runtime.shard_parameters import is_left_behind
 from autotp.runtime.torch_hooks.optimizer_state import watch_state
@@ -56,12 +56,6 @@ CHECKED_STEPS, EVERY = 4, 64
 """The number of first steps that are compared, and the interval of later comparisons."""
 LATER = 4
 """The number of steps that checksums have to come from a GPU."""
-
-OF_A_MATRIX = re.compile(
-    "muon|scion|dion|shampoo|soap|kron|kfac|galore|apollo|fira|adafactor|adalomo|adammini|came$|sm3|lamb(?!da)|lars"
-    "|novograd|stableadam|adamp$|sgdp$|ranger"
-)
-"""Names of optimizers that use a whole matrix, or its norm."""
 
 
 @dataclass
@@ -177,14 +171,9 @@ def _checked(
 ) -> list[Comparison]:
     """Returns the comparisons to make with other ranks; raises Error if the step would not be that of one device."""
     cut = [name for name in parameters if parts.layout(name).dim is not None and parts.place.size > 1]
-    if parts.pipeline is not None and _is(OF_ALL, optimizer):
-        raise Error(
-            "a rank of the pipeline has some of the parameters, and this optimizer uses the gradients of all",
-            fix="AdamW, SGD, Lion or the like; or pp=1",
-        )
     foreign = list[str]()
     if not isinstance(optimizer, WholeMatrices):
-        _expect_elementwise(optimizer, cut)
+        _expect_seen(optimizer, parts, parameters, cut)
         for parameter in parameters.values():
             _move_state(optimizer, parameter)
         for name in cut:
@@ -202,30 +191,27 @@ def _checked(
     return begun
 
 
-def _expect_elementwise(optimizer: Optimizer, cut: Sequence[str]) -> None:
-    """Raises Error if an optimizer of cut parameters is known not to work element by element."""
-    if not cut:
+def _expect_seen(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], cut: Sequence[str]) -> None:
+    """Raises Error if a step needs elements that this rank cannot see: of other stages, or of shards of parts."""
+    if is_elementwise(optimizer):
         return
-    kind = type(optimizer).__name__
-    elementwise = "AdamW, SGD, Lion or the like for parameters that are cut (`model.layouts` lists them)"
-    if _is(OF_ALL, optimizer):
-        raise Error(
-            f"each rank has a part of `{cut[0]}`, and this optimizer uses the gradients of all parameters",
-            fix=elementwise,
-        )
-    if _is(OF_A_MATRIX, optimizer):
-        raise Error(
-            f"each rank has a part of `{cut[0]}`, and this optimizer is not elementwise",
-            fix=f"autotp.whole_matrices({kind})(parameters, ...), which steps each whole matrix on one rank",
-            alternative=elementwise,
-        )
+    if parts.pipeline is not None:
+        expect_alone_in_groups(optimizer, "a rank of the pipeline has some of the parameters")
+    if sharded := [name for name in cut if not isinstance(parameters[name], CutTensor)]:
+        expect_elementwise(optimizer, f"each rank has a shard of a part of `{sharded[0]}`")
 
 
 def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: int) -> None:
-    """Cuts an optimizer's state that has the whole's shape: it is from before the parameter was cut, or from a file."""
+    """Cuts an optimizer's state that has the whole's shape: it is from before the parameter was cut, or from a file.
+
+    It behaves as the whole, as the parameter does.
+    """
     kept = optimizer.state.get(parameter, {}) if parameter.shape != layout.shape else {}
     whole = [key for key, x in kept.items() if type(x) is Tensor and x.shape == layout.shape]
-    kept.update({key: layout.take(kept[key], rank).to(parameter.device) for key in whole})
+    parts = {key: layout.take(kept[key], rank).to(parameter.device) for key in whole}
+    if isinstance(parameter, CutTensor):
+        parts = {key: part_like(part, parameter) for key, part in parts.items()}
+    kept.update(parts)
 
 
 def _move_state(optimizer: Optimizer, parameter: Tensor) -> None:
@@ -291,20 +277,6 @@ def _exchanged(kind: str, text: str, place: Mesh, step: int) -> list[str]:
             fix="optimizer.load_state_dict on all ranks",
         )
     return [text for _, _, text in every]
-
-
-def looks_at_matrices(kind: type[Optimizer]) -> bool:
-    """True for a class of optimizers that is known not to work element by element."""
-    return _named(OF_A_MATRIX, kind)
-
-
-def _is(pattern: re.Pattern[str], optimizer: Optimizer) -> bool:
-    return _named(pattern, type(optimizer))
-
-
-def _named(pattern: re.Pattern[str], kind: type[Optimizer]) -> bool:
-    names = (each.__name__.lower().replace("_", "") for each in kind.__mro__)
-    return any(pattern.search(name) for name in names)
 
 
 # ---- NOTE [When ranks are compared]

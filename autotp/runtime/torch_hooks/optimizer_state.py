@@ -1,4 +1,7 @@
-"""Warns where the user's code reads an optimizer's `state_dict()`: it has this rank's parts only.
+"""Warns where the user's code reads an optimizer's `state_dict()` that has what this rank steps only.
+
+States of cut parameters behave as wholes, and are saved as wholes. A rank of a pipeline, and `whole_matrices`, have the
+states of some parameters.
 
 torch has no hook for the state dicts of all optimizers, so each gets one at its first step. It has no state before.
 """
@@ -59,9 +62,9 @@ def _before_state_dict(optimizer: Optimizer) -> None:
         if text := _missing(optimizer, holdings_of(model, "state_dict"), parameters):
             _told[optimizer].add(line)
             tell_user(
-                f"`{type(optimizer).__name__}.state_dict()` has this rank's parts only: {text}. autotp.save_checkpoint,"
-                " with autotp.distribute in place of autotp.parallelize, saves the whole of optimizer and model; "
-                "autotp.full_state_dict(model), on all ranks, has the whole model",
+                f"`{type(optimizer).__name__}.state_dict()` has what this rank steps only: {text}. "
+                "autotp.save_checkpoint, with autotp.distribute in place of autotp.parallelize, saves the whole of "
+                "optimizer and model; autotp.full_state_dict(model), on all ranks, has the whole model",
                 frame,
             )
             return
@@ -82,8 +85,5 @@ def _missing(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Ten
     """Returns what this rank does not have of the optimizer's state, as text; "" if it has the whole."""
     if isinstance(optimizer, WholeMatrices):
         return optimizer.missing()
-    kept = [name for name, parameter in parameters.items() if optimizer.state.get(parameter)]
-    cut = [name for name in kept if parts.layout(name).dim is not None and parts.place.size > 1]
-    if cut:
-        return f"the state of `{cut[0]}`{f' and {len(cut) - 1} more' if cut[1:] else ''} is cut"
+    kept = any(optimizer.state.get(parameter) for parameter in parameters.values())
     return "it has the parameters of this rank's stages" if kept and parts.pipeline is not None else ""
