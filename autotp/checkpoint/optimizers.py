@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from autotp.distributed.cut_parameter import hold_parts
 from autotp.errors import Error
 from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
 
@@ -69,12 +70,13 @@ class Optimizers:
                 one.choose_owners()
 
     def replace_states(self, states: dict[Any, dict[str, Any]]) -> None:
-        """Replaces the states of all parameters."""
+        """Replaces the states of all parameters; of cut ones they behave as wholes."""
         for optimizer in self.each:
             optimizer.state.clear()
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if states[parameter]:
                     optimizer.state[parameter].update(states[parameter])
+            hold_parts(optimizer)
 
     def beside(self) -> list[tuple[str, Any]]:
         """Returns what optimizers keep that is neither an option nor a parameter's state, with the optimizer's name."""

@@ -368,7 +368,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Puts our hooks on an optimizer next to the step. (torch has not begun to go through its hooks.)"""
     if not is_elementwise(optimizer):
         if optimizer not in _hooks:
-            after = optimizer.register_step_post_hook(torch.compiler.disable(_states_are_parts))
+            after = optimizer.register_step_post_hook(torch.compiler.disable(hold_parts))
             _hooks[optimizer] = after, after
         return
     if optimizer not in _hooks:
@@ -430,21 +430,21 @@ def _make_plain(optimizer: Optimizer) -> None:
 def _cut_again(optimizer: Optimizer, *_: Any) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter):
         if hasattr(p, "autotp_cut"):
-            part: Any = p
-            shape = p.shape
             _become(p, CutParameter)
-            for x in optimizer.state.get(p, {}).values():
-                if type(x) is Tensor and x.shape == shape:
-                    part_like(x, part)
+    hold_parts(optimizer)
 
 
-def _states_are_parts(optimizer: Optimizer, *_: Any) -> None:
-    """Has an optimizer keep its states as parts like their parameters, as checkpoints expect them."""
+def hold_parts(optimizer: Optimizer, *_: Any) -> None:
+    """Has an optimizer hold its states that are cut as their parameters are as parts that behave as the whole."""
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is CutParameter):
-        state = optimizer.state.get(p, {})
         layout = p.autotp_cut.layout
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = p.shape
+        state = optimizer.state.get(p, {})
         for key, x in state.items() if isinstance(state, dict) else ():
-            if isinstance(x, Sharded) and x.is_cut_as(layout) and not x.requires_grad:
+            if type(x) is Tensor and x.shape == shape:
+                part_like(x, p)
+            elif isinstance(x, Sharded) and x.is_cut_as(layout) and not x.requires_grad:
                 state[key] = part_like(x.part, p)
 
 

@@ -306,7 +306,7 @@ def a_parameter_that_is_learned_is_not_written(rank: int, n: int) -> None:
             write()
     with torch.no_grad(), pytest.raises(autotp.Error, match="`t_` changes the shape of a tensor"):
         w.t_()
-    with pytest.raises(autotp.Error, match="get_gradient_edge of `up.weight`: this node gets the gradient of this"):
+    with pytest.raises(autotp.Error, match=r"get_gradient_edge of `up.weight`: this node gets the gradient of this"):
         get_gradient_edge(w)
 
 

@@ -75,7 +75,7 @@ def loading(rank: int, n: int) -> list[str]:
     for _ in range(3):
         expected = model(torch.ones(2, 8))
     own = model.state_dict()
-    wrong = {name: tensor.new_ones(3) if rank else tensor + 1 for name, tensor in own.items()}
+    wrong = {name: torch.ones(3) if rank else tensor + 1 for name, tensor in own.items()}
     found = [problem(lambda: model.load_state_dict(wrong))]
     assert torch.equal(model(torch.ones(2, 8)), expected)
     found.append(problem(lambda: model.load_state_dict(own) if rank == 0 else model(torch.ones(2, 8))))

@@ -50,7 +50,7 @@ def equal(rank: int, n: int, given: dict[str, Any]) -> None:
         expected, found = whole(X, labels=LABELS), model(*mine(mesh))
         expected.backward()
         found.backward()
-        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
             assert isinstance(p.grad, DTensor) and isinstance(p, DTensor)
             full = q.grad
             torch.testing.assert_close(p.grad.full_tensor(), full, rtol=0, atol=1e-12)
@@ -110,7 +110,7 @@ def cut_logits(rank: int, n: int) -> None:
     torch.testing.assert_close(logits, expected["logits"].float())
     (found["loss"] + logits.square().mean()).backward()
     (expected["loss"] + expected["logits"].float().square().mean()).backward()
-    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
         assert q.grad is not None
         dist.all_reduce(q.grad, dist.ReduceOp.SUM, group=mesh.get_group("dp"))
         full = q.grad / 2

@@ -15,8 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from autotp.distributed.cut_parameter import CutTensor, part_like
+from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error
 from autotp.runtime.tree import ORIGINAL, held_in
+from autotp.sharding.layout import Layout
 
 LOADING = ("load_state_dict", "_load_from_state_dict")
 
@@ -62,9 +64,16 @@ def cutting(module: nn.Module, rank: int) -> Callable[..., None]:
             if layout.dim is None or not isinstance(tensor, Tensor) or part is None or part.shape == layout.shape:
                 continue
             if tensor.shape == layout.shape:
-                state_dict[f"{prefix}{key}"] = layout.take(tensor, rank)
+                state_dict[f"{prefix}{key}"] = part_in(tensor, layout, rank)
 
     return cut
+
+
+def part_in(tensor: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Returns a rank's part of a tensor that is whole, or is cut in this way and behaves as the whole."""
+    if isinstance(tensor, Sharded) and tensor.is_cut_as(layout):
+        return tensor.to_local()
+    return layout.take(tensor, rank)
 
 
 def _copy(given: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -102,7 +111,7 @@ def _parts_of(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping
         if tensor.shape == part.shape:
             parts.append(name)
         elif tensor.shape == layout.shape:
-            found[name] = layout.take(tensor, rank)
+            found[name] = part_in(tensor, layout, rank)
             wholes.append(name)
         else:
             raise Error(

@@ -200,7 +200,8 @@ def parameters_are_sent_where_other_code_wrote_them(rank: int, n: int) -> None:
     expect_equal(whole, parallel)
     whole.up.weight.data[:2] = whole.up.weight.data[:2].flip(0)
     if rank == 0:  # Two rows in another order.
-        parallel.up.weight.data[:2] = parallel.up.weight.data[:2].flip(0)
+        own = parallel.up.weight.to_local().detach()
+        own[:2] = own[:2].flip(0)
     for model, optimizer in zip((whole, parallel), optimizers, strict=True):
         step(model, optimizer)
     expect_equal(whole, parallel)
@@ -221,7 +222,7 @@ def one_element_on_one_rank(rank: int, n: int) -> None:
             step(model, optimizer, number)
     whole.up.weight.data[0, 3] += 1e-9
     if rank == 0:
-        parallel.up.weight.data[0, 3] += 1e-9
+        parallel.up.weight.to_local().detach()[0, 3] += 1e-9
     for model, optimizer in zip((whole, parallel), optimizers, strict=True):
         step(model, optimizer)
     expect_equal(whole, parallel, 1e-13)
@@ -350,7 +351,7 @@ def a_state_is_whole_on_its_owner(rank: int, n: int) -> None:
         kept = optimizer.state_dict()
     other = ["up.weight", "down.weight"][rank]
     assert [str(one.message).partition(". ")[0] for one in caught] == [
-        f"`ByRow.state_dict()` has this rank's parts only: the state of `{other}` is on tp rank {1 - rank}"
+        f"`ByRow.state_dict()` has what this rank steps only: the state of `{other}` is on tp rank {1 - rank}"
     ]
     assert kept["of_rank"] == [rank, 2] and list(kept["state"]) == [[1], [0]][rank]
 

@@ -1,4 +1,4 @@
-"""optimizer_state: a state dict of parts is told once for each line; torch's and autotp's own code may read it."""
+"""optimizer_state: states of cut parameters behave as wholes; a state dict without some states is told of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 import autotp
 
@@ -50,54 +50,38 @@ REMEDY = (
 
 
 @checks.on(2)
-def once_for_each_line(rank: int, n: int) -> None:
-    _, optimizer = stepped(n)
-    text = f"`AdamW.state_dict()` has this rank's parts only: the state of `up.weight` and 2 more is cut. {REMEDY}"
-    for expected in ([text], []):
-        assert told(lambda: optimizer.state_dict()) == expected
-    assert told(lambda: optimizer.state_dict()) == [text], "another line"
+def states_of_cut_parameters(rank: int, n: int) -> None:
+    """They behave as wholes, and nothing is said, whoever reads."""
+    model, optimizer = stepped(n)
+    options = StateDictOptions(full_state_dict=True)
+    with silence():
+        states = optimizer.state_dict()["state"]
+        shapes = [x["exp_avg"].shape for x in states.values()]
+        assert shapes == [p.shape for p in model.parameters()] and shapes[0] == model.layouts["up.weight"].shape
+        read = get_optimizer_state_dict(model, optimizer, options=options)
+        state = get_model_state_dict(model, options=options)
+        assert state["up.weight"].shape == read["state"]["up.weight"]["exp_avg"].shape == shapes[0]
+        set_model_state_dict(model, state)
+        set_optimizer_state_dict(model, optimizer, read)
 
 
 @checks.on(2)
-def the_line_of_the_user(rank: int, n: int) -> None:
-    _, optimizer = stepped(n)
+def once_for_each_line(rank: int, n: int) -> None:
+    """Matrices that other ranks step."""
+    torch.manual_seed(0)
+    model = autotp.parallelize(Plain().double(), n, example_inputs=ROWS)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    optimizer = autotp.whole_matrices(Muon)(matrices, lr=0.1)
+    model(ROWS).sum().backward()
+    optimizer.step()
+    texts = told(lambda: optimizer.state_dict())
+    assert len(texts) == 1 and texts[0].startswith("`Muon.state_dict()` has what this rank steps only: ")
+    assert texts[0].endswith(REMEDY)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        optimizer.state_dict()
-    assert [one.filename for one in found] == [__file__]
-
-
-@checks.on(2)
-def what_has_no_state_of_parts(rank: int, n: int) -> None:
-    """A step without momentum keeps nothing; parameters that no rank cuts; a model of the user's own."""
-    _, plain = stepped(n, SGD)
-    model, _ = stepped(n)
-    whole = AdamW([model.get_parameter("down.bias")])
-    other = nn.Linear(2, 2)
-    own = AdamW(other.parameters())
-    other(torch.ones(1, 2)).sum().backward()
-    for optimizer in (whole, own):
-        optimizer.step()
-    with silence():
-        for optimizer in (plain, whole, own):
+        for _ in range(2):
             optimizer.state_dict()
-
-
-@checks.on(2)
-def torchs_own_code(rank: int, n: int) -> None:
-    """It reads for the user, who gets the parts; to load, it only fills what it reads."""
-    model, optimizer = stepped(n)
-    found: list[dict[str, Any]] = []
-    options = StateDictOptions(full_state_dict=True)
-    texts = told(lambda: found.append(get_optimizer_state_dict(model, optimizer, options=options)))
-    assert texts == [
-        f"`AdamW.state_dict()` has this rank's parts only: the state of `up.weight` and 2 more is cut. {REMEDY}"
-    ]
-    (text,) = told(lambda: found.append(get_model_state_dict(model, options=options)))
-    assert text.startswith("`state_dict()` has this rank's parts only: `up.weight`")
-    with silence():
-        set_model_state_dict(model, found[1])
-        set_optimizer_state_dict(model, optimizer, found[0])
+    assert [one.filename for one in found] == [__file__]
 
 
 def trainer_of(**layout: int) -> tuple[autotp.Trainer, Optimizer]:
@@ -112,16 +96,13 @@ def trainer_of(**layout: int) -> tuple[autotp.Trainer, Optimizer]:
 
 @checks.on(2)
 def trainers(rank: int, n: int) -> None:
-    """autotp's own checkpoint says nothing. Replicas have the whole; a stage of a pipeline does not."""
-    for layout, text in (
-        ({"tp": 2}, "the state of `model.0.up.weight` and 5 more is cut"),
-        ({"pp": 2}, "it has the parameters of this rank's stages"),
-    ):
+    """autotp's own checkpoint says nothing. Replicas and parts have the whole; a stage of a pipeline does not."""
+    for layout, text in (({"tp": 2}, ""), ({"pp": 2}, "it has the parameters of this rank's stages")):
         trainer, optimizer = trainer_of(**layout)
         with silence():
             autotp.save_checkpoint(shared(rank) / "ckpt", trainer, optimizer, 1)
         found = told(lambda optimizer=optimizer: optimizer.state_dict())
-        assert found == [f"`AdamW.state_dict()` has this rank's parts only: {text}. {REMEDY}"]
+        assert found == [f"`AdamW.state_dict()` has what this rank steps only: {text}. {REMEDY}"] * bool(text)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())
