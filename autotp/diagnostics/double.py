@@ -67,10 +67,11 @@ def doubled(tensor: Tensor) -> Tensor:
 def copied(model: nn.Module) -> nn.Module:
     """Returns a copy of the model. Computed tensors in it, such as those of torch's old weight_norm, become leaves.
 
-    torch copies no other tensors; the next call only uses their values.
+    torch copies no other tensors; the next call only uses their values. Of sparse ones it copies those of one layout.
     """
+    sparse = {id(x): x.clone() for x in model.buffers() if x.layout is not torch.strided}
     computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]
-    return copy.deepcopy(model, {id(x): x.detach().clone().requires_grad_() for x in computed})
+    return copy.deepcopy(model, sparse | {id(x): x.detach().clone().requires_grad_() for x in computed})
 
 
 def moved(model: nn.Module) -> nn.Module:

@@ -79,7 +79,9 @@ def build(
     executable_of(model).first(first)
     if replicas is not None:
         for tensor in (*model.parameters(), *model.buffers()):
-            broadcast_from_first(tensor.data, replicas)
+            sent = broadcast_from_first(tensor.data, replicas)
+            if tensor.layout is not torch.strided:  # Its elements are in other memory now.
+                tensor.data = sent
     parallel = watched(cast(ParallelModule, model))
     watch_calls()  # Last: libraries are asked about this model, too.
     return parallel
