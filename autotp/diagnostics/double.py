@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from autotp.ops.grouped_mm import grouped_mm
 from autotp.ops.random_state import forked
 from autotp.passes.capture.guards.attribute_paths import everything
+from autotp.passes.capture.skeleton import close_over, copying
 
 
 class _Double(TorchFunctionMode):
@@ -71,7 +72,10 @@ def copied(model: nn.Module) -> nn.Module:
     """
     sparse = {id(x): x.clone() for x in model.buffers() if x.layout is not torch.strided}
     computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]
-    return copy.deepcopy(model, sparse | {id(x): x.detach().clone().requires_grad_() for x in computed})
+    memo: dict[Any, Any] = sparse | {id(x): x.detach().clone().requires_grad_() for x in computed}
+    with copying():
+        close_over(memo, model)
+        return copy.deepcopy(model, memo)
 
 
 def moved(model: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 

@@ -199,20 +199,18 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
                 fix="the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`",
             )
     hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
-    functions = {
-        id(x): x for _, x in reached(model, (*hooks, *aside)) if isinstance(x, types.FunctionType) and x.__closure__
-    }
-    found = [function for function in functions.values() if _holds(function, own, set())]
+    functions = {id(x): x for _, x in reached(model, (*hooks, *aside)) if isinstance(x, types.FunctionType)}
+    holds = [x for x in functions.values() if x.__closure__ or x.__defaults__ or x.__kwdefaults__]
+    found = [function for function in holds if _holds(function, own, set())]
     for function in found:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        new = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-        )
-        new.__kwdefaults__ = function.__kwdefaults__
+        new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         new.__dict__.update(function.__dict__)
         memo[id(function)] = new
     for function in found:
-        for cell, was in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
+        memo[id(function)].__defaults__ = copy.deepcopy(function.__defaults__, memo)
+        memo[id(function)].__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+        for cell, was in zip(memo[id(function)].__closure__ or (), function.__closure__ or (), strict=True):
             with suppress(ValueError):  # An empty cell.
                 cell.cell_contents = copy.deepcopy(was.cell_contents, memo)
 

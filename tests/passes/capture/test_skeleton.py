@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -185,3 +187,44 @@ class SparseWeight(Sparse):
 def test_other_layouts_are_refused(make: Callable[[], nn.Module], told: str) -> None:
     with pytest.raises(autotp.Error, match=told):
         autotp.parallelize(make(), 1, example_inputs=torch.randn(3, 4))
+
+
+def with_default(layer: nn.Linear, low: nn.Module) -> Any:
+    def forward(x: Tensor, old: Any = layer.forward, low: nn.Module = low) -> Tensor:
+        return old(x) + low(x)
+
+    return forward
+
+
+def with_keyword(layer: nn.Linear, low: nn.Module) -> Any:
+    def forward(x: Tensor, *, parts: Any = (layer.forward, {"low": low})) -> Tensor:
+        return parts[0](x) + parts[1]["low"](x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def with_closure(layer: nn.Linear, low: nn.Module) -> Any:
+    old = layer.forward
+    return lambda x: old(x) + low(x)
+
+
+def with_method(layer: nn.Linear, low: nn.Module) -> Any:
+    old = layer.forward
+    return types.MethodType(lambda self, x, low=low: old(x) + low(x), layer)
+
+
+def with_partial(layer: nn.Linear, low: nn.Module) -> Any:
+    return functools.partial(lambda old, low, x: old(x) + low(x), layer.forward, low)
+
+
+@pytest.mark.parametrize("make", [with_default, with_keyword, with_closure, with_method, with_partial])
+def test_a_forward_that_holds_a_submodule(make: Callable[[nn.Linear, nn.Module], Any]) -> None:
+    """LoRA that is put into a layer so. What it learns is the same as on one device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    layer: Any = model[0]
+    layer.lora = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 8, bias=False))
+    layer.forward = make(layer, layer.lora)
+    report = autotp.verify(model, 2, example_inputs=torch.randn(3, 4))
+    assert report.ok, report
+    assert any("lora" in row.name for row in report.gradients)
