@@ -56,9 +56,7 @@ def fingerprint(arguments: Any) -> Fingerprint:
         return Fingerprint()
     leaves = pytree.tree_leaves(arguments)
     every = [x for x in leaves if isinstance(x, Tensor) and _is_plain(x)]
-    numbers = [
-        x for x in leaves if type(x) is int and abs(x) < 2**31
-    ]  # A graph has a position as input.
+    numbers = [x for x in leaves if type(x) is int and abs(x) < 2**31]  # A graph has a position as input.
     real = [x for x in every if x.is_floating_point() or x.is_complex()]
     with torch.no_grad(), unseen():
         whole = [x.sum(dtype=torch.int64) for x in every if not any(x is other for other in real)]
