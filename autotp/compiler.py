@@ -45,6 +45,7 @@ from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.passes.emit.interleave import interleave
 from autotp.passes.emit.late_sums import late_sums
+from autotp.passes.emit.python_calls import call_python
 from autotp.passes.emit.recompute import recompute
 from autotp.passes.emit.weight_sums import weight_sums
 from autotp.passes.lower.bucket import bucket
@@ -915,11 +916,20 @@ def _is_typed(graph: fx.Graph, program: Program, to: Target) -> bool:
 def emitted(
     graph: fx.Graph, program: Program, settings: Options, device: torch.device, groups: Mapping[str, str | None]
 ) -> fx.GraphModule:
-    """Returns a rank's graph, or that of one of its stages, as a module for its device, with blocks as submodules.
+    """Returns a rank's graph, or that of one of its stages, as the module that runs, with blocks as submodules.
+
+    `parallelize`, `distribute` and `verify` run this module, so that `verify` sees what each pass does to a graph.
 
     Args:
         groups: mesh axis -> name of the process group; empty for a simulation.
     """
+    return call_python(emitted_operators(graph, program, settings, device, groups))
+
+
+def emitted_operators(
+    graph: fx.Graph, program: Program, settings: Options, device: torch.device, groups: Mapping[str, str | None]
+) -> fx.GraphModule:
+    """Returns `emitted` before its last pass: for readers, who ask what an operator is. Arguments as there."""
     bound = bind(graph, device, groups, program.captured.owned, settings.optional("in_place"))
     if settings.overlap == "batch":
         bound = interleave(bound)

@@ -4,6 +4,7 @@
     python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
     python examples/hf_coverage.py --all --jobs 2                    # every class, in hours: docs/coverage_all.md
     python examples/hf_coverage.py --all --write                     # docs/coverage_all.md, of the classes so far
+    python examples/hf_coverage.py --all --on-ranks                  # the same classes, on two real ranks
     python examples/hf_coverage.py --sequences --jobs 2              # sequences cut over ranks: docs/coverage.md
     python examples/hf_coverage.py --sequences --families t5 --write # some rows of it
     python examples/hf_coverage.py --libraries                       # timm, diffusers and others, on real ranks
@@ -28,9 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import hf_walk
 from support.hf_families import FAMILIES
+from support.hf_rank_walk import on_ranks
 from support.hf_shrink import classes
-from support.hf_walk import CRASHED, OUTCOMES, RIGHT, WRONG, Walked, page, read, sampled, walk
+from support.hf_walk import CRASHED, OUTCOMES, RIGHT, WRONG, Walked, by_itself, page, read, sampled, walk
 from support.library_walk import RESULTS as OF_LIBRARIES
 from support.library_walk import libraries
 from torch import nn
@@ -42,6 +45,7 @@ from autotp.source_location import block_in
 SIZES = (2, 3, 4, 8)
 ALL = Path(__file__).parent.parent / "docs" / "coverage_all.md"
 RESULTS = Path(__file__).parent / "hf_coverage.jsonl"
+ON_RANKS = Path(__file__).parent / "hf_ranks_coverage.jsonl"
 TABLE = Path(__file__).parent.parent / "docs" / "coverage.md"
 TEXT = """# Hugging Face families
 
@@ -234,6 +238,7 @@ def main() -> None:
     )
     parser.add_argument("--sequences", action="store_true", help="the table of sequences that are cut over ranks")
     parser.add_argument("--all", nargs="*", metavar="CLASS", help="these classes of transformers, or every one of them")
+    parser.add_argument("--on-ranks", action="store_true", help="--all trains on two real ranks, not in verify")
     parser.add_argument("--libraries", nargs="*", metavar="NAME", help="other libraries, or models: timm, timm/vit")
     parser.add_argument("--results", type=Path, help="--all and --libraries go on from this file, and add to it")
     parser.add_argument("--again", nargs="+", default=[], choices=OUTCOMES, help="what these two verify once more")
@@ -246,6 +251,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.libraries is not None:
         return libraries(args.libraries, args.results or OF_LIBRARIES, args.again, args.limit)
+    if args.all is not None and args.on_ranks:
+        return every_class_on_ranks(sampled(args.all or classes()), args)
     if args.all is not None and args.write:
         return write_all(read(args.results or RESULTS), walked_sizes(args.tp), args.limit)
     if args.all is not None:
@@ -304,6 +311,19 @@ def every_class(names: Sequence[str], args: argparse.Namespace) -> None:
             tqdm.write(f"{one.name}: {one.outcome}: {one.message}")
     if len(names) == len(classes()):
         write_all(found, sizes, args.limit)
+    bad = [one.name for one in found if one.outcome in (WRONG, CRASHED)]
+    assert not bad, bad
+
+
+def every_class_on_ranks(names: Sequence[str], args: argparse.Namespace) -> None:
+    """Trains classes of transformers on two real ranks; the status is 1 if one is wrong or crashed."""
+    look, found = by_itself(on_ranks), []
+    results = args.results or ON_RANKS
+    for one in tqdm(walk(names, [2], results, limit=args.limit, again=args.again, look=look), total=len(names)):
+        found.append(one)
+        if one.outcome != RIGHT:
+            tqdm.write(f"{one.name}: {one.outcome}: {one.message}")
+    print(f"{len(found)} classes: {hf_walk.counts(found)}")
     bad = [one.name for one in found if one.outcome in (WRONG, CRASHED)]
     assert not bad, bad
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from autotp.ops.grouped_mm import grouped_mm
 from autotp.ops.random_state import forked
 from autotp.passes.capture.guards.attribute_paths import everything
+from autotp.passes.capture.skeleton import close_over, copying
 
 
 class _Double(TorchFunctionMode):
@@ -67,10 +68,14 @@ def doubled(tensor: Tensor) -> Tensor:
 def copied(model: nn.Module) -> nn.Module:
     """Returns a copy of the model. Computed tensors in it, such as those of torch's old weight_norm, become leaves.
 
-    torch copies no other tensors; the next call only uses their values.
+    torch copies no other tensors; the next call only uses their values. Of sparse ones it copies those of one layout.
     """
+    sparse = {id(x): x.clone() for x in model.buffers() if x.layout is not torch.strided}
     computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]
-    return copy.deepcopy(model, {id(x): x.detach().clone().requires_grad_() for x in computed})
+    memo: dict[Any, Any] = sparse | {id(x): x.detach().clone().requires_grad_() for x in computed}
+    with copying():
+        close_over(memo, model)
+        return copy.deepcopy(model, memo)
 
 
 def moved(model: nn.Module) -> nn.Module:

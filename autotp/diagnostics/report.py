@@ -163,7 +163,9 @@ def _count(shape: Iterable[Any]) -> int:
 
 def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: set[fx.Node]) -> CutRow:
     """Returns the row of a cut parameter. Its product sums the gradient of its operand only if that is in `graded`."""
-    leaf = analysis.decision.held[node]
+    leaf = analysis.decision.held.get(node)
+    if leaf is None:  # A further graph does not read it: its decision says nothing of it.
+        return CutRow(name, layout, "", "", "as it is stored; no operator of this graph reads it")
     chosen = next(c for c in analysis.decision.chosen if find(c.leaf) is find(leaf))
     forward = backward = ""
     for read, reader in read_by(node):

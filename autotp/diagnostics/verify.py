@@ -391,6 +391,7 @@ def _buffers(
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
+    x, y = x.to_dense(), y.to_dense()  # A buffer may be sparse.
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 
 

@@ -253,12 +253,35 @@ def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
     mesh = mesh.everyone
     if mesh.group is None or mesh.size == 1 or tensor.numel() == 0:
         return tensor
+    if tensor.layout is not torch.strided:
+        return _sparse_from_first(tensor, mesh)
     source = tensor.detach()
     sent = source.contiguous()
     communicate("broadcast_", sent.view(-1).view(torch.uint8), 0, mesh.group)
     if sent.data_ptr() != source.data_ptr():
         source.copy_(sent)
     return tensor
+
+
+def _sparse_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """The same for a sparse tensor; the first rank's may have another number of elements."""
+    coordinates = tensor.layout is torch.sparse_coo
+    if coordinates:
+        pieces = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        pieces = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        pieces = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    lengths = [n for piece in pieces for n in piece.shape]
+    coalesced, *first = gather_ints([coordinates and tensor.is_coalesced(), *lengths], mesh)[0]
+    of_first = iter(first)
+    sent = [piece.detach().new_empty([next(of_first) for _ in piece.shape]) for piece in pieces]
+    for piece, mine in zip(sent, pieces, strict=True):
+        broadcast_from_first(piece.copy_(mine) if piece.shape == mine.shape else piece, mesh)
+    make: Any = torch.sparse_coo_tensor if coordinates else torch.sparse_compressed_tensor
+    how = {"is_coalesced": bool(coalesced)} if coordinates else {"layout": tensor.layout}
+    found = make(*sent, size=tensor.shape, check_invariants=False, **how)
+    return tensor.resize_as_sparse_(found).copy_(found)
 
 
 def follow_first_random_state(mesh: Mesh) -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from autotp.passes.capture.replacements.everywhere import everywhere
 
 FUNCTION = "_compute_mask_indices"
 MODELS = "transformers.models."
@@ -53,11 +54,10 @@ def _(attention_mask: Any, rows: Any, length: Any, *rest: Any) -> Tensor:
 @contextmanager
 def as_operators() -> Iterator[None]:
     """A region in which transformers' functions that draw such masks are operators. NOTE [Numbers of numpy]"""
-    with ExitStack() as stack, warnings.catch_warnings():
+    files = [(name, module) for name, module in list(sys.modules.items()) if name.startswith(MODELS)]
+    functions = [(vars(module)[FUNCTION], _traced(name)) for name, module in files if FUNCTION in vars(module)]
+    with everywhere(functions), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "To copy construct from a tensor")  # Models give the mask to `torch.tensor`.
-        for name, module in list(sys.modules.items()):
-            if name.startswith(MODELS) and FUNCTION in vars(module):
-                stack.enter_context(patch.object(module, FUNCTION, _traced(name)))
         yield
 
 

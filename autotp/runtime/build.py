@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -79,7 +80,9 @@ def build(
     executable_of(model).first(first)
     if replicas is not None:
         for tensor in (*model.parameters(), *model.buffers()):
-            broadcast_from_first(tensor.data, replicas)
+            sent = broadcast_from_first(tensor.data, replicas)
+            if tensor.layout is not torch.strided:  # Its elements are in other memory now.
+                tensor.data = sent
     parallel = watched(cast(ParallelModule, model))
     watch_calls()  # Last: libraries are asked about this model, too.
     return parallel

@@ -7,7 +7,7 @@ graph, and rebuilds the model's result from the outputs.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from autotp.distributed.sharded_tensor import Sharded, local_part
 from autotp.errors import Error, within
 from autotp.groups.one_thread import one_thread
 from autotp.groups.process_group import backend_of
-from autotp.model_library import watch_calls
+from autotp.model_library import BeginAgain, watch_calls
 from autotp.ops.eager_mode import alone, is_recorded, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
@@ -42,6 +42,7 @@ from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
 from autotp.passes.capture.pytree import computes_by_itself, flatten_call, leaf_names, signature_of, states
+from autotp.passes.capture.replacements.number_arguments import Number, as_length, is_countable
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetric_memory, expect_async_tp
@@ -67,6 +68,8 @@ CAPTURES = (
 
 FEW, MOST = 8, 64
 """The number of captures for one kind of call that causes a warning, and of graphs that are kept."""
+GRAPHS_OF_NUMBERS = 4
+"""The number of graphs with numbers as inputs after which each number has a graph of its own."""
 Key = tuple[Any, ...]
 
 
@@ -83,6 +86,10 @@ class FlatCall(NamedTuple):
     tensors: list[Tensor]
     autocast: Autocast
     looks: bool
+
+
+class _OtherNumbers(BeginAgain):
+    """Other numbers among the arguments have become inputs of graphs, or no longer are."""
 
 
 class _Ran(NamedTuple):
@@ -111,6 +118,8 @@ class Executable:
         uncompiled: calls a function that Dynamo does not trace: `uncompiled(function, *args)`.
         seen_loaded: how often parts had been loaded when the ranks last compared them.
         opened: the attributes that are known to change from call to call; graphs have them as inputs.
+        numbers: structure of the arguments, and positions of the numbers among them that change, which are inputs, too;
+            none where each number needs a graph of its own.
         read_places: the places at which Python needs values of tensors.
         count: number of calls whose graph assumed outcomes of reads.
         seen: the tree's version when the following attributes were computed.
@@ -127,6 +136,7 @@ class Executable:
         self.module, self.tree = module, tree
         self.entries: list[tuple[Key, GraphEntry]] = []
         self.opened = NOTHING_OPENED
+        self.numbers: list[tuple[Any, frozenset[int]]] = []
         self.read_places = frozenset[Place]()
         self.seen_loaded = self.count = 0
         # Here, as a model is captured before it has an `Executable`: Dynamo, which takes a second, is imported already.
@@ -199,8 +209,18 @@ class Executable:
 
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.signature.by_name(args, kwargs)
-        leaves, spec = flatten_call(args, kwargs)
+        if torch.compiler.is_compiling():
+            return self._result_of_flat(args, kwargs, *flatten_call(args, kwargs))
+        while True:
+            try:
+                return self._result_of_flat(args, kwargs, *flatten_call(args, kwargs))
+            except _OtherNumbers:
+                continue
+
+    def _result_of_flat(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any) -> Any:
         leaves = [whole_operand(leaf) for leaf in leaves]
+        for i in self._numbers_in(spec) or ():
+            leaves[i] = as_length(leaves[i], self.mesh.device) if is_countable(leaves[i]) else leaves[i]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         looks = not (torch.compiler.is_compiling() or self._is_recorded())
         called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device), looks)
@@ -234,7 +254,16 @@ class Executable:
     ) -> GraphEntry:
         """Returns the graph for a call in which the first reads of values have these outcomes."""
         if not torch.compiler.is_compiling():
-            return self._agreed(self._find(key, called, held, outcomes), called, key, held, outcomes)
+            found = self._find(key, called, held, outcomes)
+            if found is None and self._learns_numbers(key):
+                raise _OtherNumbers
+            try:
+                return self._agreed(found, called, key, held, outcomes)
+            except Error:
+                if found is not None or not self._numbers_in(called.spec):
+                    raise
+                self._set_numbers(called.spec, frozenset())  # Perhaps the graph has no operator for a number.
+                raise _OtherNumbers from None
         find = partial(self.uncompiled, self._find) if self.read_places else self._find  # Dynamo has no values, either.
         entry = find(key, called, held, outcomes)
         return entry or self.uncompiled(self._agreed, entry, called, key, held, outcomes)
@@ -558,6 +587,32 @@ class Executable:
             agree_on_cards(mesh, entry.alike)
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
 
+    def _learns_numbers(self, key: Key) -> bool:
+        """Notes the whole numbers among the arguments that change from call to call; True if there are new ones.
+
+        They are inputs of later graphs (`number_arguments.py`), unless the model asks so much of them that there is a
+        graph for each all the same.
+        """
+        spec, kinds, *_ = key
+        before = self._numbers_in(spec)
+        if before and sum(known == key for known, _ in self.entries) >= GRAPHS_OF_NUMBERS:
+            self._set_numbers(spec, frozenset())
+            return True
+        if before is not None and not before:
+            return False
+        changed = {i for known, _ in self.entries for i in _other_numbers(known, key) if is_countable(kinds[i][1])}
+        if changed:
+            self._set_numbers(spec, changed | (before or set()))
+        return bool(changed)
+
+    def _numbers_in(self, spec: Any) -> frozenset[int] | None:
+        """Returns the positions of the numbers that are inputs; None for calls of which nothing is known."""
+        return next((positions for known, positions in self.numbers if known == spec), None)
+
+    def _set_numbers(self, spec: Any, positions: Iterable[int]) -> None:
+        others = [(known, its) for known, its in self.numbers if known != spec]
+        self.numbers = [*others, (spec, frozenset(positions))]
+
     def _wanted(self, tensors: Sequence[Tensor], held: Mapping[str, Tensor]) -> GradientsWanted:
         """Returns the gradient modes of a call."""
         with torch._C.DisableTorchFunctionSubclass():  # A cut parameter would look for the user's code.
@@ -774,11 +829,14 @@ def _other_numbers(known: Key, key: Key) -> list[int]:
     if known[0] != key[0] or known[2:] != key[2:]:
         return []
     other = [i for i, (one, two) in enumerate(zip(known[1], key[1], strict=True)) if one != two]
-    return other if all(known[1][i][0] in (int, float) and key[1][i][0] is known[1][i][0] for i in other) else []
+    kinds = [(known[1][i][0], key[1][i][0]) for i in other]
+    return other if all(pair in ((int, int), (float, float), (Number, int)) for pair in kinds) else []
 
 
 def _kind(tensor: Tensor) -> Any:
     """Returns the facts of a tensor that select a graph, except sizes."""
+    if isinstance(tensor, Number):
+        return (Number,)
     cut = tensor.cut if isinstance(tensor, Sharded) else None
     own = not torch.compiler.is_compiling() and computes_by_itself(type(tensor))
     return tensor.dim(), tensor.dtype, cut, tensor.layout, tensor.is_nested, own

@@ -22,7 +22,6 @@ from autotp.passes.capture.guards.guard import Guard
 from autotp.passes.capture.guards.values import Outcome, ValueRead
 from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters
 from autotp.passes.emit.bind import bind
-from autotp.passes.emit.python_calls import call_python
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
 from autotp.runtime.graph_digest import draws_alike, order_of
@@ -200,7 +199,7 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     """
     captured = analysis.captured
     lowered = rank_graph(analysis, mesh.rank, settings.randomness)
-    module = call_python(emitted(lowered, analysis, settings, mesh.device, mesh.groups))
+    module = emitted(lowered, analysis, settings, mesh.device, mesh.groups)
     names = captured.parameters | captured.buffers
     sources: dict[str, str | Tensor] = {
         node.name: names[node.name] if node.name in names else captured.constants[node.name].to(mesh.device)

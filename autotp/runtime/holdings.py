@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.options import CheckInputs
+from autotp.passes.capture.pytree import is_dense
 from autotp.passes.emit.attach_parameters import places
 from autotp.runtime.module import ParallelModule, executable_of, expect_part
 from autotp.sharding.boxes import Box, boxes, local_of
@@ -150,7 +151,11 @@ def saved_names(
     names, own = list(state), dict(tensors)
     saved = {name: first[name] for name in names if name in first}
     left_out = [name for name, x in model.named_parameters() if x.requires_grad and name not in saved.values()]
-    beside = tuple(name for name in names if name not in first or not _is_of(state[name], own[first[name]]))
+    beside = tuple(
+        name
+        for name in names
+        if name not in first or not is_dense(own[first[name]]) or not _is_of(state[name], own[first[name]])
+    )
     return saved, {name: tuple(x.shape) for name, x in tensors}, beside, tuple(left_out)
 
 
@@ -166,9 +171,9 @@ def _is_of(value: Any, tensor: Tensor) -> bool:
 
 
 def expect_nothing_beside(parts: Holdings, remedy: str) -> None:
-    """Raises Error if a state dict has an entry that is not a parameter or buffer: its layout is unknown."""
+    """Raises Error if a state dict has an entry that is not a dense parameter or buffer: its layout is unknown."""
     if parts.beside:
-        problem = f"`{parts.beside[0]}` in the model's state_dict() is not a parameter or buffer of the model"
+        problem = f"`{parts.beside[0]}` in the model's state_dict() is not a dense parameter or buffer of the model"
         raise Error(problem, fix=remedy)
 
 

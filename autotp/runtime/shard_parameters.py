@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autotp.deferred_init.initialize import initialize
 from autotp.distributed.consistency import agree_on_random
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
+from autotp.passes.capture.skeleton import empty_on
 from autotp.sharding.layout import Layout
 
 _left_behind = WeakTensorKeyDictionary()
@@ -82,7 +83,7 @@ def _moved(
         local = read[name] if name in read else _part(tensor, layouts.get(name), rank, everyone)
         full = tensor if tensor.grad is None else tensor.grad  # Kept only if the first rank has a gradient.
         gradient = _part(full, layouts.get(name), rank, everyone) if learns else None
-        empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
+        empty = empty_on(tensor, "meta")
         empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         empty.__dict__.update(tensor.__dict__)
         for table, key in holders:
@@ -124,7 +125,8 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a copy on `device`; a tensor on meta has no values there."""
     if tensor.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return tensor.detach().to(device, copy=True).contiguous()
+    copied = tensor.detach().to(device, copy=True)
+    return copied.contiguous() if copied.layout is torch.strided else copied
 
 
 def _held(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:

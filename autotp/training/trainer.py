@@ -41,7 +41,6 @@ from autotp.passes.capture.guards.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, attach_parameters, module_at, place_of, value_at
-from autotp.passes.emit.python_calls import call_python
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
@@ -448,7 +447,7 @@ class Trainer(InGraphs, HasHoldings):
                 fix="example_inputs, or a first step, in which forward runs all blocks",
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
-        bound = call_python(emitted(stage.graph, analysis, self._training, place.device, place.groups))
+        bound = emitted(stage.graph, analysis, self._training, place.device, place.groups)
         module = attach_parameters(bound, captured.parameters, places, owners.get, self._read)
         left = placeholders(module.graph)
         return StageGraph(

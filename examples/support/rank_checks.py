@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -164,21 +165,21 @@ def compared(made: Callable[[], tuple[nn.Module, Any]], tp: int, rank: int) -> C
         torch.manual_seed(0)
         whole, inputs = made()
         whole.train()  # An activation that is the default of an argument is in the mode of the model before.
-        whole, inputs = _double(whole), _mapped(inputs, lambda x: x.double() if x.is_floating_point() else x)
-        with _casts(whole, inputs):
+        whole, inputs = in_double(whole), mapped(inputs, lambda x: x.double() if x.is_floating_point() else x)
+        with casts(whole, inputs):
             parallel = autotp.parallelize(
                 copy.deepcopy(whole), tp, example_inputs=inputs, outputs="full", randomness="exact"
             )
             for train, other in itertools.product((True, False), (_same, _flipped, _longer)):
-                given = _mapped(inputs, other)
+                given = mapped(inputs, other)
                 try:
-                    expected = _call(whole.train(train), given)
+                    expected = trained(whole.train(train), given)
                 except Exception:  # It has no other number of rows.
                     if other is not _longer:
                         raise
                     continue
-                found = _call(parallel.train(train), given)
-                worst, of_what = max(_differences(expected, found, parallel, rank), default=(0.0, ""))
+                found = trained(parallel.train(train), given)
+                worst, of_what = max(differences(expected, found, parallel, rank), default=(0.0, ""))
                 if not worst <= TOLERANCE:
                     mode = "train" if train else "eval"
                     return Compared(f"{mode}, {other.__name__.strip('_')} values: {worst:.1e} of {of_what}")
@@ -190,17 +191,17 @@ def compared(made: Callable[[], tuple[nn.Module, Any]], tp: int, rank: int) -> C
         return Compared(crash=f"{type(error).__name__}: {first}")
 
 
-def _casts(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
+def casts(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
     """Returns a region in which the model runs in float64: one without casts to less, where these do not fit it."""
     try:
-        _call(copy.deepcopy(model), inputs)
+        trained(copy.deepcopy(model), inputs)
     except RuntimeError as error:
         if "dtype" in str(error):
             return all_double()
     return nullcontext()
 
 
-def _double(model: nn.Module) -> nn.Module:
+def in_double(model: nn.Module) -> nn.Module:
     """Returns the model in float64, with noise: biases of 0 and norm weights of 1 would hide a wrong cut."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -209,7 +210,7 @@ def _double(model: nn.Module) -> nn.Module:
     return model
 
 
-def _mapped(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, change, inputs)
 
 
@@ -236,8 +237,8 @@ class Call:
     buffers: Mapping[str, Tensor]
 
 
-def _call(model: nn.Module, inputs: Any) -> Call:
-    given = _mapped(inputs, lambda x: x.clone().requires_grad_(x.is_floating_point()))
+def trained(model: nn.Module, inputs: Any) -> Call:
+    given = mapped(inputs, lambda x: x.clone().requires_grad_(x.is_floating_point()))
     leaves = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     model.zero_grad()
     torch.manual_seed(3)
@@ -258,30 +259,37 @@ def _call(model: nn.Module, inputs: Any) -> Call:
     )
 
 
-def _differences(whole: Call, parts: Call, model: Any, rank: int) -> Iterator[tuple[float, str]]:
-    """Yields the difference of each compared tensor, relative to its scale, and its name."""
+def differences(whole: Call, parts: Call, model: Any, rank: int, dtypes: bool = True) -> Iterator[tuple[float, str]]:
+    """Yields the difference of each compared tensor, relative to its scale, and its name.
+
+    Args:
+        model: the parallel model of `parts`; None for one on one device.
+        dtypes: whether other dtypes are a difference.
+    """
+    difference = partial(_difference, dtypes=dtypes)
+    layouts = {} if model is None else model.layouts
     yield abs(whole.loss - parts.loss) / (abs(whole.loss) or 1), "the loss"
     if len(whole.outputs) != len(parts.outputs) or whole.gradients.keys() != parts.gradients.keys():
         yield float("inf"), "the number of outputs or parameters"
         return
     for place, (x, y) in enumerate(zip(whole.outputs, parts.outputs, strict=True)):
-        yield _difference(x, y), f"output {place}"
+        yield difference(x, y), f"output {place}"
     gradients = [g for g in whole.gradients.values() if g is not None]
     scale = max((g.abs().max().item() for g in gradients if g.numel()), default=0.0) or 1.0
     for name, gradient in whole.gradients.items():
-        expected = None if gradient is None else model.layouts[name].take(gradient, rank)
-        yield _difference(expected, parts.gradients[name], scale), f"the gradient of {name}"
+        expected = None if gradient is None else layouts[name].take(gradient, rank) if name in layouts else gradient
+        yield difference(expected, parts.gradients[name], scale), f"the gradient of {name}"
     for place, (x, y) in enumerate(zip(whole.of_inputs, parts.of_inputs, strict=True)):
-        yield _difference(x, y), f"the gradient of input {place}"
+        yield difference(x, y), f"the gradient of input {place}"
     for name, buffer in whole.buffers.items():
-        expected = model.layouts[name].take(buffer, rank) if name in model.layouts else buffer
-        yield _difference(expected, parts.buffers[name]), f"the buffer {name}"
+        expected = layouts[name].take(buffer, rank) if name in layouts else buffer
+        yield difference(expected, parts.buffers[name]), f"the buffer {name}"
 
 
-def _difference(x: Tensor | None, y: Tensor | None, scale: float = 0.0) -> float:
+def _difference(x: Tensor | None, y: Tensor | None, scale: float = 0.0, dtypes: bool = True) -> float:
     if x is None or y is None:
         return 0.0 if x is y else float("inf")
-    if x.shape != y.shape or x.dtype != y.dtype:
+    if x.shape != y.shape or (dtypes and x.dtype != y.dtype):
         return float("inf")
     if not x.numel() or torch.equal(x, y):
         return 0.0

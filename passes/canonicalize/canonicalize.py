@@ -177,9 +177,7 @@ def _convolution(builder: Builder, args: dict[str, Any]) -> Any:
 
 def _conv_transpose(builder: Builder, args: dict[str, Any]) -> Any:
     """Rewrites as `_convolution` does; splits the weight's first dimension into groups and channels of a group."""
-    weight, groups = args["weight"], args["groups"]
-    sizes = [groups, weight.meta["val"].shape[0] // groups]
-    weight = builder.call(aten.unflatten.int, weight, 0, sizes)
+    weight = builder.call(aten.unflatten.int, args["weight"], 0, [args["groups"], -1])
     rest = [args[name] for name in ("stride", "padding", "output_padding", "dilation")]
     return _with_bias(builder, builder.call(channels.conv_transpose, args["input"], weight, *rest), args)
 
@@ -201,23 +199,24 @@ def _batch_norm(builder: Builder, args: dict[str, Any]) -> Any:
 
 def _group_norm(builder: Builder, args: dict[str, Any]) -> Any:
     """Splits the channels into groups, a dimension that can be cut."""
-    return _by_group(builder, args, args["num_groups"], args["eps"])
+    return _by_group(builder, args, [args["num_groups"], -1])
 
 
 def _instance_norm(builder: Builder, args: dict[str, Any]) -> Any:
     """Writes an instance norm without running statistics as a group norm with one channel in a group."""
     if args["running_mean"] is not None or not args["use_input_stats"]:
         return None
-    return _by_group(builder, args, args["input"].meta["val"].shape[1], args["eps"])
+    return _by_group(builder, args, [-1, 1])
 
 
-def _by_group(builder: Builder, args: dict[str, Any], groups: int, eps: float) -> fx.Node:
-    sizes = [groups, args["input"].meta["val"].shape[1] // groups]
+def _by_group(builder: Builder, args: dict[str, Any], sizes: list[Any]) -> fx.Node:
     apart = [
         None if x is None else builder.call(aten.unflatten.int, x, dim, sizes)
         for x, dim in ((args["input"], 1), (args["weight"], 0), (args["bias"], 0))
     ]
-    return builder.call(aten.flatten.using_ints, builder.call(channels.group_norm, *apart, eps), 1, 2)
+    new = builder.call(aten.flatten.using_ints, builder.call(channels.group_norm, *apart, args["eps"]), 1, 2)
+    new.meta["val"] = builder.origin.meta["val"]  # type: ignore[union-attr]
+    return new  # (Of a symbolic number of channels, `flatten` gives groups times channels of a group.)
 
 
 def _by_channel(op: Any, places: int) -> Rewrite:

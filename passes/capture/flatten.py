@@ -32,6 +32,7 @@ from autotp.passes.capture.guards.python_state import DrewNumber, GradientQuerie
 from autotp.passes.capture.guards.values import Reading, ValueRead
 from autotp.passes.capture.patches import around_forward
 from autotp.passes.capture.pytree import outcome, states, within_states
+from autotp.passes.capture.replacements.number_arguments import as_number
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -129,7 +130,7 @@ class Flat(nn.Module):
     def _computed(self, *tensors: Any) -> tuple[Any, ...]:
         queue = iter(tensors)
         leaves = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = pytree.tree_unflatten(list(map(as_number, self.leaves, leaves)), self.spec)
         # Copies: the exporter may run forward twice, and the second run must find the same values.
         given_at = {path: x.clone() if isinstance(x := next(queue), Tensor) else x for path in self.opened}
         self.asked.inputs = [x for x in leaves if isinstance(x, Tensor)]

@@ -11,10 +11,13 @@ other way, a function of torch or Python is replaced. This happens in the region
 - `torch.compiler.is_exporting`, as torch's `allow_in_pre_dispatch_graph` asks it: its Functions stay in the graph
         operator by operator (`lost_gradients.py`).
 - `torch.is_grad_enabled`, `torch.is_inference_mode_enabled`: answer for the call that is captured, not for the exporter
-        (`python_state.py`).
-- `torch.default_generator`, as torch's own functions read it: forward may not seed it (`python_state.py`).
+        (`python_state.py`). These, and the next two, under each name that a module of Python has for them
+        (`everywhere.py`).
+- `torch.default_generator`: forward may not seed it (`python_state.py`).
+- the functions that begin a derivative: forward may take none (`lost_gradients.py`).
 - `nn.TransformerEncoder.forward`, and torch's test whether a mask is causal (`transformer_layers.py`).
-- `F.scaled_dot_product_attention`: a size may say whether it is causal (`functions.py`).
+- comparisons of sizes, and `isinstance`: the model's code gets a bool, and the class that it gets on one device
+        (`number_classes.py`).
 - `ShapeEnv.evaluate_expr`: a question about sizes of too many terms ends the capture (`long_sizes.py`).
 - `torch.SymInt`'s text and hash: a size that is used as text or as a key becomes a number (`sizes_as_keys.py`).
 - `nn.Module._apply`: a conversion of a module in forward changes nothing, or is refused (`conversions.py`).
@@ -57,14 +60,15 @@ from autotp.model_library import during_capture
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.guard import Reads
-from autotp.passes.capture.guards.python_state import GradientQueries, without_python_random, without_seeds
+from autotp.passes.capture.guards.python_state import GradientQueries, unseeded, without_python_random
 from autotp.passes.capture.inline import rows_first, with_whole
 from autotp.passes.capture.repeats.repeats import Repeats
-from autotp.passes.capture.replacements.functions import ReplacedFunctions, known_causality
+from autotp.passes.capture.replacements.everywhere import everywhere
+from autotp.passes.capture.replacements.functions import ReplacedFunctions
 from autotp.passes.capture.replacements.number_classes import numbers_of_python
 from autotp.passes.capture.replacements.transformer_layers import slow_path
 from autotp.passes.capture.unsupported.conversions import none_converted
-from autotp.passes.capture.unsupported.lost_gradients import nothing_lost
+from autotp.passes.capture.unsupported.lost_gradients import nothing_lost, without_derivatives
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
 from autotp.passes.capture.unsupported.sizes_as_keys import known_sizes
 from autotp.passes.capture.unsupported.tensor_values import none_caught
@@ -111,8 +115,8 @@ def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool, look
         exactly, looks: as for `autotp.model_library.during_capture`.
     """
     with (
-        none_caught(), during_capture(exactly, looks), ReplacedFunctions(), known_causality(), nothing_lost(model),
-        CertainComparisons(), asked, asked.answering(), without_python_random(model), without_seeds(),
+        none_caught(), during_capture(exactly, looks), ReplacedFunctions(), nothing_lost(model), CertainComparisons(),
+        asked, everywhere([*asked.answering(), *unseeded(), *without_derivatives()]), without_python_random(model),
         none_converted(model), numbers_of_python(),
     ):  # fmt: skip
         yield

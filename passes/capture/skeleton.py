@@ -21,6 +21,7 @@ from autotp.errors import Error
 from autotp.ops.eager_mode import is_plain
 from autotp.passes.capture.guards.attribute_paths import children, everything, hidden, key_of, reached, spelled
 from autotp.passes.capture.guards.guard import HOOKS
+from autotp.passes.capture.pytree import is_dense
 
 WRITTEN_IN_PYTHON = 1 << 9
 """The flag of a class that is not compiled C: Py_TPFLAGS_HEAPTYPE."""
@@ -87,7 +88,7 @@ def stand_ins(
 
 
 def expect_copyable(model: nn.Module) -> None:
-    """Raises Error for a module that holds more than its `__dict__`, or that no set can hold."""
+    """Raises Error for a module that holds more than its `__dict__`, or that no set can hold, and for some layouts."""
     queue, seen = deque([("", model)]), set[int]()
     while queue:
         path, module = queue.popleft()
@@ -103,6 +104,7 @@ def expect_copyable(model: nn.Module) -> None:
             _expect_no_slots(what, kind)
         inside = [(f"{path}.{name}".lstrip("."), one) for name, one in module._modules.items() if one is not None]
         queue.extend((at, one) for at, one in inside if id(one) not in seen)
+    _expect_layouts(model)
 
 
 def _expect_no_slots(what: str, kind: type[nn.Module]) -> NoReturn:
@@ -147,6 +149,21 @@ def _expect_no_views(model: nn.Module) -> None:
             )
 
 
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def _expect_layouts(model: nn.Module) -> None:
+    """Raises Error for a parameter that is not dense, and for a buffer that is neither dense nor sparse."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        sparse = tensor.layout in SPARSE and not isinstance(tensor, nn.Parameter)
+        if not (sparse or is_dense(tensor)):
+            layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").removeprefix("_")
+            raise Error(
+                f"`{name}` is a {layout} tensor, and a rank holds dense tensors",
+                fix="a dense tensor; of sequences of several lengths a padded one and a mask",
+            )
+
+
 def _instead_of_norm(model: nn.Module, name: str) -> str:
     """Returns what to write instead of torch's old norm, which keeps a weight of this name as an attribute; else ""."""
     path, _, key = name.rpartition(".")
@@ -182,20 +199,18 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
                 fix="the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`",
             )
     hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
-    functions = {
-        id(x): x for _, x in reached(model, (*hooks, *aside)) if isinstance(x, types.FunctionType) and x.__closure__
-    }
-    found = [function for function in functions.values() if _holds(function, own, set())]
+    functions = {id(x): x for _, x in reached(model, (*hooks, *aside)) if isinstance(x, types.FunctionType)}
+    holds = [x for x in functions.values() if x.__closure__ or x.__defaults__ or x.__kwdefaults__]
+    found = [function for function in holds if _holds(function, own, set())]
     for function in found:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        new = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-        )
-        new.__kwdefaults__ = function.__kwdefaults__
+        new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         new.__dict__.update(function.__dict__)
         memo[id(function)] = new
     for function in found:
-        for cell, was in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
+        memo[id(function)].__defaults__ = copy.deepcopy(function.__defaults__, memo)
+        memo[id(function)].__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+        for cell, was in zip(memo[id(function)].__closure__ or (), function.__closure__ or (), strict=True):
             with suppress(ValueError):  # An empty cell.
                 cell.cell_contents = copy.deepcopy(was.cell_contents, memo)
 
@@ -234,5 +249,9 @@ def _holds(value: Any, own: set[int], seen: set[int]) -> bool:
 
 
 def empty_on(like: Tensor, device: str) -> Tensor:
-    """Returns a tensor without values and without gradient, of the same shape, strides and dtype."""
+    """Returns a tensor without values and without gradient, of the same shape, strides and dtype; a sparse one for any
+    sparse tensor.
+    """
+    if like.layout is not torch.strided:  # No graph reads it.
+        return torch.empty(like.shape, dtype=like.dtype, layout=torch.sparse_coo, device=device)
     return torch.empty_like(like, device=device, requires_grad=False)

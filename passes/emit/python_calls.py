@@ -80,6 +80,9 @@ PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
 }
 """Operator -> the Python function that takes its arguments in the same order, and runs the same operator."""
 
+KEYWORD_ONLY: dict[Any, frozenset[str]] = {aten.to.dtype: frozenset({"memory_format"})}
+"""Operator -> the arguments that its Python function takes by keyword only, where the operator takes them by place."""
+
 MAKES_NEW_TENSORS = Trait.PRODUCT | Trait.ADDED_PRODUCT | Trait.SOFTMAX | Trait.NORM | Trait.ATTENTION
 """Operators with one of these traits make a new tensor."""
 
@@ -102,11 +105,23 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
                     part.graph.erase_node(source)
                 elif node.target is aten.slice.Tensor:
                     _narrow(node)
-                node.target = PYTHON_CALLS.get(node.target, node.target)
+                if node.target in PYTHON_CALLS:
+                    _call_python_function(node)
             _split(part.graph, returned)
             part.graph.lint()
             part.recompile()
     return module
+
+
+def _call_python_function(node: fx.Node) -> None:
+    """Makes the call of an operator one of its Python function, which takes some arguments by keyword only."""
+    operator: Any = node.target
+    keywords = KEYWORD_ONLY.get(operator, frozenset())
+    names = [argument.name for argument in operator._schema.arguments]
+    placed = list(zip(names, node.args, strict=False))
+    node.args = tuple(value for name, value in placed if name not in keywords)
+    node.kwargs = {**node.kwargs, **{name: value for name, value in placed if name in keywords}}
+    node.target = PYTHON_CALLS[operator]
 
 
 def _returned(graph: fx.Graph) -> set[fx.Node]:

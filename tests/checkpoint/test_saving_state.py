@@ -85,7 +85,7 @@ def other_states(rank: int, n: int, folder: str) -> list[str]:
 
 
 def test_a_state_dict_of_something_else(tmp_path: Path) -> None:
-    beside = "`_extra_state` in the model's state_dict() is not a parameter or buffer of the model"
+    beside = "`_extra_state` in the model's state_dict() is not a dense parameter or buffer of the model"
     for found in run_ranks(other_states, 2, str(tmp_path), timeout=100):
         assert found == [
             f"save_checkpoint: {beside}",

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 import autotp
 from autotp import compiler as transform
+from autotp.diagnostics.bisect import bisect
 from autotp.diagnostics.differences import Difference
 from autotp.diagnostics.verify import Report, Trial, compare, make_trial
 from autotp.models.bert import BERT, BERTConfig
@@ -26,6 +27,7 @@ from autotp.ops.losses import cross_entropy
 from autotp.options import Options
 from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.emit import bind
+from autotp.passes.emit.python_calls import PYTHON_CALLS
 from autotp.passes.plan.propagate import needs_grad
 
 CONJUGATES = (
@@ -303,6 +305,7 @@ def test_a_gradient_that_one_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.randn(2, 6, 8)
     assert autotp.verify(Biased(), 3, example_inputs=x).ok
     monkeypatch.setattr(bind, "_is_empty_attention", lambda node: False)
+    monkeypatch.delitem(PYTHON_CALLS, torch.ops.aten.scaled_dot_product_attention.default)
     report = autotp.verify(Biased(), 3, example_inputs=x)
     assert [row.name for row in report.gradients if not row.error <= report.tolerance] == ["bias"]
 
@@ -396,3 +399,47 @@ class NamesItsOutputs(nn.Module):
 def test_an_output_has_the_keys_that_lead_to_it() -> None:
     report = autotp.verify(NamesItsOutputs(), 2, example_inputs=torch.ones(2, 4))
     assert sorted(d.name for d in report.outputs) == ["output hidden", "output pairs.1.0", "output pairs.1.2"]
+
+
+@pytest.fixture
+def last_pass_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python function that stands for GELU in the last pass has another slope."""
+    gelu = torch.ops.aten.gelu.default
+    monkeypatch.setitem(PYTHON_CALLS, gelu, lambda x, **kwargs: gelu(x, **kwargs) * 1.001)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"sequence_parallel": True, "recompute": "full"},
+        {"overlap": "batch"},
+        {"without": ("outline",)},
+        {"cp": 2},
+        {"pp": 2, "microbatches": 2},
+        {"dp": 2, "cp": 2},
+    ],
+    ids=lambda layout: "-".join(layout) or "call",
+)
+def test_a_fault_of_the_last_pass_is_seen(layout: dict[str, Any], last_pass_is_wrong: None) -> None:
+    """`verify` runs what a training runs, to the last pass, on each of its roads."""
+    report = autotp.verify(gpt(**SIZES | {"n_layer": 2}), 2, **layout)
+    assert report.gradients and not report.ok
+
+
+def test_bisect_sees_a_fault_of_the_last_pass(last_pass_is_wrong: None) -> None:
+    """It stays when nothing is cut."""
+    mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+    blame = bisect(mlp, ((torch.ones(2, 4),), {}), 2, Options())
+    assert blame is not None and (blame.weights, blame.passes, blame.rule) == ((), (), "")
+
+
+class ChangesDtypeAndLayout(Plain):
+    """As Qwen 3.5 casts: with a memory format, which Python takes by keyword only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x.to(torch.float64, memory_format=torch.contiguous_format))
+
+
+def test_a_cast_with_a_memory_format() -> None:
+    assert autotp.verify(ChangesDtypeAndLayout(), 2, example_inputs=torch.randn(3, 8)).ok

@@ -195,10 +195,10 @@ def test_low_prices_lose_no_layout(batch: int, monkeypatch: pytest.MonkeyPatch) 
 def test_the_model_is_captured_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is planned once for each tp, and pieces are emitted once for all micro-batches."""
     captures, lowerings, emissions = list[Any](), list[int](), list[Any]()
-    capture, lowered, emitted = compiler.capture, pieces.analyse_microbatch, pieces.emitted
+    capture, lowered, emit = compiler.capture, pieces.analyse_microbatch, pieces.emitted_operators
     monkeypatch.setattr(compiler, "capture", lambda *given: captures.append(given) or capture(*given))
     monkeypatch.setattr(pieces, "analyse_microbatch", lambda *given: lowerings.append(given[3]) or lowered(*given))
-    monkeypatch.setattr(pieces, "emitted", lambda graph, *given: emissions.append(graph) or emitted(graph, *given))
+    monkeypatch.setattr(pieces, "emitted_operators", lambda graph, *rest: emissions.append(graph) or emit(graph, *rest))
     found = searched()
     assert {est.layout.micro_batch for est in found.best} and found.tried > 50
     assert len(captures) == 1 and sorted(lowerings) == [1, 2, 4, 8]

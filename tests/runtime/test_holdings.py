@@ -54,7 +54,7 @@ def test_what_a_checkpoint_would_not_have() -> None:
     beside, left = held_by(0, beside=("extra",)), held_by(0, left_out=("cut",))
     expect_all_saved(held_by(0))
     assert message(lambda: expect_all_saved(beside)).splitlines()[0].endswith(
-        "`extra` in the model's state_dict() is not a parameter or buffer of the model"
+        "`extra` in the model's state_dict() is not a dense parameter or buffer of the model"
     )  # fmt: skip
     assert message(lambda: expect_all_saved(left)).splitlines()[0].endswith(
         "`cut` is trained, but is not in the model's state_dict(): it would not be saved"

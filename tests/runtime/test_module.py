@@ -251,6 +251,28 @@ def the_plan_is_of_now(rank: int, n: int) -> None:
     assert (str(parallel.plan), parallel.code) == (first, code)
 
 
+class LearnsMore(nn.Module):
+    """Reads an MLP in training only, as models with auxiliary heads do. x: [rows, 8]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.more = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.more(self.mlp(x)) if self.training else self.mlp(x)
+
+
+@checks.on(2)
+def the_plan_has_what_a_further_graph_does_not_read(rank: int, n: int) -> None:
+    """In eval mode a part of the model is not called. Its parameters are stored as before."""
+    x = torch.randn(3, 8)
+    parallel = autotp.parallelize(LearnsMore(), n, example_inputs=x)
+    parallel(x)
+    before = in_plan(parallel)
+    parallel.eval()(x)
+    assert in_plan(parallel) == before and parallel.layouts["more.0.weight"].dim is not None
+
+
 class Tokens(nn.Module):
     """An embedding that is cut by its rows, and a head of the same shape, which stays whole beside full logits."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from ranks import Checks
@@ -114,6 +116,23 @@ def models_on_meta(rank: int, n: int) -> None:
         whole = nn.Linear(3, 5)
         assert found["0.weight"].equal(cuts["0.weight"].take(whole.weight, rank))
         assert found["0.bias"].equal(whole.bias)
+
+
+@checks.on(2)
+def sparse_buffers(rank: int, n: int) -> None:
+    """All have the first rank's, which may have more elements or fewer."""
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr):
+        blocks = {"blocksize": (2, 2)} if layout is torch.sparse_bsr else {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+            made = [m.to_sparse(layout=layout, **blocks) for m in (torch.eye(4, 6).tril(), torch.ones(4, 6).triu())]
+        for order in (made, made[::-1]):
+            model = nn.Module()
+            model.register_buffer("mask", order[rank])
+            place = make_mesh()
+            found = shard_parameters(model, {}, place.rank, place)["mask"]
+            assert found.layout is layout and (layout is not torch.sparse_coo or found.is_coalesced())
+            torch.testing.assert_close(found.to_dense(), order[0].to_dense())
 
 
 def test_one_process() -> None:

@@ -16,7 +16,7 @@ from autotp.compiler import (
     Pass,
     Program,
     captured_program,
-    emitted,
+    emitted_operators,
     expect_typed,
     graphs_after_passes,
     programs_after_passes,
@@ -120,7 +120,7 @@ def _check(program: Program, graph: fx.Graph, to: Target, names: Names) -> Step:
 
 
 def _emit(program: Program, graph: fx.Graph, names: Names) -> Step:
-    seconds, module = _timed(lambda: emitted(graph, program, program.options, torch.device("cpu"), {}))
+    seconds, module = _timed(lambda: emitted_operators(graph, program, program.options, torch.device("cpu"), {}))
     graphs = (module.graph, *(part.graph for _, part, _ in _blocks(module)))
 
     def became() -> str:

@@ -31,7 +31,7 @@ class Fingerprint:
     """What is compared of a call's arguments.
 
     Attributes:
-        whole: for each tensor of whole numbers their sum. [], on the CPU
+        whole: for each tensor of whole numbers their sum; and that of Python's whole numbers. [], on the CPU
         real: for each other tensor its sum with signs, and its norm. [2], on the CPU
         arrived: tells whether these have come from the device; None if they were on the CPU.
     """
@@ -54,10 +54,13 @@ def fingerprint(arguments: Any) -> Fingerprint:
     """Returns the fingerprint of a call's arguments. Inside a torch.func transform values cannot be read."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return Fingerprint()
-    every = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor) and _is_plain(x)]
+    leaves = pytree.tree_leaves(arguments)
+    every = [x for x in leaves if isinstance(x, Tensor) and _is_plain(x)]
+    numbers = [x for x in leaves if type(x) is int and abs(x) < 2**31]  # A graph has a position as input.
     real = [x for x in every if x.is_floating_point() or x.is_complex()]
     with torch.no_grad(), unseen():
         whole = [x.sum(dtype=torch.int64) for x in every if not any(x is other for other in real)]
+        whole += [torch.tensor(numbers).sum()] if numbers else []
         signed = [_signed(x) for x in real]
         if not any(x.is_cuda for x in (*whole, *signed)):
             return Fingerprint([x.cpu() for x in whole], [x.cpu() for x in signed])

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Captures, Program, emitted, rank_graph
+from autotp.compiler import Captures, Program, emitted_operators, rank_graph
 from autotp.errors import Error
 from autotp.estimation.counts.depth import renamed, shorten, whole_order
 from autotp.estimation.counts.record import META, Reads, Record, Value, record
@@ -413,7 +413,7 @@ def _run(
     groups = _groups(stage.graph, {"tp": model.program.tp, "cp": model.training.cp})
     if (i, on_gpu) not in divided.modules:
         graph = _returning_too(stage.graph, divided.shared[i])
-        module = emitted(graph, model.program, model.training, META, {axis: axis for axis in groups})
+        module = emitted_operators(graph, model.program, model.training, META, {axis: axis for axis in groups})
         divided.modules[i, on_gpu] = module
     try:
         values = [(value, reads) for _, value, reads in read]

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from autotp.errors import Error
 from autotp.model_library import instead_of_python_random
 from autotp.passes.capture.guards.attribute_paths import reached, spelled
-from autotp.passes.capture.repeats.blocks import patched
+from autotp.passes.capture.replacements.everywhere import Replaced
 from autotp.source_location import is_users, user_line
 
 ASKING = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
@@ -120,11 +120,9 @@ class GradientQueries(TorchFunctionMode):
             if isinstance(view, FakeTensor) and (view._is_view() or view is x):
                 self.roots[id(view)] = root, view
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """A region in which `torch.is_grad_enabled` and the like answer for the call that is captured."""
-        with patched(torch, {name: self._answering(getattr(torch, name)) for name in MODES}):
-            yield
+    def answering(self) -> Replaced:
+        """Returns what stands for `torch.is_grad_enabled` and the like: it answers for the call that is captured."""
+        return [(mode, self._answering(mode)) for mode in (getattr(torch, name) for name in MODES)]
 
     def relevant(self) -> GradientsWanted:
         """Returns the answers that the model asked for."""
@@ -258,12 +256,9 @@ def _asked_by_dynamo() -> bool:
     return frame.f_globals.get("__name__") in ("torch._dynamo.convert_frame", "torch._dynamo.trace_rules")
 
 
-@contextmanager
-def without_seeds() -> Iterator[None]:
-    """A region in which a model that sets torch's random state is refused."""
-    generator: Any = _Unseeded(torch.default_generator)
-    with patched(torch, {"default_generator": generator}), patched(torch.random, {"default_generator": generator}):
-        yield
+def unseeded() -> Replaced:
+    """Returns what stands for torch's generator, and refuses a model that sets torch's random state."""
+    return [(torch.default_generator, _Unseeded(torch.default_generator))]
 
 
 def _state(source: Any) -> Any:

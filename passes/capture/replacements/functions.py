@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -101,21 +98,3 @@ CONVERSIONS = (
     torch.functional.broadcast_tensors, torch.atleast_1d, torch.atleast_2d, torch.atleast_3d,
 )  # fmt: skip
 """Functions that return an operand which needs no conversion."""
-
-
-@contextmanager
-def known_causality() -> Iterator[None]:
-    """A region in which attention may be told by a size whether it is causal, such as `is_causal=x.shape[1] > 1`.
-
-    Torch's function takes no symbol for a truth value. The symbol is asked for its value, which makes a guard.
-    """
-    attention: Any = F.scaled_dot_product_attention
-
-    def asked(*args: Any, **kwargs: Any) -> Tensor:
-        known = [bool(x) if isinstance(x, torch.SymBool) else x for x in args]
-        named = {name: bool(x) if isinstance(x, torch.SymBool) else x for name, x in kwargs.items()}
-        found: Tensor = attention(*known, **named)
-        return found
-
-    with patch.object(F, "scaled_dot_product_attention", asked):
-        yield

@@ -2,30 +2,44 @@
 
 Before: size = x.shape[1] * 2; if isinstance(size, int): size = (size, size)      (not taken: a symbol is no int)
 After:  the model's own code is told what it is told on one device: an int
+
+Before: attention(q, k, v, is_causal=x.shape[1] > 1)      (no operator takes a symbol for a bool)
+After:  the comparison is True or False, and the graph is right for calls in which it is the same
 """
 
 from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users
 
 CLASSES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 """Class of a symbol -> the class of what it stands for."""
+COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 IS_INSTANCE = builtins.isinstance
 
 
 @contextmanager
 def numbers_of_python() -> Iterator[None]:
-    """A region in which `isinstance` says to code outside of torch and autotp that a symbol is a number of Python."""
-    with patch.object(builtins, "isinstance", _is_instance):
+    """A region in which code outside of torch and autotp sees numbers of Python in place of symbols.
+
+    `isinstance` says that a symbol is a number, and a comparison of sizes is a bool.
+    """
+    symbolic_shapes.uninteresting_files().add(__file__)  # torch names the line of a guard: none in this file.
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(builtins, "isinstance", _is_instance))
+        for kind in (torch.SymInt, torch.SymFloat):
+            stack.enter_context(patched(kind, {name: _decided(getattr(kind, name)) for name in COMPARISONS}))
         yield
 
 
@@ -34,3 +48,14 @@ def _is_instance(value: Any, classes: Any, /) -> bool:
         return True
     stands_for = CLASSES.get(type(value))
     return stands_for is not None and is_users(sys._getframe(1)) and issubclass(stands_for, classes)
+
+
+def _decided(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Returns a comparison that gives the model's code a bool, unless the values of tensors decide it."""
+
+    def decided(number: Any, other: Any) -> Any:
+        answer = compare(number, other)
+        known = type(answer) is torch.SymBool and not free_unbacked_symbols(answer)
+        return bool(answer) if known and is_users(sys._getframe(1)) else answer
+
+    return decided

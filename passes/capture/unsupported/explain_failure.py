@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensor
 
 from autotp.errors import Error
 from autotp.passes.capture.guards.values import NO_NUMPY, reads_values
+from autotp.passes.capture.pytree import is_dense
 from autotp.passes.capture.unsupported.tensor_values import CUSTOM_OPERATOR, refused
 from autotp.source_location import user_line
 
@@ -59,6 +60,12 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
             fix="read it by its own name, or keep a copy: self.name = self.buffer.clone()",
         )
     if "fake impl" in str(shown) or "UnsupportedOperator" in type(shown).__name__:
+        if sparse := [name for name, x in model.named_buffers() if not is_dense(x)]:
+            return Error(
+                f"forward computes with a sparse tensor, as `{sparse[0].removeprefix('model.')}` is one",
+                at=user_line(traceback.extract_tb(shown.__traceback__)),
+                fix="x.to_dense(), of which a graph has operators",
+            )
         return Error(
             "the model calls an operator that does not say what shape it returns",
             at=user_line(traceback.extract_tb(shown.__traceback__)),

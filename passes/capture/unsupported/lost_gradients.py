@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autotp.errors import Error
 from autotp.passes.capture import autograd_functions as functions
+from autotp.passes.capture.replacements.everywhere import Replaced
 from autotp.source_location import user_line
 
 TENSOR_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -65,9 +66,6 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
         with (
             _Watch(), mock.patch.object(torch.compiler, "is_exporting", asked), _without_global_hooks(),
             mock.patch.object(nn.Module, "zero_grad", _zero_grad),
-            mock.patch.object(eager_transforms, "grad_increment_nesting", _expect_no_derivative),
-            mock.patch.object(eager_transforms, "jvp_increment_nesting", _expect_no_derivative),
-            mock.patch.object(forward_ad, "enter_dual_level", _expect_no_derivative),
         ):  # fmt: skip
             yield
     finally:
@@ -134,15 +132,24 @@ class _Watch(TorchFunctionMode):
 
 ENGINE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """Functions that take a derivative of what was computed before. Those of torch.func begin a level instead."""
+LEVELS = (
+    eager_transforms.grad_increment_nesting, eager_transforms.jvp_increment_nesting, forward_ad.enter_dual_level,
+)  # fmt: skip
+"""Functions that begin such a level."""
 IN_THE_LOOP = "the same in the training loop, before or after the call"
 
 
-def _expect_no_derivative() -> NoReturn:
+def _expect_no_derivative(*args: Any, **kwargs: Any) -> NoReturn:
     """Stands for functions that take a derivative: a capture does not see the operators that autograd's engine runs."""
     raise _lost(
         "a derivative that forward takes",
         "torch.autograd.grad(output, input, create_graph=True) in the training loop, on the model's output",
     )
+
+
+def without_derivatives() -> Replaced:
+    """Returns what stands for the functions that begin a derivative: it raises Error."""
+    return [(begin, _expect_no_derivative) for begin in LEVELS]
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> NoReturn:

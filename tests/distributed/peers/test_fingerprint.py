@@ -37,8 +37,9 @@ TOKENS = torch.arange(12).view(3, 4)
         (torch.tensor(0.2), torch.tensor(0.3)),
         (TOKENS, drawn(0, 5)),
         (TOKENS, None),
+        ((TOKENS, 3), (TOKENS, 4)),
     ],
-    ids=["tokens", "mask", "nested", "images", "complex", "scalar", "kind", "none"],
+    ids=["tokens", "mask", "nested", "images", "complex", "scalar", "kind", "none", "position"],
 )
 def test_other_arguments(one: Any, other: Any) -> None:
     assert not alike(one, other)

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import canonical, draft, expect_same, lines, ops, some
+import torch.nn.functional as F
+from graphs import canonical, draft, expect_same, lines, ops, run, some
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+import autotp
 from autotp.passes.canonicalize.canonicalize import canonicalize
 
 aten = torch.ops.aten
@@ -95,3 +98,47 @@ def test_the_source_line_stays() -> None:
     graph.find_nodes(op="call_function", target=aten.linear.default)[0].meta["stack_trace"] = "here"
     made = [node for node in canonicalize(graph).nodes if node.op == "call_function"]
     assert [node.meta["stack_trace"] for node in made] == ["here", "here"]
+
+
+FIRST: dict[str, Callable[[Tensor], Tensor]] = {
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "group_norm_scaled": lambda x: F.group_norm(x, 2, x[0, :, 0], x[0, :, 1]),
+    "instance_norm": lambda x: F.instance_norm(x),
+    "convolution": lambda x: F.conv1d(x, torch.ones(x.shape[1], 1, 3, dtype=x.dtype), groups=x.shape[1]),
+    "transposed": lambda x: F.conv_transpose1d(x, torch.ones(x.shape[1], 1, 3, dtype=x.dtype), groups=x.shape[1]),
+    "repeated": lambda x: x.repeat_interleave(x.shape[1], 1),
+    "viewed": lambda x: x.view(x.shape[0], x.shape[1] // 2, -1),
+    "of_numel": lambda x: x / x.numel(),
+    "of_its_shape": lambda x: x.new_zeros(x.shape),
+    "weight_norm": lambda x: torch._weight_norm(x, x.norm(dim=(1, 2), keepdim=True), 0),
+}
+
+
+class First(nn.Module):
+    """Computes with an input before any parameter says how many channels it has. x: [rows channels length]"""
+
+    def __init__(self, operator: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operator(x)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_size_of_an_example_is_no_argument(name: str) -> None:
+    """An input's sizes are symbols, and a node of a graph takes numbers and nodes."""
+    model = First(FIRST[name])
+    captured, graph = canonical(model, some(3, 6, 5))
+    given = [leaf for node in graph.nodes for leaf in pytree.tree_leaves((node.args, node.kwargs))]
+    assert not [leaf for leaf in given if isinstance(leaf, torch.SymInt)]
+    for shape in ((3, 6, 5), (2, 4, 7)):
+        x = some(*shape)
+        (found,) = run(graph, [*(captured.constants[key] for key in captured.constants), x])
+        torch.testing.assert_close(found, model(x))
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 6), nn.InstanceNorm1d(6), nn.InstanceNorm1d(6, affine=True)])
+def test_a_model_that_begins_with_a_norm(norm: nn.Module) -> None:
+    model = nn.Sequential(norm, nn.Conv1d(6, 12, 1), nn.Conv1d(12, 6, 1))
+    assert autotp.verify(model, 2, example_inputs=torch.randn(3, 6, 5)).ok

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -127,3 +129,102 @@ def test_a_class_that_holds_more_than_attributes_is_refused(kind: str) -> None:
     with pytest.raises(autotp.Error) as error:
         parallel(torch.ones(2, 4))
     assert str(error.value).endswith(f"`new`, a {type(one).__name__}, {text}")
+
+
+class Sparse(nn.Module):
+    """Has a buffer that is not dense, and may read it. x: [rows, 4]"""
+
+    def __init__(self, buffer: Tensor, reads: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.up, self.down, self.reads = nn.Linear(4, 8), nn.Linear(8, 4), reads
+        self.register_buffer("heads", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu())
+        return y if self.reads is None else y + self.reads(self.heads, x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr])
+@pytest.mark.parametrize("reads", [None, lambda heads, x: heads.to_dense()[:3]])
+def test_a_sparse_buffer(layout: torch.layout, reads: Any) -> None:
+    blocks = {"blocksize": (2, 2)} if layout is torch.sparse_bsr else {}
+    model = Sparse(torch.eye(4).to_sparse(layout=layout, **blocks), reads)
+    x = torch.randn(3, 4)
+    expected = model(x)
+    assert autotp.verify(model, 2, example_inputs=x).ok
+    parallel = autotp.parallelize(model, 1, example_inputs=x)
+    torch.testing.assert_close(parallel(x), expected)
+    assert parallel.heads.layout is layout and parallel.heads.to_dense().equal(torch.eye(4))
+    with pytest.raises(autotp.Error, match=r"`heads` in the model's state_dict\(\) is not a dense parameter or buffer"):
+        autotp.full_state_dict(parallel)
+
+
+@pytest.mark.parametrize(
+    "product", [lambda heads, x: torch.sparse.mm(heads, x.mT).mT, lambda heads, x: (heads @ x.mT).mT]
+)
+def test_a_product_of_a_sparse_buffer_is_refused(product: Any) -> None:
+    model = Sparse(torch.eye(4).to_sparse(), product)
+    with pytest.raises(autotp.Error, match="forward computes with a sparse tensor, as `heads` is one"):
+        autotp.parallelize(model, 1, example_inputs=torch.randn(3, 4))
+
+
+class SparseWeight(Sparse):
+    def __init__(self) -> None:
+        super().__init__(torch.ones(1))
+        self.weight = nn.Parameter(torch.eye(4).to_sparse())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Sparse(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])), "`heads` is a nested tensor"),
+        (lambda: Sparse(torch.ones(4, 4).to_mkldnn()), "`heads` is a mkldnn tensor"),
+        (SparseWeight, "`weight` is a sparse_coo tensor"),
+    ],
+)
+def test_other_layouts_are_refused(make: Callable[[], nn.Module], told: str) -> None:
+    with pytest.raises(autotp.Error, match=told):
+        autotp.parallelize(make(), 1, example_inputs=torch.randn(3, 4))
+
+
+def with_default(layer: nn.Linear, low: nn.Module) -> Any:
+    def forward(x: Tensor, old: Any = layer.forward, low: nn.Module = low) -> Tensor:
+        return old(x) + low(x)
+
+    return forward
+
+
+def with_keyword(layer: nn.Linear, low: nn.Module) -> Any:
+    def forward(x: Tensor, *, parts: Any = (layer.forward, {"low": low})) -> Tensor:
+        return parts[0](x) + parts[1]["low"](x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def with_closure(layer: nn.Linear, low: nn.Module) -> Any:
+    old = layer.forward
+    return lambda x: old(x) + low(x)
+
+
+def with_method(layer: nn.Linear, low: nn.Module) -> Any:
+    old = layer.forward
+    return types.MethodType(lambda self, x, low=low: old(x) + low(x), layer)
+
+
+def with_partial(layer: nn.Linear, low: nn.Module) -> Any:
+    return functools.partial(lambda old, low, x: old(x) + low(x), layer.forward, low)
+
+
+@pytest.mark.parametrize("make", [with_default, with_keyword, with_closure, with_method, with_partial])
+def test_a_forward_that_holds_a_submodule(make: Callable[[nn.Linear, nn.Module], Any]) -> None:
+    """LoRA that is put into a layer so. What it learns is the same as on one device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    layer: Any = model[0]
+    layer.lora = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 8, bias=False))
+    layer.forward = make(layer, layer.lora)
+    report = autotp.verify(model, 2, example_inputs=torch.randn(3, 4))
+    assert report.ok, report
+    assert any("lora" in row.name for row in report.gradients)

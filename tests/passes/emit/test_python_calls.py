@@ -7,38 +7,41 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.ops.placement_moves import apart
 from autotp.passes.emit.python_calls import PYTHON_CALLS, call_python
+from autotp.rules.call import bound_arguments
 
 aten = torch.ops.aten
 X, Y, W = torch.randn(2, 4, 8), torch.randn(2, 8, 4), torch.randn(8)
 HEADS = torch.randn(2, 2, 4, 8)
 
-ARGUMENTS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+ARGUMENTS: dict[Any, Given] = {
     aten.add.Tensor: ((X, X), {"alpha": 2}),
-    aten.addmm.default: ((W, X[0], torch.randn(8, 8)), {"beta": 2}),
+    aten.addmm.default: ((W, X[0], torch.randn(8, 8)), {"beta": 2, "alpha": 3}),
     aten.bmm.default: ((X, Y), {}),
     aten.cat.default: (([X, X], -1), {}),
-    aten.contiguous.default: ((X.transpose(1, 2),), {}),
+    aten.contiguous.default: ((HEADS.transpose(1, 2),), {"memory_format": torch.channels_last}),
     aten.cos.default: ((X,), {}),
     aten.detach.default: ((X,), {}),
     aten.div.Tensor: ((X, 3.0), {}),
     aten.dropout.default: ((X, 0.5, True), {}),
-    aten.embedding.default: ((torch.randn(5, 3), torch.tensor([[1, 2]]), 1, False, False), {}),
+    aten.embedding.default: ((torch.randn(5, 3), torch.tensor([[1, 2]]), 1, True, True), {}),
     aten.eq.Scalar: ((torch.tensor([1, 2]), 1), {}),
     aten.exp.default: ((X,), {}),
-    aten.expand.default: ((X[:1], [2, -1, 8]), {}),
-    aten.flatten.using_ints: ((X, 0, 1), {}),
+    aten.expand.default: ((X[:1], [2, -1, 8]), {"implicit": True}),
+    aten.flatten.using_ints: ((X, 1, 2), {}),
     aten.gelu.default: ((X,), {"approximate": "tanh"}),
-    aten.layer_norm.default: ((X, [8], W, W, 1e-5, False), {}),
+    aten.layer_norm.default: ((X, [8], W, W, 1e-3, False), {}),
     aten.linear.default: ((X, torch.randn(3, 8), torch.randn(3)), {}),
     aten.log.default: ((X.abs(),), {}),
     aten.logical_not.default: ((X > 0,), {}),
     aten.masked_fill.Scalar: ((X, X > 0, 0), {}),
     aten.matmul.default: ((X, Y), {}),
-    aten.mean.dim: ((X, [-1], True), {}),
+    aten.mean.dim: ((X, [-1], True), {"dtype": torch.float64}),
     aten.mm.default: ((X[0], Y[0]), {}),
     aten.mul.Tensor: ((X, 2.0), {}),
     aten.ne.Scalar: ((torch.tensor([1, 2]), 1), {}),
@@ -47,9 +50,12 @@ ARGUMENTS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     aten.pow.Tensor_Scalar: ((X, 2), {}),
     aten.relu.default: ((X,), {}),
     aten.reshape.default: ((X.transpose(1, 2), [2, -1]), {}),
-    aten.rms_norm.default: ((X, [8], W, 1e-5), {}),
+    aten.rms_norm.default: ((X, [8], W, 1e-3), {}),
     aten.rsqrt.default: ((X.abs(),), {}),
-    aten.scaled_dot_product_attention.default: ((HEADS, HEADS, HEADS, None, 0.0, True), {"scale": 0.5}),
+    aten.scaled_dot_product_attention.default: (
+        (HEADS, HEADS[:, :1], HEADS[:, :1], torch.randn(4, 4), 0.5, False),
+        {"scale": 0.5, "enable_gqa": True},
+    ),
     aten.select.int: ((X, 1, -1), {}),
     aten.sigmoid.default: ((X,), {}),
     aten.silu.default: ((X,), {}),
@@ -59,12 +65,51 @@ ARGUMENTS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     aten.sub.Tensor: ((X, X), {"alpha": 3}),
     aten.sum.default: ((X,), {"dtype": torch.float64}),
     aten.tanh.default: ((X,), {}),
-    aten.to.dtype: ((X, torch.float64), {}),
+    aten.to.dtype: ((HEADS.transpose(1, 2), torch.float64, True, True, torch.contiguous_format), {}),
     aten.transpose.int: ((X, 1, 2), {}),
     aten.type_as.default: ((X, X.double()), {}),
     aten.unsqueeze.default: ((X, -1), {}),
     aten.view.default: ((X, [2, 32]), {}),
 }
+"""Operator -> arguments of a call, with each optional one; `is_causal` excludes a mask, so it stands below."""
+
+NUMBER = torch.tensor(3.0)
+MORE: list[tuple[Any, Given]] = [
+    (aten.add.Tensor, ((X, 1), {"alpha": 2})),
+    (aten.add.Tensor, ((X > 0, True), {})),
+    (aten.cat.default, (([torch.empty(0), X[0, 0]],), {})),
+    (aten.contiguous.default, ((X.transpose(1, 2),), {})),
+    (aten.div.Tensor, ((torch.tensor([3, 4]), 2), {})),
+    (aten.dropout.default, ((X.clone().requires_grad_(), 0.25, True), {})),
+    (aten.embedding.default, ((torch.randn(5, 3), torch.tensor(1)), {})),
+    (aten.eq.Scalar, ((X > 0, False), {})),
+    (aten.expand.default, ((NUMBER, []), {})),
+    (aten.flatten.using_ints, ((NUMBER,), {})),
+    (aten.layer_norm.default, ((X, [4, 8]), {})),
+    (aten.layer_norm.default, ((X, [8], None, W), {})),
+    (aten.linear.default, ((X[0, 0], torch.randn(3, 8)), {})),
+    (aten.masked_fill.Scalar, ((X, X > 0, float("-inf")), {})),
+    (aten.masked_fill.Scalar, ((X > 1, X > 0, True), {})),
+    (aten.matmul.default, ((W, W), {})),
+    (aten.mean.dim, ((X, None), {})),
+    (aten.mean.dim, ((X, [], True), {})),
+    (aten.mul.Tensor, ((torch.tensor([1, 2]), 2.5), {})),
+    (aten.permute.default, ((NUMBER, []), {})),
+    (aten.pow.Tensor_Scalar, ((X.abs(), -0.5), {})),
+    (aten.reshape.default, ((X[:1, :1, :1], []), {})),
+    (aten.rms_norm.default, ((X, [4, 8]), {})),
+    (aten.scaled_dot_product_attention.default, ((HEADS, HEADS, HEADS, None, 0.0, True), {})),
+    (aten.scaled_dot_product_attention.default, ((HEADS, HEADS, HEADS, torch.ones(4, 4).bool().tril()), {})),
+    (aten.softmax.int, ((X, 1), {})),
+    (aten.split_with_sizes.default, ((X, [1, 1]), {})),
+    (aten.sub.Tensor, ((X, 0.5), {"alpha": 2})),
+    (aten.sum.default, ((X > 0,), {})),
+    (aten.to.dtype, ((X, torch.bfloat16), {})),
+    (aten.to.dtype, ((HEADS.transpose(1, 2), torch.float32, False, True), {})),
+    (aten.view.default, ((X[:1, :1, :1], []), {})),
+    (aten.view.default, ((X, [-1]), {})),
+]
+"""Calls with few arguments, with numbers, and of tensors without dimensions."""
 
 
 class Dispatched(TorchDispatchMode):
@@ -75,7 +120,8 @@ class Dispatched(TorchDispatchMode):
         self.found: list[Any] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found.append((op, [a for a in args if not isinstance(a, Tensor | list)], kwargs))
+        plain = {name: arg for name, arg in (kwargs or {}).items() if not isinstance(arg, Tensor)}
+        self.found.append((op, [a for a in args if not isinstance(a, Tensor | list)], plain))
         return op(*args, **(kwargs or {}))
 
 
@@ -90,11 +136,50 @@ def test_each_function_has_arguments_here() -> None:
     assert ARGUMENTS.keys() == PYTHON_CALLS.keys()
 
 
-@pytest.mark.parametrize("operator", PYTHON_CALLS, ids=str)
-def test_a_python_function_runs_its_operator(operator: Any) -> None:
-    args, kwargs = ARGUMENTS[operator]
+def test_each_optional_argument_is_given_here() -> None:
+    """Not the default of the schema, which a function could ignore."""
+    for operator, (args, kwargs) in ARGUMENTS.items():
+        others = bound_arguments(operator, args, kwargs)
+        for argument in operator._schema.arguments:
+            if argument.has_default_value() and argument.name != "is_causal":
+                assert argument.name in kwargs or len(args) > list(others).index(argument.name), (operator, argument)
+                assert argument.default_value is not others[argument.name], (operator, argument)
+
+
+def by_keyword(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    """The same call with all that has a default by keyword."""
+    arguments = operator._schema.arguments[: len(args)]
+    needed = sum(not argument.has_default_value() for argument in arguments)
+    return args[:needed], {x.name: arg for x, arg in zip(arguments[needed:], args[needed:], strict=True)} | kwargs
+
+
+def emitted(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A graph of one call after the pass, as a function of the same arguments."""
+    graph, tensors = fx.Graph(), list[Tensor]()
+
+    def node(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        tensors.append(x)
+        placeholder = graph.placeholder(f"x{len(tensors)}")
+        placeholder.meta["val"] = x
+        return placeholder
+
+    graph.output(graph.call_function(operator, *pytree.tree_map(node, (args, kwargs))))
+    module = call_python(fx.GraphModule(nn.Module(), graph))
+    assert not module.graph.find_nodes(op="call_function", target=operator)
+    return lambda *args, **kwargs: module(*tensors)
+
+
+@pytest.mark.parametrize("spelled", [lambda _, *given: given, by_keyword], ids=["place", "keyword"])
+@pytest.mark.parametrize(
+    ("operator", "given"), [*ARGUMENTS.items(), *MORE], ids=lambda x: str(x) if callable(x) else ""
+)
+def test_an_emitted_call_runs_its_operator(operator: Any, given: Given, spelled: Any) -> None:
+    """Whichever of its arguments a graph gives, by place or by keyword."""
+    args, kwargs = spelled(operator, *given)
     theirs, expected = dispatched(operator, args, kwargs)
-    ours, found = dispatched(PYTHON_CALLS[operator], args, kwargs)
+    ours, found = dispatched(emitted(operator, args, kwargs), args, kwargs)
     assert ours == theirs and theirs
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 

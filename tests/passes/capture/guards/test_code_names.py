@@ -446,16 +446,17 @@ def test_refused(make: Callable[[], nn.Module], text: str) -> None:
 
 
 class At(Mlp):
-    def forward(self, x: Tensor, start: int) -> Tensor:
+    def forward(self, x: Tensor, start: float) -> Tensor:
         return self.mlp(x) * start
 
 
 def test_a_number_that_counts_is_warned_of() -> None:
-    parallel = autotp.parallelize(At().double(), 1, example_inputs=(x(), 1))
+    """A number with a point. (A whole one needs no graph of its own: `test_number_arguments.py`.)"""
+    parallel = autotp.parallelize(At().double(), 1, example_inputs=(x(), 0.5))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for start in range(1, 12):
-            parallel(x(), start)
+            parallel(x(), start / 2)
     (warning,) = [str(one.message) for one in said if "captured" in str(one.message)]
     assert warning == (
         "At.forward is captured for the 9th time, since `start` had another value each time. "

@@ -20,10 +20,11 @@ from autotp.passes.capture.guards.python_state import (
     GradientQueries,
     GradientsWanted,
     line_that_draws,
+    unseeded,
     wanted_now,
     without_python_random,
-    without_seeds,
 )
+from autotp.passes.capture.replacements.everywhere import everywhere
 
 FROZEN = GradientsWanted(enabled=False, inference=False, inputs=(False,), parameters=(True,))
 
@@ -33,7 +34,7 @@ def answered(wanted: GradientsWanted, ask: Callable[[Tensor, Tensor], Any]) -> t
     x = torch.ones(2)
     queries = GradientQueries(wanted)
     queries.inputs = [x]
-    with queries, queries.answering():
+    with queries, everywhere(queries.answering()):
         found = ask(x, x.requires_grad_() * 2)
     return found, queries.relevant()
 
@@ -192,7 +193,7 @@ def test_seeds_are_refused(name: str) -> None:
     before = torch.get_rng_state()
 
     def seeded() -> None:
-        with without_seeds():
+        with everywhere(unseeded()):
             SEEDS[name]()
 
     assert message(seeded).startswith("forward sets torch's random state, and later calls of the graph would not do so")
@@ -200,14 +201,14 @@ def test_seeds_are_refused(name: str) -> None:
 
 
 def test_the_seed_may_be_read() -> None:
-    with without_seeds():
+    with everywhere(unseeded()):
         assert torch.initial_seed() == torch.default_generator.initial_seed()
         torch.get_rng_state(), torch.rand(2)
 
 
 def test_dynamo_may_restore_the_state() -> None:
     """Dynamo traces functions that operators take, and puts the random state back."""
-    with without_seeds():
+    with everywhere(unseeded()):
         torch.compile(torch.sin, backend="eager")(torch.ones(2))
 
 

@@ -61,36 +61,6 @@ def test_no_generator() -> None:
     assert autotp.verify(Noisy(), 2, example_inputs=torch.randn(3, 4)).ok
 
 
-class Last(nn.Module):
-    """Asks for causal attention of every fourth position, where these are several. x: [rows, length, 8]"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        several = x.shape[1] // 4 > 1
-        length = x.shape[1] // 4
-        found = F.scaled_dot_product_attention(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=several)
-        return self.out(found.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("length", [5, 9])
-def test_a_setting_that_depends_on_a_size(length: int) -> None:
-    """An operator takes no symbol for a truth value: Python asks, and the answer is a guard."""
-    assert autotp.verify(Last(), 2, example_inputs=torch.randn(2, length, 8)).ok
-
-
-def test_the_answer_is_a_guard() -> None:
-    torch.manual_seed(0)
-    model = Last()
-    parallel = autotp.parallelize(copy.deepcopy(model), 1)
-    for length in (5, 9, 6, 13):
-        x = torch.randn(2, length, 8)
-        torch.testing.assert_close(parallel(x), model(x))
-
-
 def conversions(x: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Functions that return `x` itself."""
     return {

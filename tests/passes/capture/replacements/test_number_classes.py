@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import autotp
 from autotp.passes.capture.replacements.number_classes import numbers_of_python
@@ -72,6 +73,78 @@ def test_a_size_or_a_pair_of_sizes() -> None:
     assert report.ok, report
 
 
+class Attends(nn.Module):
+    """Asks for causal attention of every fourth position, where these are several. x: [rows, length, 8]"""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.qkv, self.out, self.attention = nn.Linear(8, 24), nn.Linear(8, 8), attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        length = x.shape[1] // 4
+        q, k, v = q[:, :, :length], k[:, :, :length], v[:, :, :length]
+        return self.out(self.attention(q, k, v, is_causal=length > 1).transpose(1, 2).flatten(2))
+
+
+def imported(*args: Any, **kwargs: Any) -> Tensor:
+    """Attention by the name that this file imports."""
+    return scaled_dot_product_attention(*args, **kwargs)
+
+
+SETTINGS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "a sum": lambda x, n: x + x.sum(0, keepdim=n != 4),
+    "an order": lambda x, n: x.sort(1, descending=n > 4).values,
+    "an order, by two": lambda x, n: x.sort(1, descending=(n > 4) & (n < 10)).values,
+    "an order, by fractions": lambda x, n: x.sort(1, descending=n / 2 > 2).values,
+    "largest": lambda x, n: x + x.topk(2, 1, largest=n <= 4).values.sum(1, keepdim=True),
+    "dropout": lambda x, n: F.dropout(x, 1.0, training=n == 5),
+}
+
+
+class Sets(nn.Module):
+    """Gives an operator a setting that depends on the length. x: [rows, length, 8]"""
+
+    def __init__(self, operator: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.operator = nn.Linear(8, 16), nn.Linear(16, 8), operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.operator(self.up(x), x.shape[1]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda call=call: Attends(call) for call in (imported, F.scaled_dot_product_attention)),
+        *(lambda operator=operator: Sets(operator) for operator in SETTINGS.values()),
+    ],
+    ids=["imported", "held", *SETTINGS],
+)
+def test_a_setting_of_an_operator_that_depends_on_a_size(make: Callable[[], nn.Module]) -> None:
+    """No operator takes a symbol for a bool. The answer is a guard."""
+    torch.manual_seed(0)
+    model = make()
+    parallel = autotp.parallelize(copy.deepcopy(model), 1)
+    for length in (9, 5, 4, 10):
+        x = torch.randn(2, length, 8)
+        torch.testing.assert_close(parallel(x), model(x))
+
+
+def test_a_setting_on_parts() -> None:
+    report = autotp.verify(Attends(imported), 2, example_inputs=torch.randn(2, 9, 8))
+    assert report.ok, report
+
+
+def test_a_comparison_in_a_result() -> None:
+    class Tells(Asks):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x.shape[1] > 4
+
+    parallel = autotp.parallelize(Tells(lambda x, h: True), 1)
+    assert [parallel(torch.randn(2, length, 6))[1] for length in (5, 4)] == [True, False]
+
+
 def test_torch_still_sees_a_symbol() -> None:
     before = builtins.isinstance
     model, dims = Asks(lambda x, h: True), ({1: torch.export.Dim("n")},)
@@ -79,5 +152,6 @@ def test_torch_still_sees_a_symbol() -> None:
     size = next(node.meta["val"].shape[1] for node in graph.nodes if node.name == "x")
     with numbers_of_python():
         assert isinstance(size, int) and isinstance(size, torch.SymInt) and not isinstance(size, float)
+        assert (size > 1) is True and size == 5
         assert torch.sym_float(size).node is not None  # torch asks whether it is an int, and is told the truth.
     assert builtins.isinstance is before and not isinstance(size, int)

@@ -1,0 +1,173 @@
+"""Trains small models of transformers through `parallelize` on two real ranks, and compares with one device.
+
+Each class has a process of its own with limits, as in `hf_walk`. It builds the model once, and forks two ranks, which
+compute together over gloo. A class is trained in float64; every fifth in bfloat16 or under autocast as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from hashlib import sha256
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.hf_shrink import smallest
+from support.hf_walk import CHANGE, CRASHED, EVAL_ONLY, OWN, RIGHT, UNBUILT, WRONG, Walked, refused, sensitivity, share
+from support.rank_checks import TOLERANCE, Compared, casts, differences, in_double, mapped, trained
+from torch import Tensor, nn
+
+import autotp
+
+RANKS = 2
+WAIT = 120
+"""The seconds that a rank waits for the other one."""
+ALONE = "it does not train on one device as the walk does it: "
+LOW_OWN, LOW_LEAST = 4, 0.05
+"""A difference in bfloat16 counts if it is larger than both: so many times one device's round-off, and the second."""
+
+
+def precision_of(name: str) -> str:
+    """Returns in what a class is trained beside float64: "bfloat16" or "autocast" for a fifth of all, else ""."""
+    number = int.from_bytes(sha256(name.encode()).digest()[-4:], "big")
+    return ("bfloat16", "autocast", *[""] * 8)[number % 10]
+
+
+def on_ranks(name: str, sizes: Sequence[int]) -> Walked:
+    """Compares a class in this process and two ranks: a call forward and backward in each mode, labels included.
+
+    Args:
+        name: a class of transformers.
+        sizes: not used: there are two ranks.
+    """
+    try:
+        model, call = smallest(name)
+    except LookupError as error:
+        return Walked(name, UNBUILT, str(error)[:200])
+    low, arguments = precision_of(name), tuple(call)
+    answers = _forked(model, call, low)
+    if isinstance(answers, str):
+        return Walked(name, CRASHED, answers, arguments=arguments)
+    for one in answers:
+        if one.crash.startswith(ALONE):
+            return Walked(name, UNBUILT, one.crash[:300], arguments=arguments)
+        if one.crash:
+            return Walked(name, CRASHED, one.crash[:300], arguments=arguments)
+    if len({one.error for one in answers}) > 1:
+        return Walked(name, CRASHED, "the ranks have different errors", arguments=arguments)
+    if answers[0].error:
+        return refused(name, answers[0].error, arguments)
+    if different := next((one.difference for one in answers if one.difference), ""):
+        return Walked(name, WRONG, different, arguments=arguments)
+    said = ", ".join(filter(None, (low, "" if model.training else EVAL_ONLY)))
+    return Walked(name, RIGHT, said, arguments=arguments, share=round(min(one.share for one in answers), 3))
+
+
+def _forked(model: nn.Module, call: Mapping[str, Any], low: str) -> list[Compared] | str:
+    """Returns what each rank found, or why there is no answer."""
+    context, folder = get_context("fork"), tempfile.mkdtemp()
+    pipes, processes = [], []
+    for rank in range(RANKS):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(there, rank, Path(folder, "store").as_uri(), model, call, low))
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        return [pipe.recv() for pipe in pipes]
+    except EOFError:
+        for process in processes:
+            process.join(1)
+        return f"a rank ended: {[process.exitcode for process in processes]}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rank(pipe: Connection, rank: int, store: str, model: nn.Module, call: Mapping[str, Any], low: str) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=WAIT))
+    start = time.process_time()
+    torch.set_num_threads(1)  # A fork has no threads of the process before.
+    warnings.simplefilter("ignore")
+    try:
+        found = _compared(model, call, rank, low)
+    except autotp.Error as error:
+        found = Compared(error=str(error))
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        found = Compared(crash=f"{type(error).__name__}: {first}")
+    pipe.send(replace(found, seconds=round(time.process_time() - start, 1)))
+
+
+def _compared(model: nn.Module, call: Mapping[str, Any], rank: int, low: str) -> Compared:
+    """Returns what a rank finds: in float64, in each mode in which the model runs, and then in `low`."""
+    own = sensitivity(model, call)
+    whole, given = in_double(copy.deepcopy(model)), mapped(dict(call), _as_double)
+    with casts(whole, given):
+        try:
+            trained(copy.deepcopy(whole), given)
+        except Exception as error:
+            return Compared(crash=f"{ALONE}{type(error).__name__}: {str(error).splitlines()[0]}")
+        parallel = _parallel(whole, given)
+        for train in (True, False) if model.training else (False,):
+            worst, what = _worst(whole.train(train), parallel.train(train), given, rank)
+            if not worst <= max(TOLERANCE, OWN * own):
+                mode = "train" if train else "eval"
+                return Compared(f"{mode}: {worst:.1e} of {what}; {own:.0e} on one device for {CHANGE:.0e} of weights")
+    problem = _in_low_precision(whole, call, rank, low) if low else ""
+    return Compared(problem, share=share(parallel.plan))
+
+
+def _in_low_precision(double: nn.Module, call: Mapping[str, Any], rank: int, low: str) -> str:
+    """Returns what differs in bfloat16, or under autocast, by more than one device's own round-off; "" if nothing."""
+    double.eval()
+    dtype, region = (torch.bfloat16, nullcontext()) if low == "bfloat16" else (torch.float32, _autocast())
+    whole, given = copy.deepcopy(double).to(dtype), mapped(dict(call), lambda x: x.to(dtype) if _floats(x) else x)
+    exact = copy.deepcopy(double).float()
+    with region:
+        expected = trained(whole, given)
+    reference = trained(exact, mapped(given, lambda x: x.float() if _floats(x) else x))
+    own = max((error for error, _ in differences(reference, expected, None, rank, dtypes=False)), default=0.0)
+    with region:
+        worst, what = _worst(whole, _parallel(whole, given), given, rank)
+    right = worst <= max(LOW_LEAST, LOW_OWN * own)
+    return "" if right else f"{low}: {worst:.1e} of {what}; round-off of one device {own:.1e}"
+
+
+def _autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def _parallel(model: nn.Module, given: Any) -> Any:
+    copied = copy.deepcopy(model)
+    return autotp.parallelize(copied, RANKS, example_inputs=given, outputs="full", randomness="exact")
+
+
+def _worst(whole: nn.Module, parallel: Any, given: Any, rank: int) -> tuple[float, str]:
+    found = differences(trained(whole, given), trained(parallel, given), parallel, rank)
+    return max(found, default=(0.0, ""))
+
+
+def _floats(x: Tensor) -> bool:
+    return x.is_floating_point()
+
+
+def _as_double(x: Tensor) -> Tensor:
+    return x.double() if _floats(x) else x
