@@ -166,7 +166,8 @@ class OwnNumbers(SGD):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         for parameter in self.param_groups[0]["params"]:
-            found = parameter.detach().norm()
+            part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            found = part.detach().norm()
             self.state[parameter]["rms"] = found if self.tensor else found.item()
 
 

@@ -34,7 +34,8 @@ def taken(rank: int, tp: int, build: type[nn.Module], config: GPTConfig | BERTCo
     fullness = memory.Fullness(model)
     with fullness.watch():
         parallel = autotp.parallelize(model)
-    cut = {name: p.numel() * FLOAT for name, p in parallel.named_parameters() if parallel.layouts[name].dim is not None}
+    parts = {name: p.to_local() for name, p in parallel.named_parameters() if parallel.layouts[name].dim is not None}
+    cut = {name: p.numel() * FLOAT for name, p in parts.items()}
     return Held(memory.sizes(parallel), fullness.alive(), fullness.late(parallel.layouts), cut)
 
 

@@ -89,7 +89,9 @@ def test_a_closure_that_is_needed() -> None:
 
 
 def test_lbfgs() -> None:
-    assert "LBFGS uses the gradients of all parameters at once" in message(lambda: whole_matrices(torch.optim.LBFGS))
+    """It needs a closure, in which all parameters are as they were."""
+    optimizer = whole_matrices(torch.optim.LBFGS)([nn.Parameter(torch.ones(2, 2))])
+    assert "LBFGS does not step a small tensor without a closure" in message(optimizer.step)
 
 
 ACCEPTED: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
