@@ -487,7 +487,16 @@ def _asks(frame: FrameType | None) -> bool:
         if not _passes_on(frame, name):
             return False
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and not _in_mode(frame)
+
+
+def _in_mode(frame: FrameType | None) -> bool:
+    """True for code of a mode that torch calls inside of operators, whose operands are parts."""
+    while frame is not None and is_users(frame):
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _passes_on(frame: FrameType, name: str) -> bool:

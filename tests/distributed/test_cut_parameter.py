@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.distributed.cut_parameter import CutTensor, computed_on_parts, own_parameter
@@ -216,6 +217,45 @@ def a_step_asks_no_part(rank: int, n: int) -> None:
         assert asked == []
         assert next(p for p in parallel.parameters() if isinstance(p, CutTensor)).dtype is torch.float64
         assert len(asked) == 1
+
+
+class Scaled(nn.Module):
+    """A product with a cut vector: backward reads the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = nn.Linear(8, 30), nn.Parameter(torch.rand(30)), nn.Linear(30, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu() * self.scale)
+
+
+class Watched(TorchDispatchMode):
+    """The user's mode around operators: it passes each one on."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.passed_on(op, args, kwargs or {})
+
+    def passed_on(self, op: Any, args: Any, kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+
+@checks.on(2)
+def in_a_mode_of_the_user(rank: int, n: int) -> None:
+    """Inside of a graph its operands are parts, also where backward takes a kept parameter, or computes again."""
+    whole = Scaled()
+    for recompute in ("none", "full"):
+        parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(x(),), recompute=recompute)
+        whole.zero_grad()
+        for model in (whole, parallel):
+            with Watched():
+                model(x()).square().sum().backward()
+                norms = [p.norm() for p in model.parameters()]
+        assert isinstance(parallel.scale, CutTensor)
+        for (name, p), q in zip(whole.named_parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(norms, [p.norm() for p in whole.parameters()])
 
 
 @checks.on(2)
