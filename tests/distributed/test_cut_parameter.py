@@ -259,6 +259,18 @@ def in_a_mode_of_the_user(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def beside_what_compiled_code_returns(rank: int, n: int) -> None:
+    """It asks `__torch_function__` of its own first, and passes the call on."""
+    whole = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 30)).double()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(x(),), outputs="local")
+    logits = torch.compile(parallel, backend="eager")(x())
+    head = parallel.get_submodule("1")
+    assert isinstance(head.weight, CutTensor) and logits.shape == (3, 30)
+    torch.testing.assert_close(logits @ head.weight, whole(x()) @ whole[1].weight)
+    torch.testing.assert_close(logits * head.bias, whole(x()) * whole[1].bias)
+
+
+@checks.on(2)
 def a_hook_that_was_there_before(rank: int, n: int) -> None:
     """A hook on a gradient gets what behaves as the whole."""
     whole, other = Net(), Net()
