@@ -500,7 +500,9 @@ def _in_mode(frame: FrameType | None) -> bool:
 
 
 def _passes_on(frame: FrameType, name: str) -> bool:
-    """True for code of torch's that computes for its caller, as a function, a layer or a distribution does."""
+    """True for code that computes for its caller, as a function, a layer, a distribution or a function mode does."""
+    if frame.f_code.co_name == "__torch_function__":
+        return True
     if name == "torch.nn.modules.module":  # Other methods there, such as `.to()`, torch asks for itself.
         return frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl")
     right = any(f"{name}.".startswith(f"{package}.") for package in RIGHT_ON_PARTS)
