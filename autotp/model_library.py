@@ -57,10 +57,6 @@ class ModelLibrary:
         """True for a forward hook that a model of the library registers for itself, and that may run in each call."""
         return False
 
-    def saves_first_rank_only(self, module: str) -> bool:
-        """True for a Python module of the library, by its name, that saves what `state_dict()` returns on one rank."""
-        return False
-
     def quantized_weight(self, model: Any) -> str:
         """Returns which weight of a model is quantized, and by whom, as text; "" if there is none."""
         return ""
@@ -184,11 +180,6 @@ def recomputes(model: Any) -> bool:
 def is_own_hook(hook: Any) -> bool:
     """True for a hook that a model of some library registers for itself."""
     return any(it.is_own_hook(hook) for it in libraries())
-
-
-def saves_first_rank_only(module: str) -> bool:
-    """True for a Python module of some library that saves what `state_dict()` returns on one rank, for all ranks."""
-    return any(it.saves_first_rank_only(module) for it in libraries())
 
 
 def watch_calls() -> None:

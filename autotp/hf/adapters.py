@@ -1,7 +1,7 @@
 """Adapters of peft: put around a parallel model, or into one; saved, read, switched off and exchanged.
 
-peft makes adapters by the sizes of the layers that they adapt. So it is shown the sizes of the wholes, and makes whole
-adapters. One that it makes from the values of a layer, as PiSSA and DoRA, is an Error: the layer has a part of them.
+peft makes adapters by the sizes of the layers that they adapt, and some from their values, as PiSSA and DoRA. It sees
+wholes, and makes whole adapters.
 
 peft puts modules of its own around the model (`PeftModel`). They become the parallel model, in which the model that was
 parallel before is a part: as if it had been made parallel after peft, but each new parameter is whole on every rank.
@@ -24,8 +24,11 @@ from torch import Tensor, nn
 
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.distributed.consistency import agree, on_first_replica
-from autotp.distributed.cut_parameter import Cut, as_cut, computed_on_parts
+from autotp.distributed.cut_parameter import Cut, as_cut
+from autotp.distributed.gather import gather
 from autotp.distributed.mesh import broadcast_from_first
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.whole_operators import WholeView
 from autotp.errors import Error
 from autotp.runtime.module import ParallelModule, expect_own_calls, put_around
 from autotp.runtime.tree import state_of
@@ -33,7 +36,6 @@ from autotp.sharding.layout import Layout
 
 Method = Callable[..., Any]
 WATCHED = ("peft.peft_model", "peft.mixed_model", "peft.tuners.tuners_utils")
-BEFORE = "autotp.parallelize(get_peft_model(model, config))"
 _changed: set[tuple[type, str]] = set()
 _making: ContextVar[bool] = ContextVar("making", default=False)
 _saved: ContextVar[tuple[Any, ...]] = ContextVar("saved", default=())
@@ -97,11 +99,7 @@ def _in_parallel(theirs: Method) -> Method:
 
 
 def _made_by_wholes(theirs: Method, maker: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Returns what peft's function returns, which makes adapters in a model; on a failure the model is as before.
-
-    Raises:
-        Error: on every rank: the adapters are made from values of parts.
-    """
+    """Returns what peft's function returns, which makes adapters in a model; on a failure the model is as before."""
     inside = [module for module in model.modules() if state_of(module) is not None]
     if _making.get() or not inside:
         return theirs(maker, model, *args, **kwargs)
@@ -111,18 +109,21 @@ def _made_by_wholes(theirs: Method, maker: Any, model: nn.Module, *args: Any, **
         kwargs["low_cpu_mem_usage"] = False  # It would leave adapters on meta until they are loaded.
     token = _making.set(True)
     try:
-        with _undone_on_failure(model), computed_on_parts(_refused):
-            return agree(state.tree.mesh, lambda: theirs(maker, model, *args, **kwargs))
+        with _undone_on_failure(model):
+            made = agree(state.tree.mesh, lambda: theirs(maker, model, *args, **kwargs))
+            _gather_new(model)
+            return made
     finally:
         _making.reset(token)
         state.tree.version += 1
 
 
-def _refused(operator: str) -> Error:
-    return Error(
-        f"peft makes these adapters by `{operator}` of a weight of which each rank has a part",
-        fix=f"{BEFORE}: peft first, on the original model",
-    )
+def _gather_new(model: nn.Module) -> None:
+    """Has each new parameter be whole, also one that peft computed from a cut weight, as DoRA's magnitudes."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if isinstance(p, Sharded | WholeView):
+                module._parameters[name] = nn.Parameter(gather(p.detach()), p.requires_grad)
 
 
 @contextmanager
@@ -204,24 +205,6 @@ class Adapts:
             )
         theirs: Any = super()
         return theirs.disable_adapter()
-
-    def get_nb_trainable_parameters(self) -> Any:
-        """Returns the numbers of elements of the trained parameters and of all, of all ranks together."""
-        theirs: Any = super()
-        with computed_on_parts(_refused):
-            return theirs.get_nb_trainable_parameters()
-
-    def get_layer_status(self) -> Any:
-        """Returns peft's facts of each layer with adapters."""
-        theirs: Any = super()
-        with computed_on_parts(_refused):
-            return theirs.get_layer_status()
-
-    def get_model_status(self) -> Any:
-        """Returns peft's facts of the model, which count the elements of all ranks together."""
-        theirs: Any = super()
-        with computed_on_parts(_refused):
-            return theirs.get_model_status()
 
     def add_adapter(self, adapter_name: str, peft_config: Any, **given: Any) -> None:
         """Adds an adapter, cut as the adapters are that the model has. Call it on every rank.

@@ -74,10 +74,6 @@ class Transformers(ModelLibrary):
         """True for those that collect hidden states and attentions: a model registers them in its first such call."""
         return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
-    def saves_first_rank_only(self, module: str) -> bool:
-        """True for accelerate's `save_state` and `get_state_dict`, and for what Lightning's callbacks save."""
-        return module.startswith(("accelerate.", "lightning.", "pytorch_lightning.", "lightning_fabric."))
-
     def quantized_weight(self, model: nn.Module) -> str:
         """Returns which weight of a model a library keeps quantized."""
         return quantized.quantized_weight(model)

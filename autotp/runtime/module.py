@@ -31,7 +31,7 @@ from autotp.distributed.replica_check import common_ranks, ranks_of
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.distributed.whole_operators import WholeView
 from autotp.errors import Error, within
-from autotp.model_library import classes_before, saves_first_rank_only
+from autotp.model_library import classes_before
 from autotp.options import Recompute
 from autotp.passes.capture.guards.attribute_paths import is_internal
 from autotp.passes.capture.skeleton import expect_copyable
@@ -40,9 +40,9 @@ from autotp.passes.emit.async_tensor_parallel import FusedPairs
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable
 from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
-from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, give_state, held_in, original_class, state_of
+from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, give_state, original_class, state_of
 from autotp.sharding.layout import Layout
-from autotp.source_location import is_users, reads_for_caller, reads_to_fill
+from autotp.source_location import reads_for_caller, reads_to_fill
 
 FORWARD_HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -170,7 +170,7 @@ class Part(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         reader = sys._getframe(1)
-        while reader.f_back is not None and (reads_for_caller(reader) or reader.f_globals is globals()):
+        while reader.f_back is not None and reads_for_caller(reader):
             reader = reader.f_back
         if reads_to_fill(reader):
             return
@@ -291,24 +291,6 @@ class ParallelModule(Part):
         with torch._C.DisableTorchFunctionSubclass():
             return super().zero_grad(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the tensors by name. Those of cut parameters behave as wholes, and are saved as wholes by all ranks.
-
-        `autotp.full_state_dict(model)` returns the whole on the CPU.
-
-        Args:
-            args, kwargs: as for `torch.nn.Module.state_dict`.
-
-        Raises:
-            Error: accelerate asks, which would save the first rank's parts for all.
-        """
-        frame = sys._getframe(1)
-        while frame.f_back is not None and reads_for_caller(frame):
-            frame = frame.f_back
-        if is_users(frame) and not reads_to_fill(frame):
-            _expect_saved_by_all(self, frame)
-        return super().state_dict(*args, **kwargs)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes this rank's parts of what a module around the model is loaded with, such as torch's `AveragedModel`."""
         state = state_of(self)
@@ -357,19 +339,6 @@ def _expect_no_swap(module: nn.Module, what: str) -> None:
         raise Error(
             f"{what} of a parallel model by swapping its parameters",
             fix="torch.__future__.set_swap_module_params_on_conversion(False)",
-        )
-
-
-def _expect_saved_by_all(model: nn.Module, frame: FrameType) -> None:
-    """Raises Error in a library that writes what `state_dict()` returns on the first rank, for all ranks."""
-    caller = str(frame.f_globals.get("__name__"))
-    cut = any(layout.dim is not None for module in model.modules() for layout in held_in(module).values())
-    if cut and saves_first_rank_only(caller):
-        library = caller.partition(".")[0]
-        raise Error(
-            f"{library} writes the state of the first rank only, and that has a part of each cut parameter",
-            fix="autotp.save_pretrained(model, folder), or autotp.full_state_dict(model) on all ranks",
-            alternative="autotp.distribute and autotp.save_checkpoint, with the optimizer",
         )
 
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,12 +23,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
+from autotp.distributed.consistency import checksum
 from autotp.distributed.mesh import Mesh, gather_ints, group_of
 from autotp.errors import Error
 from autotp.hf.loops.accelerate_state import showing
-from autotp.hf.loops.replicas import done_by_all, is_one_replica, of_all, own_ranks, replicas
+from autotp.hf.loops.replicas import (
+    done_by_all,
+    is_one_replica,
+    of_all,
+    own_ranks,
+    parallel_models,
+    replicas,
+    whole_for_file,
+    whole_state,
+)
 from autotp.runtime.module import ParallelModule, call_through
 
 Method = Callable[..., Any]
@@ -151,9 +161,9 @@ def _averaging_over(accelerator: Any, group: dist.ProcessGroup) -> Iterator[None
 def _gathering(method: Method) -> Method:
     def get_state_dict(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inner = self.unwrap_model(model)
-        if not isinstance(inner, ParallelModule):
+        if not parallel_models(inner):
             return method(self, model, *args, **kwargs)
-        return OrderedDict(full_state_dict(inner))  # In a plain dict accelerate does not look for tied tensors.
+        return OrderedDict(whole_state(inner))  # In a plain dict accelerate does not look for tied tensors.
 
     return get_state_dict
 
@@ -163,13 +173,15 @@ def _with_whole_optimizers(method: Method) -> Method:
         axis = replicas()
         if axis is None:
             return method(self, *args, **kwargs)
-        mesh = own_ranks()
-        for i, thing in enumerate(self._custom_objects):
-            of_all(partial(_expect_same_state, i, thing, mesh))
+        mesh, registered = own_ranks(), self._custom_objects
         # Each process writes its random state. The files of the first rank of each replica come first: they are read.
         whole = whole_state_dicts([it.optimizer for it in self._optimizers])
         with whole, showing(index=axis.rank + mesh.rank * axis.size):
-            return done_by_all(partial(method, self, *args, **kwargs))
+            self._custom_objects = [of_all(partial(_of_file, i, thing)) for i, thing in enumerate(registered)]
+            try:
+                return done_by_all(partial(method, self, *args, **kwargs))
+            finally:
+                self._custom_objects = registered
 
     return save_state
 
@@ -184,27 +196,26 @@ def _there_for_all(method: Method) -> Method:
     return save_model
 
 
-def _expect_same_state(number: int, thing: Any, mesh: Mesh) -> None:
-    """Raises Error, on every rank, if an object that the user registered has another state on some rank.
+def _of_file(number: int, thing: Any) -> Any:
+    """Returns what stands for an object that the user registered while accelerate writes: its state is whole.
 
-    accelerate writes the first rank's. An average of a parallel model's weights, for example, has parts.
+    Raises:
+        Error: on every rank: it has another state on some rank. accelerate writes the first rank's.
     """
-    leaves = pytree.tree_leaves(thing.state_dict())
-    said = [(x.dtype, x.shape, checksum(x)) if isinstance(x, Tensor) else repr(x) for x in leaves]
-    rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
+    state = thing.state_dict()
+    whole = whole_for_file(state)
+    leaves = zip(pytree.tree_leaves(state), pytree.tree_leaves(whole), strict=True)
+    plain = [x for x, other in leaves if x is other]
+    said = [(x.dtype, x.shape, checksum(x)) if isinstance(x, Tensor) else repr(x) for x in plain]
+    rows = gather_ints([zlib.crc32(repr(said).encode())], own_ranks())
     if any(row != rows[0] for row in rows):
         raise Error(
             f"save_state: object {number} of register_for_checkpointing, a {type(thing).__name__}, has another state "
             "on each rank, as parts of weights have, and accelerate writes the first rank's",
             fix="let each rank save it to a file of its own",
-            alternative="autotp.gather(part) in its state_dict(), called on all ranks",
+            alternative="autotp.gather(tensor), or the cut tensor itself, in place of `tensor.to_local()`",
         )
-
-
-def checksum(x: Tensor) -> int:
-    """Returns a checksum of a tensor's bits, or of those of the part that this rank holds."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return SimpleNamespace(state_dict=lambda: whole)
 
 
 def _into_unwrapped(method: Method) -> Method:

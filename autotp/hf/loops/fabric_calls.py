@@ -30,11 +30,9 @@ from autotp.hf.loops.lightning_calls import (
     expect_no_parts,
     instead,
     itself,
-    parallel_models,
     whole_optimizer_state,
-    whole_state,
 )
-from autotp.hf.loops.replicas import is_one_replica, own_ranks
+from autotp.hf.loops.replicas import is_one_replica, own_ranks, parallel_models, whole_for_file, whole_state
 
 NAMES = ("lightning.fabric", "lightning_fabric")
 """The two names of the package; a program may import both."""
@@ -116,7 +114,7 @@ def _saved_by_first(
 ) -> None:
     """Gathers the state; the first rank writes it. If it cannot, all ranks are told."""
     mesh = own_ranks()
-    whole = strategy._convert_stateful_objects_in_state(state, filter=filter or {})
+    whole = whole_for_file(strategy._convert_stateful_objects_in_state(state, filter=filter or {}))
     expect_no_parts(whole, mesh)
 
     def write() -> None:

@@ -13,34 +13,27 @@ This module does not import Lightning before the user's program does, under eith
 
 from __future__ import annotations
 
-import math
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dict
-from autotp.distributed.consistency import agree
-from autotp.distributed.cut_parameter import CutTensor
+from autotp.distributed.consistency import agree, checksum
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.errors import Error
-from autotp.hf.loops.accelerator_methods import checksum
-from autotp.hf.loops.replicas import is_one_replica, own_ranks
+from autotp.hf.loops.replicas import is_one_replica, own_ranks, parallel_models, whole_for_file, whole_state
 from autotp.runtime.module import ParallelModule, Submodule
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 """The two names of the package; a program may import both."""
 WATCHED = tuple(f"{name}.trainer.trainer" for name in NAMES)
 """The modules that, once imported, have imported all that is changed here."""
-AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
-"""Lightning's callbacks that keep a copy of the module, with averages of its weights."""
 Method = Callable[..., Any]
 _changed: set[str] = set()
 
@@ -90,12 +83,6 @@ def parallel_in(strategy: Any) -> list[tuple[str, ParallelModule]]:
     return parallel_models(strategy.lightning_module)
 
 
-def parallel_models(module: Any) -> list[tuple[str, ParallelModule]]:
-    """Returns the parallel models of several ranks in a module, with their names there."""
-    found = module.named_modules() if isinstance(module, nn.Module) else ()
-    return [(name, it) for name, it in found if isinstance(it, ParallelModule) and it.mesh.everyone.size > 1]
-
-
 def _mesh(strategy: Any) -> Mesh:
     return parallel_in(strategy)[0][1].mesh.everyone
 
@@ -106,20 +93,7 @@ def _mesh(strategy: Any) -> Mesh:
 def _setup(strategy: Any, theirs: Method, trainer: Any) -> Any:
     """Sets a strategy up; only the first rank prints and logs, and what is not parallel has its values."""
     begin(strategy, strategy.lightning_module)
-    _expect_no_saved_average(trainer)
     return theirs(strategy, trainer)
-
-
-def _expect_no_saved_average(trainer: Any) -> None:
-    """Raises Error for a callback that averages weights beside one that saves: each rank has a part of the average."""
-    kinds = [type(callback) for callback in trainer.callbacks]
-    averaging = next((kind.__name__ for kind in kinds if AVERAGING & {base.__name__ for base in kind.__mro__}), "")
-    if averaging and trainer.checkpoint_callbacks and trainer.state.fn == "fit":
-        raise Error(
-            f"{averaging} keeps an average of the model, and a checkpoint would have the first rank's part of it",
-            fix="Trainer(enable_checkpointing=False), and autotp.full_state_dict of the model after fit",
-            alternative="torch.optim.swa_utils.AveragedModel in a callback of your own",
-        )
 
 
 def begin(strategy: Any, module: nn.Module) -> None:
@@ -186,23 +160,8 @@ def _gathered(strategy: Any, theirs: Method, tensor: Tensor, group: Any = None, 
 # ---- checkpoints
 
 
-def _whole_state(strategy: Any, theirs: Method) -> dict[str, Any]:
+def _whole_state(strategy: Any, theirs: Method) -> Any:
     return whole_state(strategy.lightning_module)
-
-
-def whole_state(module: nn.Module) -> dict[str, Any]:
-    """Returns the whole state dict of a module on the first rank; the others lack what is gathered."""
-    state: dict[str, Any] = dict(module.state_dict())
-    for path, model in parallel_models(module):
-        prefix = f"{path}." if path else ""
-        mine = {name[len(prefix) :]: name for name in state if name.startswith(prefix)}
-        whole = full_state_dict(model, mine.__contains__)
-        for inner, name in mine.items():
-            if inner in whole:
-                state[name] = whole[inner]
-            elif model.mesh.everyone.rank:
-                del state[name]
-    return state
 
 
 def whole_optimizer_state(strategy: Any, theirs: Method, optimizer: Any) -> Any:
@@ -214,9 +173,9 @@ def whole_optimizer_state(strategy: Any, theirs: Method, optimizer: Any) -> Any:
 
 def _saved_by_first(strategy: Any, theirs: Method, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     """The first rank writes; if it cannot, all ranks are told."""
-    mesh = _mesh(strategy)
-    expect_no_parts(checkpoint, mesh)
-    agree(mesh, lambda: theirs(strategy, checkpoint, *args, **kwargs))
+    mesh, whole = _mesh(strategy), whole_for_file(checkpoint)
+    expect_no_parts(whole, mesh)
+    agree(mesh, lambda: theirs(strategy, whole, *args, **kwargs))
 
 
 def expect_no_parts(checkpoint: dict[str, Any], mesh: Mesh) -> None:
@@ -232,7 +191,7 @@ def expect_no_parts(checkpoint: dict[str, Any], mesh: Mesh) -> None:
             raise Error(
                 f"checkpoint{parts[0]} is another tensor on each rank, as parts of weights are, and Lightning writes "
                 "the first rank's",
-                fix="autotp.gather(part), on all ranks; in a state_dict() of your own, the names that modules have",
+                fix="autotp.gather(tensor), on all ranks, or the cut tensor itself, in place of `tensor.to_local()`",
             )
 
     agree(mesh, expect_same)
@@ -314,19 +273,9 @@ def _has_parallel(module: nn.Module) -> bool:
 
 
 def _watch_summary(module: Any) -> None:
-    """Has the table of layers count the whole of each parameter, and put no hooks on parts of a parallel model."""
-    module.LayerSummary.num_parameters = property(lambda it: _size(it._module.parameters()))
-    module.ModelSummary.total_parameters = property(lambda it: _size(it._model.parameters()))
-    trained = property(lambda it: _size(p for p in it._model.parameters() if p.requires_grad))
-    module.ModelSummary.trainable_parameters = trained
+    """Has the table of layers put no hooks on parts of a parallel model."""
     instead(
         module.LayerSummary,
         "_register_hook",
         lambda theirs, it: None if isinstance(it._module, Submodule) else theirs(it),
     )
-
-
-def _size(parameters: Iterable[Tensor]) -> int:
-    """Returns the number of elements of parameters; of a lazy one 0, as Lightning counts it."""
-    shapes = (p.autotp_cut.layout.shape if isinstance(p, CutTensor) else p.shape for p in parameters if not is_lazy(p))
-    return sum(map(math.prod, shapes))

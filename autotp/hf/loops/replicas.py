@@ -14,11 +14,16 @@ Lightning and torchmetrics ask here, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from autotp.distributed.consistency import agree
+from autotp.distributed.gather import gather
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh
 from autotp.runtime.module import ParallelModule
@@ -60,6 +65,37 @@ def done_by_all(run: Callable[[], T]) -> T:
         Error: on every rank, if `run` failed on some rank: its own exception, or that of the first failed rank.
     """
     return of_all(lambda: agree(own_ranks(), run))
+
+
+def whole_for_file(state: Any) -> Any:
+    """Returns a state with the wholes of its cut tensors, plain and on the CPU; on other ranks than the first, None.
+
+    All ranks of the replica call this, and the first writes. What is one tensor under several names stays one.
+    """
+    first, gathered = own_ranks().rank == 0, dict[int, Any]()
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in gathered:
+            made = x.full_tensor() if isinstance(x, DTensor) else gather(x)
+            gathered[id(x)] = x if made is x else made.cpu() if first else None
+        return gathered[id(x)]
+
+    with torch.no_grad():
+        return pytree.tree_map(whole, state)
+
+
+def whole_state(module: nn.Module) -> dict[str, Any]:
+    """Returns the state dict of a module with parallel models, whole; the other ranks lack what is cut."""
+    state = whole_for_file(dict(module.state_dict(keep_vars=True)))
+    return {name: x.detach() if isinstance(x, Tensor) else x for name, x in state.items() if x is not None}
+
+
+def parallel_models(module: Any) -> list[tuple[str, ParallelModule]]:
+    """Returns the parallel models of several ranks in a module, with their names there."""
+    found = module.named_modules() if isinstance(module, nn.Module) else ()
+    return [(name, it) for name, it in found if isinstance(it, ParallelModule) and it.mesh.everyone.size > 1]
 
 
 def own_ranks() -> Mesh:

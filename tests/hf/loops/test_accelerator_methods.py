@@ -147,8 +147,8 @@ def test_replicas_are_not_one_process() -> None:
 class Average:
     """An average of weights, as a user writes it."""
 
-    def __init__(self, model: Any) -> None:
-        self.kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    def __init__(self, model: Any, part: Callable[[Any], Any] = lambda p: p.detach().clone()) -> None:
+        self.kept = {name: part(p) for name, p in model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.kept)
@@ -158,15 +158,23 @@ class Average:
 
 
 def registered(rank: int, n: int, folder: Path) -> str:
-    """What is alike on the ranks is saved; an average of cut weights would be the first rank's parts."""
+    """What is alike on the ranks is saved, and an average of cut weights. Plain parts would be the first rank's."""
     model: Any = autotp.parallelize(llama_in_float64(), n)
     made = accelerate.Accelerator(cpu=on_cpu(n > 1))
     made.prepare(model)
     alike = Average(torch.nn.Linear(2, 2).requires_grad_(False))
     alike.kept = {"w": torch.ones(2), "n": 3}
     made.register_for_checkpointing(alike)
-    made.save_state(str(folder / "alike"))
-    made.register_for_checkpointing(Average(model))
+    average = Average(model)
+    made.register_for_checkpointing(average)
+    made.save_state(str(folder / "whole"))
+    saved = torch.load(folder / "whole" / "custom_checkpoint_1.pkl", weights_only=True)
+    expect_close(saved, {name: p.detach() for name, p in llama_in_float64().named_parameters()})
+    for x in average.kept.values():
+        x.zero_()
+    made.load_state(str(folder / "whole"))
+    expect_close(average.kept, saved)
+    made.register_for_checkpointing(Average(model, lambda p: p.to_local() if hasattr(p, "to_local") else p))
     with pytest.raises(autotp.Error) as raised:
         made.save_state(str(folder / "parts"))
     return str(raised.value).splitlines()[0]
@@ -200,7 +208,7 @@ def test_saved_twice(tmp_path: Path) -> None:
 
 def test_registered_objects(tmp_path: Path) -> None:
     for told in run_ranks(registered, 2, tmp_path, timeout=120, fresh=True):
-        assert told.startswith("save_state: object 1 of register_for_checkpointing, a Average, has another state")
+        assert told.startswith("save_state: object 2 of register_for_checkpointing, a Average, has another state")
 
 
 def random_states(rank: int, n: int, folder: Path) -> tuple[list[str], list[float], list[float]]:

@@ -139,7 +139,11 @@ def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
     def parts() -> None:
         fabric = fabric_of("lightning.fabric", "auto", n)
         model = fabric.setup(Scaled(n, False))
-        fabric.save(folder / "parts.ckpt", {"state": {"head": model.module.model.lm_head.weight.detach()}})
+        head = model.module.model.lm_head.weight.detach()
+        fabric.save(folder / "whole.ckpt", {"state": {"head": head}})
+        saved = torch.load(folder / "whole.ckpt", weights_only=True)["state"]["head"]
+        assert torch.equal(saved, llama_in_float64(attention_dropout=0.1).lm_head.weight)
+        fabric.save(folder / "parts.ckpt", {"state": {"head": head.to_local()}})
 
     for call in (sharded, sharded_with_optimizer, missing, parts):
         with pytest.raises(autotp.Error) as raised:

@@ -195,27 +195,16 @@ def test_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
 def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
     pl, found = library("lightning.pytorch"), {}
     strategies: Any = importlib.import_module("lightning.pytorch.strategies")
-    callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
     lit = module_of(pl, n, False)
 
-    class Renamed(type(lit)):  # type: ignore[misc]
+    class Parts(type(lit)):  # type: ignore[misc]
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return {name.replace("model.", ""): x for name, x in nn.Module.state_dict(self).items()}
+            state = nn.Module.state_dict(self)
+            return {name: x.to_local() if hasattr(x, "to_local") else x for name, x in state.items()}
 
-    def average() -> None:
-        trainer_of(pl, "auto", n, folder, callbacks.EMAWeightAveraging()).fit(module_of(pl, n, False), *rows())
-
-    def swa() -> None:
-        trainer_of(pl, "auto", n, folder, callbacks.StochasticWeightAveraging(1e-2)).fit(
-            module_of(pl, n, False), *rows()
-        )
-
-    def renamed() -> None:
-        lit.__class__ = Renamed
-        trainer = trainer_of(pl, "auto", n, folder, max_epochs=1)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*has this rank's parts only.*")
-            trainer.fit(lit, *rows())
+    def parts() -> None:
+        lit.__class__ = Parts
+        trainer_of(pl, "auto", n, folder, max_epochs=1).fit(lit, *rows())
 
     def missing() -> None:
         if rank == 0:
@@ -228,13 +217,10 @@ def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
         strategy.connect(lit)
         strategy.setup(None)
 
-    for call in (divided, missing, renamed, average, swa):
+    for call in (divided, missing, parts):
         with pytest.raises((autotp.Error, FileNotFoundError)) as raised:
             call()
         found[call.__name__] = str(raised.value).splitlines()[0]
-    averaging = callbacks.EMAWeightAveraging()  # Beside a callback that saves, it is refused in `fit` only.
-    validated = trainer_of(pl, "auto", n, folder, averaging).validate(module_of(pl, n, False), rows()[1])
-    found["loss"] = str(round(validated[0]["tested"], 9))
     return found
 
 
@@ -243,39 +229,48 @@ def test_refused(tmp_path: Path) -> None:
     for found in run_ranks(refused, 2, tmp_path, timeout=250, fresh=True):
         assert found["divided"].startswith("FSDPStrategy divides a model among replicas"), found
         assert "Checkpoint file not found" in found["missing"], found
-        assert found["renamed"].startswith("checkpoint['state_dict']['"), found
-        assert "is another tensor on each rank" in found["renamed"]
-        told = "keeps an average of the model, and a checkpoint would have the first rank's part of it"
-        assert found["average"].endswith(f"EMAWeightAveraging {told}")
-        assert found["swa"].endswith(f"StochasticWeightAveraging {told}")
-        expected = [whole_model()(**batch) for batch, _ in zip(rows()[1], range(2), strict=False)]
-        assert float(found["loss"]) == pytest.approx(sum(x.item() for x in expected) / 2, abs=1e-8)
+        assert found["parts"].startswith("checkpoint['state_dict']['"), found
+        assert "is another tensor on each rank" in found["parts"]
 
 
-def averaged(rank: int, n: int) -> list[Any]:
+def averaged(rank: int, n: int, folder: Path) -> list[Any]:
+    """Five epochs; then the last three again, from the checkpoint after the second. Names in files are the user's."""
     pl, found = library("lightning.pytorch"), []
     callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
     options: Any = {"EMAWeightAveraging": {"decay": 0.9}, "StochasticWeightAveraging": {"swa_lrs": 0.1}}
     for name, given in options.items():
-        lit = module_of(pl, n, False)
-        lit.configure_optimizers = lambda: torch.optim.SGD(lit.parameters(), lr=0.1)  # noqa: B023  Called below.
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=n, max_epochs=5, limit_train_batches=3, logger=False, enable_checkpointing=False,
-            callbacks=[getattr(callbacks, name)(**given)], enable_progress_bar=False, enable_model_summary=False,
-            log_every_n_steps=1,
-        )  # fmt: skip
-        trainer.fit(lit, *rows())
-        found.append((lit.seen, autotp.full_state_dict(lit.model) if n > 1 else lit.model.state_dict()))
+        for start in (None, folder / name / "epoch=1.ckpt"):
+            lit = module_of(pl, n, False)
+            lit.configure_optimizers = lambda: torch.optim.SGD(lit.parameters(), lr=0.1)  # noqa: B023  Called below.
+            lit.on_save_checkpoint = lambda file: file.update(
+                copied={name.upper(): x.clone() for name, x in lit.state_dict().items()}  # noqa: B023
+            )
+            saved = callbacks.ModelCheckpoint(folder / name, "{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
+            pl.seed_everything(3, workers=True, verbose=False)
+            trainer = pl.Trainer(
+                accelerator="cpu", devices=n, max_epochs=5, limit_train_batches=3, logger=False, log_every_n_steps=1,
+                callbacks=[getattr(callbacks, name)(**given), saved], enable_progress_bar=False,
+                enable_model_summary=False,
+            )  # fmt: skip
+            trainer.fit(lit, *rows(), ckpt_path=start)
+            found.append((lit.seen, autotp.full_state_dict(lit.model) if n > 1 else lit.model.state_dict()))
     return found
 
 
 @pytest.mark.rare
-def test_averages_of_weights() -> None:
-    """Where nothing saves them, each rank averages its parts."""
-    expected = averaged(0, 1)
-    two = run_ranks(averaged, 2, timeout=250, fresh=True)
+def test_averages_of_weights(tmp_path: Path) -> None:
+    """They are those of one device, also in checkpoints, and a run goes on from these."""
+    expected = averaged(0, 1, tmp_path / "one")
+    two = run_ranks(averaged, 2, tmp_path / "two", timeout=250, fresh=True)
     for (seen, weights), first, second in zip(expected, *two, strict=True):
         expect_close((first[0], second[0], first[1]), (seen, seen, weights))
+    for path in (tmp_path / "one").glob("*/*.ckpt"):
+        one, other = (
+            torch.load(p, weights_only=False) for p in (path, tmp_path / "two" / path.relative_to(tmp_path / "one"))
+        )
+        assert set(other) == set(one)
+        for key in {"state_dict", "current_model_state", "averaging_state", "copied"} & set(one):
+            expect_close(other[key], one[key])
 
 
 def beside_replicas(rank: int, n: int, folder: Path) -> str:
