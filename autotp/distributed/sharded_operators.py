@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from autotp.distributed.replica_check import expect_replicas
-from autotp.distributed.whole_operators import gradient_is_whole, name_of, on_wholes, reduced, shape_refused
+from autotp.distributed.whole_operators import compared, gradient_is_whole, name_of, on_wholes, reduced, shape_refused
 from autotp.errors import Error
 from autotp.groups.process_group import process_group
 from autotp.ops.eager_mode import is_transformed
@@ -77,6 +77,8 @@ def on_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], c
         return _on_lists(func, args, kwargs, cut_type)
     if torch.Tag.pointwise in func.tags and (found := _pointwise(func, args, kwargs, cuts, cut_type)) is not None:
         return found
+    if (answer := compared(func, args, kwargs)) is not None:
+        return answer
     composed = func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
     if composed and (found := func.decompose(*args, **kwargs)) is not NotImplemented:
         return found  # Without autograd (in inference mode), torch does not take these apart itself.

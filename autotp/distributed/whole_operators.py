@@ -256,6 +256,17 @@ def _expect_small(cut: Any) -> None:
 # ---- reductions
 
 
+def compared(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
+    """Returns whether two tensors are equal or close, on all ranks and in all copies; None for other operators."""
+    if func not in (aten.equal.default, aten.allclose.default):
+        return None
+    if (refuse := _refuse.get()) is not None:
+        raise refuse(name_of(func))
+    if func is aten.allclose.default:
+        return bool(torch.isclose(*args, **kwargs).all())
+    return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+
+
 def reduced(func: OpOverload, bound: Mapping[str, Any], cut_type: Any) -> Any:
     """Returns what a reduction of the cut dimension gives, from each rank's part; None for other operators."""
     x = bound.get("self")
@@ -277,19 +288,24 @@ class Reduction:
     """A reduction of a cut tensor over dimensions of which one is cut.
 
     Attributes:
-        part: this rank's part, of positions that several ranks hold those that no earlier rank has.
+        part: this rank's part.
         dims, keepdim: as torch's reductions have them.
         count: the number of elements that one result is made of.
     """
 
     def __init__(self, cut: Any, dims: list[int], keepdim: bool, count: int) -> None:
-        held, self.mesh = cut.held, cut.mesh
-        self.part = chosen(cut.part, held.dim, tuple(held.first(cut.mesh.rank))) if held.repeated else cut.part
+        self.held, self.mesh, self.part = cut.held, cut.mesh, cut.part
         self.dims, self.keepdim, self.count = dims, keepdim, count
 
+    def once(self) -> Tensor:
+        """Returns the part, of positions that several ranks hold those that no earlier rank has."""
+        if not self.held.repeated:
+            return self.part
+        return chosen(self.part, self.held.dim, tuple(self.held.first(self.mesh.rank)))
+
     def wide(self) -> Tensor:
-        """Returns the part in the dtype in which torch adds: float32 for half precision, integers for booleans."""
-        part = self.part
+        """Returns `once` in the dtype in which torch adds: float32 for half precision, integers for booleans."""
+        part = self.once()
         if part.dtype in (torch.bfloat16, torch.float16):
             return part.float()
         return part if part.is_floating_point() or part.is_complex() else part.to(torch.int64)
@@ -359,7 +375,7 @@ def _every(on: Reduction, bound: Mapping[str, Any]) -> Tensor:
 
 
 def _nonzero(on: Reduction, bound: Mapping[str, Any]) -> Tensor:
-    return on.sum((on.part != 0).to(torch.int64))
+    return on.sum((on.once() != 0).to(torch.int64))
 
 
 REDUCTIONS: dict[OpOverload, Callable[[Reduction, Mapping[str, Any]], Tensor]] = {

@@ -312,6 +312,32 @@ def counted() -> Iterator[list[Tensor]]:
         yield sent
 
 
+@checks.on(4)
+def copies_that_differ(rank: int, n: int) -> None:
+    """Where two ranks hold the same rows, a comparison looks at both: a sum counts one of them."""
+    whole, mesh = torch.arange(1.0, 33).view(4, 8), make_mesh(n)
+    layout = Layout((4, 8), 0, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)), "rows")
+    part = layout.take(whole, rank).clone()
+    cut = sharded(part, layout, mesh)
+    comparisons: list[Callable[[Tensor], Any]] = [
+        lambda x: torch.equal(x, whole),
+        lambda x: torch.equal(whole, x),
+        lambda x: torch.allclose(x, whole),
+        lambda x: bool((x == whole).all()),
+        lambda x: not (x != whole).any(),
+        lambda x: not (x - whole).abs().max(),
+        lambda x: not (x - whole).amin(),
+    ]
+    assert all(same(cut) for same in comparisons) and cut.sum() == whole.sum()
+    torch.testing.assert_close(cut, whole)
+    if rank == 3:
+        part[1, 3] -= 1
+    assert not any(same(cut) for same in comparisons) and cut.sum() == whole.sum()
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(cut, whole)
+    assert not torch.equal(cut, whole[:2])
+
+
 @checks.on(2)
 def what_is_refused(rank: int, n: int) -> None:
     cut = on(rank, WHOLE, 2, make_mesh(n), n)[1].detach()
