@@ -21,7 +21,6 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import FrameType
@@ -48,7 +47,7 @@ from autotp.distributed.sharded_tensor import (
     reads_memory,
     sharded,
 )
-from autotp.distributed.whole_operators import WholeView, shape_refused, without_wholes
+from autotp.distributed.whole_operators import WholeView, shape_refused
 from autotp.errors import Error
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
@@ -72,17 +71,6 @@ class Cut:
     def held(self) -> Layout:
         """The layout without its shape, as `Sharded` has it."""
         return replace(self.layout, shape=())
-
-
-@contextmanager
-def computed_on_parts(refuse: Callable[[str], Error]) -> Iterator[None]:
-    """A region in which an operator that needs more than this rank's part raises an Error.
-
-    Args:
-        refuse: takes the name of the operator, and returns the Error.
-    """
-    with without_wholes(refuse):
-        yield
 
 
 def _removes(frame: FrameType) -> bool:

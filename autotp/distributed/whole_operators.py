@@ -20,8 +20,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -40,17 +38,6 @@ LARGE = 2**28
 """The bytes of a gathered tensor above which the line that needs it is warned of, once."""
 
 _warned: set[tuple[str, int]] = set()
-_refuse: ContextVar[Callable[[str], Error] | None] = ContextVar("refuse", default=None)
-
-
-@contextmanager
-def without_wholes(refuse: Callable[[str], Error]) -> Any:
-    """A region in which an operator that needs more than parts raises the Error that `refuse` makes of its name."""
-    token = _refuse.set(refuse)
-    try:
-        yield
-    finally:
-        _refuse.reset(token)
 
 
 def name_of(func: Any) -> str:
@@ -163,8 +150,6 @@ class WholeView(Tensor):
 
 def on_wholes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns what an operator gives for the wholes of cut tensors, which all ranks gather; writes parts of them."""
-    if (refuse := _refuse.get()) is not None:
-        raise refuse(name_of(func))
     if torch.Tag.inplace_view in func.tags:
         raise shape_refused(name_of(func))
     wholes: dict[int, Whole] = {}
@@ -260,8 +245,6 @@ def compared(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Returns whether two tensors are equal or close, on all ranks and in all copies; None for other operators."""
     if func not in (aten.equal.default, aten.allclose.default):
         return None
-    if (refuse := _refuse.get()) is not None:
-        raise refuse(name_of(func))
     if func is aten.allclose.default:
         return bool(torch.isclose(*args, **kwargs).all())
     return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
@@ -278,8 +261,6 @@ def reduced(func: OpOverload, bound: Mapping[str, Any], cut_type: Any) -> Any:
     if x.cut[0] not in dims:
         return None
     count = math.prod(x.shape[d] for d in dims)
-    if (refuse := _refuse.get()) is not None:
-        raise refuse(name_of(func))
     result = REDUCTIONS[func](Reduction(x, dims, bool(bound.get("keepdim", False)), count), bound)
     return result.to(bound["dtype"]) if bound.get("dtype") is not None else result
 

@@ -5,14 +5,13 @@ This module does not import transformers before the user's program does.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from autotp.distributed.consistency import agree, on_first_replica
 from autotp.errors import Error
@@ -66,18 +65,6 @@ class Saves:
                 alternative="state_dict=autotp.full_state_dict(model): transformers saves it, with all of its options",
             )
         save_pretrained(model, save_directory, **rest)
-
-    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Returns the number of elements of the whole model's parameters.
-
-        Args:
-            only_trainable: whether those count only that require gradients.
-            exclude_embeddings: whether weights of embeddings do not count.
-        """
-        model = cast(nn.Module, self)
-        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        left_out = {id(table.weight) for table in tables if exclude_embeddings}
-        return whole_size(model, lambda p: id(p) not in left_out and (p.requires_grad or not only_trainable))
 
     def activation_checkpointing_enable(
         self,
@@ -169,9 +156,3 @@ def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state:
             theirs.save_pretrained(folder, state_dict=state, **given)
 
     on_first_replica(model.mesh, lambda: agree(model.mesh.alone(), write))
-
-
-def whole_size(model: Any, counts: Callable[[Tensor], bool]) -> int:
-    """Returns the number of elements of a parallel model's parameters, of all ranks together."""
-    shapes = [model.layouts[name].shape for name, p in model.named_parameters() if counts(p)]
-    return sum(math.prod(shape) for shape in shapes)

@@ -25,7 +25,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from autotp.distributed.cut_parameter import CutTensor, computed_on_parts, own_parameter
+from autotp.distributed.cut_parameter import CutTensor, own_parameter
 from autotp.distributed.sharded_tensor import CompiledOutput
 from autotp.runtime.torch_hooks.optimizer_guard import CHECKED_STEPS
 
@@ -312,24 +312,6 @@ def hooks_that_know_a_node(rank: int, n: int) -> None:
         handle.remove()
         assert keeps.node is get_gradient_edge(whole.up.weight).node
     autotp.parallelize(whole, n, example_inputs=(x(),))
-
-
-@checks.on(2)
-def a_region_that_computes_on_parts(rank: int, n: int) -> None:
-    """For code that makes other tensors by sizes: it may copy parts, and use none as the whole."""
-    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
-    w = parallel.up.weight
-    with silence(), computed_on_parts(lambda operator: autotp.Error(f"{operator} of parts")):
-        made, zeros, copied = torch.zeros(w.shape, dtype=w.dtype), torch.zeros_like(w), copy.deepcopy(parallel.up)
-        for operator, wrong in (
-            ("linalg_svd", lambda: torch.linalg.svd(w.detach())),
-            ("select", lambda: w[0]),
-            ("linalg_vector_norm", lambda: w.norm()),
-        ):
-            with pytest.raises(autotp.Error, match=f"^_?{operator} of parts$"):
-                wrong()
-        (w + made, parallel.down.bias.norm())  # The part of a whole tensor; what is whole.
-    assert made.shape == (30, 8) and copied.weight.to_local().shape == zeros.to_local().shape == (15, 8)
 
 
 @checks.on(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def modules_that_are_copied_stay_cut(rank: int, n: int) -> None:
     other = equal_around(n, lora(modules_to_save=["lm_head"], bias="all"))
     copied = other.base_model.model.lm_head.modules_to_save["default"]
     layout = other.layout_of("base_model.model.lm_head.modules_to_save.default.weight")
-    assert layout.dim is not None and copied.weight.shape == layout.local_shape(rank)
+    assert layout.dim is not None and copied.weight.to_local().shape == layout.local_shape(rank)
     assert vars(copied)["_autotp"].tree is vars(other)["_autotp"].tree
 
 
@@ -118,6 +117,8 @@ def other_adapters_are_equal(rank: int, n: int) -> None:
         "ia3": peft.IA3Config(target_modules=TARGETS["llama"], feedforward_modules=["down_proj"]),
         "hra": peft.HRAConfig(r=4, target_modules=TARGETS["llama"]),
         "prompts": peft.PromptTuningConfig(num_virtual_tokens=3),
+        "oft": peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "o_proj"]),
+        "fourier": peft.FourierFTConfig(n_frequency=10, target_modules=["q_proj", "o_proj"]),
         "embeddings": lora(target_modules=["embed_tokens", "lm_head"], use_rslora=True),
     }
     for config in kinds.values():
@@ -125,34 +126,61 @@ def other_adapters_are_equal(rank: int, n: int) -> None:
         equal_around(n, config)
 
 
+@checks.on(2)
+def adapters_of_values_are_equal(rank: int, n: int) -> None:
+    """PiSSA takes singular values of a weight out of it. peft makes these in float32 only."""
+    for given in ({"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}):
+        base, inputs = tiny("llama")
+        models = [base, autotp.parallelize(copy.deepcopy(base), n, example_inputs=inputs, randomness="exact")]
+        for i, model in enumerate(models):
+            torch.manual_seed(5)
+            models[i] = peft.get_peft_model(model, lora(**given))
+        for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(q, p, msg=lambda text, name=name: f"{name}: {text}")
+        losses = [model(**inputs).loss for model in models]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            if p.requires_grad:
+                torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@checks.on(2)
+def adapters_of_cut_values_are_whole(rank: int, n: int) -> None:
+    """Of rows of a table, and of DoRA's norms of layers that it leaves as they are cut."""
+    for config in (
+        lora(trainable_token_indices=[1, 5]),
+        lora(target_modules=["embed_tokens", "lm_head", "down_proj"], use_dora=True),
+    ):
+        other = equal_around(n, config)
+        new = {name: layout.dim for name, layout in other.layouts.items() if "default" in name}
+        assert new and not any(dim is not None for dim in new.values())
+
+
 # ---- what is refused
 
 
 @checks.on(2)
-def adapters_of_values_are_refused(rank: int, n: int) -> None:
-    """DoRA reads the norm of a weight, PiSSA its singular values. The model is as before, and takes others then."""
+def what_does_not_fit_is_refused(rank: int, n: int) -> None:
+    """DoRA computes with whole weights in each call. Where peft fails, the model is as before."""
     base, inputs = tiny("llama")
-    cut = autotp.parallelize(base, n, example_inputs=inputs)
+    cut = autotp.parallelize(copy.deepcopy(base), n, example_inputs=inputs)
     names, flags = [name for name, _ in cut.named_modules()], [p.requires_grad for p in cut.parameters()]
     loss = cut(**inputs).loss.item()
-    for given, operator in (
-        ({"use_dora": True}, "add"),
-        ({"init_lora_weights": "pissa"}, "linalg_svd"),
-        ({"trainable_token_indices": [1, 5]}, "__getitem__"),
+    for given, told in (
+        ({"target_modules": ["no_such_layer"]}, "Target modules"),
+        ({"init_lora_weights": "orthogonal"}, "rank to be even"),
     ):
-        with pytest.raises(autotp.Error) as raised:
+        with pytest.raises(ValueError, match=told):
             peft.get_peft_model(cut, lora(**given))
-        first, *others = str(raised.value).splitlines()
-        assert first.startswith(f"peft makes these adapters by `{operator}` of `model."), first
-        assert others == [
-            "  try      autotp.parallelize(get_peft_model(model, config)): peft first, on the original model"
-        ]
         assert [name for name, _ in cut.named_modules()] == names and not hasattr(cut, "peft_config")
         assert [p.requires_grad for p in cut.parameters()] == flags and parallel(cut) and models()[-1] is cut
         assert cut(**inputs).loss.item() == loss
-    with pytest.raises(ValueError, match="Target modules"):
-        peft.get_peft_model(cut, lora(target_modules=["no_such_layer"]))
     assert peft.get_peft_model(cut, lora())(**inputs).loss.item() == pytest.approx(loss, rel=1e-6)
+    other = peft.get_peft_model(autotp.parallelize(base, n, example_inputs=inputs), lora(use_dora=True))
+    with pytest.raises(autotp.Error, match=r"does not fit its cut(.|\n)*as peft does, before autotp.parallelize"):
+        other(**inputs)
 
 
 @checks.on(2)
@@ -281,9 +309,6 @@ def transformers_puts_adapters_in(rank: int, n: int) -> None:
         assert (p.grad is None) == (other.grad is None) == ("lora_" not in name), name
         if p.grad is not None:
             torch.testing.assert_close(other.grad, p.grad, rtol=1e-4, atol=1e-5)
-    warnings.filterwarnings("ignore", "Already found a `peft_config`")
-    with pytest.raises(autotp.Error, match="peft makes these adapters by"):
-        cut.add_adapter(lora("gpt2", use_dora=True), "second")
 
 
 def test_gradient_checkpointing_is_recomputation() -> None:

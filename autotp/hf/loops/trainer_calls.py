@@ -4,7 +4,7 @@ Trainer counts processes, and writes on the first alone. It sees replicas (NOTE 
 `replicas.py`), and the first of all ranks writes. What that writes of a parallel model, its weights and the optimizer's
 state, is gathered from all ranks of a replica before: so a checkpoint is one device's, and any number of ranks goes on
 from it. (To read one needs nothing of ours: `load_state_dict` of a parallel model and of its optimizer take the whole.)
-What the first rank does alone with a hub fails on all ranks, if it fails. Optimizers of matrices get whole matrices.
+What the first rank does alone with a hub fails on all ranks, if it fails.
 
 This module does not import transformers before the user's program does.
 """
@@ -29,7 +29,6 @@ from autotp.hf.loops.accelerate_state import showing
 from autotp.hf.loops.replica_collectives import ReplicaCollectives
 from autotp.hf.loops.replicas import done_by_all, of_all, replicas
 from autotp.hf.loops.settings.neftune import noisy, noisy_method
-from autotp.hf.overrides import whole_size
 from autotp.runtime.module import ParallelModule
 
 Method = Callable[..., Any]
@@ -55,7 +54,6 @@ def watch_trainer() -> None:
         theirs = getattr(trainer, name)
         setattr(trainer, name, wraps(theirs)(around(theirs)))
     module: Any = sys.modules["transformers.trainer"]
-    module.get_model_param_count = _counting(module.get_model_param_count)
     if hasattr(module, "activate_neftune"):
         module.activate_neftune = noisy(module.activate_neftune)
     else:  # It was a method of Trainer before transformers 5.2.
@@ -94,16 +92,6 @@ def _refusing(method: Method) -> Method:
         return method(self, *args, **kwargs)
 
     return hyperparameter_search
-
-
-def _counting(function: Method) -> Method:
-    @wraps(function)
-    def get_model_param_count(model: Any, trainable_only: bool = False) -> int:
-        if isinstance(model, ParallelModule):
-            return whole_size(model, lambda p: p.requires_grad or not trainable_only)
-        return function(model, trainable_only)
-
-    return get_model_param_count
 
 
 def _saving_model(method: Method) -> Method:
