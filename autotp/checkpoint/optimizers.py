@@ -76,7 +76,7 @@ class Optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if states[parameter]:
                     optimizer.state[parameter].update(states[parameter])
-            hold_parts(optimizer)
+            hold_parts(optimizer, plain_are_parts=True)
 
     def beside(self) -> list[tuple[str, Any]]:
         """Returns what optimizers keep that is neither an option nor a parameter's state, with the optimizer's name."""

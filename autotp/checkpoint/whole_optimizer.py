@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -12,10 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autotp.checkpoint.state_dict import gather_like
-from autotp.distributed.consistency import agree
+from autotp.distributed.cut_parameter import steps_elements
+from autotp.distributed.gather import gather
 from autotp.distributed.live_models import sorted_by_model
 from autotp.distributed.mesh import expect_alike, group_of
-from autotp.errors import Error
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.whole_operators import WholeView
 from autotp.groups.one_thread import in_collective
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
@@ -29,9 +30,6 @@ def whole_state_dicts(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """A region in which `state_dict()` of these optimizers returns the whole state. Enter it on every rank.
 
     The state is gathered at the beginning, on the first rank's CPU. On other ranks `state_dict()` has no state.
-
-    Raises:
-        Error: on every rank: as `whole_state_dict`.
     """
     with ExitStack() as stack:
         for optimizer in optimizers:
@@ -51,9 +49,6 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
 
     It is in the form of torch's `state_dict()`. `load_state_dict` takes it on one device and on any number of ranks.
     None if the optimizer has no parameters of a parallel model. Call it on every rank.
-
-    Raises:
-        Error: on every rank: a state has another shape than its cut parameter, so its place in the whole is unknown.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {id(p): i for i, p in enumerate(parameters)}
@@ -72,10 +67,11 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
             whole["state"] |= {numbers[id(named[name])]: values for name, values in states.items()}
             continue
         kept = {name: optimizer.state.get(p, {}) for name, p in named.items()}
-        cut = agree(parts.everyone, partial(_cut_states, optimizer, parts, kept))
+        cut = _cut_states(parts, kept, steps_elements(optimizer))
         expect_alike(cut, parts.everyone, "has another state of the optimizer", "the same steps of the optimizer")
-        for name, key in cut:
-            gathered = gather_like(parts, name, kept[name][key])
+        for name, key, as_parameter in cut:
+            value = kept[name][key]
+            gathered = gather_like(parts, name, value) if as_parameter else gather(value).cpu()
             if gathered is not None:
                 whole["state"][numbers[id(named[name])]][key] = gathered
         if parts.everyone.rank:
@@ -105,24 +101,18 @@ def _of_owners(parts: Holdings, kept: Mapping[str, State]) -> dict[str, State]:
     return found
 
 
-def _cut_states(optimizer: Optimizer, parts: Holdings, kept: dict[str, State]) -> list[tuple[str, str]]:
-    """Returns the parameter and the key of each state that is cut as its parameter is.
+def _cut_states(parts: Holdings, kept: dict[str, State], of_elements: bool) -> list[tuple[str, str, bool]]:
+    """Returns the parameter and the key of each state that is cut, and whether it is cut as its parameter is.
 
-    Raises:
-        Error: one has a shape of its own.
+    Args:
+        of_elements: whether a plain state with the shape of a part is a part.
     """
     found = []
-    for name, key in ((name, key) for name, values in kept.items() for key in values):
-        value = kept[name][key]
-        if parts.layout(name).dim is None or not isinstance(value, Tensor) or not value.dim():
+    for name, key, value in ((name, key, x) for name, values in kept.items() for key, x in values.items()):
+        if isinstance(value, Sharded | WholeView):  # Computed of wholes, such as a mean of each row.
+            found.append((name, key, False))
             continue
-        if value.shape == parts.layout(name).shape:  # Loaded whole, and not cut before the next step.
-            continue
-        if value.shape != parts.held[name].shape:
-            raise Error(
-                f"`{key}` of `{name}` is {list(value.shape)} in {type(optimizer).__name__}, and the parameter "
-                f"{list(parts.held[name].shape)}: its place in the whole tensor is unknown",
-                fix="an optimizer whose state is shaped as the parameters are, such as AdamW",
-            )
-        found.append((name, key))
+        may_be_part = isinstance(value, Tensor) and value.dim() > 0 and (of_elements or type(value) is not Tensor)
+        if may_be_part and value.shape == parts.held[name].shape != parts.layout(name).shape:
+            found.append((name, key, True))
     return found

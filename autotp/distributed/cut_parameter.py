@@ -356,7 +356,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Puts our hooks on an optimizer next to the step. (torch has not begun to go through its hooks.)"""
     if not is_elementwise(optimizer):
         if optimizer not in _hooks:
-            after = optimizer.register_step_post_hook(torch.compiler.disable(hold_parts))
+            after = optimizer.register_step_post_hook(torch.compiler.disable(_after_step))
             _hooks[optimizer] = after, after
         return
     if optimizer not in _hooks:
@@ -394,6 +394,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer).step.__module__ in ELEMENTWISE_STEPS
 
 
+def steps_elements(optimizer: Optimizer) -> bool:
+    """True for an optimizer that is of such a class, or whose own step may call that of one, with plain states."""
+    return any(kind.__module__ in ELEMENTWISE_STEPS for kind in type(optimizer).__mro__)
+
+
 ELEMENTWISE_STEPS = tuple(
     f"torch.optim.{name}"
     for name in ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
@@ -419,18 +424,26 @@ def _cut_again(optimizer: Optimizer, *_: Any) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter):
         if hasattr(p, "autotp_cut"):
             _become(p, CutParameter)
-    hold_parts(optimizer)
+    _after_step(optimizer)
 
 
-def hold_parts(optimizer: Optimizer, *_: Any) -> None:
-    """Has an optimizer hold its states that are cut as their parameters are as parts that behave as the whole."""
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    hold_parts(optimizer, steps_elements(optimizer))
+
+
+def hold_parts(optimizer: Optimizer, plain_are_parts: bool) -> None:
+    """Has an optimizer hold its states that are cut as their parameters are as parts that behave as the whole.
+
+    Args:
+        plain_are_parts: whether a plain state with the shape of a part is one. A whole may have this shape by chance.
+    """
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is CutParameter):
         layout = p.autotp_cut.layout
         with torch._C.DisableTorchFunctionSubclass():
             shape = p.shape
         state = optimizer.state.get(p, {})
         for key, x in state.items() if isinstance(state, dict) else ():
-            if type(x) is Tensor and x.shape == shape:
+            if plain_are_parts and type(x) is Tensor and x.shape == shape:
                 part_like(x, p)
             elif isinstance(x, Sharded) and x.is_cut_as(layout) and not x.requires_grad:
                 state[key] = part_like(x.part, p)

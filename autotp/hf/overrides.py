@@ -17,6 +17,7 @@ from autotp.distributed.consistency import agree, on_first_replica
 from autotp.errors import Error
 from autotp.hf.adapters import Adapts, is_saved
 from autotp.hf.generation import Generates
+from autotp.hf.loops.replicas import whole_for_file
 from autotp.runtime.tree import Tree, state_of
 
 
@@ -41,7 +42,8 @@ class Saves:
 
         Args:
             save_directory: the folder.
-            given: `max_shard_size`, or `state_dict`, whole on the first rank, with any of transformers' options.
+            given: `max_shard_size`, or `state_dict`, that of the model or the whole on the first rank, with any of
+                transformers' options.
 
         Raises:
             Error: on every rank: `autotp.save_pretrained` does not have an option, or the file system fails.
@@ -142,6 +144,7 @@ def _tree_of(model: Any) -> Tree:
 def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state: Any, given: Mapping[str, Any]) -> None:
     """Saves a state dict, whole on the first rank, by transformers."""
     theirs: Any = super(Saves, saves)
+    state = whole_for_file(state, model.mesh.everyone)
 
     def write() -> None:
         if model.mesh.rank == 0:

@@ -647,6 +647,36 @@ def states_of_optimizers(rank: int, n: int) -> None:
     torch.testing.assert_close(dict(parallel.named_parameters()), dict(whole.named_parameters()))
 
 
+class ByColumns(torch.optim.Optimizer):
+    """Steps by the products of columns, as Shampoo does: its state is square."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["products"] = state.get("products", 0) + p.grad.T @ p.grad
+            p.sub_(p.grad @ (state["products"] + torch.eye(len(state["products"]), dtype=p.dtype)).inverse())
+
+
+@checks.on(2)
+def a_state_as_large_as_a_part(rank: int, n: int) -> None:
+    """It is whole all the same: an optimizer of the user's computes with wholes."""
+    whole = nn.Sequential(nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False)).double()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(x(),))
+    optimizers = [ByColumns(model.parameters()) for model in (whole, parallel)]
+    for _ in range(3):
+        for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x()).square().sum().backward()
+            optimizer.step()
+        states = [[s["products"] for s in optimizer.state.values()] for optimizer in optimizers]
+        torch.testing.assert_close(states[1], states[0])
+    torch.testing.assert_close(list(parallel.parameters()), list(whole.parameters()))
+
+
 @checks.on(2)
 def a_step_costs_nothing(rank: int, n: int) -> None:
     """Torch's optimizers step plain parameters, and take their fast ways; where a step raises, no harm is done."""

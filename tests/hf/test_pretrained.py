@@ -124,9 +124,11 @@ def trained_and_saved(rank: int, n: int) -> None:
     parallel.save_pretrained(folder / "out")  # The model's own method writes the whole, too, and nothing of a part.
     with pytest.raises(autotp.Error, match="is not saved with safe_serialization"):
         parallel.save_pretrained(folder / "other", safe_serialization=False)
+    parallel.save_pretrained(folder / "state", state_dict=parallel.state_dict())
     with torch.no_grad():
         after = parallel.eval()(**inputs).loss
     if rank == 0:
+        expect_same(files_of(folder / "state"), files_of(folder / "out"))
         alone = type(model).from_pretrained(folder / "out")
         torch.testing.assert_close(alone(**inputs).loss, after)
         assert json.loads((folder / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

@@ -202,12 +202,12 @@ def _of_file(number: int, thing: Any) -> Any:
     Raises:
         Error: on every rank: it has another state on some rank. accelerate writes the first rank's.
     """
-    state = thing.state_dict()
-    whole = whole_for_file(state)
+    state, mesh = thing.state_dict(), own_ranks()
+    whole = whole_for_file(state, mesh)
     leaves = zip(pytree.tree_leaves(state), pytree.tree_leaves(whole), strict=True)
     plain = [x for x, other in leaves if x is other]
     said = [(x.dtype, x.shape, checksum(x)) if isinstance(x, Tensor) else repr(x) for x in plain]
-    rows = gather_ints([zlib.crc32(repr(said).encode())], own_ranks())
+    rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
     if any(row != rows[0] for row in rows):
         raise Error(
             f"save_state: object {number} of register_for_checkpointing, a {type(thing).__name__}, has another state "

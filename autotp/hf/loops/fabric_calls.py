@@ -114,7 +114,7 @@ def _saved_by_first(
 ) -> None:
     """Gathers the state; the first rank writes it. If it cannot, all ranks are told."""
     mesh = own_ranks()
-    whole = whole_for_file(strategy._convert_stateful_objects_in_state(state, filter=filter or {}))
+    whole = whole_for_file(strategy._convert_stateful_objects_in_state(state, filter=filter or {}), mesh)
     expect_no_parts(whole, mesh)
 
     def write() -> None:

@@ -173,7 +173,8 @@ def whole_optimizer_state(strategy: Any, theirs: Method, optimizer: Any) -> Any:
 
 def _saved_by_first(strategy: Any, theirs: Method, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     """The first rank writes; if it cannot, all ranks are told."""
-    mesh, whole = _mesh(strategy), whole_for_file(checkpoint)
+    mesh = _mesh(strategy)
+    whole = whole_for_file(checkpoint, mesh)
     expect_no_parts(whole, mesh)
     agree(mesh, lambda: theirs(strategy, whole, *args, **kwargs))
 

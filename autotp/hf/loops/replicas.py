@@ -67,19 +67,19 @@ def done_by_all(run: Callable[[], T]) -> T:
     return of_all(lambda: agree(own_ranks(), run))
 
 
-def whole_for_file(state: Any) -> Any:
+def whole_for_file(state: Any, mesh: Mesh) -> Any:
     """Returns a state with the wholes of its cut tensors, plain and on the CPU; on other ranks than the first, None.
 
-    All ranks of the replica call this, and the first writes. What is one tensor under several names stays one.
+    All ranks of `mesh` call this, and the first writes. What is one tensor under several names stays one.
     """
-    first, gathered = own_ranks().rank == 0, dict[int, Any]()
+    gathered: dict[int, Any] = {}
 
     def whole(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if id(x) not in gathered:
             made = x.full_tensor() if isinstance(x, DTensor) else gather(x)
-            gathered[id(x)] = x if made is x else made.cpu() if first else None
+            gathered[id(x)] = x if made is x else None if mesh.rank else made.cpu()
         return gathered[id(x)]
 
     with torch.no_grad():
@@ -88,7 +88,8 @@ def whole_for_file(state: Any) -> Any:
 
 def whole_state(module: nn.Module) -> dict[str, Any]:
     """Returns the state dict of a module with parallel models, whole; the other ranks lack what is cut."""
-    state = whole_for_file(dict(module.state_dict(keep_vars=True)))
+    mesh = parallel_models(module)[0][1].mesh.everyone
+    state = whole_for_file(dict(module.state_dict(keep_vars=True)), mesh)
     return {name: x.detach() if isinstance(x, Tensor) else x for name, x in state.items() if x is not None}
 
 
