@@ -117,7 +117,7 @@ def other_adapters_are_equal(rank: int, n: int) -> None:
         "ia3": peft.IA3Config(target_modules=TARGETS["llama"], feedforward_modules=["down_proj"]),
         "hra": peft.HRAConfig(r=4, target_modules=TARGETS["llama"]),
         "prompts": peft.PromptTuningConfig(num_virtual_tokens=3),
-        "oft": peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "o_proj"]),
+        "oft": peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"]),
         "fourier": peft.FourierFTConfig(n_frequency=10, target_modules=["q_proj", "o_proj"]),
         "embeddings": lora(target_modules=["embed_tokens", "lm_head"], use_rslora=True),
     }
