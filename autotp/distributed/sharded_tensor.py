@@ -5,9 +5,9 @@ as DTensor is: every operator sees it, whoever calls it, and autograd goes throu
 `sharded_operators.py` and `whole_operators.py` say what an operator computes on parts, and what is gathered for it.
 
 NOTE [A part with derivatives of its own]
-Inside a transform of torch.func, or of forward-mode derivatives, a part is a tensor of the transform, which autograd
-functions do not see through. There a `Sharded` is only a box: `to_local` and `autotp.gather` give what is in it, and
-each operator is an Error.
+Inside a transform of torch.func, or of forward-mode derivatives, an output of the model is a tensor of the transform,
+and a `Sharded` made of it is only a box: `to_local` and `autotp.gather` give what is in it, and each operator is an
+Error. Parameters that a transform is given are tensors of the transform around a `Sharded`: they behave as wholes.
 """
 
 from __future__ import annotations
