@@ -18,6 +18,7 @@ user code calls, directly or through functions and layers of torch, see wholes. 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autotp.distributed.cut_operators import Kind, kind_of
@@ -42,6 +44,7 @@ from autotp.distributed.sharded_tensor import (
     Sharded,
     as_dtensor,
     as_sharded,
+    full,
     memory_refused,
     part_of,
     reads_memory,
@@ -122,7 +125,7 @@ class CutTensor(Tensor):
     def full_tensor(self) -> Tensor:
         """Returns the whole tensor: all ranks call this. Gradients flow through it."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _whole_of(self).full_tensor()
+            return full(self, self.autotp_cut.held, self.autotp_cut.mesh)
 
     def to_dtensor(self) -> DTensor:
         """Returns the same tensor as a DTensor, without its derivatives.
@@ -249,12 +252,11 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the gradients with respect to several tensors; those of parts as parts."""
-    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    return tuple(
-        part_like(g, x) if isinstance(x, CutTensor) else g for g, x in zip(func(*args, **kwargs), inputs, strict=True)
-    )
+    """Returns the gradients of wholes with respect to several tensors; those of parts as parts."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    given |= {name: pytree.tree_map(whole_operand, given.get(name)) for name in ("outputs", "grad_outputs")}
+    inputs = [given["inputs"]] if isinstance(given["inputs"], Tensor) else list(given["inputs"])
+    return tuple(part_like(g, x) if isinstance(x, CutTensor) else g for g, x in zip(func(**given), inputs, strict=True))
 
 
 def _set(func: Any, args: Any, kwargs: Any) -> Any:
@@ -475,7 +477,10 @@ RIGHT_ON_PARTS = (
 """Packages of torch that are right on parts, or are refused elsewhere. All others pass a call of user code on."""
 NEED_WHOLES = ("torch.optim._muon", "torch.optim._adafactor", "torch.optim.lbfgs")
 """Modules of torch's optimizers that need wholes, whoever calls them."""
-PASSES_ON = ("torch.optim.swa_utils",)
+PASSES_ON = (
+    "torch.optim.swa_utils", "torch._functorch.apis", "torch._functorch.eager_transforms",
+    "torch._functorch.predispatch", "torch._functorch.vmap",
+)  # fmt: skip
 """Modules of these packages that pass a call on."""
 
 

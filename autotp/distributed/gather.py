@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from autotp.distributed.cut_parameter import Cut, CutTensor
-from autotp.distributed.sharded_tensor import Sharded, as_sharded, joined, whole
+from autotp.distributed.cut_parameter import CutTensor
+from autotp.distributed.sharded_tensor import Sharded, as_sharded, whole
 
 
 def gather(output: Any) -> Any:
@@ -50,24 +49,5 @@ def _gathered(output: Tensor) -> Tensor:
     if isinstance(output, Sharded):
         return whole(output)
     if isinstance(output, CutTensor):
-        return cast(Tensor, _Whole.apply(output, output.autotp_cut))
+        return output.full_tensor()
     return output
-
-
-class _Whole(torch.autograd.Function):
-    """Returns the whole parameter. In backward each rank gets the gradient of its whole part.
-
-    (Ranks that hold the same elements all get their gradient; for an output only one of them does.)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
-        """Joins the parts."""
-        ctx.cut = cut
-        return joined(part.detach().as_subclass(Tensor), cut.layout, cut.mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Returns this rank's part of the gradient."""
-        return ctx.cut.layout.take(gradient, ctx.cut.mesh.rank), None

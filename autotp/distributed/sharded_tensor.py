@@ -5,9 +5,9 @@ as DTensor is: every operator sees it, whoever calls it, and autograd goes throu
 `sharded_operators.py` and `whole_operators.py` say what an operator computes on parts, and what is gathered for it.
 
 NOTE [A part with derivatives of its own]
-Inside a transform of torch.func, or of forward-mode derivatives, a part is a tensor of the transform, which autograd
-functions do not see through. There a `Sharded` is only a box: `to_local` and `autotp.gather` give what is in it, and
-each operator is an Error.
+Inside a transform of torch.func, or of forward-mode derivatives, an output of the model is a tensor of the transform,
+and a `Sharded` made of it is only a box: `to_local` and `autotp.gather` give what is in it, and each operator is an
+Error. Parameters that a transform is given are tensors of the transform around a `Sharded`: they behave as wholes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autotp.distributed.whole_operators import WholeView
 from autotp.errors import Error
 from autotp.groups.process_group import process_group
 from autotp.ops import collectives, placement_moves
-from autotp.ops.eager_mode import apply_plain, is_transformed
+from autotp.ops.eager_mode import apply_plain, has_tangent, is_mapped, is_transformed
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_sizes
 
@@ -46,12 +46,14 @@ class Sharded(Tensor):
         held: the layout, without a shape.
         mesh: the ranks.
         of_leaf: whether it stands for a parameter while gradients are recorded, so that writing into it is an error.
+        is_box: whether the part may have derivatives of its own.
     """
 
     part: Tensor
     held: Layout
     mesh: Mesh
     of_leaf: bool = False
+    is_box: bool = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -84,14 +86,13 @@ class Sharded(Tensor):
 
     def to_local(self) -> Tensor:
         """Returns this rank's part; gradients flow through it."""
-        if self.requires_grad and torch.is_grad_enabled():
-            part: Tensor = apply_plain(_Part, self)
-            return part
-        return torch._C._functorch.unwrap_if_dead(self.part) if is_transformed(self.part) else self.part
+        if self.is_box:
+            return torch._C._functorch.unwrap_if_dead(self.part)
+        return taken_part(self, self.held, self.mesh)
 
     def full_tensor(self) -> Tensor:
         """Returns the whole tensor: all ranks call this. Gradients flow through it."""
-        return joined(self.to_local(), self.held, self.mesh)
+        return full(self.to_local(), self.held, self.mesh)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Sharded({shown(self)}, {self.dtype})"
@@ -210,10 +211,12 @@ def whole_strides(part: Tensor, layout: Layout) -> list[int] | None:
 
 def sharded(part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
     """Returns the tensor of which `part` is this rank's part; gradients flow to `part`."""
-    if is_transformed(part):  # NOTE [A part with derivatives of its own]
-        return Sharded(part, layout, mesh)
+    if is_mapped(part) or has_tangent(part):  # NOTE [A part with derivatives of its own]
+        box = Sharded(part, layout, mesh)
+        box.is_box = True
+        return box
     if part.requires_grad and torch.is_grad_enabled():
-        whole: Sharded = apply_plain(_Whole, part, layout, mesh)
+        whole: Sharded = apply_plain(_Joined, part, layout, mesh, True)
         return whole
     return Sharded(part.detach(), layout, mesh)
 
@@ -228,33 +231,93 @@ def part_of(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
 
 
 def taken_part(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """Returns the same as `part_of`; gradients flow to the whole, on every rank. Also in a transform of torch.func."""
-    if not is_functorch_wrapped_tensor(x) and (
-        isinstance(x, Sharded) or not (x.requires_grad and torch.is_grad_enabled())
-    ):
-        return part_of(x, layout, mesh)
-    part: Tensor = _Taken.apply(x, layout, mesh)
-    return part
+    """Returns the same as `part_of`; derivatives go through it, on every rank, also in a transform of torch.func."""
+    if (x.requires_grad and torch.is_grad_enabled()) or is_transformed(x):
+        part: Tensor = apply_plain(_Taken, x, layout, mesh)
+        return part
+    return _raw_part(x, layout, mesh)
+
+
+def full(part: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Returns the whole tensor of which each rank gives its part. Each rank gets the gradient of all that it holds."""
+    if (part.requires_grad and torch.is_grad_enabled()) or is_transformed(part):
+        whole: Tensor = apply_plain(_Joined, part, layout, mesh, False)
+        return whole
+    return joined(part, layout, mesh)
+
+
+def _raw_part(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Returns the same as `part_of`, without derivatives."""
+    if not isinstance(x, Sharded):
+        return layout.take(x.current() if isinstance(x, WholeView) else x, mesh.rank)
+    return x.part if x.cut == (layout.dim, layout.pieces) else layout.take(x.gathered(), mesh.rank)
 
 
 class _Taken(torch.autograd.Function):
-    """A whole tensor -> this rank's part."""
+    """A whole tensor, cut or plain -> this rank's part. `_Joined` is its backward, and is differentiated in turn."""
 
     @staticmethod
     def forward(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-        return part_of(whole, layout, mesh)
+        return _raw_part(whole, layout, mesh).detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Layout, Mesh], _: Tensor) -> None:
-        whole, ctx.layout, ctx.mesh = inputs
+        ctx.set_materialize_grads(False)
+        whole, *ctx.where = inputs
         while is_functorch_wrapped_tensor(whole):
             whole = torch._C._functorch.get_unwrapped(whole)
         ctx.is_cut = isinstance(whole, Sharded)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        make = sharded if ctx.is_cut else joined
-        return make(gradient, ctx.layout, ctx.mesh), None, None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if gradient is None:
+            return None, None, None
+        return _Joined.apply(gradient, *ctx.where, ctx.is_cut), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        part: Tensor = _Taken.apply(tangent, *ctx.where)
+        return part
+
+    @staticmethod
+    def vmap(_: Any, dims: tuple[int, ...], whole: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, int]:
+        return _Taken.apply(whole.movedim(dims[0], 0), _behind_batch(layout), mesh), 0
+
+
+class _Joined(torch.autograd.Function):
+    """This rank's part -> the whole tensor, cut or plain. `_Taken` is its backward, and is differentiated in turn."""
+
+    @staticmethod
+    def forward(part: Tensor, layout: Layout, mesh: Mesh, as_cut: bool) -> Tensor:
+        return Sharded(part.detach(), layout, mesh) if as_cut else joined(part, layout, mesh)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Layout, Mesh, bool], _: Tensor) -> None:
+        ctx.set_materialize_grads(False)  # DDP runs it for an output that nobody reads, with no gradient.
+        ctx.layout, ctx.mesh, ctx.as_cut = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if gradient is None:
+            return None, None, None, None
+        return taken_part(gradient, ctx.layout, ctx.mesh), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        whole: Tensor = _Joined.apply(tangent, ctx.layout, ctx.mesh, ctx.as_cut)
+        return whole
+
+    @staticmethod
+    def vmap(
+        _: Any, dims: tuple[int, ...], part: Tensor, layout: Layout, mesh: Mesh, as_cut: bool
+    ) -> tuple[Tensor, int]:
+        return _Joined.apply(part.movedim(dims[0], 0), _behind_batch(layout), mesh, as_cut), 0
+
+
+def _behind_batch(layout: Layout) -> Layout:
+    """Returns the layout of tensors that have one dimension more in front."""
+    assert layout.dim is not None
+    return replace(layout, shape=(), dim=layout.dim + 1)
 
 
 def as_dtensor(part: Tensor, layout: Layout, mesh: Mesh, shape: tuple[int, ...], strides: tuple[int, ...]) -> DTensor:
@@ -299,35 +362,6 @@ def joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         return whole
     parts = dict(zip(received, whole.split([stop - start for start, stop in received], layout.dim), strict=True))
     return torch.cat([parts[part] for part in sorted(received)], layout.dim)
-
-
-class _Whole(torch.autograd.Function):
-    """Part -> the tensor that it is a part of."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, layout: Layout, mesh: Mesh) -> Sharded:
-        ctx.set_materialize_grads(False)  # DDP runs it for an output that nobody reads, with no gradient.
-        ctx.layout, ctx.mesh = layout, mesh
-        return Sharded(part.detach(), layout, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if gradient is None:
-            return None, None, None
-        return part_of(gradient, ctx.layout, ctx.mesh), None, None
-
-
-class _Part(torch.autograd.Function):
-    """The tensor -> its part."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Sharded) -> Tensor:
-        ctx.layout, ctx.mesh = whole.held, whole.mesh
-        return whole.part.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return sharded(gradient, ctx.layout, ctx.mesh)
 
 
 # ---- in code that torch.compile makes

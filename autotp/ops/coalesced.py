@@ -169,8 +169,8 @@ class Together(torch.autograd.Function):
         return None, None, None, *_without_nothing(grads, found)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = Together.apply(ctx.summed, ctx.group, ctx.where, *tangents)
+    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = Together.apply(ctx.summed, ctx.group, ctx.where, *_complete(ctx.like, tangents))
         return found
 
     @staticmethod

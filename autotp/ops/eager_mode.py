@@ -21,9 +21,17 @@ def is_plain(x: Tensor) -> bool:
 
 def is_transformed(x: Tensor) -> bool:
     """True if `x` is a tensor of a transform of torch.func, or may have a tangent."""
-    if forward_ad._current_level >= 0:
-        return True
+    return forward_ad._current_level >= 0 or is_mapped(x)
+
+
+def is_mapped(x: Tensor) -> bool:
+    """True if `x` is a tensor of a transform of torch.func."""
     return _is_wrapped(x) or _is_legacy_batch(x)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """True if `x` has a tangent in the innermost forward-mode derivative."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ from autotp.passes.emit.attach_parameters import BlockCall, in_places, places, t
 from autotp.passes.emit.compiled import compile_blocks
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
-from autotp.runtime.func_gradients import expect_tied, own_parts, warn_of_func_gradients
+from autotp.runtime.func_gradients import expect_tied, own_parts
 from autotp.runtime.graph_digest import agree_on_cards, agree_on_order, digest
 from autotp.runtime.graph_entry import AssumedReads, GraphEntry, prepare
 from autotp.runtime.torch_hooks.interrupted import interrupted
@@ -224,26 +225,24 @@ class Executable:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         looks = not (torch.compiler.is_compiling() or self._is_recorded())
         called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device), looks)
-        held = self.tensors()
+        held: Mapping[str, Tensor] = self.tensors()
+        parts: AbstractContextManager[None] = nullcontext()
         if not torch.compiler.is_compiling():
             expect_tied(self.ties, held)
             if taken := own_parts(held, self.layouts, self.mesh):
-                with in_places({self.places[name]: part for name, part in taken.items()}):
-                    return self._result_with(called, (args, kwargs), held | taken)
-        return self._result_with(called, (args, kwargs), held)
-
-    def _result_with(self, called: FlatCall, given: tuple[Any, Any], held: Mapping[str, Tensor]) -> Any:
-        key = self._key(called.leaves, called.spec, called.autocast, held)
+                held, parts = {**held, **taken}, in_places({self.places[name]: x for name, x in taken.items()})
+        key = self._key(leaves, spec, called.autocast, held)
         known: tuple[Outcome, ...] = ()
-        while True:
-            entry = self._entry(key, called, held, known)
-            ran = self._run_or_read(entry, called, held, known)
-            outcomes = self._contradicted(entry, ran, known) if isinstance(ran, _Ran) else ran
-            if outcomes is None:
-                break
-            known = outcomes
-        assert isinstance(ran, _Ran)
-        return self._returned(entry, ran.found, states(given), ran.mine, ran.shapes)
+        with parts:
+            while True:
+                entry = self._entry(key, called, held, known)
+                ran = self._run_or_read(entry, called, held, known)
+                outcomes = self._contradicted(entry, ran, known) if isinstance(ran, _Ran) else ran
+                if outcomes is None:
+                    break
+                known = outcomes
+            assert isinstance(ran, _Ran)
+            return self._returned(entry, ran.found, states((args, kwargs)), ran.mine, ran.shapes)
 
     def _is_recorded(self) -> bool:
         """True while a CUDA graph is recorded."""
@@ -514,7 +513,6 @@ class Executable:
         with unseen():  # NOTE [What is no operator of the model]
             expect_no_global_hooks()
             expect_own_ranks(self.module, self.mesh, held)
-            warn_of_func_gradients(self.tree, held, self.layouts)
             check = self.tree.settings.check_inputs
             if self.seen_loaded != self.tree.loaded:  # What was loaded is compared in the next calls.
                 self.seen_loaded = self.tree.loaded

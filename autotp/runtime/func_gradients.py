@@ -1,20 +1,23 @@
-"""Takes parts of the tensors that `functional_call` gives a call for parameters; checks calls by torch.func."""
+"""Takes parts of the tensors that `functional_call` gives a call for parameters; torch.func gets wholes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
+from torch._functorch import apis, eager_transforms, vmap
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import _pytree as pytree
 
-from autotp.distributed.cut_parameter import CutParameter, tell_user
+from autotp.distributed.cut_parameter import CutParameter, CutTensor, whole_operand
+from autotp.distributed.live_models import Undo
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.sharded_tensor import taken_part
 from autotp.errors import Error
 from autotp.passes.emit.attach_parameters import ParameterPlace
-from autotp.runtime.tree import Tree
 from autotp.sharding.layout import Layout
 
 
@@ -61,36 +64,25 @@ def expect_tied(ties: Mapping[str, tuple[ParameterPlace, str]], held: Mapping[st
             )
 
 
-def warn_of_func_gradients(tree: Tree, held: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> None:
-    """Warns once for a model, if torch.func.grad or vjp differentiates by parameters that are cut.
+def install() -> Undo:
+    """Has transforms of torch.func take a cut parameter that they are given as the whole; returns the undo."""
+    wrap, batched = eager_transforms._wrap_tensor_for_grad, vmap._process_batched_inputs
 
-    Args:
-        held: name -> the tensor that the call reads, as `functional_call` gave it.
-        layouts: name -> layout of a parameter.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is None or tree.warned_of_func:
-        return
-    levels = {one.level() for one in _transforms() if one.key() == TransformType.Grad}
-    names = [name for name, layout in layouts.items() if layout.dim is not None and _levels(held[name]) & levels]
-    if names:
-        tree.warned_of_func = True
-        others = f" and for {len(names) - 1} more parameters" if names[1:] else ""
-        tell_user(
-            f"torch.func computes gradients for `{names[0]}`{others}: they are this rank's part, as plain tensors. "
-            "A norm, a sum or a row of them is that of the part only: after `parameter.grad = gradient`, "
-            "autotp.gather(parameter.grad), on all ranks, is the whole. This warning comes once for a model",
-            sys._getframe(1),
-        )
+    @wraps(wrap)
+    def wrapped(x: Any, level: int) -> Any:
+        if isinstance(x, CutTensor) and not torch.compiler.is_compiling():
+            with temporarily_clear_interpreter_stack():  # The whole is a tensor from outside of this transform.
+                x = whole_operand(x)
+        return wrap(x, level)
 
+    @wraps(batched)
+    def of_wholes(in_dims: Any, args: Any, func: Any) -> Any:
+        return batched(in_dims, args if torch.compiler.is_compiling() else pytree.tree_map(whole_operand, args), func)
 
-def _transforms() -> list[torch._C._functorch.CInterpreter]:
-    return torch._C._functorch.get_interpreter_stack() or []
+    def put(of_gradients: Any, of_batches: Any) -> None:
+        setattr(eager_transforms, wrap.__name__, of_gradients)
+        for module in (vmap, apis):
+            setattr(module, batched.__name__, of_batches)
 
-
-def _levels(tensor: Tensor) -> set[int]:
-    """Returns the levels of the transforms that a tensor takes part in."""
-    found = set()
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        found.add(torch._C._functorch.maybe_get_level(tensor))
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return found
+    put(wrapped, of_wholes)
+    return lambda: put(wrap, batched)

@@ -40,7 +40,6 @@ class Tree:
         modes: counts the calls of `train()` and `eval()` on modules.
         compiles: options of torch.compile for blocks; None if blocks are not compiled.
         fused: counts what torch fuses for async tensor parallelism; None if it is not asked to.
-        warned_of_func: whether there was a warning about gradients of torch.func.
         loaded: counts how often parts were read from a state dict.
     """
 
@@ -51,7 +50,6 @@ class Tree:
     modes: int = 0
     compiles: Mapping[str, Any] | None = None
     fused: FusedPairs | None = None
-    warned_of_func: bool = False
     loaded: int = 0
 
     def set_recompute(self, how: Recompute) -> None:

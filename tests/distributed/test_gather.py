@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ranks import Checks
-from small_models import ROWS, Plain
+from small_models import ROWS, Grouped, Plain
 from torch import nn
 
 import autotp
+from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.gather import gather_all
 
 checks = Checks()
@@ -98,6 +100,26 @@ def a_loss_of_the_whole_parameter(rank: int, n: int) -> None:
     torch.testing.assert_close(
         autotp.gather(mine.get_parameter("0.up.weight").grad), one.get_parameter("0.up.weight").grad
     )
+
+
+@checks.on(4)
+def every_copy_gets_the_gradient(rank: int, n: int) -> None:
+    """Two ranks hold a key head: both get the gradient of a whole that was gathered, or their copies would differ."""
+    one = Grouped(2, 2, "separate").double()
+    mine = autotp.parallelize(copy.deepcopy(one), n, example_inputs=torch.ones(1, 3, 12).double())
+    assert mine.layouts["k.weight"].repeated
+    losses: list[Callable[[Any], Any]] = [
+        lambda p: autotp.gather(p),
+        lambda p: autotp.gather(p * 2),
+        lambda p: p.full_tensor() if isinstance(p, CutTensor) else p,
+        lambda p: p[2],
+    ]
+    for loss in losses:
+        for model in (one, mine):
+            model.zero_grad()
+            loss(model.k.weight).square().sum().backward()
+        part = mine.layouts["k.weight"].take(one.k.weight.grad, rank)
+        torch.testing.assert_close(mine.k.weight.grad.to_local(), part)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

@@ -310,8 +310,9 @@ def pair(n: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
 
 def expect_equal_state(whole: nn.Module, parallel: Any, tolerance: float) -> None:
     for (name, mine), theirs in zip(parallel.named_parameters(), whole.parameters(), strict=True):
-        expected = theirs.detach()
-        assert_values_close(mine.detach(), expected, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+        assert_values_close(
+            mine.detach(), theirs.detach(), rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 class Branches(nn.Module):

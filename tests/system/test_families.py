@@ -171,8 +171,7 @@ def in_parts(rank: int, n: int, name: str, layout: tuple[int, int]) -> None:
         scale = max(gradient.abs().max() for gradient in gradients.values())
         for key, p in parallel.named_parameters():
             if key in gradients:
-                part = gradients[key] / scale
-                assert_values_close(torch.as_tensor(p.grad) / scale, part, rtol=0, atol=near, msg=key)
+                assert_values_close(p.grad / scale, gradients[key] / scale, rtol=0, atol=near, msg=key)
         whole.zero_grad()
         parallel.zero_grad()
 
@@ -231,10 +230,11 @@ def _expect_equal_copies(model: autotp.ParallelModule) -> None:
             continue
         repeated += 1
         for worst, op in ((float("-inf"), dist.ReduceOp.MAX), (float("inf"), dist.ReduceOp.MIN)):
-            full = torch.full(layout.shape, worst, dtype=parameter.dtype, device=parameter.device)
-            layout.put(full, parameter.detach(), model.mesh.rank)
+            part = parameter.to_local().detach()
+            full = torch.full(layout.shape, worst, dtype=part.dtype, device=part.device)
+            layout.put(full, part, model.mesh.rank)
             dist.all_reduce(full, op)
-            assert torch.equal(layout.take(full, model.mesh.rank), parameter.detach()), name
+            assert torch.equal(layout.take(full, model.mesh.rank), part), name
     assert repeated
 
 

@@ -84,7 +84,7 @@ def expect_equal_steps(n: int, *kinds: dict[str, bool]) -> None:
         for found, gradients in others:
             assert all(abs(a - b) < TOLERANCE for a, b in zip(losses, found, strict=True))
             for step, each in enumerate(expected):
-                expect_equal(each, gradients[step], parallel)
+                expect_equal(each, gradients[step])
 
 
 def expect_cut(parallel: autotp.ParallelModule) -> None:
@@ -94,15 +94,13 @@ def expect_cut(parallel: autotp.ParallelModule) -> None:
     assert parallel.plan.traffic.forward == {"all-reduce": 2 * 2 + 3}
 
 
-def expect_equal(expected: Gradients, found: Gradients, parallel: autotp.ParallelModule) -> None:
+def expect_equal(expected: Gradients, found: Gradients) -> None:
     scale = max(float(grad.abs().max()) for grad in expected.values())
     assert found.keys() == expected.keys()
     for name, whole in expected.items():
         part = found[name]
         if isinstance(part, DTensor):
             part = part.full_tensor()
-        else:
-            whole = whole
         assert_values_close(part, whole, rtol=0, atol=TOLERANCE * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 

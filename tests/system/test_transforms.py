@@ -1,14 +1,13 @@
 """torch.func transforms and torch.compile on real ranks: the numbers of one device."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ranks import Checks
-from small_models import assert_values_close, gpt
+from small_models import Grouped, assert_values_close, gpt
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -47,21 +46,10 @@ def tokens(batch: int = 4, seq: int = 6) -> tuple[Tensor, Tensor]:
     return count * 31 % 97, count * 17 % 97
 
 
-def cut(parallel: autotp.ParallelModule, whole: Params, batched: bool = False) -> Params:
-    """This rank's part of each of the whole model's tensors; `batched` ones have one dimension more in front."""
-    take = lambda name: parallel.layouts[name].take  # noqa: E731
-    rank = parallel.mesh.rank
-    parts = {
-        n: torch.stack([take(n)(row, rank) for row in t]) if batched else take(n)(t, rank) for n, t in whole.items()
-    }
-    return {name: part.to(parallel.mesh.device) for name, part in parts.items()}
-
-
-def expect_equal(parallel: autotp.ParallelModule, found: Params, expected: Params, batched: bool = False) -> None:
-    mine = cut(parallel, expected, batched)
-    assert list(found) == list(mine)
+def expect_equal(found: Params, expected: Params) -> None:
+    assert list(found) == list(expected)
     scale = max(float(t.abs().max()) for t in expected.values())
-    for name, tensor in mine.items():
+    for name, tensor in expected.items():
         assert_values_close(
             found[name], tensor, rtol=0, atol=TOLERANCE * scale, msg=lambda m, name=name: f"{name}: {m}"
         )
@@ -81,41 +69,59 @@ def functional_calls(rank: int, n: int) -> None:
     whole, parallel = both(n)
     other = {name: p + 0.1 for name, p in parameters(whole).items()}
     expected = functional_call(whole, other, tokens())[0]
-    found = functional_call(parallel, cut(parallel, other), tokens())[0]
-    assert_values_close(found, expected)
-    assert not torch.allclose(found.cpu(), whole(*tokens())[0])
+    parts = {name: parallel.layouts[name].take(t, rank).to(parallel.mesh.device) for name, t in other.items()}
+    mine = {name: p + 0.1 for name, p in parameters(parallel).items()}
+    for given in (other, parts, mine):
+        found = functional_call(parallel, given, tokens())[0]
+        assert_values_close(found, expected)
+        assert not torch.allclose(found.cpu(), whole(*tokens())[0])
 
 
 @checks.on(2)
 def gradients(rank: int, n: int) -> None:
     whole, parallel = both(n)
     expected = grad(loss_of(whole))(parameters(whole), *tokens())
-    expect_equal(parallel, grad(loss_of(parallel))(parameters(parallel), *tokens()), expected)
+    expect_equal(grad(loss_of(parallel))(parameters(parallel), *tokens()), expected)
 
 
-@checks.on(2)
+def transformed(model: nn.Module, given: Params, x: Tensor) -> dict[str, Any]:
+    """What each transform makes of parameters: of shapes of the whole."""
+
+    def loss(params: Params, x: Tensor = x) -> Tensor:
+        return functional_call(model, params, (x,)).square().sum()
+
+    direction = {name: torch.linspace(-1, 1, p.numel()).double().view(p.shape) for name, p in given.items()}
+    _, pull = vjp(grad(loss), given)
+    return {
+        "grad": grad(loss)(given),
+        "slope": jvp(loss, (given,), (direction,))[1],
+        "curve": jvp(grad(loss), (given,), (direction,))[1],
+        "product": pull(direction)[0],
+        "of each row": vmap(grad(loss), (None, 0))(given, x[:, None]),
+        "of each curve": vmap(lambda v: jvp(grad(loss), (given,), (v,))[1])({k: t[None] for k, t in direction.items()}),
+        "mapped": {name: vmap(lambda row: row / (1 + row.norm()))(p) for name, p in given.items()},
+    }
+
+
+@checks.on(2, 4)
 @sdpa_kernel(SDPBackend.MATH)
-def gradients_of_parts_are_told(rank: int, n: int) -> None:
-    """Once, where a part is differentiated by; not for whole parameters, or for a derivative of the loss."""
-    _, parallel = both(n)
-    params, (x, y) = parameters(parallel), tokens()
-
-    def told(run: Callable[[], Any]) -> list[str]:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            run()
-        return [str(one.message) for one in said if one.filename == __file__]
-
-    whole = {name: p for name, p in params.items() if parallel.layouts[name].dim is None}
-    right = loss_of(parallel)
-    assert told(lambda: grad(lambda some: right({**params, **some}, x, y))(whole)) == []
-    assert told(lambda: jvp(lambda p: right(p, x, y), (params,), (params,))) == []
-    (text,) = told(lambda: vmap(grad(right), (None, 0, 0))(params, x[:, None], y[:, None]))
-    first = next(name for name in params if name not in whole)
-    assert text.startswith(f"torch.func computes gradients for `{first}` and for {len(params) - len(whole) - 1} more")
-    assert told(lambda: grad(right)(params, x, y)) == []
-    parallel.get_parameter(first).grad = grad(right)(params, x, y)[first]
-    assert autotp.gather(parallel.get_parameter(first).grad).shape == parallel.layouts[first].shape
+def every_transform_of_parameters(rank: int, n: int) -> None:
+    """Of parameters themselves, and of what is computed of them; four ranks hold two key heads."""
+    torch.manual_seed(4)
+    whole, x = Grouped(2, 2, "separate").double(), torch.linspace(-1, 2, 2 * 3 * 12).double().sin().view(2, 3, 12)
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x)
+    assert parallel.layouts["k.weight"].repeated == (n == 4)
+    expected = transformed(whole, parameters(whole), x)
+    kinds: dict[str, Callable[[Tensor], Any]] = {
+        "itself": lambda p: p,
+        "detached": Tensor.detach,
+        "computed": lambda p: p * 1,
+        "gathered": lambda p: autotp.gather(p.detach()),
+    }
+    for kind, of in kinds.items():
+        found = transformed(parallel, {name: of(p) for name, p in parallel.named_parameters()}, x)
+        for what, values in found.items():
+            assert_values_close(values, expected[what], msg=lambda m, at=f"{what}, {kind}": f"{at}: {m}")
 
 
 class Mapped(nn.Module):
@@ -143,7 +149,7 @@ def a_map_over_a_model_that_maps(rank: int, n: int) -> None:
             vmap(grad(lambda p, x, m=m: functional_call(m, p, (x,)).square().sum()), (None, 0))(parameters(m), x)
             for m in (parallel, whole)
         )
-        expect_equal(parallel, found, expected, batched=True)
+        expect_equal(found, expected)
 
 
 @checks.on(2)
@@ -152,7 +158,7 @@ def per_sample_gradients(rank: int, n: int) -> None:
     whole, parallel = both(n)
     x, y = (t.unsqueeze(1) for t in tokens())
     found, expected = (vmap(grad(loss_of(m)), (None, 0, 0))(parameters(m), x, y) for m in (parallel, whole))
-    expect_equal(parallel, found, expected, batched=True)
+    expect_equal(found, expected)
 
 
 @checks.on(2, rare=True)
@@ -165,7 +171,7 @@ def per_sample_gradients_with_dropout(rank: int, n: int) -> None:
         parallel(x[0], y[0])
         torch.manual_seed(1)
         found.append(vmap(grad(loss_of(model)), (None, 0, 0), randomness="same")(parameters(model), x, y))
-    expect_equal(parallel, *found, batched=True)
+    expect_equal(*found)
 
 
 @checks.on(2)
@@ -175,14 +181,13 @@ def hessian_vector_products(rank: int, n: int) -> None:
     whole, parallel = both(n)
     torch.manual_seed(2)
     direction = {name: torch.randn_like(p) for name, p in whole.named_parameters()}
-    mine = cut(parallel, direction)
     expected = _product(whole, direction)
-    expect_equal(parallel, _product(parallel, mine), expected)
-    expect_equal(parallel, _product_by_autograd(parallel, mine), expected)
-    rows = {name: torch.stack([t, 2 * t]) for name, t in mine.items()}
+    expect_equal(_product(parallel, direction), expected)
+    expect_equal(_product_by_autograd(parallel, direction), expected)
+    rows = {name: torch.stack([t, 2 * t]) for name, t in direction.items()}
     both_rows = vmap(lambda v: _product(parallel, v))(rows)
     for i, times in enumerate((1, 2)):
-        expect_equal(parallel, {k: t[i] for k, t in both_rows.items()}, {k: times * t for k, t in expected.items()})
+        expect_equal({k: t[i] for k, t in both_rows.items()}, {k: times * t for k, t in expected.items()})
 
 
 def _product(model: nn.Module, v: Params) -> Params:
@@ -209,12 +214,12 @@ def forward_mode(rank: int, n: int) -> None:
     torch.manual_seed(2)
     direction = {name: torch.randn_like(p) for name, p in whole.named_parameters()}
     found = []
-    for model, v in ((whole, direction), (parallel, cut(parallel, direction))):
-        slope = jvp(lambda p, model=model: loss_of(model)(p, *tokens()), (parameters(model),), (v,))[1]
-        curve = jvp(lambda p, model=model: grad(loss_of(model))(p, *tokens()), (parameters(model),), (v,))[1]
+    for model in (whole, parallel):
+        slope = jvp(lambda p, model=model: loss_of(model)(p, *tokens()), (parameters(model),), (direction,))[1]
+        curve = jvp(lambda p, model=model: grad(loss_of(model))(p, *tokens()), (parameters(model),), (direction,))[1]
         found.append((slope, curve))
     assert_values_close(found[1][0], found[0][0])
-    expect_equal(parallel, found[1][1], found[0][1])
+    expect_equal(found[1][1], found[0][1])
 
 
 @checks.on(2)
@@ -261,7 +266,7 @@ def outputs_are_written_into(rank: int, n: int) -> None:
             found.append(z.detach())
         assert_values_close(found[1], found[0])
         gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
-        expect_equal(parallel, gradients, {name: p.grad for name, p in whole.named_parameters() if p.grad is not None})
+        expect_equal(gradients, {name: p.grad for name, p in whole.named_parameters() if p.grad is not None})
     assert not parallel(torch.ones(2, 8).double()).detach_().requires_grad
 
 
@@ -309,7 +314,7 @@ def compiled_from_the_first_call(rank: int, n: int) -> None:
         expected[0].backward()
         found[0].backward()
         gradients, known = ({k: p.grad for k, p in m.named_parameters()} for m in (parallel, whole))
-        expect_equal(parallel, gradients, known)  # type: ignore[arg-type]
+        expect_equal(gradients, known)  # type: ignore[arg-type]
 
 
 def _step(model: Any, seed: int) -> list[Tensor]:

@@ -89,8 +89,8 @@ def steps(
         assert_values_close(found, expected.detach(), **close)
         grads = {names[id(p)]: p.grad for p in whole.parameters()}
         for key, parameter in trainer.named_parameters():
-            grad = grads[key]
-            assert_values_close(whole_of(parameter.grad), grad, **close, msg=lambda m, key=key: f"{key}: {m}")
+            gradient = whole_of(parameter.grad)
+            assert_values_close(gradient, grads[key], **close, msg=lambda m, key=key: f"{key}: {m}")
         for optimizer in optimizers:
             optimizer.step()
     if not ENGINES[schedule].evaluates and pp > 1:
@@ -327,8 +327,7 @@ def last_tokens(rank: int, n: int, layout: tuple[int, int, int]) -> None:
     assert_values_close(found, loss.detach())
     expected = dict(whole.named_parameters())
     for name, parameter in trainer.named_parameters():
-        part = expected[name].grad
-        assert_values_close(parameter.grad, part)
+        assert_values_close(parameter.grad, expected[name].grad)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

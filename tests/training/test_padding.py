@@ -69,7 +69,7 @@ def expect_one_device(family: str, layout: tuple[int, int, int], layers: int, sc
     trainer = distribute(
         copy.deepcopy(whole), tp=tp, pp=pp, dp=dp, microbatches=2, schedule=schedule, example_inputs=given
     )
-    replica, place = trainer.mesh["dp"].get_local_rank(), trainer.mesh["tp"].get_local_rank()
+    replica = trainer.mesh["dp"].get_local_rank()
     names = {id(p): name for name, p in whole.named_parameters()}
     for step in range(2):
         batch = padded(family, step)
@@ -83,7 +83,6 @@ def expect_one_device(family: str, layout: tuple[int, int, int], layers: int, sc
             found, grad = parameter.grad, grads[name]
             assert (found is None) == (grad is None), name
             if grad is not None:
-                grad = grad
                 assert_values_close(found, grad, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
