@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.sharding.boxes import has_dtensors
+from autotp.source_location import line_of
 
 
 def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -> None:
@@ -33,6 +34,32 @@ def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -
     for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule)):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             expect_apart("fully_shard", group.mesh_info.mesh.mesh.flatten().tolist(), mesh)
+
+
+SAME_OF_EQUALS = ("max", "min", "avg")
+"""Reductions of equal tensors that return the tensor."""
+
+
+def expect_collectives_of_replicas(graph: fx.Graph, mesh: Mesh) -> None:
+    """Raises Error for a collective of forward over several ranks of one model, which all hold the same tensor.
+
+    A sum over them counts each row once a rank, and a gather has each row as often. The largest of equal tensors, or
+    the first one, is what one device has.
+    """
+    for node in graph.nodes:
+        name = str(node.target)
+        if not name.startswith("_c10d_functional.") or "wait_tensor" in name or "broadcast" in name:
+            continue
+        texts = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str)]
+        group = dist.distributed_c10d._resolve_process_group(texts[-1])  # type: ignore[arg-type]
+        ranks = common_ranks(dist.get_process_group_ranks(group), mesh.everyone)
+        if len(ranks) > 1 and texts[0] not in SAME_OF_EQUALS:
+            raise Error(
+                f"forward calls {name.split('.')[1]} over ranks {ranks} of one tensor-parallel model, which hold the "
+                "same tensor: each row would count once a rank",
+                at=line_of(node),
+                fix="the group of the replicas: group=mesh['dp'].get_group(), or no collective without replicas",
+            )
 
 
 def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.device_arguments import inputs_on_host
 from autotp.distributed.mesh import Mesh
+from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.distributed.sharded_tensor import CutOutput, cut_output
 from autotp.ops.eager_mode import unseen
 from autotp.ops.random_state import random_state_of, set_random_state
@@ -195,9 +196,10 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     """Returns the graph of this rank, bound to its device and process group.
 
     Raises:
-        Error: the graph cannot be lowered.
+        Error: the graph cannot be lowered, or has a collective over the ranks of the model.
     """
     captured = analysis.captured
+    expect_collectives_of_replicas(captured.graph, mesh)
     lowered = rank_graph(analysis, mesh.rank, settings.randomness)
     module = emitted(lowered, analysis, settings, mesh.device, mesh.groups)
     names = captured.parameters | captured.buffers

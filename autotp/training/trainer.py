@@ -33,6 +33,7 @@ from autotp.distributed.device_arguments import inputs_on_host, to_device
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
 from autotp.distributed.peers.heartbeat import take_note_back
+from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.errors import Error, calling, within
 from autotp.groups.failures import peer_error
 from autotp.ops.collectives import reduce
@@ -439,6 +440,7 @@ class Trainer(InGraphs, HasHoldings):
     def _graph(self, stage: Stage, analysis: Program) -> StageGraph:
         """Returns a stage's graph for this rank; its blocks read their parameters from the trainer's modules."""
         captured, place = analysis.captured, self.place
+        expect_collectives_of_replicas(captured.graph, place)
         names = captured.parameters | captured.buffers
         places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         if lacking := [name for name in places if name not in dict(self._every_tensor())]:

@@ -11,10 +11,11 @@ other way, a function of torch or Python is replaced. This happens in the region
 - `torch.compiler.is_exporting`, as torch's `allow_in_pre_dispatch_graph` asks it: its Functions stay in the graph
         operator by operator (`lost_gradients.py`).
 - `torch.is_grad_enabled`, `torch.is_inference_mode_enabled`: answer for the call that is captured, not for the exporter
-        (`python_state.py`). These, and the next two, under each name that a module of Python has for them
+        (`python_state.py`). These, and the next three, under each name that a module of Python has for them
         (`everywhere.py`).
 - `torch.default_generator`: forward may not seed it (`python_state.py`).
 - the functions that begin a derivative: forward may take none (`lost_gradients.py`).
+- the collectives of torch.distributed: those of the model's code become operators (`forward_collectives.py`).
 - `nn.TransformerEncoder.forward`, and torch's test whether a mask is causal (`transformer_layers.py`).
 - comparisons of sizes, and `isinstance`: the model's code gets a bool, and the class that it gets on one device
         (`number_classes.py`).
@@ -64,6 +65,7 @@ from autotp.passes.capture.guards.python_state import GradientQueries, unseeded,
 from autotp.passes.capture.inline import rows_first, with_whole
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.replacements.everywhere import everywhere
+from autotp.passes.capture.replacements.forward_collectives import as_operators
 from autotp.passes.capture.replacements.functions import ReplacedFunctions
 from autotp.passes.capture.replacements.number_classes import numbers_of_python
 from autotp.passes.capture.replacements.transformer_layers import slow_path
@@ -116,8 +118,8 @@ def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool, look
     """
     with (
         none_caught(), during_capture(exactly, looks), ReplacedFunctions(), nothing_lost(model), CertainComparisons(),
-        asked, everywhere([*asked.answering(), *unseeded(), *without_derivatives()]), without_python_random(model),
-        none_converted(model), numbers_of_python(),
+        asked, everywhere([*asked.answering(), *unseeded(), *without_derivatives(), *as_operators()], model),
+        without_python_random(model), none_converted(model), numbers_of_python(),
     ):  # fmt: skip
         yield
 

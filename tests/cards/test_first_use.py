@@ -119,24 +119,33 @@ def memory_once_collected(before: int) -> int:
     return torch.cuda.memory_allocated()
 
 
+def memory_at_rest() -> int:
+    """The bytes on the card once they stay the same for a second: earlier checks may have left the last of theirs."""
+    memory, since = torch.cuda.memory_allocated(), time.monotonic()
+    while time.monotonic() < since + 1:
+        gc.collect()
+        if torch.cuda.memory_allocated() != memory:
+            memory, since = torch.cuda.memory_allocated(), time.monotonic()
+    return memory
+
+
 @checks.on(2)
 def the_memory_of_a_model_is_free_when_nobody_has_it(rank: int, n: int) -> None:
     """Behind `gc.collect()`, as docs/limits.md says."""
-    gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = memory_at_rest()
     for options in WAYS:
         parts = made(rank, **options)
         for _ in range(2):
             parts[2](parts[1]).backward()
         assert torch.cuda.memory_allocated() > before
         del parts
-        assert memory_once_collected(before) == before, options
+        assert memory_once_collected(before) <= before, options
     for zero in (0, 1, 3):
         trainer, optimizer = started((1, 1, 2), zero=zero)
         trainer.step(**{name: x.chunk(2)[rank] for name, x in batch(0).items()})
         optimizer.step()
         del trainer, optimizer
-        assert memory_once_collected(before) == before, zero
+        assert memory_once_collected(before) <= before, zero
 
 
 LAYOUTS: tuple[tuple[int, int, int], ...] = ((2, 1, 1), (1, 2, 1), (1, 1, 2))

@@ -12,22 +12,26 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 Replaced = Sequence[tuple[Any, Any]]
 """Pairs of an object, and of what stands for it."""
 
 
 @contextmanager
-def everywhere(pairs: Replaced) -> Iterator[None]:
+def everywhere(pairs: Replaced, model: nn.Module | None = None) -> Iterator[None]:
     """A region in which the second object of each pair stands for the first one, in all modules of Python.
 
-    A method has one place, its class: for these there is `patched` (`passes/capture/repeats/blocks.py`).
+    It does so in the attributes of `model` and its submodules, too. A method has one place, its class: for these there
+    is `patched` (`passes/capture/repeats/blocks.py`).
     """
     if not pairs:
         yield
         return
     instead = {id(before): (before, after) for before, after in pairs}
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    names = [(vars(m), name, *instead[id(x)]) for m in modules for name, x in list(vars(m).items()) if id(x) in instead]
+    tables = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    tables += [vars(part) for part in model.modules()] if model is not None else []
+    names = [(table, name, *instead[id(x)]) for table in tables for name, x in list(table.items()) if id(x) in instead]
     for table, name, _, after in names:
         table[name] = after
     try:

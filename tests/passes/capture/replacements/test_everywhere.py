@@ -54,6 +54,18 @@ class AsksForInference(Block):
         return 3 * y if is_inference_mode_enabled() else y
 
 
+class Holds(Block):
+    """Holds the question itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = torch.is_grad_enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.asked() else 2 * y
+
+
 class Seeds(Block):
     def forward(self, x: Tensor) -> Tensor:
         default_generator.manual_seed(3)
@@ -69,7 +81,7 @@ class Derives(Block):
         return tangent
 
 
-@pytest.mark.parametrize("kind", [AsksForGradients, AsksForInference])
+@pytest.mark.parametrize("kind", [AsksForGradients, AsksForInference, Holds])
 def test_questions_about_modes(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(3, 4)

@@ -1,0 +1,90 @@
+"""Collectives of torch.distributed that forward calls, as operators of the graph.
+
+Before: work = dist.broadcast(self.code, 0, async_op=True); work.wait()      (c10d's operator draws random numbers)
+After:  self.code.copy_(broadcast(self.code, 0))                             (a functional collective, already there)
+
+torch has functions for sums and gathers that do so. Whether a group is one that the model may use is known where its
+ranks are known: `expect_collectives_of_replicas` in `autotp/distributed/replica_check.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+from autotp.errors import Error
+from autotp.passes.capture.replacements.everywhere import Replaced
+from autotp.source_location import is_users, user_line
+
+UNTRACED = (
+    "reduce", "gather", "scatter", "reduce_scatter", "all_to_all", "send", "recv", "isend", "irecv",
+    "batch_isend_irecv", "all_gather_object", "gather_object", "broadcast_object_list",
+    "scatter_object_list", "monitored_barrier",
+)  # fmt: skip
+
+
+class _Done:
+    """Stands for the handle of a collective whose result is there."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def as_operators() -> Replaced:
+    """Returns what stands for collectives of torch.distributed while a model is captured."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    instead: dict[Callable[..., Any], Callable[..., Any]] = {getattr(dist, name): _refused(name) for name in UNTRACED}
+    instead |= functional.traceable_collective_remaps
+    instead |= {dist.all_reduce: _all_reduce, dist.broadcast: _broadcast, dist.barrier: _nothing}
+    return [(real, _for_users(real, ours)) for real, ours in instead.items()]
+
+
+def _for_users(real: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is `ours` for the model's code, and the real one for torch and autotp."""
+
+    @wraps(real)
+    def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if not is_users(sys._getframe(1)):
+            return real(*args, **kwargs, **({"async_op": True} if async_op else {}))
+        ours(*args, **kwargs)
+        return _Done() if async_op else None
+
+    return collective
+
+
+def _all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+    name = str(op).rpartition(".")[2].lower()
+    over: Any = group or dist.group.WORLD
+    tensor.copy_(functional.all_reduce(tensor, name, over))
+
+
+def _broadcast(tensor: Tensor, src: int | None = None, group: Any = None, group_src: int | None = None) -> None:
+    group = group or dist.group.WORLD
+    first = dist.get_global_rank(group, group_src or 0) if src is None else src
+    tensor.copy_(functional.broadcast(tensor, first, group))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for a barrier, which computes nothing."""
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def collective(*args: Any, **kwargs: Any) -> NoReturn:
+        raise Error(
+            f"forward calls torch.distributed.{name}, which a graph does not have",
+            at=user_line(traceback.extract_stack()),
+            fix="all_reduce, all_gather or broadcast; or the collective in the training loop",
+        )
+
+    return collective
