@@ -133,7 +133,7 @@ def clipping(rank: int, n: int) -> None:
             expected = nn.utils.clip_grad_norm_(whole.parameters(), limit, order)
             found = autotp.clip_grad_norm_(parallel, limit, order)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-            for (name, a), b in zip(whole.named_parameters(), parallel.parameters(), strict=True):
+            for a, b in zip(whole.parameters(), parallel.parameters(), strict=True):
                 assert (a.grad is None) == (b.grad is None)
                 if a.grad is not None:
                     torch.testing.assert_close(b.grad, a.grad, rtol=1e-9, atol=1e-12)
