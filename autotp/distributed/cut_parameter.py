@@ -13,6 +13,10 @@ next step.
 NOTE [Who asks]
 torch's own code (`state_dict`, `deepcopy`, wrappers) is right on parts, or is refused elsewhere. So only operators that
 user code calls, directly or through functions and layers of torch, see wholes. Other libraries are user code.
+
+NOTE [Parts in compiled code]
+Dynamo calls `__torch_function__` for operators of user code, but not inside of autotp's graphs, where it is switched off.
+`torch.compiler.disable` has it leave the compiled code for such an operator, which then runs as it does elsewhere.
 """
 
 from __future__ import annotations
@@ -56,6 +60,10 @@ from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
 
 
+MEMORY = (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
+"""Functions that give the memory of a part."""
+
+
 @dataclass
 class Cut:
     """The facts about a part.
@@ -91,16 +99,14 @@ class CutTensor(Tensor):
     autotp_cut: Cut
 
     @classmethod
+    @torch.compiler.disable  # NOTE [Parts in compiled code]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
         kind = kind_of(func)
-        if func is Tensor.data_ptr and reads_memory(sys._getframe(1)):
-            raise memory_refused(f"`{args[0].autotp_cut.name}`")
-        if kind is Kind.ABOUT or (kind in (Kind.GRADIENT, Kind.SET) and _removes(sys._getframe(1))):
+        frame = sys._getframe(2)  # Behind the one of `disable`.
+        if func in MEMORY and reads_memory(frame):
+            raise memory_refused(func.__name__, f"`{args[0].autotp_cut.name}`")
+        if kind is Kind.ABOUT or (kind in (Kind.GRADIENT, Kind.SET) and _removes(frame)):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
-        frame = sys._getframe(1)
         if frame.f_globals.get("__name__") == "torch.nn.parameter":  # `nn.Parameter(x)` must have the class of x.
             made = part_like(torch._C._disabled_torch_function_impl(func, types, args, kwargs or {}), args[0])
             if type(made) is CutTensor:
@@ -588,14 +594,11 @@ def _tell_torch() -> None:
 
     NOTE [Classes that torch knows]
     Optimizers use `foreach` and `fused` by default only for classes in a list; torch.distributed.tensor adds its own
-    class in the same way. Dynamo must skip `__torch_function__`: it calls operators there itself, and would compile it
-    endlessly.
+    class in the same way.
     """
-    from torch._dynamo.eval_frame import skip_code  # The import takes a second; export has done it by now.
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 
     for known in (of_optimizers, of_gradients):
         for kind in (CutTensor, CutParameter):
             known.append(kind)  # type: ignore[arg-type]
-    skip_code(CutTensor.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]

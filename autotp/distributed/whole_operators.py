@@ -107,6 +107,7 @@ class WholeView(Tensor):
         return new
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return on_wholes(func, args, kwargs or {})
 

@@ -271,6 +271,33 @@ def beside_what_compiled_code_returns(rank: int, n: int) -> None:
         torch.testing.assert_close(found, expected, msg=lambda m, name=name: f"{name}: {m}")
 
 
+IN_COMPILED_CODE: dict[str, Callable[[Any], Tensor]] = {
+    "norm": lambda w: w.norm(),
+    "sum of squares": lambda w: w.pow(2).sum(),
+    "size": lambda w: w.sum() * w.shape[0],
+    "product": lambda w: (torch.ones(3, 8, dtype=w.dtype) @ w.T).square().mean() + 1,
+    "row": lambda w: (w[3] * 2).sum(),
+    "of several": lambda w: (w * 2 + w.abs()).clamp(min=0.1).mean(),
+}
+
+
+@checks.on(2)
+def compiled_code_of_the_user_gets_wholes(rank: int, n: int) -> None:
+    torch.manual_seed(0)
+    whole = Net()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(x(),))
+    for name, do in IN_COMPILED_CODE.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(do, backend="aot_eager")
+        results = []
+        for model, call in ((whole, do), (parallel, compiled)):
+            model.zero_grad()
+            loss = call(model.up.weight)
+            loss.backward()
+            results.append((loss.detach(), autotp.gather(model.up.weight.grad)))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @checks.on(2)
 def a_hook_that_was_there_before(rank: int, n: int) -> None:
     """A hook on a gradient gets what behaves as the whole."""
@@ -355,6 +382,8 @@ def code_that_reads_memory_gets_no_part(rank: int, n: int) -> None:
     for part in (w, w.data):
         with pytest.raises(autotp.Error, match=r"`data_ptr` of .*, of which each rank holds a part: a kernel would"):
             part.data_ptr()
+        with pytest.raises(autotp.Error, match=r"`untyped_storage` of .* of which each rank holds a part"):
+            part.untyped_storage()
         with pytest.raises(autotp.Error, match=r"of which each rank holds a part"):
             save({"w": part.contiguous()})
     assert len(save({"w": w[:2].contiguous()})) > 2 * 8 * 8
