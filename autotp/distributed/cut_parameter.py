@@ -15,7 +15,7 @@ torch's own code (`state_dict`, `deepcopy`, wrappers) is right on parts, or is r
 user code calls, directly or through functions and layers of torch, see wholes. Other libraries are user code.
 
 NOTE [Parts in compiled code]
-Dynamo calls `__torch_function__` for operators of user code, but not inside of autotp's graphs, where it is switched off.
+Dynamo calls `__torch_function__` for operators of user code. Inside of autotp's graphs it is switched off.
 `torch.compiler.disable` has it leave the compiled code for such an operator, which then runs as it does elsewhere.
 """
 
@@ -58,7 +58,6 @@ from autotp.distributed.whole_operators import WholeView, shape_refused
 from autotp.errors import Error
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
-
 
 MEMORY = (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
 """Functions that give the memory of a part."""

@@ -192,7 +192,7 @@ def reads_memory(frame: FrameType) -> bool:
 def memory_refused(function: str, tensor: str) -> Error:
     """Returns the Error of code that asks for the address of a tensor: a kernel, or one that writes a file."""
     return Error(
-        f"`{function}` of {tensor}, of which each rank holds a part: a kernel would read it with the sizes of the whole",
+        f"`{function}` of {tensor}, of which each rank holds a part: a kernel would take it for the whole",
         fix="autotp.gather(tensor), the whole; or tensor.to_local(), this rank's part",
         alternative="id(tensor), to tell tensors apart; autotp.full_state_dict(model), for a file",
     )

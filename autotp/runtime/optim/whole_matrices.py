@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from autotp.distributed.consistency import tried
 from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import sorted_by_model
+from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
 from autotp.runtime.holdings import holdings_of
 from autotp.runtime.optim.alone import expect_alone, unhooked_step
@@ -295,8 +296,9 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expect_whole(name: str, state: Mapping[str, Any], part: torch.Size, whole: tuple[int, ...]) -> None:
-    """Raises Error for a state with the shape of this rank's part."""
+    """Raises Error for a state that is cut, or has the shape of this rank's part."""
     for key, value in state.items():
+        value = value.part if isinstance(value, Sharded) else value
         if isinstance(value, Tensor) and value.dim() and value.shape == part != torch.Size(whole):
             raise Error(
                 f"`{key}` of `{name}` is {list(value.shape)}, as this rank's part, and the state of a whole matrix "
