@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autotp.distributed.cut_parameter import hold_parts
+from autotp.distributed.cut_tensors.cut_parameter import hold_parts
 from autotp.errors import Error
 from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autotp.distributed.cut_parameter import CutTensor
-from autotp.distributed.sharded_tensor import Sharded, as_sharded, whole
+from autotp.distributed.cut_tensors.cut_parameter import CutTensor
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded, as_sharded, whole
 
 
 def gather(output: Any) -> Any:
@@ -23,6 +23,9 @@ def gather(output: Any) -> Any:
 
     Args:
         output: a tensor that the parallel model returned, a parameter of the model, or a structure of such tensors.
+
+    Raises:
+        Error: a rank did not call it, within the timeout of the group.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.distributed.consistency import agree, on_first_replica
-from autotp.distributed.cut_parameter import Cut, as_cut
+from autotp.distributed.cut_tensors.cut_parameter import Cut, as_cut
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
+from autotp.distributed.cut_tensors.whole_operators import WholeView
 from autotp.distributed.gather import gather
 from autotp.distributed.mesh import broadcast_from_first
-from autotp.distributed.sharded_tensor import Sharded
-from autotp.distributed.whole_operators import WholeView
 from autotp.errors import Error
 from autotp.runtime.module import ParallelModule, expect_own_calls, put_around
 from autotp.runtime.tree import state_of

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from autotp.distributed.consistency import agree
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.gather import gather_all
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
-from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
 from autotp.hf.caches import is_state
 from autotp.hf.sampling import EXCLUDED, CutScores, FewScores

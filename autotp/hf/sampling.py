@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.gather import gather
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error
 from autotp.ops.collectives import communicate
 

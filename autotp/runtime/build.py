@@ -14,7 +14,7 @@ from autotp.compiler import CallState, analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree_on_graph
-from autotp.distributed.cut_parameter import CutTensor
+from autotp.distributed.cut_tensors.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_size
 from autotp.errors import Error

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autotp.distributed.consistency import agree_on_random, checksum, expect_as_first, random_state
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.mesh import Mesh, gather_ints
-from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.pytree import is_dense

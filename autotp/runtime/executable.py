@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 
 from autotp.compiler import CallState, analyse, warn_of_whole_sequences
 from autotp.distributed.consistency import agree_on_graph
-from autotp.distributed.cut_parameter import whole_operand
+from autotp.distributed.cut_tensors.cut_parameter import whole_operand
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded, local_part
 from autotp.distributed.device_arguments import to_device
 from autotp.distributed.mesh import Mesh, follow_first_numpy_state
 from autotp.distributed.peers.in_step import begin_call, end_call
 from autotp.distributed.replica_check import expect_own_ranks
-from autotp.distributed.sharded_tensor import Sharded, local_part
 from autotp.errors import Error, within
 from autotp.groups.one_thread import one_thread
 from autotp.groups.process_group import backend_of

@@ -12,10 +12,10 @@ from torch._functorch import apis, eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
-from autotp.distributed.cut_parameter import CutParameter, CutTensor, whole_operand
+from autotp.distributed.cut_tensors.cut_parameter import CutParameter, CutTensor, whole_operand
+from autotp.distributed.cut_tensors.sharded_tensor import taken_part
 from autotp.distributed.live_models import Undo
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_tensor import taken_part
 from autotp.errors import Error
 from autotp.passes.emit.attach_parameters import ParameterPlace
 from autotp.sharding.layout import Layout

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.compiler import Program, emitted, rank_graph
+from autotp.distributed.cut_tensors.sharded_tensor import CutOutput, cut_output
 from autotp.distributed.device_arguments import inputs_on_host
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import expect_collectives_of_replicas
-from autotp.distributed.sharded_tensor import CutOutput, cut_output
 from autotp.ops.eager_mode import unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options

@@ -23,13 +23,13 @@ from torch.nn.utils import parametrize
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree
-from autotp.distributed.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, own_parameter, part_like
+from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, own_parameter, part_like
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
+from autotp.distributed.cut_tensors.whole_operators import WholeView
 from autotp.distributed.live_models import models, watch, watch_instead
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.distributed.peers.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.replica_check import common_ranks, ranks_of
-from autotp.distributed.sharded_tensor import Sharded
-from autotp.distributed.whole_operators import WholeView
 from autotp.errors import Error, within
 from autotp.model_library import classes_before
 from autotp.options import Recompute

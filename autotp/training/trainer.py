@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequences
 from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
-from autotp.distributed.cut_parameter import Cut, as_cut
+from autotp.distributed.cut_tensors.cut_parameter import Cut, as_cut
 from autotp.distributed.device_arguments import inputs_on_host, to_device
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint

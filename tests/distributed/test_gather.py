@@ -13,7 +13,7 @@ from small_models import ROWS, Grouped, Plain
 from torch import nn
 
 import autotp
-from autotp.distributed.cut_parameter import CutTensor
+from autotp.distributed.cut_tensors.cut_parameter import CutTensor
 from autotp.distributed.gather import gather_all
 
 checks = Checks()

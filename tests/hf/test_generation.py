@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.mesh import group_of, timeout_of
-from autotp.distributed.sharded_tensor import Sharded
 from autotp.runtime.module import executable_of
 
 checks = Checks(timeout=900)

@@ -28,7 +28,7 @@ from transformers.utils import logging as theirs
 
 import autotp
 from autotp.checkpoint.files.safetensors_files import Stored
-from autotp.distributed.cut_parameter import CutTensor
+from autotp.distributed.cut_tensors.cut_parameter import CutTensor
 
 checks = Checks(timeout=480)  # Importing transformers alone takes a while on busy cores.
 theirs.disable_progress_bar()

@@ -8,8 +8,8 @@ from ranks import Checks, Collectives
 from torch import Tensor
 
 import autotp
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.mesh import Mesh, make_mesh
-from autotp.distributed.sharded_tensor import Sharded
 from autotp.hf.sampling import CutScores, FewScores
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_bounds

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy
 import torch
 
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_tensor import Sharded
 from autotp.runtime.call_consistency import _printed, agree_on_call, shown
 from autotp.sharding.layout import Layout
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autotp
-from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.groups.one_thread import one_thread
 from autotp.runtime.module import executable_of
 

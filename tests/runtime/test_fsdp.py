@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from trainers import order_of_a_step, started
 
 import autotp
-from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.models.gpt import GPT
 
 X = torch.arange(64).view(4, 16) * 7 % 101

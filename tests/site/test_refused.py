@@ -22,7 +22,7 @@ SCOPE = (
     "autotp/options.py", "autotp/ops/custom_vjp.py", "autotp/ops/experts.py", "autotp/runtime/build.py",
     "autotp/runtime/holdings.py", "autotp/runtime/torch_hooks/wrappers.py",
     "autotp/runtime/torch_hooks/gradient_nodes.py", "autotp/distributed/mesh.py", "autotp/distributed/consistency.py",
-    "autotp/distributed/sharded_operators.py", "autotp/distributed/sharded_tensor.py", "autotp/distributed/gather.py",
+    "autotp/distributed/cut_tensors", "autotp/distributed/gather.py",
     "autotp/training/distribute.py", "autotp/training/compute_dtype.py", "autotp/training/model_settings.py",
     "autotp/training/original_model.py",
     "autotp/training/pipeline/schedules.py", "autotp/training/pipeline/halved_backward.py",

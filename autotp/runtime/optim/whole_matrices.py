@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autotp.distributed.consistency import tried
-from autotp.distributed.cut_parameter import CutTensor
+from autotp.distributed.cut_tensors.cut_parameter import CutTensor
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.live_models import sorted_by_model
-from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
 from autotp.runtime.holdings import holdings_of
 from autotp.runtime.optim.alone import expect_alone, unhooked_step

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from autotp.distributed.cut_parameter import whole_operand
+from autotp.distributed.cut_tensors.cut_parameter import whole_operand
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.ops.collectives import reduce
 from autotp.runtime.grad_norm import total_norm

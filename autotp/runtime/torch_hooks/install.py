@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotp.distributed import cut_parameter as cut_parameter
+from autotp.distributed.cut_tensors import cut_parameter as cut_parameter
 from autotp.distributed.live_models import Model, watch
 from autotp.groups import point_to_point
 from autotp.runtime import func_gradients

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autotp.distributed.cut_parameter import CutTensor, part_like
-from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.cut_tensors.cut_parameter import CutTensor, part_like
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.errors import Error
 from autotp.runtime.tree import ORIGINAL, held_in
 from autotp.sharding.layout import Layout

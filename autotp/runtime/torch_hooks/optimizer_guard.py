@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp.distributed.consistency import bits_of_all, checksum
-from autotp.distributed.cut_parameter import CutTensor, is_elementwise, part_like
+from autotp.distributed.cut_tensors.cut_parameter import CutTensor, is_elementwise, part_like
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.distributed.peers.in_step import are_apart, expect_together

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autotp.distributed.cut_parameter import tell_user
+from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.live_models import sorted_by_model
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.runtime.optim.whole_matrices import WholeMatrices

@@ -21,7 +21,7 @@ mlp = nn.Sequential(nn.Linear(8, 32, bias=False), nn.GELU(), nn.Linear(32, 8, bi
 alone = copy.deepcopy(mlp)
 model = autotp.parallelize(mlp, example_inputs=torch.ones(3, 8))
 assert model.layouts["0.weight"].lengths() == [16, 16]
-optimizers = [torch.optim.Muon, autotp.whole_matrices(torch.optim.Muon)]
+optimizers: list[type[torch.optim.Muon]] = [torch.optim.Muon, autotp.whole_matrices(torch.optim.Muon)]
 
 for step, kind in enumerate(optimizers):
     for one, optimizer in ((alone, torch.optim.Muon), (model, kind)):

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.passes.capture.guards.attribute_paths import (
     MIXED,
     VIEWS,

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 
 _looking: ContextVar[bool] = ContextVar("looking", default=False)
 

@@ -15,7 +15,7 @@ from small_models import assert_values_close
 from torch import Tensor
 
 import autotp
-from autotp.distributed.sharded_tensor import Sharded
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.hf import generation
 
 transformers = pytest.importorskip("transformers")

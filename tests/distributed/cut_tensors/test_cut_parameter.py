@@ -25,8 +25,8 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from autotp.distributed.cut_parameter import CutTensor, own_parameter
-from autotp.distributed.sharded_tensor import CompiledOutput
+from autotp.distributed.cut_tensors.cut_parameter import CutTensor, own_parameter
+from autotp.distributed.cut_tensors.sharded_tensor import CompiledOutput
 from autotp.runtime.torch_hooks.optimizer_guard import CHECKED_STEPS
 
 checks = Checks()
@@ -748,7 +748,7 @@ def zero_grad_of_a_module_looks_for_no_frame(rank: int, n: int) -> None:
     parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
     for to_none in (False, True):
         parallel(x()).square().sum().backward()
-        with patch("autotp.distributed.cut_parameter._asks", side_effect=AssertionError):
+        with patch("autotp.distributed.cut_tensors.cut_parameter._asks", side_effect=AssertionError):
             parallel.zero_grad(set_to_none=to_none)
         gradients = [p.grad for p in parallel.parameters()]
         assert all(g is None if to_none else not g.any() for g in gradients)

@@ -40,11 +40,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from autotp.distributed.cut_operators import Kind, kind_of
-from autotp.distributed.live_models import Undo
-from autotp.distributed.mesh import Mesh
-from autotp.distributed.replica_check import expect_replicas
-from autotp.distributed.sharded_tensor import (
+from autotp.distributed.cut_tensors.cut_operators import Kind, kind_of
+from autotp.distributed.cut_tensors.sharded_tensor import (
     Sharded,
     as_dtensor,
     as_sharded,
@@ -54,7 +51,10 @@ from autotp.distributed.sharded_tensor import (
     reads_memory,
     sharded,
 )
-from autotp.distributed.whole_operators import WholeView, shape_refused
+from autotp.distributed.cut_tensors.whole_operators import WholeView, shape_refused
+from autotp.distributed.live_models import Undo
+from autotp.distributed.mesh import Mesh
+from autotp.distributed.replica_check import expect_replicas
 from autotp.errors import Error
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotp.distributed.cut_operators import Kind, kind_of
+from autotp.distributed.cut_tensors.cut_operators import Kind, kind_of
 
 GETTERS = {name: getattr(Tensor, name).__get__ for name in ("grad", "shape", "T", "mH", "data", "real", "is_leaf")}
 CASES: list[tuple[Any, Kind]] = [

@@ -21,8 +21,8 @@ from ranks import Checks
 from torch import Tensor
 
 import autotp
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded, sharded
 from autotp.distributed.mesh import Mesh, make_mesh
-from autotp.distributed.sharded_tensor import Sharded, sharded
 from autotp.ops import collectives
 from autotp.sharding.layout import Layout
 
@@ -290,7 +290,7 @@ def what_is_counted(rank: int, n: int) -> None:
         cut.norm()
         cut.sum()
         assert [x.numel() for x in sent] == [1, 1]
-    with patch("autotp.distributed.whole_operators.LARGE", 100):
+    with patch("autotp.distributed.cut_tensors.whole_operators.LARGE", 100):
         with pytest.warns(UserWarning, match=r"this line gathers a tensor \[2, 5, 11\] of 0.0 GiB") as told:
             for _ in range(2):
                 cut.softmax(-1)

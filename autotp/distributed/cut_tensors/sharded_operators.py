@@ -19,8 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
+from autotp.distributed.cut_tensors.whole_operators import (
+    compared,
+    gradient_is_whole,
+    name_of,
+    on_wholes,
+    reduced,
+    shape_refused,
+)
 from autotp.distributed.replica_check import expect_replicas
-from autotp.distributed.whole_operators import compared, gradient_is_whole, name_of, on_wholes, reduced, shape_refused
 from autotp.errors import Error
 from autotp.groups.process_group import process_group
 from autotp.ops.eager_mode import is_transformed

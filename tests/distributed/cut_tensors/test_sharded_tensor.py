@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 import autotp
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded, as_sharded, cut_output, sharded
 from autotp.distributed.gather import gather_all
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_tensor import Sharded, as_sharded, cut_output, sharded
 from autotp.sharding.layout import Layout
 
 checks, on_cards = Checks(), Checks(cards=True)

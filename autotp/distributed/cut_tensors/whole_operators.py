@@ -108,7 +108,7 @@ class WholeView(Tensor):
 
     @classmethod
     @torch.compiler.disable
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return on_wholes(func, args, kwargs or {})
 
     def current(self) -> Tensor:

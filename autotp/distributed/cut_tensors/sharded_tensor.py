@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
+from autotp.distributed.cut_tensors.sharded_operators import on_parts, refused, shown
+from autotp.distributed.cut_tensors.whole_operators import WholeView
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_operators import on_parts, refused, shown
-from autotp.distributed.whole_operators import WholeView
 from autotp.errors import Error
 from autotp.groups.process_group import process_group
 from autotp.ops import collectives, placement_moves
@@ -72,7 +72,7 @@ class Sharded(Tensor):
 
     @classmethod
     @torch.compiler.disable
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return on_parts(func, args, kwargs or {}, cls)
 
     @property
