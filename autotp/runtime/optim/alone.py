@@ -31,18 +31,36 @@ def unhooked_step(kind: type[Optimizer]) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
+def step_groups(kind: type[Optimizer], optimizer: Any, empty: bool) -> None:
+    """Steps the groups of an optimizer, without torch's hooks around it.
+
+    Args:
+        empty: whether the step is also shown groups without parameters.
+    """
+    groups = optimizer.param_groups
+    try:
+        optimizer.param_groups = [group for group in groups if empty or group["params"]]
+        if optimizer.param_groups:
+            unhooked_step(kind)(optimizer)
+    finally:
+        optimizer.param_groups = groups
+
+
 def expect_alone(
     kind: type[Optimizer], groups: Sequence[tuple[int, Mapping[str, Any]]], args: Any, kwargs: Any, device: torch.device
-) -> None:
-    """Raises Error unless a class of optimizers steps each parameter by itself.
+) -> bool:
+    """Returns whether a step takes groups without parameters; some stack the gradients of a group.
+
+    Raises Error unless a class of optimizers steps each parameter by itself.
 
     Args:
         groups: for each group of parameters a number of dimensions, and its options.
         args, kwargs: the other arguments of the constructor.
         device: where the tensors are.
     """
+    of_empty = [its for _, its in groups]
     groups = groups[:GROUPS]
-    shapes = [[(4, 3), (3, 5)] if dims == 2 else [(2,) * (dims - 1) + (n,) for n in (3, 4)] for dims, _ in groups]
+    shapes = [[(4, 3) if dims == 2 else (2,) * (dims - 1) + (3,)] * 2 for dims, _ in groups]  # A step may stack them.
     generator = torch.Generator().manual_seed(0)
     given = [
         [_drawn(shape if dims else (), generator, device) for shape in some]
@@ -50,11 +68,11 @@ def expect_alone(
     ]
     options = [its for _, its in groups]
     try:
-        together = _stepped(kind, options, given, args, kwargs)
-        alone = [
-            [_stepped(kind, options, _only(given, i, j), args, kwargs)[i][0] for j in range(len(some))]
-            for i, some in enumerate(given)
-        ]
+        together = _stepped(kind, options, given, args, kwargs, empty=False)
+        try:
+            alone, takes_empty = _each_alone(kind, options, given, args, kwargs, of_empty), True
+        except Exception:
+            alone, takes_empty = _each_alone(kind, options, given, args, kwargs, ()), False
     except Exception as error:
         told = str(error).partition("\n")[0]
         raise Error(
@@ -71,6 +89,7 @@ def expect_alone(
             "autotp.clip_grad_norm_",
             alternative=ALTERNATIVE,
         )
+    return takes_empty
 
 
 def expect_elementwise(optimizer: Optimizer, why: str) -> None:
@@ -151,8 +170,26 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _only(given: Sequence[Sequence[Drawn]], group: int, number: int) -> list[list[Drawn]]:
-    return [[some[number]] if i == group else [] for i, some in enumerate(given)]
+def _each_alone(
+    kind: type[Optimizer],
+    options: Sequence[Mapping[str, Any]],
+    given: Sequence[Sequence[Drawn]],
+    args: Any,
+    kwargs: Any,
+    of_empty: Sequence[Mapping[str, Any]],
+) -> list[list[Tensor]]:
+    """Returns the same as `_stepped` where each parameter is the only one, beside groups without parameters.
+
+    Args:
+        of_empty: the options of these groups; the step is not shown them if there are none.
+    """
+
+    def alone(group: int, number: int) -> Tensor:
+        only = [[some[number]] if i == group else [] for i, some in enumerate(given)]
+        every = [*only, *([] for _ in of_empty)]
+        return _stepped(kind, [*options, *of_empty], every, args, kwargs, bool(of_empty))[group][0]
+
+    return [[alone(i, j) for j in range(len(some))] for i, some in enumerate(given)]
 
 
 def _stepped(
@@ -161,6 +198,7 @@ def _stepped(
     given: Sequence[Sequence[Drawn]],
     args: Any,
     kwargs: Any,
+    empty: bool,
 ) -> list[list[Tensor]]:
     """Returns the parameters of each group after some steps of a new optimizer."""
     parameters = [[nn.Parameter(start.clone()) for start, _ in some] for some in given]
@@ -172,5 +210,5 @@ def _stepped(
             for some, drawn in zip(parameters, given, strict=True):
                 for parameter, (_, gradients) in zip(some, drawn, strict=True):
                     parameter.grad = gradients[i].clone()
-            unhooked_step(kind)(optimizer)
+            step_groups(kind, optimizer, empty)
     return [[parameter.detach() for parameter in some] for some in parameters]

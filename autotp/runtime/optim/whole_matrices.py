@@ -17,7 +17,7 @@ from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.live_models import sorted_by_model
 from autotp.errors import Error, within
 from autotp.runtime.holdings import holdings_of
-from autotp.runtime.optim.alone import expect_alone, unhooked_step
+from autotp.runtime.optim.alone import expect_alone, step_groups
 from autotp.runtime.optim.matrices import Matrices, Told, problem_of
 
 Kind = TypeVar("Kind", bound=Optimizer)
@@ -96,7 +96,9 @@ class WholeMatrices(Optimizer):
         groups = [(group["params"][0].dim() if group["params"] else 2, its) for group, its in self._groups()]
         devices = [p.device for group in self.param_groups for p in group["params"] if not p.is_meta]
         device = devices[0] if devices else torch.device("cpu")
-        within(f"whole_matrices({self.kind.__name__})", lambda: expect_alone(self.kind, groups, args, kwargs, device))
+        self._takes_empty = within(
+            f"whole_matrices({self.kind.__name__})", lambda: expect_alone(self.kind, groups, args, kwargs, device)
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; the next step chooses owners for its parameters.
@@ -247,7 +249,7 @@ class WholeMatrices(Optimizer):
         for matrices, told in found:
             matrices.gather(told)
         self._give()
-        unhooked_step(self.kind)(self._whole)
+        step_groups(self.kind, self._whole, self._takes_empty)
         self._take()
         for matrices, told in found:
             matrices.scatter(told)

@@ -491,6 +491,31 @@ def compiled_and_scaled_steps(rank: int, n: int) -> None:
     expect_equal(whole, parallel)
 
 
+class ByStack(torch.optim.Optimizer):
+    """Stacks the gradients of a group, as nanochat's Muon does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            gradients = torch.stack([p.grad for p in group["params"]])
+            gradients /= gradients.norm(dim=tuple(range(1, gradients.dim())), keepdim=True)
+            for p, gradient in zip(group["params"], gradients, strict=True):
+                p.sub_(gradient, alpha=0.1)
+
+
+@checks.on(2)
+def groups_of_which_a_rank_owns_nothing(rank: int, n: int) -> None:
+    whole, parallel = pair(n)
+    for model, kind in ((whole, ByStack), (parallel, autotp.whole_matrices(ByStack))):
+        optimizer = kind([{"params": [p]} for p in (model.up.weight, model.down.weight)])
+        for number in range(3):
+            step(model, optimizer, number)
+    expect_equal(whole, parallel)
+
+
 @checks.on(2)
 def states_of_others(rank: int, n: int) -> None:
     """A state on one rank that is not the owner, and a state of parts."""
