@@ -59,6 +59,12 @@ def loss_of(model: nn.Module) -> Callable[[Params, Tensor, Tensor], Tensor]:
     return lambda params, x, y: functional_call(model, params, (x, y))[0]
 
 
+def beside(model: nn.Module, tensors: Params) -> Params:
+    """Tensors on the device of the model."""
+    device = next(model.parameters()).device
+    return {name: t.to(device) for name, t in tensors.items()}
+
+
 def parameters(model: nn.Module) -> Params:
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -69,10 +75,10 @@ def functional_calls(rank: int, n: int) -> None:
     whole, parallel = both(n)
     other = {name: p + 0.1 for name, p in parameters(whole).items()}
     expected = functional_call(whole, other, tokens())[0]
-    parts = {name: parallel.layouts[name].take(t, rank).to(parallel.mesh.device) for name, t in other.items()}
+    parts = {name: parallel.layouts[name].take(t, rank) for name, t in other.items()}
     mine = {name: p + 0.1 for name, p in parameters(parallel).items()}
     for given in (other, parts, mine):
-        found = functional_call(parallel, given, tokens())[0]
+        found = functional_call(parallel, beside(parallel, given), tokens())[0]
         assert_values_close(found, expected)
         assert not torch.allclose(found.cpu(), whole(*tokens())[0])
 
@@ -87,10 +93,13 @@ def gradients(rank: int, n: int) -> None:
 def transformed(model: nn.Module, given: Params, x: Tensor) -> dict[str, Any]:
     """What each transform makes of parameters: of shapes of the whole."""
 
-    def loss(params: Params, x: Tensor = x) -> Tensor:
-        return functional_call(model, params, (x,)).square().sum()
+    def loss(params: Params, rows: Tensor | None = None) -> Tensor:
+        return functional_call(model, params, (x if rows is None else rows,)).square().sum()
 
-    direction = {name: torch.linspace(-1, 1, p.numel()).double().view(p.shape) for name, p in given.items()}
+    x = x.to(next(iter(given.values())).device)
+    direction = {
+        name: torch.linspace(-1, 1, p.numel()).double().view(p.shape).to(x.device) for name, p in given.items()
+    }
     _, pull = vjp(grad(loss), given)
     return {
         "grad": grad(loss)(given),
@@ -182,6 +191,7 @@ def hessian_vector_products(rank: int, n: int) -> None:
     torch.manual_seed(2)
     direction = {name: torch.randn_like(p) for name, p in whole.named_parameters()}
     expected = _product(whole, direction)
+    direction = beside(parallel, direction)
     expect_equal(_product(parallel, direction), expected)
     expect_equal(_product_by_autograd(parallel, direction), expected)
     rows = {name: torch.stack([t, 2 * t]) for name, t in direction.items()}
@@ -215,8 +225,12 @@ def forward_mode(rank: int, n: int) -> None:
     direction = {name: torch.randn_like(p) for name, p in whole.named_parameters()}
     found = []
     for model in (whole, parallel):
-        slope = jvp(lambda p, model=model: loss_of(model)(p, *tokens()), (parameters(model),), (direction,))[1]
-        curve = jvp(lambda p, model=model: grad(loss_of(model))(p, *tokens()), (parameters(model),), (direction,))[1]
+        slope = jvp(
+            lambda p, model=model: loss_of(model)(p, *tokens()), (parameters(model),), (beside(model, direction),)
+        )[1]
+        curve = jvp(
+            lambda p, model=model: grad(loss_of(model))(p, *tokens()), (parameters(model),), (beside(model, direction),)
+        )[1]
         found.append((slope, curve))
     assert_values_close(found[1][0], found[0][0])
     expect_equal(found[1][1], found[0][1])
