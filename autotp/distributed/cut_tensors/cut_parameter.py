@@ -59,9 +59,6 @@ from autotp.errors import Error
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
 
-MEMORY = (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
-"""Functions that give the memory of a part."""
-
 
 @dataclass
 class Cut:
@@ -102,8 +99,8 @@ class CutTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = kind_of(func)
         frame = sys._getframe(2)  # Behind the one of `disable`.
-        if func in MEMORY and reads_memory(frame):
-            raise memory_refused(func.__name__, f"`{args[0].autotp_cut.name}`")
+        if func is Tensor.data_ptr and reads_memory(frame):
+            raise memory_refused(f"`{args[0].autotp_cut.name}`")
         if kind is Kind.ABOUT or (kind in (Kind.GRADIENT, Kind.SET) and _removes(frame)):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if frame.f_globals.get("__name__") == "torch.nn.parameter":  # `nn.Parameter(x)` must have the class of x.

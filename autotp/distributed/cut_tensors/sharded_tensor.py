@@ -119,7 +119,7 @@ class Sharded(Tensor):
     def data_ptr(self) -> int:
         """Returns the address of the part, by which some code tells tensors apart; for other code raises Error."""
         if reads_memory(sys._getframe(1)):
-            raise memory_refused("data_ptr", f"a tensor {shown(self)}")
+            raise memory_refused(f"a tensor {shown(self)}")
         return self.part.data_ptr()
 
     def was_written(self) -> None:
@@ -184,15 +184,13 @@ BY_ADDRESS = ("torch", "autotp", "transformers", "accelerate")
 
 def reads_memory(frame: FrameType) -> bool:
     """True for code that asks for a tensor's address and may read what is there, with the sizes of the whole."""
-    while frame.f_back is not None and frame.f_globals.get("__name__") in ("torch._tensor", "torch.overrides"):
-        frame = frame.f_back
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in BY_ADDRESS
 
 
-def memory_refused(function: str, tensor: str) -> Error:
+def memory_refused(tensor: str) -> Error:
     """Returns the Error of code that asks for the address of a tensor: a kernel, or one that writes a file."""
     return Error(
-        f"`{function}` of {tensor}, of which each rank holds a part: a kernel would take it for the whole",
+        f"`data_ptr` of {tensor}, of which each rank holds a part: a kernel would take it for the whole",
         fix="autotp.gather(tensor), the whole; or tensor.to_local(), this rank's part",
         alternative="id(tensor), to tell tensors apart; autotp.full_state_dict(model), for a file",
     )
@@ -395,7 +393,7 @@ class CompiledOutput(Tensor):
             found = func(*args, **kwargs)
             return _local_in_graphs(found).as_subclass(cls) if func in CASTS else found
         if func is Tensor.data_ptr and reads_memory(sys._getframe(1)):
-            raise memory_refused("data_ptr", f"a tensor {shown(args[0])}")
+            raise memory_refused(f"a tensor {shown(args[0])}")
         own = vars(Sharded).get(getattr(func, "__name__", ""), func)
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             own = Sharded.data.fset
