@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
+from autotp.groups.process_group import process_group
 from autotp.sharding.boxes import has_dtensors
 from autotp.source_location import line_of
 
@@ -51,8 +52,7 @@ def expect_collectives_of_replicas(graph: fx.Graph, mesh: Mesh) -> None:
         if not name.startswith("_c10d_functional.") or "wait_tensor" in name or "broadcast" in name:
             continue
         texts = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str)]
-        group = dist.distributed_c10d._resolve_process_group(texts[-1])  # type: ignore[arg-type]
-        ranks = common_ranks(dist.get_process_group_ranks(group), mesh.everyone)
+        ranks = common_ranks(dist.get_process_group_ranks(process_group(texts[-1])), mesh.everyone)
         if len(ranks) > 1 and texts[0] not in SAME_OF_EQUALS:
             raise Error(
                 f"forward calls {name.split('.')[1]} over ranks {ranks} of one tensor-parallel model, which hold the "
@@ -102,4 +102,4 @@ def ranks_of(mesh: Mesh) -> list[int]:
     """Returns the global ranks of the mesh of a model, in ascending order; none for one process without a group."""
     if mesh.group is None:
         return []
-    return sorted(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(mesh.group)))  # type: ignore[arg-type]
+    return sorted(dist.get_process_group_ranks(process_group(mesh.group)))

@@ -255,10 +255,11 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the gradients of wholes with respect to several tensors; those of parts as parts."""
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    given |= {name: pytree.tree_map(whole_operand, given.get(name)) for name in ("outputs", "grad_outputs")}
-    inputs = [given["inputs"]] if isinstance(given["inputs"], Tensor) else list(given["inputs"])
-    return tuple(part_like(g, x) if isinstance(x, CutTensor) else g for g, x in zip(func(**given), inputs, strict=True))
+    arguments = inspect.signature(func).bind(*args, **kwargs).arguments
+    arguments |= {name: pytree.tree_map(whole_operand, arguments.get(name)) for name in ("outputs", "grad_outputs")}
+    inputs = [arguments["inputs"]] if isinstance(arguments["inputs"], Tensor) else list(arguments["inputs"])
+    gradients = zip(func(**arguments), inputs, strict=True)
+    return tuple(part_like(gradient, x) if isinstance(x, CutTensor) else gradient for gradient, x in gradients)
 
 
 def _set(func: Any, args: Any, kwargs: Any) -> Any:
@@ -399,8 +400,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def steps_elements(optimizer: Optimizer) -> bool:
-    """True for an optimizer that is of such a class, or whose own step may call that of one, with plain states."""
-    return any(kind.__module__ in ELEMENTWISE_STEPS for kind in type(optimizer).__mro__)
+    """True for an optimizer whose class is derived from one of torch's that works element by element.
+
+    Its own step may call torch's, which makes plain states with the shapes of parts.
+    """
+    return any(base.__module__ in ELEMENTWISE_STEPS for base in type(optimizer).__mro__)
 
 
 ELEMENTWISE_STEPS = tuple(

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from autotp.distributed.cut_tensors.sharded_operators import on_parts, refused, shown
-from autotp.distributed.cut_tensors.whole_operators import WholeView
+from autotp.distributed.cut_tensors.whole_operators import WholeView, conversions
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.groups.process_group import process_group
@@ -135,17 +135,7 @@ class Sharded(Tensor):
         """
         return as_dtensor(self.part.detach(), self.held, self.mesh, tuple(self.shape), tuple(self.stride()))
 
-    def _of_whole(name: str) -> Any:  # type: ignore[misc]
-        """Returns a method that gathers, and gives what that of the whole gives."""
-
-        def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-            if self.requires_grad and name != "tolist":
-                raise RuntimeError(f"Can't call {name}() on Tensor that requires grad. Use tensor.detach() first.")
-            return getattr(self.gathered(), name)(*args, **kwargs)
-
-        return method
-
-    tolist, numpy, __array__, __dlpack__ = map(_of_whole, ("tolist", "numpy", "__array__", "__dlpack__"))
+    tolist, numpy, __array__, __dlpack__ = conversions(lambda self: self.gathered())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the whole, a plain tensor: all ranks call this."""

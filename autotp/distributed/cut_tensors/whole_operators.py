@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,24 @@ class Whole:
         return 0 if self.cut.part.is_inference() else self.cut.part._version
 
 
+def conversions(plain: Callable[[Any], Tensor]) -> Iterator[Any]:
+    """Yields `tolist`, `numpy`, `__array__` and `__dlpack__` for a class of tensors.
+
+    Args:
+        plain: returns the plain tensor that is converted.
+    """
+
+    def conversion(name: str) -> Any:
+        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.requires_grad and name != "tolist":
+                raise RuntimeError(f"Can't call {name}() on Tensor that requires grad. Use tensor.detach() first.")
+            return getattr(plain(self), name)(*args, **kwargs)
+
+        return method
+
+    return map(conversion, ("tolist", "numpy", "__array__", "__dlpack__"))
+
+
 class WholeView(Tensor):
     """A view of a gathered whole: see NOTE [Views of a gathered tensor].
 
@@ -124,17 +142,7 @@ class WholeView(Tensor):
         memo[id(self)] = copied
         return copied
 
-    def _of_plain(name: str) -> Any:  # type: ignore[misc]
-        """Returns a method that gives what that of the plain view gives."""
-
-        def method(self: WholeView, *args: Any, **kwargs: Any) -> Any:
-            if self.requires_grad and name != "tolist":
-                raise RuntimeError(f"Can't call {name}() on Tensor that requires grad. Use tensor.detach() first.")
-            return getattr(self.current(), name)(*args, **kwargs)
-
-        return method
-
-    tolist, numpy, __array__, __dlpack__ = map(_of_plain, ("tolist", "numpy", "__array__", "__dlpack__"))
+    tolist, numpy, __array__, __dlpack__ = conversions(lambda self: self.current())
     data = property(Tensor.detach)
 
     def data_ptr(self) -> int:

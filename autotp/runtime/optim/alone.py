@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def expect_alone(
         args, kwargs: the other arguments of the constructor.
         device: where the tensors are.
     """
-    of_empty = [its for _, its in groups]
+    of_empty = [options_of_group for _, options_of_group in groups]
     groups = groups[:GROUPS]
     shapes = [[(4, 3) if dims == 2 else (2,) * (dims - 1) + (3,)] * 2 for dims, _ in groups]  # A step may stack them.
     generator = torch.Generator().manual_seed(0)
@@ -68,11 +69,12 @@ def expect_alone(
     ]
     options = [its for _, its in groups]
     try:
-        together = _stepped(kind, options, given, args, kwargs, empty=False)
+        stepped = partial(_stepped, kind, args, kwargs)
+        together = stepped(options, given, empty=False)
         try:
-            alone, takes_empty = _each_alone(kind, options, given, args, kwargs, of_empty), True
-        except Exception:
-            alone, takes_empty = _each_alone(kind, options, given, args, kwargs, ()), False
+            alone, takes_empty = _each_alone(stepped, options, given, of_empty), True
+        except Exception:  # As torch.stack of no gradients.
+            alone, takes_empty = _each_alone(stepped, options, given, ()), False
     except Exception as error:
         told = str(error).partition("\n")[0]
         raise Error(
@@ -159,6 +161,8 @@ def _trial(optimizer: Optimizer, drawn: Sequence[Drawn]) -> list[Tensor]:
 
 Drawn = tuple[Tensor, tuple[Tensor, ...]]
 """A parameter, and its gradients."""
+Options = Sequence[Mapping[str, Any]]
+"""The options of each group of parameters."""
 
 
 def _drawn(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Drawn:
@@ -171,12 +175,7 @@ def _wide(device: torch.device) -> torch.dtype:
 
 
 def _each_alone(
-    kind: type[Optimizer],
-    options: Sequence[Mapping[str, Any]],
-    given: Sequence[Sequence[Drawn]],
-    args: Any,
-    kwargs: Any,
-    of_empty: Sequence[Mapping[str, Any]],
+    stepped: Any, options: Options, given: Sequence[Sequence[Drawn]], of_empty: Options
 ) -> list[list[Tensor]]:
     """Returns the same as `_stepped` where each parameter is the only one, beside groups without parameters.
 
@@ -187,17 +186,18 @@ def _each_alone(
     def alone(group: int, number: int) -> Tensor:
         only = [[some[number]] if i == group else [] for i, some in enumerate(given)]
         every = [*only, *([] for _ in of_empty)]
-        return _stepped(kind, [*options, *of_empty], every, args, kwargs, bool(of_empty))[group][0]
+        value: Tensor = stepped([*options, *of_empty], every, empty=bool(of_empty))[group][0]
+        return value
 
     return [[alone(i, j) for j in range(len(some))] for i, some in enumerate(given)]
 
 
 def _stepped(
     kind: type[Optimizer],
-    options: Sequence[Mapping[str, Any]],
-    given: Sequence[Sequence[Drawn]],
     args: Any,
     kwargs: Any,
+    options: Options,
+    given: Sequence[Sequence[Drawn]],
     empty: bool,
 ) -> list[list[Tensor]]:
     """Returns the parameters of each group after some steps of a new optimizer."""

@@ -30,7 +30,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -42,6 +41,7 @@ from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.distributed.peers.in_step import are_apart, expect_together
 from autotp.distributed.peers.store_gather import store_gather
 from autotp.errors import Error, within
+from autotp.groups.process_group import process_group
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.runtime.optim.alone import expect_alone_in_groups, expect_elementwise
@@ -412,7 +412,7 @@ def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
     if not isinstance(tensor, DTensor) or place.group is None:
         return False
     # Compared by ranks, not by name: torch reuses the group of an equal mesh, which may have an older name.
-    mine = dist.get_process_group_ranks(_resolve_process_group(place.group))  # type: ignore[arg-type]
+    mine = dist.get_process_group_ranks(process_group(place.group))
     mesh = tensor.device_mesh
     return any(dist.get_process_group_ranks(mesh.get_group(dim)) == mine for dim in range(mesh.ndim))
 

@@ -9,6 +9,7 @@ ranks are known: `expect_collectives_of_replicas` in `autotp/distributed/replica
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,18 +48,21 @@ def as_operators() -> Replaced:
     instead: dict[Callable[..., Any], Callable[..., Any]] = {getattr(dist, name): _refused(name) for name in UNTRACED}
     instead |= functional.traceable_collective_remaps
     instead |= {dist.all_reduce: _all_reduce, dist.broadcast: _broadcast, dist.barrier: _nothing}
-    return [(real, _for_users(real, ours)) for real, ours in instead.items()]
+    return [(real, _for_users(real, operator)) for real, operator in instead.items()]
 
 
-def _for_users(real: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that is `ours` for the model's code, and the real one for torch and autotp."""
+def _for_users(real: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is the operator for the model's code, and the real one for torch and autotp."""
+    signature = inspect.signature(real)
 
     @wraps(real)
-    def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def collective(*args: Any, **kwargs: Any) -> Any:
         if not is_users(sys._getframe(1)):
-            return real(*args, **kwargs, **({"async_op": True} if async_op else {}))
-        ours(*args, **kwargs)
-        return _Done() if async_op else None
+            return real(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        runs_ahead = arguments.pop("async_op", False)
+        operator(**arguments)
+        return _Done() if runs_ahead else None
 
     return collective
 

@@ -42,6 +42,7 @@ SAME: dict[str, Callable[[Tensor], Any]] = {
     "broadcast ahead": lambda code: dist.broadcast(code, 0, async_op=True).wait(),
     "largest": lambda code: dist.all_reduce(code, op=dist.ReduceOp.MAX),
     "smallest ahead": lambda code: dist.all_reduce(code, dist.ReduceOp.MIN, async_op=True).wait(),
+    "largest ahead, by position": lambda code: dist.all_reduce(code, dist.ReduceOp.MAX, None, True).wait(),
     "barrier": lambda code: dist.barrier(),
 }
 
