@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from multiprocessing import get_context
@@ -34,6 +34,8 @@ import autotp
 RANKS = 2
 WAIT = 120
 """The seconds that a rank waits for the other one."""
+SINGLE = 1e-4
+"""As `TOLERANCE`, of models that do not run in float64."""
 ALONE = "it does not train on one device as the walk does it: "
 LOW_OWN, LOW_LEAST = 4, 0.05
 """A difference in bfloat16 counts if it is larger than both: so many times one device's round-off, and the second."""
@@ -71,7 +73,7 @@ def on_ranks(name: str, sizes: Sequence[int]) -> Walked:
         return refused(name, answers[0].error, arguments)
     if different := next((one.difference for one in answers if one.difference), ""):
         return Walked(name, WRONG, different, arguments=arguments)
-    said = ", ".join(filter(None, (low, "" if model.training else EVAL_ONLY)))
+    said = ", ".join(filter(None, (answers[0].low, "" if model.training else EVAL_ONLY)))
     return Walked(name, RIGHT, said, arguments=arguments, share=round(min(one.share for one in answers), 3))
 
 
@@ -117,36 +119,83 @@ def _rank(pipe: Connection, rank: int, store: str, model: nn.Module, call: Mappi
 
 
 def _compared(model: nn.Module, call: Mapping[str, Any], rank: int, low: str) -> Compared:
-    """Returns what a rank finds: in float64, in each mode in which the model runs, and then in `low`."""
-    own = sensitivity(model, call)
-    whole, given = in_double(copy.deepcopy(model)), mapped(dict(call), _as_double)
-    with casts(whole, given):
-        try:
-            trained(copy.deepcopy(whole), given)
-        except Exception as error:
-            return Compared(crash=f"{ALONE}{type(error).__name__}: {str(error).splitlines()[0]}")
+    """Returns what a rank finds: as exactly as the model trains on one device, in each mode, and then in `low`."""
+    way = _way(model, call)
+    if isinstance(way, Exception):
+        return Compared(crash=f"{ALONE}{type(way).__name__}: {str(way).strip().splitlines()[:1]}")
+    whole, given = way.model_and_inputs(model, call)
+    with casts(whole, given) if way.dtype == torch.float64 else nullcontext():
         parallel = _parallel(whole, given)
         for train in (True, False) if model.training else (False,):
-            worst, what = _worst(whole.train(train), parallel.train(train), given, rank)
-            if not worst <= max(TOLERANCE, OWN * own):
+            worst, what = _worst(whole.train(train), parallel.train(train), given, rank, way.of_inputs)
+            if not worst <= way.tolerance and not worst <= OWN * (own := _round_off(model, call)):
                 mode = "train" if train else "eval"
                 return Compared(f"{mode}: {worst:.1e} of {what}; {own:.0e} on one device for {CHANGE:.0e} of weights")
     problem = _in_low_precision(whole, call, rank, low) if low else ""
-    return Compared(problem, share=share(parallel.plan))
+    if problem is None:
+        low, problem = f"does not train in {low} on one device", ""
+    return Compared(problem, share=share(parallel.plan), low=low)
 
 
-def _in_low_precision(double: nn.Module, call: Mapping[str, Any], rank: int, low: str) -> str:
-    """Returns what differs in bfloat16, or under autocast, by more than one device's own round-off; "" if nothing."""
+@dataclass(frozen=True)
+class Way:
+    """How a model is trained: in which dtype, and whether inputs get gradients, too."""
+
+    dtype: torch.dtype
+    of_inputs: bool
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE if self.dtype == torch.float64 else SINGLE
+
+    def model_and_inputs(self, model: nn.Module, call: Mapping[str, Any]) -> tuple[nn.Module, Any]:
+        whole, dtype = in_double(copy.deepcopy(model)).to(self.dtype), self.dtype
+        return whole, mapped(dict(call), lambda x: x.to(dtype) if _floats(x) else x)
+
+
+WAYS = [Way(dtype, of_inputs) for dtype in (torch.float64, torch.float32) for of_inputs in (True, False)]
+
+
+def _way(model: nn.Module, call: Mapping[str, Any]) -> Way | Exception:
+    """Returns the first way in which the model trains on one device; the first error if there is none."""
+    errors = []
+    for way in WAYS:
+        whole, given = way.model_and_inputs(model, call)
+        try:
+            with casts(whole, given) if way.dtype == torch.float64 else nullcontext():
+                trained(whole, given, way.of_inputs)
+            return way
+        except Exception as error:
+            errors.append(error)
+    return errors[0]
+
+
+def _round_off(model: nn.Module, call: Mapping[str, Any]) -> float:
+    """Returns by how much the gradients of one device change with their weights; 0 if it does not run in float64."""
+    try:
+        return sensitivity(model, call)
+    except Exception:
+        return 0.0
+
+
+def _in_low_precision(double: nn.Module, call: Mapping[str, Any], rank: int, low: str) -> str | None:
+    """Returns what differs in bfloat16, or under autocast, by more than one device's own round-off; "" if nothing.
+
+    None if the model does not train so on one device.
+    """
     double.eval()
     dtype, region = (torch.bfloat16, nullcontext()) if low == "bfloat16" else (torch.float32, _autocast())
     whole, given = copy.deepcopy(double).to(dtype), mapped(dict(call), lambda x: x.to(dtype) if _floats(x) else x)
     exact = copy.deepcopy(double).float()
-    with region:
-        expected = trained(whole, given)
-    reference = trained(exact, mapped(given, lambda x: x.float() if _floats(x) else x))
+    try:
+        with region:
+            expected = trained(whole, given, of_inputs=False)
+        reference = trained(exact, mapped(given, lambda x: x.float() if _floats(x) else x), of_inputs=False)
+    except Exception:
+        return None
     own = max((error for error, _ in differences(reference, expected, None, rank, dtypes=False)), default=0.0)
     with region:
-        worst, what = _worst(whole, _parallel(whole, given), given, rank)
+        worst, what = _worst(whole, _parallel(whole, given), given, rank, of_inputs=False)
     right = worst <= max(LOW_LEAST, LOW_OWN * own)
     return "" if right else f"{low}: {worst:.1e} of {what}; round-off of one device {own:.1e}"
 
@@ -160,14 +209,10 @@ def _parallel(model: nn.Module, given: Any) -> Any:
     return autotp.parallelize(copied, RANKS, example_inputs=given, outputs="full", randomness="exact")
 
 
-def _worst(whole: nn.Module, parallel: Any, given: Any, rank: int) -> tuple[float, str]:
-    found = differences(trained(whole, given), trained(parallel, given), parallel, rank)
+def _worst(whole: nn.Module, parallel: Any, given: Any, rank: int, of_inputs: bool) -> tuple[float, str]:
+    found = differences(trained(whole, given, of_inputs), trained(parallel, given, of_inputs), parallel, rank)
     return max(found, default=(0.0, ""))
 
 
 def _floats(x: Tensor) -> bool:
     return x.is_floating_point()
-
-
-def _as_double(x: Tensor) -> Tensor:
-    return x.double() if _floats(x) else x

@@ -51,6 +51,7 @@ class Compared:
         crash: another error, its type and first line, or "".
         share: the share of the parameters in numbered blocks that is cut.
         seconds: the processor time of the rank.
+        low: in what it was compared beside its own dtype, or why not.
     """
 
     difference: str = ""
@@ -58,6 +59,7 @@ class Compared:
     crash: str = ""
     share: float = 0.0
     seconds: float = 0.0
+    low: str = ""
 
 
 class Ranks:
@@ -237,8 +239,9 @@ class Call:
     buffers: Mapping[str, Tensor]
 
 
-def trained(model: nn.Module, inputs: Any) -> Call:
-    given = mapped(inputs, lambda x: x.clone().requires_grad_(x.is_floating_point()))
+def trained(model: nn.Module, inputs: Any, of_inputs: bool = True) -> Call:
+    """Returns what a call computes, and its gradients; with `of_inputs` those of the inputs, too."""
+    given = mapped(inputs, lambda x: x.clone().requires_grad_(of_inputs and x.is_floating_point()))
     leaves = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     model.zero_grad()
     torch.manual_seed(3)
@@ -268,14 +271,14 @@ def differences(whole: Call, parts: Call, model: Any, rank: int, dtypes: bool = 
     """
     difference = partial(_difference, dtypes=dtypes)
     layouts = {} if model is None else model.layouts
-    yield abs(whole.loss - parts.loss) / (abs(whole.loss) or 1), "the loss"
+    yield difference(*torch.tensor([whole.loss, parts.loss], dtype=torch.float64)), "the loss"
     if len(whole.outputs) != len(parts.outputs) or whole.gradients.keys() != parts.gradients.keys():
         yield float("inf"), "the number of outputs or parameters"
         return
     for place, (x, y) in enumerate(zip(whole.outputs, parts.outputs, strict=True)):
         yield difference(x, y), f"output {place}"
     gradients = [g for g in whole.gradients.values() if g is not None]
-    scale = max((g.abs().max().item() for g in gradients if g.numel()), default=0.0) or 1.0
+    scale = max((_largest(g) for g in gradients), default=0.0) or 1.0
     for name, gradient in whole.gradients.items():
         yield difference(gradient, parts.gradients[name], scale), f"the gradient of {name}"
     for place, (x, y) in enumerate(zip(whole.of_inputs, parts.of_inputs, strict=True)):
@@ -283,6 +286,11 @@ def differences(whole: Call, parts: Call, model: Any, rank: int, dtypes: bool = 
     for name, buffer in whole.buffers.items():
         expected = layouts[name].take(buffer, rank) if name in layouts else buffer
         yield difference(expected, parts.buffers[name]), f"the buffer {name}"
+
+
+def _largest(x: Tensor) -> float:
+    x = x.detach().abs()
+    return x[x.isfinite()].max().item() if x.isfinite().any() else 0.0
 
 
 def _difference(x: Tensor | None, y: Tensor | None, scale: float = 0.0, dtypes: bool = True) -> float:
@@ -294,5 +302,8 @@ def _difference(x: Tensor | None, y: Tensor | None, scale: float = 0.0, dtypes: 
         return 0.0
     kind = torch.complex128 if x.is_complex() else torch.float64
     x, y = x.to(kind), y.to(kind)
-    found = (x - y).abs().max().item() / (scale or x.abs().max().item() or 1.0)
-    return found if found == found else float("inf")
+    finite = x.isfinite()
+    if not torch.equal(finite, y.isfinite()):
+        return float("inf")
+    x, y = x[finite], y[finite]
+    return (x - y).abs().max().item() / (scale or x.abs().max().item() or 1.0) if x.numel() else 0.0

@@ -63,6 +63,35 @@ def test_a_wrong_model(monkeypatch: pytest.MonkeyPatch, low: str, slope: float) 
     assert found.outcome == WRONG and found.message.startswith(f"{low or 'train'}: "), found
 
 
+def in_single(x: Tensor) -> Tensor:
+    if x.dtype == torch.float64:
+        raise RuntimeError("dtype")
+    return x
+
+
+def of_no_leaf(x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling() and not x.is_leaf:
+        raise RuntimeError("only leaves")
+    return x
+
+
+@pytest.mark.parametrize("more", [in_single, of_no_leaf, lambda x: x + x.relu().log()])
+def test_a_model_that_is_right_in_its_own_way(monkeypatch: pytest.MonkeyPatch, more: Any) -> None:
+    """It trains in float32 only, reads its input as a leaf, or has values that are no numbers in the same places."""
+    found = walked(monkeypatch, Fed(more))
+    assert (found.outcome, found.message) == (RIGHT, ""), found
+
+
+def test_a_model_that_does_not_train_in_bfloat16_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.ones(8, dtype=torch.float64)
+
+    def in_no_bfloat16(x: Tensor) -> Tensor:
+        return x if x.dtype == torch.float64 else x @ table
+
+    found = walked(monkeypatch, Fed(in_no_bfloat16), "bfloat16")
+    assert (found.outcome, found.message) == (RIGHT, "does not train in bfloat16 on one device"), found
+
+
 def test_a_refused_model_and_a_rank_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise autotp.Error("parallelize(Fed, tp=2): no", fix="another model")
