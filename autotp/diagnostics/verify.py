@@ -38,7 +38,7 @@ from autotp.model_library import keep_activations, recomputes
 from autotp.ops.random_state import forked, seed
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
-from autotp.passes.capture.captured import Captured, InputSize, OutputAt, contradicted
+from autotp.passes.capture.captured import Captured, InputSize, OutputAt, contradicted, guesses
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.attribute_paths import found_at, put_at, spelled
@@ -241,7 +241,8 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         ran = run_lockstep(modules, placed, analysis.options.cp)
         known = len(analysis.call.values.outcomes)
         if (outcomes := contradicted(analysis.captured, ran[0], known)) is not None:
-            raise OtherValues(KnownValues(analysis.captured.places, outcomes))
+            other_reads = guesses(analysis.captured, ran[0])
+            raise OtherValues(KnownValues(analysis.captured.places, outcomes, guesses=other_reads))
         found = [[_as_tensor(x) for x in row] for row in ran]
         seed(0)
         expected, names, others = _returned(model, trial, inputs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autotp.distributed.cut_tensors.cut_parameter import CutTensor
+from autotp.distributed.cut_tensors.cut_parameter import CutTensor, plain_whole
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded, as_sharded, whole
 
 
@@ -51,6 +51,4 @@ def _mapped(function: Callable[[Any], Any], output: Any) -> Any:
 def _gathered(output: Tensor) -> Tensor:
     if isinstance(output, Sharded):
         return whole(output)
-    if isinstance(output, CutTensor):
-        return output.full_tensor()
-    return output
+    return plain_whole(output) if isinstance(output, CutTensor) else output

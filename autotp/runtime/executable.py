@@ -33,7 +33,7 @@ from autotp.ops.eager_mode import alone, is_recorded, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
 from autotp.passes.capture.autocast_regions import Autocast, ambient
-from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted
+from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted, guesses
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.guards.attribute_paths import TABLES, Path, everything, found_at, put_at
 from autotp.passes.capture.guards.attribute_writes import Change, Write, add_hooks, apply_changes, write_into
@@ -68,7 +68,8 @@ CAPTURES = (
 """What Dynamo says where a compiled call is the first one of its kind."""
 
 FEW, MOST = 8, 64
-"""The number of captures for one kind of call that causes a warning, and of graphs that are kept."""
+"""The number of captures for one kind of call that causes a warning, or an Error where activations select the graphs,
+and the number of graphs that are kept."""
 GRAPHS_OF_NUMBERS = 4
 """The number of graphs with numbers as inputs after which each number has a graph of its own."""
 Key = tuple[Any, ...]
@@ -123,6 +124,7 @@ class Executable:
             none where each number needs a graph of its own.
         read_places: the places at which Python needs values of tensors.
         count: number of calls whose graph assumed outcomes of reads.
+        guesses: what the reads gave in the last run that assumed a wrong outcome.
         seen: the tree's version when the following attributes were computed.
         signature: the signature of the module's forward.
         first_names, places: first names and places of its parameters and buffers.
@@ -139,6 +141,7 @@ class Executable:
         self.opened = NOTHING_OPENED
         self.numbers: list[tuple[Any, frozenset[int]]] = []
         self.read_places = frozenset[Place]()
+        self.guesses: tuple[Outcome, ...] = ()
         self.seen_loaded = self.count = 0
         # Here, as a model is captured before it has an `Executable`: Dynamo, which takes a second, is imported already.
         self.uncompiled = torch._dynamo.disable(_call, reason=CAPTURES)
@@ -334,7 +337,9 @@ class Executable:
         if outcomes is None:
             self.count += 1
             entry.last = self.count
-        elif ran.random_state is not None:
+            return None
+        self.guesses = read(guesses, entry.analysis.captured, ran.found)
+        if ran.random_state is not None:
             set_random_state(self.mesh.device, ran.random_state)
         return outcomes
 
@@ -569,7 +574,7 @@ class Executable:
             given=given,
             opened=self.opened,
             wanted=self._wanted(called.tensors, self.tensors()),
-            values=KnownValues(self.read_places, outcomes),
+            values=KnownValues(self.read_places, outcomes, guesses=self.guesses),
             looks=called.looks,
         )
 
@@ -648,11 +653,13 @@ class Executable:
         if len(entries) < FEW:
             return
         at = shown(_other_read(*(entry.analysis.captured.asked for entry in entries[-2:])).place)
-        if sum(entry.assumes for entry in entries) >= MOST - 1:
+        if sum(entry.assumes for entry in entries) >= FEW:
             raise Error(
-                f"Python reads other values of activations in almost every call, and {MOST} graphs are captured",
+                f"Python reads other values of activations in almost every call, and each of {FEW} graphs is right for "
+                "some of them",
                 at=at,
-                fix="torch.where, or a mask, in place of the branch; of a random branch its probability 0",
+                fix="torch.where, or a mask, in place of the branch. Leave out `if mask.any():` before work on rows of "
+                "the mask: on no rows it changes nothing. Set the probability of a random branch to 0",
             )
         if is_many(len(entries)):
             warnings.warn(

@@ -88,7 +88,9 @@ class Part(nn.Module):
         if state is None or (is_internal(name) and name != "training"):
             return super().__setattr__(name, value)
         if isinstance(value, nn.Parameter) and _is_sharding(sys._getframe(1)):
-            self._parameters[name] = value  # As nn.Module's own `__setattr__` does.
+            cut = getattr(self._parameters.get(name), "autotp_cut", None)
+            cut = cut or Cut(name, state.held[name], state.tree.mesh)
+            self._parameters[name] = as_cut(value, cut)  # As nn.Module's own `__setattr__` does.
             return
         if name == "training":
             state.tree.modes += 1
@@ -175,8 +177,8 @@ class Part(nn.Module):
         if reads_to_fill(reader):
             return
         for key, p in self._parameters.items():
-            if isinstance(p, CutTensor) and type(value := destination.get(f"{prefix}{key}")) is Tensor:
-                part_like(value, p)
+            if isinstance(p, CutTensor):
+                part_like(destination.get(f"{prefix}{key}"), p)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         _expect_no_swap(self, "conversion")

@@ -181,7 +181,7 @@ def _captured(call: _Call, once: bool, opened: Opened, values: KnownValues) -> C
             expected = replace(expected, outcomes=outcomes, likely=outcomes[-1].value)
             continue
         if isinstance(result, _NeedsValues):
-            found = _reads(call, opened, KnownValues(expected.places | result.places, values.outcomes))
+            found = _reads(call, opened, replace(values, places=expected.places | result.places))
             if isinstance(found, Error) or found.places == expected.places:
                 return replace(result.without(found), places=expected.places)
             expected = found

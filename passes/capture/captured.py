@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,10 +167,24 @@ def contradicted(captured: Captured, outputs: Sequence[Any], first: int = 0) -> 
             between two graphs, and each would name the other for ever.
     """
 
-    def tensor(x: Any) -> Any:
-        return outputs[x.at] if isinstance(x, OutputAt) else x
-
     for i, read in enumerate(captured.asked):
-        if i >= first and not read.of_inputs and not (found := read.made(tensor)).is_same(read.outcome):
-            return (*(one.outcome for one in captured.asked[:i]), found)
+        if i >= first and not read.of_inputs:
+            outcome = read.made(partial(_output, outputs))
+            if not outcome.is_same(read.outcome):
+                return (*(earlier.outcome for earlier in captured.asked[:i]), outcome)
     return None
+
+
+def guesses(captured: Captured, outputs: Sequence[Any]) -> tuple[Outcome, ...]:
+    """Returns the outcomes of a call's reads in a run that assumed another outcome for one of them."""
+    outcomes = list[Outcome]()
+    for read in captured.asked:
+        try:
+            outcomes.append(read.outcome if read.of_inputs else read.made(partial(_output, outputs)))
+        except Exception:  # After another outcome, later reads may be of nothing, as int() of infinity.
+            break
+    return tuple(outcomes)
+
+
+def _output(outputs: Sequence[Any], x: Any) -> Any:
+    return outputs[x.at] if isinstance(x, OutputAt) else x

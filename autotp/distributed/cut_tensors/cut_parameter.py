@@ -2,10 +2,12 @@
 
 Outside of the model's graphs, user code computes with whole tensors: `p.shape` is that of the whole, `p.norm()` that of
 all ranks, and `p[3] = 0` writes the row on the rank that has it. Each operator that user code calls on a part runs on a
-`Sharded` that stands for the whole. Inside the graphs, and in torch's own optimizers, parts are plain tensors.
+`Sharded` that stands for the whole; one on a part whose rows `zero=` or `fully_shard` gave to replicas, on a
+`WholeView`. Inside the graphs, and in torch's own optimizers, parts are plain tensors, and DTensors over replicas.
 
 NOTE [Plain in a step]
-During a step of torch's elementwise optimizers, parameters, their gradients and their states are plain tensors:
+During a step of torch's elementwise optimizers, and of others that a trial showed to be so, parameters, their gradients
+and their states are plain tensors:
 otherwise each `p.grad`, and each operator in a loop over parameters, would go through Python. User code runs with parts
 that behave as wholes, also in a closure and in hooks on the step. If a step raises, its parameters stay plain until the
 next step.
@@ -30,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autotp.distributed.cut_tensors.cut_operators import Kind, kind_of
+from autotp.distributed.cut_tensors.rows_of_parts import rows_to_set, set_rows, whole_of_rows
 from autotp.distributed.cut_tensors.sharded_tensor import (
     Sharded,
     as_dtensor,
@@ -185,6 +188,59 @@ class CutParameter(CutTensor, nn.Parameter):
             return nn.Parameter(_whole_of(self).gathered(), self.requires_grad).__reduce_ex__(protocol)
 
 
+class CutDTensor(CutTensor, DTensor):
+    """A parameter, gradient or state of which this rank holds some rows of a part, and its replicas the others.
+
+    `zero=` and torch's `fully_shard` make a part a DTensor over the replicas. Here its class is changed in place, so
+    that user code sees the whole. torch's own code sees the DTensor.
+    """
+
+    def to_local(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns this rank's rows of its part, as a DTensor does."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return DTensor.to_local(self, *args, **kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        """Returns the whole tensor, for torch's own code the part: all ranks call this. Gradients flow through it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_users(sys._getframe(1)):
+                return plain_whole(self)
+            return DTensor.full_tensor(self, **kwargs)
+
+    def to_dtensor(self) -> DTensor:
+        """Returns the part of this rank and its replicas as a DTensor over the tensor-parallel ranks."""
+        cut = self.autotp_cut
+        with torch._C.DisableTorchFunctionSubclass():
+            strides = torch.empty(cut.layout.shape, device="meta").stride()
+            rows: Any = self.detach()
+            return as_dtensor(rows.full_tensor(), cut.held, cut.mesh, cut.layout.shape, strides)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        """Redistributes over replicas, for torch's own code; raises Error for user code, which sees the whole."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_users(sys._getframe(1)):
+                raise Error(
+                    f"redistribute of `{self.autotp_cut.name}`, of which ranks hold parts, and replicas rows of these",
+                    fix="tensor.full_tensor(), the whole; tensor.to_local(), the rows of this rank",
+                )
+            return DTensor.redistribute(self, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                new = self.detach().clone().requires_grad_(self.requires_grad)
+            _become(new, type(self))
+            new.__dict__.update(self.__dict__)
+            memo[id(self)] = new
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the whole, a plain tensor: all ranks call this."""
+        with torch._C.DisableTorchFunctionSubclass():
+            whole = plain_whole(self).detach().requires_grad_(self.requires_grad)
+            return (nn.Parameter(whole) if isinstance(self, nn.Parameter) else whole).__reduce_ex__(protocol)
+
+
 def _placed(cut: Cut) -> str:
     """Returns how a tensor is cut, as text: the one of DTensor where the parts are those of `torch.chunk`."""
     spans = [len(piece) for piece in cut.layout.pieces]
@@ -195,13 +251,22 @@ def _placed(cut: Cut) -> str:
 # ---- as the whole
 
 
-def _whole_of(part: CutTensor) -> Sharded:
+def _whole_of(part: CutTensor) -> Any:
     """Returns the tensor of which this is the part. In gradient mode it is part of the graph of a parameter."""
     cut = part.autotp_cut
+    if isinstance(part, CutDTensor):
+        return whole_of_rows(part, cut.layout, cut.mesh)
     whole = sharded(part, cut.held, cut.mesh)
     if part.requires_grad and part.is_leaf:
         whole.of_leaf = True
     return whole
+
+
+def plain_whole(part: CutTensor) -> Tensor:
+    """Returns the whole as a plain tensor: all ranks call this. Gradients flow through it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        whole: Tensor = as_sharded(_whole_of(part))
+        return whole.full_tensor() if isinstance(whole, Sharded) else whole
 
 
 def whole_operand(x: Any) -> Any:
@@ -214,7 +279,7 @@ def whole_operand(x: Any) -> Any:
 
 def _of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs an operator with the wholes of parts."""
-    parts: dict[int, tuple[CutTensor, Sharded]] = {}
+    parts: dict[int, tuple[CutTensor, Sharded | WholeView]] = {}
 
     def whole(x: Any) -> Any:
         if isinstance(x, CutTensor):
@@ -226,7 +291,8 @@ def _of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         return x
 
     plain, named = [whole(x) for x in args], {key: whole(x) for key, x in kwargs.items()}
-    own = vars(Sharded).get(getattr(func, "__name__", ""), func) if plain and isinstance(plain[0], Sharded) else func
+    first = type(plain[0]) if plain else None
+    own = vars(first).get(getattr(func, "__name__", ""), func) if first in (Sharded, WholeView) else func
     with torch._C._EnableTorchFunction():
         result = own(*plain, **named)
     for part, stands_for in parts.values():
@@ -265,11 +331,16 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
 def _set(func: Any, args: Any, kwargs: Any) -> Any:
     """Replaces the data or the gradient of a part by this rank's part of what the user gives."""
     part, value = args
-    return func(part, _part_to_set(part, value))
+    value = _part_to_set(part, value)
+    if isinstance(part, CutDTensor) and func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return set_rows(part, value, part.autotp_cut.name)
+    return func(part, value)
 
 
 def _part_to_set(part: CutTensor, value: Any) -> Any:
     cut = part.autotp_cut
+    if isinstance(part, CutDTensor):
+        return rows_to_set(part, value, cut.layout, cut.mesh, cut.name)
     if isinstance(value, CutTensor):
         same = (value.autotp_cut.layout.dim, value.autotp_cut.layout.pieces) == (cut.layout.dim, cut.layout.pieces)
         return value.as_subclass(Tensor) if same else part_of(_whole_of(value), cut.held, cut.mesh)
@@ -288,6 +359,11 @@ def _part_to_set(part: CutTensor, value: Any) -> Any:
 
 def _hook(func: Any, args: Any, kwargs: Any) -> Any:
     """Registers a hook that gets the gradient as a part."""
+    if isinstance(args[0], CutDTensor):
+        raise Error(
+            f"a hook on the gradient of `{args[0].autotp_cut.name}`, which `fully_shard` sums without hooks",
+            fix="parameter.register_post_accumulate_grad_hook, or parameter.grad after backward",
+        )
     hook = args[1] if len(args) > 1 else kwargs["hook"]
     return func(args[0], PartHook(hook, args[0].autotp_cut))
 
@@ -316,13 +392,16 @@ def _first(args: Any, kwargs: Any) -> CutTensor:
     return next(x for x in _tensors((*args, *kwargs.values())) if isinstance(x, CutTensor))
 
 
-def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
-    """Returns the parameter itself, with the class `CutParameter` if it is a part, `nn.Parameter` if it is whole."""
-    if cut.layout.dim is not None and type(parameter) in (nn.Parameter, CutTensor):
+def as_cut(parameter: Any, cut: Cut) -> nn.Parameter:
+    """Returns the parameter itself, with the class `CutParameter` if it is a part, `nn.Parameter` if it is whole.
+
+    A DTensor over replicas becomes a `CutDTensor` in both cases.
+    """
+    if type(parameter) is DTensor or (cut.layout.dim is not None and type(parameter) in (nn.Parameter, CutTensor)):
         _tell_torch()
-        _become(parameter, CutParameter)
+        _become(parameter, CutDTensor if isinstance(parameter, DTensor) else CutParameter)
     elif cut.layout.dim is None and type(parameter) in (CutTensor, CutParameter):
-        del parameter.autotp_cut  # type: ignore[attr-defined]
+        del parameter.autotp_cut
         _become(parameter, nn.Parameter)
     if isinstance(parameter, CutTensor):
         parameter.autotp_cut = cut
@@ -342,8 +421,8 @@ def own_parameter(name: str, parameter: Any) -> Any:
 
 def part_like(tensor: Any, parameter: CutTensor) -> Any:
     """Returns a plain tensor itself, marked as a part that is cut as the parameter is; other values as they are."""
-    if type(tensor) is Tensor:
-        _become(tensor, CutTensor)
+    if type(tensor) is (DTensor if isinstance(parameter, CutDTensor) else Tensor):
+        _become(tensor, CutDTensor if isinstance(parameter, CutDTensor) else CutTensor)
         tensor.__dict__["autotp_cut"] = parameter.autotp_cut
     return tensor
 
@@ -359,7 +438,7 @@ _hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Puts our hooks on an optimizer next to the step. (torch has not begun to go through its hooks.)"""
-    if not is_elementwise(optimizer):
+    if not is_elementwise(optimizer) and optimizer not in tried_elementwise:
         if optimizer not in _hooks:
             after = optimizer.register_step_post_hook(torch.compiler.disable(_after_step))
             _hooks[optimizer] = after, after
@@ -404,8 +483,12 @@ def steps_elements(optimizer: Optimizer) -> bool:
 
     Its own step may call torch's, which makes plain states with the shapes of parts.
     """
-    return any(base.__module__ in ELEMENTWISE_STEPS for base in type(optimizer).__mro__)
+    bases = type(optimizer).__mro__
+    return any(base.__module__ in ELEMENTWISE_STEPS for base in bases) or optimizer in tried_elementwise
 
+
+tried_elementwise: WeakSet[Optimizer] = WeakSet()
+"""Optimizers of shards of parts that were tried with small tensors, and work element by element."""
 
 ELEMENTWISE_STEPS = tuple(
     f"torch.optim.{name}"
@@ -416,22 +499,24 @@ ELEMENTWISE_STEPS = tuple(
 
 def _make_plain(optimizer: Optimizer) -> None:
     """Makes the parameters of an optimizer, their gradients and states plain tensors."""
-    for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is CutParameter):
-        _become(p, nn.Parameter)
+    for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) in (CutParameter, CutDTensor)):
+        in_rows = isinstance(p, CutDTensor)
+        _become(p, DTensor if in_rows else nn.Parameter)
         if isinstance(p.grad, CutTensor):
-            _become(p.grad, Tensor)
-        state = optimizer.state.get(p, {})
+            _become(p.grad, DTensor if in_rows else Tensor)
+        state, cut = optimizer.state.get(p, {}), p.autotp_cut
         for key, x in state.items():
-            if type(x) is CutTensor:
-                _become(x, Tensor)
+            if type(x) in (CutTensor, CutDTensor):
+                _become(x, DTensor if in_rows else Tensor)
             elif isinstance(x, Sharded | WholeView):  # Loaded, or given by the user.
-                state[key] = part_of(x, p.autotp_cut.held, p.autotp_cut.mesh)
+                rows = rows_to_set(p, x, cut.layout, cut.mesh, cut.name) if in_rows else None
+                state[key] = part_of(x, cut.held, cut.mesh) if rows is None else rows
 
 
 def _cut_again(optimizer: Optimizer, *_: Any) -> None:
-    for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter):
+    for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) in (nn.Parameter, DTensor)):
         if hasattr(p, "autotp_cut"):
-            _become(p, CutParameter)
+            _become(p, CutDTensor if isinstance(p, DTensor) else CutParameter)
     _after_step(optimizer)
 
 
@@ -445,13 +530,13 @@ def hold_parts(optimizer: Optimizer, plain_are_parts: bool) -> None:
     Args:
         plain_are_parts: whether a plain state with the shape of a part is one. A whole may have this shape by chance.
     """
-    for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is CutParameter):
+    for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) in (CutParameter, CutDTensor)):
         layout = p.autotp_cut.layout
         with torch._C.DisableTorchFunctionSubclass():
             shape = p.shape
         state = optimizer.state.get(p, {})
         for key, x in state.items() if isinstance(state, dict) else ():
-            if plain_are_parts and type(x) is Tensor and x.shape == shape:
+            if plain_are_parts and type(x) in (Tensor, DTensor) and x.shape == shape:
                 part_like(x, p)
             elif isinstance(x, Sharded) and x.is_cut_as(layout) and not x.requires_grad:
                 state[key] = part_like(x.part, p)
@@ -600,5 +685,5 @@ def _tell_torch() -> None:
     from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 
     for known in (of_optimizers, of_gradients):
-        for kind in (CutTensor, CutParameter):
+        for kind in (CutTensor, CutParameter, CutDTensor):
             known.append(kind)  # type: ignore[arg-type]

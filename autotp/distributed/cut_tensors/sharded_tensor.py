@@ -122,6 +122,10 @@ class Sharded(Tensor):
             raise memory_refused(f"a tensor {shown(self)}")
         return self.part.data_ptr()
 
+    def write(self, whole: Tensor) -> None:
+        """Writes this rank's part of a whole tensor into the part."""
+        self.part.copy_(self.held.take(whole, self.mesh.rank))
+
     def was_written(self) -> None:
         """Tells autograd, and views of the whole, that the part was written: torch does not, below autograd."""
         if not self.part.is_inference():

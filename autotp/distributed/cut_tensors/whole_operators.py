@@ -52,7 +52,7 @@ class Whole:
     """The gathered whole of a cut tensor.
 
     Attributes:
-        cut: the cut tensor, a `Sharded`.
+        cut: the cut tensor, a `Sharded` or a `PartInRows`.
         tensor: the whole, plain.
         version: that of the part when it was gathered.
     """
@@ -72,7 +72,7 @@ class Whole:
     def write(self) -> None:
         """Writes this rank's part of the whole into the part."""
         self.cut.expect_writable()
-        self.cut.part.copy_(self.cut.held.take(self.tensor, self.cut.mesh.rank))
+        self.cut.write(self.tensor)
         self.cut.was_written()
         self.version = self._version()
 

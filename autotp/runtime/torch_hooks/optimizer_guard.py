@@ -35,7 +35,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp.distributed.consistency import bits_of_all, checksum
-from autotp.distributed.cut_tensors.cut_parameter import CutTensor, is_elementwise, part_like
+from autotp.distributed.cut_tensors.cut_parameter import (
+    CutDTensor,
+    CutTensor,
+    is_elementwise,
+    part_like,
+    tried_elementwise,
+)
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.distributed.peers.in_step import are_apart, expect_together
@@ -197,8 +203,10 @@ def _expect_seen(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str,
         return
     if parts.pipeline is not None:
         expect_alone_in_groups(optimizer, "a rank of the pipeline has some of the parameters")
-    if sharded := [name for name in cut if not isinstance(parameters[name], CutTensor)]:
+    held = {name: type(parameters[name]) for name in cut}
+    if sharded := [name for name, kind in held.items() if not issubclass(kind, CutTensor) or kind is CutDTensor]:
         expect_elementwise(optimizer, f"each rank has a shard of a part of `{sharded[0]}`")
+        tried_elementwise.add(optimizer)
 
 
 def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: int) -> None:

@@ -66,7 +66,8 @@ class InputValues(Reading):
 
     def __init__(self, known: KnownValues, device: str, turned: Mapping[int, bool], blocked: Collection[Place]) -> None:
         super().__init__(known.places)
-        self.known, self.device, self.turned, self.blocked = known.outcomes, device, turned, blocked
+        self.known, self.guesses = known.outcomes, known.guesses
+        self.device, self.turned, self.blocked = device, turned, blocked
         self.shadows: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.made_by: dict[int, tuple[Tensor, str]] = {}
         self.assumed: list[int] = []
@@ -182,6 +183,8 @@ class InputValues(Reading):
             raise NeedsNumber(place)
         if at in self.turned:
             return self.turned[at]
+        if at < len(self.guesses) and self.guesses[at].place == place:
+            return bool(self.guesses[at].value)
         if code.startswith("assert "):
             return True
         maker = self.made_by.get(id(args[0]), (None, getattr(func, "__name__", "")))[1]

@@ -129,10 +129,12 @@ class KnownValues:
         places: the places at which values are needed.
         outcomes: what the reads give, in order: the first ones, as far as earlier runs of the call found them; or all.
         likely: what looks at masks give of which nothing else is known.
+        guesses: what the reads gave in a run that assumed another outcome. Those behind it may not depend on it.
     """
 
     places: frozenset[Place] = frozenset()
     outcomes: tuple[Outcome, ...] = ()
+    guesses: tuple[Outcome, ...] = ()
     likely: bool = True
 
 
