@@ -44,9 +44,9 @@ def count_from_here(group: str) -> None:
 def install() -> Callable[[], None]:
     """Counts these operations of all process groups; returns the undo."""
     torch_class: Any = ProcessGroup
-    before = {name: getattr(torch_class, name) for name in METHODS}
-    for name, method in before.items():
-        setattr(torch_class, name, _counted(method))
+    before = {name: vars(torch_class)[name] for name in METHODS}  # As an attribute of the class it would lose `self`.
+    for name in METHODS:
+        setattr(torch_class, name, _counted(getattr(torch_class, name)))
 
     def undo() -> None:
         for name, method in before.items():

@@ -1,4 +1,4 @@
-"""Tells of a sum in the user's code over the ranks of one model that have the same tensor: a loss, or a count of tokens.
+"""Tells of a sum in user code over the ranks of one model that have the same tensor: a loss, or a count of tokens.
 
 On one device such code does not sum, or sums over replicas. Over the ranks of one model each row counts once a rank. A
 mean is right all the same, since the number of ranks divides it; a counter or the statistics of a codebook are not. So
@@ -39,9 +39,9 @@ _told: set[tuple[str, int]] = set()
 def install() -> Undo:
     """Compares what is summed in the first sums of user code in each process group; returns the undo."""
     torch_class: Any = ProcessGroup
-    before = {name: getattr(torch_class, name) for name in SUMS}
-    for name, method in before.items():
-        setattr(torch_class, name, _compares(method))
+    before = {name: vars(torch_class)[name] for name in SUMS}
+    for name in SUMS:
+        setattr(torch_class, name, _compares(getattr(torch_class, name)))
 
     def undo() -> None:
         for name, method in before.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 
@@ -56,6 +57,11 @@ def sums_in_a_loop(rank: int, n: int) -> None:
     alone = [dist.new_group([other]) for other in range(n)][rank]
     assert told(lambda: dist.all_reduce(loss.clone(), group=alone)) == []
     torch.testing.assert_close(book.counts, torch.tensor([0.0, 6, 2, 4]))
+    del model
+    gc.collect()
+    sent = torch.tensor([rank])
+    dist.all_reduce(sent)  # torch's own methods are back.
+    (dist.send if rank else dist.recv)(sent, 1 - rank)
 
 
 @checks.on(4)
