@@ -291,8 +291,8 @@ def _of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         return x
 
     plain, named = [whole(x) for x in args], {key: whole(x) for key, x in kwargs.items()}
-    first = type(plain[0]) if plain else None
-    own = vars(first).get(getattr(func, "__name__", ""), func) if first in (Sharded, WholeView) else func
+    of_first = vars(type(plain[0])) if plain and isinstance(plain[0], Sharded | WholeView) else {}
+    own = of_first.get(getattr(func, "__name__", ""), func)
     with torch._C._EnableTorchFunction():
         result = own(*plain, **named)
     for part, stands_for in parts.values():

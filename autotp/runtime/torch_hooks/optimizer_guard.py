@@ -203,8 +203,7 @@ def _expect_seen(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str,
         return
     if parts.pipeline is not None:
         expect_alone_in_groups(optimizer, "a rank of the pipeline has some of the parameters")
-    held = {name: type(parameters[name]) for name in cut}
-    if sharded := [name for name, kind in held.items() if not issubclass(kind, CutTensor) or kind is CutDTensor]:
+    if sharded := [name for name in cut if type(parameters[name]) is CutDTensor]:
         expect_elementwise(optimizer, f"each rank has a shard of a part of `{sharded[0]}`")
         tried_elementwise.add(optimizer)
 
