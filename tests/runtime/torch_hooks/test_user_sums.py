@@ -57,10 +57,15 @@ def sums_in_a_loop(rank: int, n: int) -> None:
     alone = [dist.new_group([other]) for other in range(n)][rank]
     assert told(lambda: dist.all_reduce(loss.clone(), group=alone)) == []
     torch.testing.assert_close(book.counts, torch.tensor([0.0, 6, 2, 4]))
-    del model
+
+
+@checks.on(2)
+def without_models(rank: int, n: int) -> None:
+    """torch's own methods of process groups are back."""
+    autotp.parallelize(Plain(), n, example_inputs=X)
     gc.collect()
     sent = torch.tensor([rank])
-    dist.all_reduce(sent)  # torch's own methods are back.
+    dist.all_reduce(sent)
     (dist.send if rank else dist.recv)(sent, 1 - rank)
 
 
