@@ -5,6 +5,7 @@
     python examples/hf_coverage.py --all --jobs 2                    # every class, in hours: docs/coverage_all.md
     python examples/hf_coverage.py --all --write                     # docs/coverage_all.md, of the classes so far
     python examples/hf_coverage.py --all --on-ranks                  # the same classes, on two real ranks
+    python examples/hf_coverage.py --all --on-ranks --write          # the section of these, of the classes so far
     python examples/hf_coverage.py --sequences --jobs 2              # sequences cut over ranks: docs/coverage.md
     python examples/hf_coverage.py --sequences --families t5 --write # some rows of it
     python examples/hf_coverage.py --libraries                       # timm, diffusers and others, on real ranks
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from support import hf_walk
 from support.hf_families import FAMILIES
-from support.hf_rank_walk import on_ranks
+from support.hf_rank_walk import SECTION, on_ranks, section
 from support.hf_shrink import classes
 from support.hf_walk import CRASHED, OUTCOMES, RIGHT, WRONG, Walked, by_itself, page, read, sampled, walk
 from support.library_walk import RESULTS as OF_LIBRARIES
@@ -251,6 +252,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.libraries is not None:
         return libraries(args.libraries, args.results or OF_LIBRARIES, args.again, args.limit)
+    if args.all is not None and args.on_ranks and args.write:
+        return write_on_ranks(read(args.results or ON_RANKS))
     if args.all is not None and args.on_ranks:
         return every_class_on_ranks(sampled(args.all or classes()), args)
     if args.all is not None and args.write:
@@ -334,9 +337,18 @@ def walked_sizes(asked: list[int]) -> list[int]:
 
 
 def write_all(found: Sequence[Walked], sizes: Sequence[int], limit: int) -> None:
-    """Writes the page of all classes."""
+    """Writes the page of all classes, and keeps the section of those on real ranks."""
     known = classes()
-    ALL.write_text(page([one for one in found if one.name in known], sizes, limit, len(known)))
+    _, heading, on_real_ranks = ALL.read_text().partition(SECTION)
+    text = page([one for one in found if one.name in known], sizes, limit, len(known))
+    ALL.write_text(text + heading + on_real_ranks)
+
+
+def write_on_ranks(walked: Sequence[Walked]) -> None:
+    """Writes the section of classes on real ranks."""
+    known = classes()
+    before, _, _ = ALL.read_text().partition(SECTION)
+    ALL.write_text(before + section([each for each in walked if each.name in known], len(known)))
 
 
 def write(rows: dict[str, str], sizes: Sequence[int]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support import hf_rank_walk, hf_walk
-from support.hf_rank_walk import on_ranks, precision_of
+from support.hf_rank_walk import SECTION, on_ranks, precision_of, section
 from support.hf_shrink import classes
-from support.hf_walk import CRASHED, REFUSED, RIGHT, UNBUILT, WRONG
+from support.hf_walk import CRASHED, REFUSED, RIGHT, UNBUILT, WRONG, Walked
 from torch import Tensor, nn
 
 import autotp
@@ -105,6 +105,19 @@ def test_a_refused_model_and_a_rank_that_ends(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_does_not_run_says_why() -> None:
     assert on_ranks("NoSuchModel", (2,)).outcome == UNBUILT
+
+
+def test_section() -> None:
+    walked = [
+        Walked("BModel", RIGHT, "bfloat16", arguments=("input_ids",)),
+        Walked("AModel", RIGHT),
+        Walked("DModel", REFUSED, "a loop", "d.py:3"),
+        Walked("CModel", UNBUILT, "no argument"),
+    ]
+    text = section(walked, 1458)
+    assert text.startswith(SECTION) and "walked 4 of 1,458 classes" in text
+    assert "**2 of the 3 classes that could be built are right**, 1 of them in bfloat16" in text
+    assert text.splitlines()[-1] == "| DModel | refused | a loop; d.py:3 |"
 
 
 def test_a_fifth_is_in_low_precision() -> None:
