@@ -15,7 +15,10 @@ NOTE [What is written without gradients]
 Autograd does not see what is written through `detach()`, and a region under `torch.no_grad` reads its operands through
 `detach()` (`passes/capture/inline.py`). The base then has new values and the gradient of its old values. A graph cannot
 express that, so it is an error if a gradient flows through the base and it is read again, other than through
-`detach()`. If no gradient flows through it, it gets the values without a gradient.
+`detach()`. If no gradient flows through it, it gets the values without a gradient. The detached tensor itself has the
+gradient of what is written to it (the straight-through `s = sample.detach(); s += p - p.detach()`). A
+torch.autograd.Function reads its operands through `detach()`, too: what its backward returns for one that its forward
+wrote to is the gradient of the value before.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.ops.channels import batch_norm_moving
+from autotp.ops.custom_vjp import RECORDED
 from autotp.passes.builder import Builder, at_captured_sizes, evaluated, fake_mode_of
 from autotp.passes.canonicalize.gradient_flow import carries_gradient
 from autotp.rules.call import arguments_of, operator_name, updates_statistics, writes, written_operand
@@ -88,6 +92,8 @@ class _Versions:
         seen: view -> version of its base at the time of its value.
         version: root of views -> number of writes.
         lost: a base of which the graph has the values, and not the gradient -> what wrote to it.
+        before: such a base -> its last value that has its gradient.
+        straight: a `detach()` that has the gradient of a value that was written to it -> what wrote to it.
     """
 
     def __init__(self, builder: Builder, plain: Collection[str], written: bool) -> None:
@@ -98,6 +104,8 @@ class _Versions:
         self.seen: dict[fx.Node, int] = {}
         self.version: dict[fx.Node, int] = {}
         self.lost: dict[fx.Node, fx.Node] = {}
+        self.before: dict[fx.Node, fx.Node] = {}
+        self.straight: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
         if self.written and (sources := self._viewed(node)):
@@ -169,20 +177,23 @@ class _Versions:
         source = self._source(node)
         if source is not None:
             rest = fx.map_arg(node.args[1:], lambda n: self.read(n))
-            if has(node.target, Trait.NO_GRADIENT):
-                new = self._without_gradient(source, new)
-            self._write(source, _scattered(self.builder, node, rest, self.read(source, detached=True), new))
+            passed = self._without_gradient(source, node, new) if has(node.target, Trait.NO_GRADIENT) else new
+            self._write(source, _scattered(self.builder, node, rest, self.read(source, detached=True), passed))
         self.current[node] = new
         if source is not None:
             self.seen[node] = self._version(node) + 1
 
-    def _without_gradient(self, base: fx.Node, new: fx.Node) -> fx.Node:
-        """Returns what a base gets of a value that is written through `detach()`."""
-        if carries_gradient(self.read(base, detached=True), self.plain, self.fixed):
+    def _without_gradient(self, base: fx.Node, view: fx.Node, new: fx.Node) -> fx.Node:
+        """Returns what a base gets of a value that is written through `view`, its `detach()`."""
+        before = self.read(base, detached=True)
+        if carries_gradient(before, self.plain, self.fixed):
             assert self.builder.origin is not None  # The operator that writes.
             self.lost.setdefault(self._tracked_root(base), self.builder.origin)
-        carries = carries_gradient(new, self.plain, self.fixed)
-        return self.builder.call(aten.detach.default, new) if carries else new
+            self.before.setdefault(base, before)
+        if not carries_gradient(new, self.plain, self.fixed):
+            return new
+        self.straight.setdefault(view, self.builder.origin)
+        return self.builder.call(aten.detach.default, new)
 
     def _tracked_root(self, node: fx.Node) -> fx.Node:
         """Returns the last base of a node that autograd knows as one: `detach()` ends that."""
@@ -201,9 +212,15 @@ class _Versions:
             )
 
     def _replay(self, node: fx.Node) -> None:
+        if node in self.straight:
+            raise _refused(
+                self.straight[node],
+                "a value with a gradient is written to a tensor behind `detach()`, and its memory is written again",
+            )
         self.builder.origin = node
         detached = has(node.target, Trait.NO_GRADIENT)
-        self.builder.env = {n: self.read(n, detached) for n in node.all_input_nodes}
+        before = self.before if node.target is RECORDED["sent"] else {}  # NOTE [What is written without gradients]
+        self.builder.env = {n: before[n] if n in before else self.read(n, detached) for n in node.all_input_nodes}
         # The result of an in-place operator is the tensor that it wrote to: it must not write again.
         self.current[node] = self.read(self.base[node][0]) if writes(node) else self.builder.copy(node)
         if node in self.base:

@@ -7,7 +7,7 @@ other way, a function of torch or Python is replaced. This happens in the region
 - `nn.Module.__getattribute__`: notes the attributes that are read (`guard.py`).
 - `nn.Module.__getattribute__`, `__setattr__` and `__delattr__`, `forward` of blocks' classes, all methods of the
         classes of objects that blocks are given: blocks that are alike are captured once (`repeats.py`, `queries.py`).
-- `torch.autograd.Function.apply`: puts the Function's own backward into the graph (`lost_gradients.py`).
+- what `torch.autograd.Function.apply` calls: puts the Function's own backward into the graph (`lost_gradients.py`).
 - `torch.compiler.is_exporting`, as torch's `allow_in_pre_dispatch_graph` asks it: its Functions stay in the graph
         operator by operator (`lost_gradients.py`).
 - `torch.is_grad_enabled`, `torch.is_inference_mode_enabled`: answer for the call that is captured, not for the exporter

@@ -43,33 +43,39 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
     """
     expect_no_global_hooks()
     _expect_no_backward_hooks(model)
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    def applied(function: type, *args: Any, **kwargs: Any) -> Any:
-        if function is CheckpointFunction:
-            run, _, *given = args
-            found = run(*given)
-            return found if torch.is_grad_enabled() else pytree.tree_map_only(Tensor, Tensor.detach, found)
-        real = apply.__get__(None, function)
-        if function.__module__ == "torch._library.autograd":  # Part of a custom operator, which the graph has.
-            return real(*args, **kwargs)
-        return functions.run_function(function, args)
-
     exporting = torch.compiler.is_exporting
 
     def asked() -> bool:
         """Says no to torch's `allow_in_pre_dispatch_graph`, which would make one opaque node of the Function."""
         return exporting() and sys._getframe(1).f_globals is not vars(wrappers)
 
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
-    try:
-        with (
-            _Watch(), mock.patch.object(torch.compiler, "is_exporting", asked), _without_global_hooks(),
-            mock.patch.object(nn.Module, "zero_grad", _zero_grad),
-        ):  # fmt: skip
-            yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    with (
+        _Watch(), mock.patch.object(torch.compiler, "is_exporting", asked), _without_global_hooks(),
+        mock.patch.object(nn.Module, "zero_grad", _zero_grad), _functions_in_graph(),
+    ):  # fmt: skip
+        yield
+
+
+@contextmanager
+def _functions_in_graph() -> Iterator[None]:
+    """A region in which `apply` of a Function puts its own backward into the graph.
+
+    A model may have kept the method with its class (`sparsemax = Sparsemax.apply`). So it is not replaced itself, but
+    what it calls in torch's class below.
+    """
+    real = vars(torch._C._FunctionBase)["apply"]
+
+    def applied(function: type, *args: Any) -> Any:
+        if function is CheckpointFunction:
+            run, _, *given = args
+            found = run(*given)
+            return found if torch.is_grad_enabled() else pytree.tree_map_only(Tensor, Tensor.detach, found)
+        if function.__module__ == "torch._library.autograd":  # Part of a custom operator, which the graph has.
+            return real.__get__(None, function)(*args)
+        return functions.run_function(function, args)
+
+    with mock.patch.object(torch.autograd.function._SingleLevelFunction, "apply", classmethod(applied)):
+        yield
 
 
 BACKWARD_HOOK = "in its place, call in forward a torch.autograd.Function whose backward does what the hook does"

@@ -277,6 +277,37 @@ def test_what_is_written_without_gradients_has_none(name: str) -> None:
     assert not result.requires_grad
 
 
+def straight_through(call: Any, x: Any) -> tuple[Any, ...]:
+    """What was chosen, with the gradient of a value that is written to it: `chosen = h.detach(); chosen += x - ...`."""
+    chosen = call(aten.detach.default, call(aten.round.default, x))
+    call(aten.add_.Tensor, chosen, call(aten.sub.Tensor, x, call(aten.detach.default, x)))
+    part = call(aten.select.int, chosen, 0, 0)
+    call(aten.mul_.Scalar, part, 3.0)
+    return chosen, part
+
+
+def test_a_detached_tensor_has_the_gradient_of_what_is_written_to_it() -> None:
+    given = X.clone().requires_grad_()
+    for value in run(functionalize(draft(straight_through, x=X), [])[0], [given]):
+        (found,) = torch.autograd.grad(value.sum(), given, retain_graph=True)
+        expected = torch.tensor([3.0, 1.0] if value.shape == X.shape else [3.0, 0.0]).view(2, 1, 1)
+        torch.testing.assert_close(found, expected.expand(X.shape).to(found.dtype))
+
+
+def test_a_detached_tensor_with_a_gradient_is_not_made_again() -> None:
+    """Its memory is written by another name, and the graph has its values without the gradient."""
+
+    def make(call: Any, x: Any) -> tuple[Any, ...]:
+        base = call(aten.round.default, x)
+        chosen = call(aten.detach.default, base)
+        call(aten.add_.Tensor, chosen, x)
+        call(aten.mul_.Scalar, call(aten.detach.default, base), 2.0)
+        return (chosen,)
+
+    with pytest.raises(Error, match=r"written to a tensor behind `detach\(\)`, and its memory is written again"):
+        functionalize(draft(make, x=X), [])
+
+
 @pytest.mark.parametrize("name", ["value", "view", "assigned"])
 def test_no_write_without_gradients_where_one_flows(name: str) -> None:
     bases = {

@@ -59,6 +59,52 @@ class Normed(torch.autograd.Function):
         return grad / ctx.size * grad.abs().amax(-1, keepdim=True)
 
 
+class Scaled(torch.autograd.Function):
+    """Has its context set up behind forward, and a default."""
+
+    @staticmethod
+    def forward(x: Tensor, by: float = 3.0) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.by = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.by * grad, None
+
+
+class Peaked(torch.autograd.Function):
+    """Writes into its operand without saying so, as a public sparsemax does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x -= x.max(-1, keepdim=True)[0]
+        y = x.clamp(min=-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.where(y > -1, 2 * grad, grad * y)
+
+
+squared, rounded = Square.apply, Rounded.apply
+
+
+class Aliased(Inside):
+    """`apply` was taken from the Function before, by a global or by the model: torch's own method with its class."""
+
+    def __init__(self) -> None:
+        super().__init__(Negated)
+        self.negated = Negated.apply
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.negated(rounded(squared(self.up(x)))))
+
+
 class Outside(Inside):
     """A Function around the layers, where nothing is cut."""
 
@@ -74,6 +120,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     **{f"inside-{name}": lambda kind=kind: Inside(kind) for name, kind in KINDS.items()},
     **{f"outside-{name}": lambda kind=kind: Outside(kind) for name, kind in KINDS.items()},
     "reversed": lambda: Inside(Reversed, 0.3),
+    "aliased": Aliased,
+    "default": lambda: Inside(Scaled),
+    "writing": lambda: Inside(Peaked),
 }
 X = ROWS.float()
 
