@@ -95,6 +95,11 @@ def is_internal(key: str) -> bool:
     return key in INTERNAL or key.startswith("__")  # `fully_shard` uses such names.
 
 
+def is_weight_list(module: nn.Module, key: str) -> bool:
+    """True for a list in which torch's recurrent layers keep their weights; they rebuild it by themselves."""
+    return isinstance(module, nn.RNNBase) and key.startswith("_flat_weight")
+
+
 def is_container(value: Any) -> bool:
     """True for an object that a call may change in place."""
     return isinstance(value, (list, dict, set, deque)) or is_object(value)
@@ -103,11 +108,10 @@ def is_container(value: Any) -> bool:
 def children(value: Any) -> list[tuple[Any, Any]]:
     """Returns the (key, value) pairs in a module's attributes, a container or a tuple."""
     if isinstance(value, nn.Module):
-        weights = isinstance(value, nn.RNNBase)  # torch keeps lists of its weights, and rebuilds them by itself.
         held = [(key, item) for key, item in vars(value).items() if not is_internal(key)]
         if STATE in vars(value):  # Its `forward` runs the graph. What the user gave is in the state.
             held = [pair for pair in held if pair[0] != "forward"]
-        return [pair for pair in held if not (weights and pair[0].startswith("_flat_weight"))]
+        return [pair for pair in held if not is_weight_list(value, pair[0])]
     items: list[tuple[Any, Any]] = []
     if isinstance(value, (list, tuple, deque)):
         items = list(enumerate(value))

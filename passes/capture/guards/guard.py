@@ -38,6 +38,7 @@ from autotp.passes.capture.guards.attribute_paths import (
     is_container,
     is_internal,
     is_opaque,
+    is_weight_list,
     spelled,
     state_of_opaque,
     without_numbers,
@@ -91,6 +92,8 @@ class Reads:
         A `forward` that is set on a module counts as read.
         """
         seen = {(self.paths[at], name) for at, name in self.seen if at in self.paths}
+        modules = dict(self.model.named_modules())
+        seen = {(path, name) for path, name in seen if not is_weight_list(modules[path], name)}
         found = {slot for slot in seen if slot[1] == KEYS or not is_internal(slot[1])}
         for first, later in same:
             start, to = self.paths[id(vars(first))], self.paths[id(vars(later))]

@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -106,6 +107,33 @@ def what_nobody_reads_changes_nothing(rank: int, n: int) -> None:
         parallel.note, parallel.new_note = call, call
         parallel.train().eval().train()
         parallel(x(call))
+    assert len(executable_of(parallel).entries) == 1
+
+
+class Recurrent(Mlp):
+    """torch keeps lists of the weights of an LSTM and of weak references to them, and rebuilds these by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.rnn(x[None])[0][0]))
+
+
+@checks.on(2)
+def steps_of_a_recurrent_layer(rank: int, n: int) -> None:
+    """One graph for all steps of an optimizer, which writes into the weights, and the steps of one device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes", UserWarning)  # Of the exporter.
+        whole, parallel = twins(Recurrent(), n)
+        for model in (whole, parallel):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                model(x(step)).square().sum().backward()
+                optimizer.step()
+        torch.testing.assert_close(parallel(x()), whole(x()))
     assert len(executable_of(parallel).entries) == 1
 
 
