@@ -113,6 +113,7 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
     """
     if not isinstance(model, nn.Module):
         raise Error(f"a {_name(model)} is not a torch.nn.Module", fix="pass the model itself")
+    _expect_forward(model)
     expect_copyable(model)
     parallel = set(models())
     if state_of(model) is not None or any(module in parallel for module in model.modules()):
@@ -144,6 +145,20 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
         )
     expect_unwrapped(model)
     expect_no_node_hooks(model)
+
+
+def _expect_forward(model: nn.Module) -> None:
+    """Raises Error if a call of the model runs nothing: policies and agents may have methods of other names only."""
+    kind = type(model)
+    if "forward" in vars(model) or (kind.forward, kind.__call__) != (nn.Module.forward, nn.Module.__call__):
+        return
+    parts = [name for name, part in model.named_children() if type(part).forward is not nn.Module.forward]
+    name = parts[0] if parts else "part"
+    raise Error(
+        f"the class {_name(model)} has no `forward`, and autotp cuts what a call of the model computes",
+        fix=f"model.{name} = autotp.parallelize(model.{name}), for each part that the methods call",
+        alternative="`def forward(self, ...)` with what the training loop computes, and a call of the model there",
+    )
 
 
 def _shared(name: str) -> Error:

@@ -96,6 +96,25 @@ def taken_before() -> nn.Module:
     return model
 
 
+class Agent(nn.Module):
+    """Loops call its methods, and never the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = nn.ModuleDict()
+        self.actor = Plain()
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.actor(x).argmax(-1)
+
+
+class Called(Agent):
+    """A policy that has `__call__` in place of `forward`."""
+
+    def __call__(self, observed: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.actor(observed) * scale
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -118,12 +137,25 @@ def taken_before() -> nn.Module:
             "the model was made parallel before, and its parameters are in that parallel model\n"
             "  try      use the model that autotp.parallelize or autotp.distribute returned then",
         ),
+        (
+            Agent,
+            "the class Agent has no `forward`, and autotp cuts what a call of the model computes\n"
+            "  try      model.actor = autotp.parallelize(model.actor), for each part that the methods call\n"
+            "  or       `def forward(self, ...)` with what the training loop computes, and a call of the model there",
+        ),
     ],
-    ids=["text", "parallel", "inside", "part", "taken"],
+    ids=["text", "parallel", "inside", "part", "taken", "methods"],
 )
 def test_what_is_no_ordinary_model(make: Callable[[], Any], text: str) -> None:
     keep = make()
     assert message(lambda: expect_ordinary(keep)) == text
+
+
+def test_a_call_in_place_of_forward() -> None:
+    model, before = Called(), Called()
+    before.load_state_dict(model.state_dict())
+    found: Any = build(model, Mesh(), None, Options(), strict=False)
+    torch.testing.assert_close(found(X, scale=2.0), before(X, scale=2.0))
 
 
 def test_before_a_plan_is_made() -> None:
