@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 import torch
 
-from autotp.sharding.axis import Axis, find, holds
+from autotp.sharding.axis import Axis, Size, concat, find, holds, product, unify
 from autotp.sharding.grid import Slice, bounds, slices_of
 
 Range = tuple[int, int]
@@ -171,3 +172,31 @@ def layout_of(shape: tuple[int, ...], dims: tuple[Axis, ...], leaf: Axis | None,
         return Layout(shape)
     pieces = tuple(tuple(ranges(dims[at[0]], leaf, tp, rank)) for rank in range(tp))
     return Layout(shape, at[0], pieces, name)
+
+
+def divided_as(axis: Axis, pieces: Sequence[Sequence[Range]], tp: int) -> Axis | None:
+    """Divides an axis that is one leaf, so that the cut of the leaf that it returns gives each rank its pieces.
+
+    NOTE [Axes of a part]
+    A layer that is called by itself, as `model.attention.qkv(x)`, sees one axis where the graph of the whole model, by
+    which its weight was cut, has `(q: heads x 64 | k: heads x 64 | v: heads x 64)`. The axis becomes a concatenation of
+    the runs that all ranks share, each with the leaf.
+
+    Args:
+        pieces: for each rank, the sorted positions that it holds, as (start, stop).
+
+    Returns:
+        None, and leaves the axis as it is, if no cut of a leaf gives these pieces.
+    """
+    axis, runs = find(axis), list(zip(*(row for row in pieces if row), strict=False))
+    if axis.kind != "leaf" or axis.tangled or axis.size.symbols:
+        return None
+    sizes = [run[-1][1] - run[0][0] for run in runs]
+    common = gcd(*sizes)
+    for count in (n for n in range(common, 1, -1) if common % n == 0):
+        leaf = Axis(Size(count))
+        whole = concat([product([leaf, Axis(Size(size // count))]) for size in sizes])
+        if whole.size == axis.size and tuple(tuple(ranges(whole, leaf, tp, rank)) for rank in range(tp)) == pieces:
+            unify(axis, whole)
+            return leaf
+    return None

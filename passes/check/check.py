@@ -57,7 +57,7 @@ from autotp.passes.plan.infer_axes import Axes
 from autotp.rules.call import arguments_of, outputs_of
 from autotp.sharding.axis import Axis, find, leaves, touches
 from autotp.sharding.grid import is_full, same_cut
-from autotp.sharding.layout import Layout
+from autotp.sharding.layout import Layout, divided_as
 from autotp.sharding.partition import chunk_size
 from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard
 
@@ -188,6 +188,7 @@ class _Checking(Proof):
             return None
         if layout.dim is not None and layout.shape == shape:
             leaf = cut_of(self.to, dims[layout.dim], layout.pieces)
+            leaf = leaf or divided_as(dims[layout.dim], layout.pieces, self.to.tp)
             if leaf is not None:
                 return leaf
         self.refuse(node, "is not held as one of its axes is cut", expected=listed(dims), got=layout)

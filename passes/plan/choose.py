@@ -26,7 +26,7 @@ from autotp.passes.plan.candidate import ATTENTION, MLP, Candidate, contracts, c
 from autotp.passes.plan.infer_axes import Axes
 from autotp.sharding.axis import Axis, Size, find, leaves, touches
 from autotp.sharding.grid import slices_of
-from autotp.sharding.layout import Layout, layout_of, ranges
+from autotp.sharding.layout import Layout, divided_as, layout_of, ranges
 from autotp.sharding.partition import chunk_length
 from autotp.source_location import line_of
 
@@ -178,9 +178,17 @@ def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
     grids = [c for c in candidates if find(c.leaf).kind == "grid" and _stored_so(c, stored, axes, tp)]
     for candidate in grids:
         decision.held.update((node, candidate.leaf) for node in candidate.parameters if node in stored)
+    undivided: list[tuple[fx.Node, Layout]] = []
     for node, layout in stored.items():
         if layout.dim is not None and node not in decision.held and node.users:
-            decision.held[node] = _leaf_of(node, layout, axes, tp, [candidate.leaf for candidate in grids])
+            leaf = _leaf_of(node, layout, axes, tp, [candidate.leaf for candidate in grids])
+            if leaf is None:
+                undivided.append((node, layout))
+            else:
+                decision.held[node] = leaf
+    for node, layout in undivided:
+        taken = {find(leaf) for leaf in decision.held.values()}
+        decision.held[node] = _leaf_of(node, layout, axes, tp, ()) or _divided(node, layout, axes, tp, taken)
     kept = {find(leaf) for leaf in decision.held.values()}
     for candidate in candidates:
         if find(candidate.leaf) in kept:
@@ -196,14 +204,28 @@ def _stored_so(candidate: Candidate, stored: Mapping[fx.Node, Layout], axes: Axe
     return bool(rows) and all(layout_of(it.shape, dims, candidate.leaf, tp, it.axis) == it for dims, it in rows)
 
 
-def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int, grids: Sequence[Axis]) -> Axis:
-    """Returns the leaf along which a parameter with this layout is cut."""
+def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int, grids: Sequence[Axis]) -> Axis | None:
+    """Returns the leaf along which a parameter with this layout is cut; None if the graph does not have it."""
     dims = axes.of(node)
     for leaf in [*grids, *leaves(dims[layout.dim or 0])]:
         if layout_of(layout.shape, dims, leaf, tp, layout.axis) == layout:
             return leaf
+    return None
+
+
+def _divided(node: fx.Node, layout: Layout, axes: Axes, tp: int, taken: Collection[Axis]) -> Axis:
+    """Returns a new leaf of an axis that this graph does not divide: NOTE [Axes of a part].
+
+    Args:
+        taken: leaves along which other tensors are cut; none of these is divided.
+    """
+    axis = find(axes.of(node)[layout.dim or 0])
+    leaf = None if axis in taken else divided_as(axis, layout.pieces, tp)
+    if leaf is not None:
+        return leaf
     raise Error(
-        f"this call uses a tensor {list(layout.shape)} in a way that does not fit its cut by {layout.axis}",
+        f"this call uses a tensor {list(layout.shape)} in a way that does not fit its cut by "
+        f"{layout.axis or 'an axis without a name'}",
         at=line_of(next(iter(node.users), node)),
         fix="give parallelize this call's arguments as example_inputs",
         alternative="what was changed in the model since, as peft does, before autotp.parallelize",

@@ -78,6 +78,37 @@ def a_part_that_was_changed_is_called_alone(rank: int, n: int) -> None:
     torch.testing.assert_close(parallel[2](x), whole[2](x))
 
 
+class Fused(nn.Module):
+    """Its layers see one axis where the model has several: queries, keys and values of three heads, two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.up, self.down = (nn.Linear(a, b) for a, b in ((12, 36), (12, 12), (12, 32), (16, 12)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 3, 4).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        gate, up = self.up(x).chunk(2, -1)
+        return x + self.down(gate.sigmoid() * up)
+
+
+@checks.on(2)
+def layers_of_fused_weights_are_called_alone(rank: int, n: int) -> None:
+    torch.manual_seed(0)
+    whole = Fused().double()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=torch.ones(2, 5, 12).double())
+    assert not any(layout.dim is None for name, layout in parallel.layouts.items() if name.endswith("weight"))
+    for name in ("qkv", "proj", "up", "down"):
+        one, mine = getattr(whole, name), getattr(parallel, name)
+        x = torch.randn(2, 5, one.in_features, dtype=torch.float64)
+        found, expected = autotp.gather(mine(x)), one(x)
+        torch.testing.assert_close(found, expected)
+        for y in (found, expected):
+            y.square().sum().backward()
+        for p, q in zip(mine.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(autotp.gather(p.grad), q.grad)
+
+
 @checks.on(2)
 def a_copy_of_a_part_is_a_part(rank: int, n: int) -> None:
     """The model sees later changes of it, as those of other parts."""

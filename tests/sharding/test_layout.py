@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import places
 
-from autotp.sharding.axis import Axis, Size, concat, holds, product
-from autotp.sharding.layout import Layout, layout_of, ranges
+from autotp.sharding.axis import Axis, Size, concat, find, holds, product
+from autotp.sharding.layout import Layout, divided_as, layout_of, ranges
 from autotp.sharding.partition import chunk_bounds
 
 TP = (1, 2, 3, 4, 8)
@@ -47,6 +47,32 @@ def test_ranges(found: tuple[Axis, Axis], tp: int) -> None:
         mine = ranges(whole, leaf, tp, rank)
         assert [i for a, b in mine for i in range(a, b)] == [i for i, p in enumerate(at.tolist()) if start <= p < stop]
         assert all(b < c for (_, b), (c, _) in pairwise(mine))  # Neighbours are joined.
+
+
+@settings(deadline=None)
+@given(held(), st.sampled_from(TP[1:]))
+def test_an_axis_of_a_part_is_divided_as_the_whole_model_s(found: tuple[Axis, Axis], tp: int) -> None:
+    """Either each rank has its positions again, or nothing was changed."""
+    whole, leaf = found
+    pieces = tuple(tuple(ranges(whole, leaf, tp, rank)) for rank in range(tp))
+    alone = Axis(whole.size)
+    again = divided_as(alone, pieces, tp)
+    if again is None:
+        assert find(alone) is alone and alone.kind == "leaf"
+    else:
+        assert tuple(tuple(ranges(alone, again, tp, rank)) for rank in range(tp)) == pieces
+
+
+@pytest.mark.parametrize("sizes", [(8,), (5, 8), (3, 64), (2, 4, 4)])
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_what_an_axis_is_divided_into(sizes: tuple[int, ...], repeats: int, tp: int) -> None:
+    """Heads, and heads of q | k | v, each behind another factor (repeats of it) and before one."""
+    leaf = axis(sizes[-2] if len(sizes) > 1 else sizes[0])
+    factors = [leaf if n == leaf.size.number and i == max(len(sizes) - 2, 0) else axis(n) for i, n in enumerate(sizes)]
+    whole = concat([product(factors) for _ in range(repeats)])
+    pieces = tuple(tuple(ranges(whole, leaf, tp, rank)) for rank in range(tp))
+    assert divided_as(Axis(whole.size), pieces, tp) is not None
 
 
 @settings(deadline=None)
