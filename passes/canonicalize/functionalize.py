@@ -185,14 +185,14 @@ class _Versions:
 
     def _without_gradient(self, base: fx.Node, view: fx.Node, new: fx.Node) -> fx.Node:
         """Returns what a base gets of a value that is written through `view`, its `detach()`."""
-        before = self.read(base, detached=True)
+        before, writer = self.read(base, detached=True), self.builder.origin
+        assert writer is not None
         if carries_gradient(before, self.plain, self.fixed):
-            assert self.builder.origin is not None  # The operator that writes.
-            self.lost.setdefault(self._tracked_root(base), self.builder.origin)
+            self.lost.setdefault(self._tracked_root(base), writer)
             self.before.setdefault(base, before)
         if not carries_gradient(new, self.plain, self.fixed):
             return new
-        self.straight.setdefault(view, self.builder.origin)
+        self.straight.setdefault(view, writer)
         return self.builder.call(aten.detach.default, new)
 
     def _tracked_root(self, node: fx.Node) -> fx.Node:
