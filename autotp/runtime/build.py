@@ -149,8 +149,8 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
 
 def _expect_forward(model: nn.Module) -> None:
     """Raises Error if a call of the model runs nothing: policies and agents may have methods of other names only."""
-    kind = type(model)
-    if "forward" in vars(model) or (kind.forward, kind.__call__) != (nn.Module.forward, nn.Module.__call__):
+    own = type(model).forward, type(model).__call__
+    if "forward" in vars(model) or own != (nn.Module.forward, nn.Module.__call__):
         return
     parts = [name for name, part in model.named_children() if type(part).forward is not nn.Module.forward]
     name = parts[0] if parts else "part"

@@ -53,6 +53,8 @@ each mode: the example, other values, and another number of rows.
 {header}
 {rows}
 """
+FILES = "\n## Public files and loops\n"
+"""The section of the page that is written by hand."""
 SUMMARY = """| library | version | models | right | refused | wrong or crashed | too slow or too large |
 |---|---|---|---|---|---|---|"""
 
@@ -79,7 +81,8 @@ def libraries(only: Sequence[str], results: Path, again: Sequence[str], limit: i
     ranks.end()
     known = {one.name: one for one in read(results)}
     if set(MODELS) <= set(known) and not missing:
-        PAGE.write_text(page([known[name] for name in MODELS]))
+        _, heading, of_files = PAGE.read_text().partition(FILES)
+        PAGE.write_text(page([known[name] for name in MODELS]) + heading + of_files)
     assert not bad, bad
 
 
