@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import sympy
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
@@ -99,7 +100,9 @@ def at_captured_sizes(values: Any, mode: FakeTensorMode) -> Any:
     def number(n: Any) -> Any:
         if not isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool):
             return n
-        return 2 if n.node.hint is None else n.node.hint  # A size that depends on values may be any.
+        if n.node.hint is not None:
+            return n.node.hint
+        return _size_of_values(n) if isinstance(n, torch.SymInt) else 2
 
     def fixed(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -109,6 +112,23 @@ def at_captured_sizes(values: Any, mode: FakeTensorMode) -> Any:
             return torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
 
     return pytree.tree_map(fixed, values)
+
+
+def _size_of_values(size: torch.SymInt) -> int:
+    """Returns an example of a size that depends on values.
+
+    The symbols in it may be any number that the graph allows. They get the least from 2 on, and sizes that the graph
+    found equal get the same: `bincount(minlength=5)` is 5 long, and beside a tensor of 7 rows it is 7 long.
+    """
+    environment, expr = size.node.shape_env, size.node.expr
+
+    def example(symbol: Any) -> Any:
+        if symbol in environment.backed_var_to_val:
+            return environment.backed_var_to_val[symbol]
+        bounds = environment.var_to_range[symbol]
+        return min(max(sympy.Integer(2), bounds.lower), bounds.upper)
+
+    return int(expr.xreplace({symbol: example(symbol) for symbol in expr.free_symbols}))
 
 
 def copied(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], Any]) -> fx.Node:

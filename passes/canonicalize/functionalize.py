@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -46,7 +46,11 @@ from autotp.source_location import line_of
 
 aten = torch.ops.aten
 
-SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
 """A view of a part of a tensor -> the operator that replaces this part."""
 
 
@@ -164,6 +168,10 @@ class _Versions:
         if name == "aten::fill_":
             ones = self.builder.call(aten.ones_like.default, args[0])
             return self.builder.call(getattr(aten.mul, op._overloadname), ones, args[1])
+        if name == "aten::fill_diagonal_":
+            given = arguments_of(node)
+            mask = _diagonal(self.builder, args[0], given["wrap"])
+            return self.builder.call(aten.masked_fill.Scalar, args[0], mask, given["fill_value"])
         form = functional_of(op)
         if form is None:
             raise _refused(node, f"{op} has no form that returns a new tensor")
@@ -324,6 +332,21 @@ def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.No
     raise _refused(
         view,
         f"an in-place operator writes through `{target if isinstance(target, OpOverload) else 'one of several views'}`",
+    )
+
+
+def _diagonal(builder: Builder, node: fx.Node, wrap: bool) -> fx.Node:
+    """Returns a mask of the diagonal of a value; with `wrap` it begins again one row below the square of a matrix."""
+    sizes, device = _sizes(builder, node), node.meta["val"].device
+    places = [builder.call(aten.arange.default, n, device=device, pin_memory=False) for n in sizes]
+    if wrap and len(sizes) == 2:
+        period = builder.call(operator.add, sizes[1], 1) if isinstance(sizes[1], fx.Node) else sizes[1] + 1
+        places[0] = builder.call(aten.remainder.Scalar, places[0], period)
+    shapes = [[-1 if d == dim else 1 for d in range(len(sizes))] for dim in range(len(sizes))]
+    first, *others = (builder.call(aten.view.default, n, shape) for n, shape in zip(places, shapes, strict=True))
+    return reduce(
+        lambda x, y: builder.call(aten.logical_and.default, x, y),
+        (builder.call(aten.eq.Tensor, first, n) for n in others),
     )
 
 

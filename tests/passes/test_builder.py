@@ -84,6 +84,18 @@ def test_captured_sizes() -> None:
     y, n, m, text = at_captured_sizes((x, size, unknown, "mean"), plain)
     assert (tuple(y.shape), y.stride(), n, m, text) == ((5, 3), (1, 5), 7, 2, "mean")
     assert all(type(length) is int for length in y.shape)
+    assert at_captured_sizes((unknown * 3, unknown + size), plain) == (6, 9)
+
+
+def test_sizes_of_values_that_the_graph_knows() -> None:
+    symbolic, plain = FakeTensorMode(shape_env=ShapeEnv()), FakeTensorMode()
+    assert symbolic.shape_env is not None
+    counted, equal, few = (symbolic.shape_env.create_unbacked_symint() for _ in range(3))
+    torch._check(counted >= 5)
+    torch._check(equal == 7)
+    torch._check(few <= 1)
+    torch._check(few >= 0)
+    assert at_captured_sizes((counted, counted * 2, equal, few), plain) == (5, 10, 7, 1)
 
 
 @pytest.mark.parametrize("empty", [True, False])

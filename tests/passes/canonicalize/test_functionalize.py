@@ -56,6 +56,8 @@ def test_the_docstrings_example() -> None:
         pytest.param(written((aten.slice.Tensor, 2, 1, 3)), id="slice"),
         pytest.param(written((aten.slice.Tensor, -1, 0, 4, 2)), id="slice-every-other"),
         pytest.param(written((aten.select.int, 2, -1)), id="select"),
+        pytest.param(written((aten.diagonal.default, 0, 0, 2)), id="diagonal"),
+        pytest.param(written((aten.diagonal.default, -1, 2, 0)), id="diagonal-below"),
         pytest.param(written((aten.view.default, [4, 2])), id="view"),
         pytest.param(written((aten.unsqueeze.default, 0)), id="unsqueeze"),
         pytest.param(written((aten.squeeze.dim, 1)), id="squeeze"),
@@ -107,6 +109,36 @@ def test_the_form_that_returns_a_tensor(target: Any, args: tuple[Any, ...]) -> N
     graph = draft(written(target=target, args=args), x=X)
     found, _ = functionalize(graph, [])
     expect_same(graph, found, [X])
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 5), (9, 3), (1, 4), (3, 3, 3)], ids=str)
+def test_a_filled_diagonal(sizes: tuple[int, ...], wrap: bool) -> None:
+    x = some(*sizes)
+    graph = draft(written(target=aten.fill_diagonal_.default, args=(5.0, wrap)), x=x)
+    found, _ = functionalize(graph, [])
+    expect_same(graph, found, [x])
+
+
+class InBatch(nn.Module):
+    """Scores each row against all others; a row's own score and those of equal items are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor, items: Tensor) -> Tensor:
+        y = self.down(self.up(x).relu())
+        same = items[:, None] == items[None, :]
+        same.fill_diagonal_(False)
+        scores = (y @ y.t()).masked_fill(same, -9.0)
+        scores.fill_diagonal_(0.5)
+        scores.diagonal(1).mul_(2.0)
+        return scores.logsumexp(1).sum()
+
+
+def test_a_diagonal_written_in_a_model() -> None:
+    assert autotp.verify(InBatch(), 2, example_inputs=(torch.randn(5, 6), torch.tensor([3, 1, 3, 0, 1]))).ok
 
 
 @pytest.mark.parametrize("name", ["__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__"])
@@ -362,9 +394,9 @@ def test_buffers() -> None:
             id="view-of-an-input",
         ),
         pytest.param(
-            written((aten.diagonal.default, 0, 0, 2)),
-            "an in-place operator writes through `aten.diagonal.default`",
-            id="diagonal",
+            written((aten.unfold.default, 2, 2, 1)),
+            "an in-place operator writes through `aten.unfold.default`",
+            id="unfold",
         ),
         pytest.param(
             written(target=torch.ops.autotp_tests.add_.default, args=(2,)),
