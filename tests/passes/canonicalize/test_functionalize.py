@@ -443,3 +443,26 @@ def test_sizes_that_depend_on_values() -> None:
     """What a view shares is tried on sizes; those of values are made up, and need not fit each other."""
     given = torch.randn(5, 6), torch.tensor([1, 0, 1, 1, 0])
     assert autotp.verify(Picks(), 2, example_inputs=given).ok
+
+
+class Codebook(nn.Module):
+    """Moves its entries to the means of the nearest rows; an entry without rows takes a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.register_buffer("entries", torch.randn(5, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        nearest = (h @ self.entries.t()).argmax(-1)
+        count = torch.bincount(nearest, minlength=5)
+        sums = torch.zeros(5, 12).to(h).index_add(0, nearest, h)
+        means = torch.where((count == 0)[:, None], h[:5], sums / count.clamp(min=1)[:, None])
+        self.entries.data.copy_(means)
+        return self.down(h + self.entries[nearest]).sum()
+
+
+def test_a_length_that_is_known_beside_another() -> None:
+    """Whether a gradient flows through an operator is tried: counts of 5 entries are as long as a tensor of 5 rows."""
+    assert autotp.verify(Codebook(), 2, example_inputs=torch.randn(8, 6)).ok
