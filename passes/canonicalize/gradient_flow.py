@@ -57,7 +57,10 @@ def _passes_gradient(node: fx.Node, mode: FakeTensorMode) -> bool:
     if not isinstance(node.target, OpOverload):
         return not has(node.target, Trait.NO_GRADIENT)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: at_captured_sizes(n.meta["val"], mode))
-    return bool(evaluated(mode, _wants_gradient, node.target, args, kwargs))
+    try:
+        return bool(evaluated(mode, _wants_gradient, node.target, args, kwargs))
+    except RuntimeError:  # Sizes that depend on values are made up, and may not fit each other: then it may flow.
+        return True
 
 
 def _wants_gradient(target: Any, args: Any, kwargs: Any) -> bool:

@@ -445,6 +445,22 @@ def test_sizes_that_depend_on_values() -> None:
     assert autotp.verify(Picks(), 2, example_inputs=given).ok
 
 
+class Fives(Picks):
+    """Writes what it reads of groups of five numbers, in rows whose number depends on values."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        y = self.down(self.up(x).relu())
+        groups = y.index_select(0, keep.nonzero().flatten()).reshape(-1, 5)
+        first = torch.zeros_like(y)
+        first.detach()[0] = groups.sum(0)[0]
+        return (first + y).sum() + groups.exp().sum()
+
+
+def test_a_gradient_through_sizes_that_fit_no_example() -> None:
+    given = torch.randn(7, 6), torch.tensor([1, 1, 1, 0, 1, 1, 0])
+    assert autotp.verify(Fives(), 2, example_inputs=given).ok
+
+
 class Codebook(nn.Module):
     """Moves its entries to the means of the nearest rows; an entry without rows takes a row."""
 
