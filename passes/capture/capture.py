@@ -363,6 +363,8 @@ def _exported(flat: Flat, given: tuple[Any, ...], symbols: Symbols) -> ExportedP
     try:
         with short_sizes(symbols), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the exporter asks
+            # An LSTM refreshes a list of its weights. What a model assigns is put back, or refused, after the capture.
+            warnings.filterwarnings("ignore", "The tensor attributes? self.*during export")
             return export(flat, given, dynamic_shapes=dynamic, strict=False)
     except (Entangled, Error, NeedsExactCapture):
         raise

@@ -94,11 +94,7 @@ class Classified(nn.Module):
 CLASSIFIED = {"x": torch.linspace(-1, 1, 288).view(3, 4, 24), "labels": torch.tensor([1, 2, 3])}
 
 
-# The exporter warns of what an LSTM does to its own attributes.
-recurrent = pytest.param(Recurrent, marks=pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning"))
-
-
-@pytest.mark.parametrize("kind", [recurrent, Shift, Doubled, Swap, Interleave, Counted, Attribute, Classified])
+@pytest.mark.parametrize("kind", [Recurrent, Shift, Doubled, Swap, Interleave, Counted, Attribute, Classified])
 @pytest.mark.parametrize("tp", [2, 3], ids=lambda tp: f"tp{tp}")
 def test_right(kind: type[nn.Module], tp: int) -> None:
     report = autotp.verify(kind(), tp, example_inputs=CLASSIFIED if kind is Classified else X)
