@@ -602,6 +602,8 @@ def _passes_on(frame: FrameType, name: str) -> bool:
     """True for code that computes for its caller, as a function, a layer, a distribution or a function mode does."""
     if frame.f_code.co_name == "__torch_function__":
         return True
+    if name == "autotp.runtime.module":  # NOTE [A part by itself]
+        return frame.f_code.co_name == "forward"
     if name == "torch.nn.modules.module":  # Other methods there, such as `.to()`, torch asks for itself.
         return frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl")
     right = any(f"{name}.".startswith(f"{package}.") for package in RIGHT_ON_PARTS)
