@@ -172,7 +172,7 @@ class Sharded(Tensor):
         return Sharded(tensors["part"], facts[0], facts[1], stride)
 
 
-BY_ADDRESS = ("torch", "autotp", "transformers", "accelerate", "heavyball")
+BY_ADDRESS = ("torch", "autotp", "transformers", "accelerate", "heavyball", "pytorch_optimizer")
 """Packages that ask for addresses only to tell tensors apart."""
 
 
