@@ -9,7 +9,7 @@ import sys
 from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, wraps
 from inspect import Parameter, signature
 from types import FrameType, MethodType
@@ -26,6 +26,7 @@ from autotp.distributed.consistency import agree
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, own_parameter, part_like
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.cut_tensors.whole_operators import WholeView
+from autotp.distributed.gather import gather_all
 from autotp.distributed.live_models import models, watch, watch_instead
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.distributed.peers.heartbeat import expect_all_to_call, take_note_back
@@ -37,7 +38,8 @@ from autotp.passes.capture.guards.attribute_paths import is_internal
 from autotp.passes.capture.skeleton import expect_copyable
 from autotp.passes.capture.unsupported.lost_gradients import BACKWARD_HOOK
 from autotp.passes.emit.async_tensor_parallel import FusedPairs
-from autotp.passes.emit.attach_parameters import BlockCall
+from autotp.passes.emit.attach_parameters import BlockCall, in_places
+from autotp.passes.plan.choose import OtherCut
 from autotp.runtime.executable import Executable
 from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
 from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, give_state, original_class, state_of
@@ -360,20 +362,35 @@ def executable_of(module: nn.Module) -> Executable:
 
     NOTE [A part by itself]
     The graphs of a model contain the work of its submodules. A submodule that is called by itself (an encoder, before
-    its decoder generates) captures its own graphs, with the present layouts of its parameters.
+    its decoder generates) captures its own graphs, with the present layouts of its parameters. If these are cut along
+    an axis that its own graph does not have (a projection to 3 heads on 2 ranks knows no heads), its forward runs as
+    user code, with cut parameters that behave as wholes.
     """
     state = state_of(module)
     assert state is not None
     if state.executable is None:
-        renew(module, state.tree)
-        state.executable = Executable(module, state.tree)
+        with _own_parameters(module):
+            renew(module, state.tree)
+            state.executable = Executable(module, state.tree)
     found: Executable = state.executable
     if found.seen != state.tree.version:
-        found.uncompiled(renew, module, state.tree)
-        found.uncompiled(found.look_again)
+        with _own_parameters(module):
+            found.uncompiled(renew, module, state.tree)
+            found.uncompiled(found.look_again)
     if found.seen_modes != state.tree.modes:
         found.look_at_modes()
     return found
+
+
+def _own_parameters(module: nn.Module) -> AbstractContextManager[None]:
+    """A region in which a module has its own parameters, also in a `functional_call`, which puts others there."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if (frame.f_code.co_name, frame.f_globals.get("__name__")) == ("_functional_call", "torch.nn.utils.stateless"):
+            states = [(part, state_of(part)) for part in module.modules()]
+            return in_places({(part, key): p for part, state in states if state for key, p in state.known.items()})
+        frame = frame.f_back
+    return nullcontext()
 
 
 # ---- making a model parallel
@@ -396,9 +413,17 @@ def _made(original: Any, role: Any) -> type[Part]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], BlockCall):
             return args[0].run(args[1:])
-        if state_of(self) is None:  # A copy for capture has this class if the user kept `model.forward`.
+        if (state := state_of(self)) is None:  # A copy for capture has this class if the user kept `model.forward`.
             return original.forward(self, *args, **kwargs)
-        return executable_of(self)(args, kwargs)
+        if state.unfit != state.tree.version:
+            try:
+                return executable_of(self)(args, kwargs)
+            except OtherCut as error:  # NOTE [A part by itself]
+                if isinstance(self, ParallelModule) or any(state.own.values()):  # It has hooks, or another forward.
+                    raise error.for_user() from None
+                state.unfit = state.tree.version
+        result = original.forward(self, *args, **kwargs)
+        return result if state.tree.settings.outputs == "local" else gather_all(result)
 
     def counted(method: Any) -> Any:
         @wraps(method)

@@ -83,12 +83,14 @@ class ModuleState:
         is_block: whether a graph calls the module.
         known: its own parameters when their layouts were noted.
         executable: the graphs of the module, if it is called by itself.
+        unfit: the tree's version at which its own graph did not have the axis of one of its cuts; -1 before.
     """
 
     def __init__(self, tree: Tree, held: Mapping[str, Layout], own: Mapping[str, Any]) -> None:
         self.tree, self.held, self.own, self.is_block = tree, dict(held), dict(own), False
         self.known: dict[str, Tensor] = {}
         self.executable: Any = None
+        self.unfit = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         """Returns the state for a copied model, which captures new graphs: it may change before its first call."""

@@ -163,6 +163,14 @@ def refusal(
     return Refusal("sent", nodes=() if most is None else (most,))
 
 
+class OtherCut(Error):
+    """Raised for a graph that does not have the axis along which one of its tensors is cut."""
+
+    def for_user(self) -> Error:
+        """Returns the error that a user sees, where the call cannot run in another way."""
+        return Error(self.problem, **self.facts).within(self.call)
+
+
 def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, Layout], tp: int) -> Decision:
     """Returns the cuts for a further graph of a model whose parameters are stored already.
 
@@ -223,7 +231,7 @@ def _divided(node: fx.Node, layout: Layout, axes: Axes, tp: int, taken: Collecti
     leaf = None if axis in taken else divided_as(axis, layout.pieces, tp)
     if leaf is not None:
         return leaf
-    raise Error(
+    raise OtherCut(
         f"this call uses a tensor {list(layout.shape)} in a way that does not fit its cut by "
         f"{layout.axis or 'an axis without a name'}",
         at=line_of(next(iter(node.users), node)),

@@ -322,7 +322,9 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the gradients of wholes with respect to several tensors; those of parts as parts."""
     arguments = inspect.signature(func).bind(*args, **kwargs).arguments
-    arguments |= {name: pytree.tree_map(whole_operand, arguments.get(name)) for name in ("outputs", "grad_outputs")}
+    with torch.enable_grad():  # An output has the graph that it was computed with, whatever the mode is now.
+        arguments["outputs"] = pytree.tree_map(whole_operand, arguments["outputs"])
+    arguments["grad_outputs"] = pytree.tree_map(whole_operand, arguments.get("grad_outputs"))
     inputs = [arguments["inputs"]] if isinstance(arguments["inputs"], Tensor) else list(arguments["inputs"])
     gradients = zip(func(**arguments), inputs, strict=True)
     return tuple(part_like(gradient, x) if isinstance(x, CutTensor) else gradient for gradient, x in gradients)
@@ -600,6 +602,8 @@ def _passes_on(frame: FrameType, name: str) -> bool:
     """True for code that computes for its caller, as a function, a layer, a distribution or a function mode does."""
     if frame.f_code.co_name == "__torch_function__":
         return True
+    if name == "autotp.runtime.module":  # NOTE [A part by itself]
+        return frame.f_code.co_name == "forward"
     if name == "torch.nn.modules.module":  # Other methods there, such as `.to()`, torch asks for itself.
         return frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl")
     right = any(f"{name}.".startswith(f"{package}.") for package in RIGHT_ON_PARTS)

@@ -172,7 +172,7 @@ class Sharded(Tensor):
         return Sharded(tensors["part"], facts[0], facts[1], stride)
 
 
-BY_ADDRESS = ("torch", "autotp", "transformers", "accelerate")
+BY_ADDRESS = ("torch", "autotp", "transformers", "accelerate", "heavyball", "pytorch_optimizer")
 """Packages that ask for addresses only to tell tensors apart."""
 
 
@@ -347,10 +347,9 @@ def joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     if layout.repeated or lengths != [n * block for n in chunk_sizes(size // block, mesh.size)]:
         mine = layout.first(mesh.rank)
         places = tuple(layout.places(mesh.rank, mine))
-        return collectives.reduce(
-            placement_moves.place(local, mesh.axis, layout.dim, tuple(mine), places, layout.size),
-            mesh.group,
-        )
+        summed = local.int() if local.dtype is torch.int16 else local  # gloo and NCCL have no sum of short integers.
+        placed = placement_moves.place(summed, mesh.axis, layout.dim, tuple(mine), places, layout.size)
+        return collectives.reduce(placed, mesh.group).to(local.dtype)
     whole = collectives.gather(local, mesh.group, layout.dim, size, block)
     received = [part for piece in layout.pieces for part in piece]
     if received == sorted(received):

@@ -40,6 +40,7 @@ from autotp.distributed.cut_tensors.cut_parameter import (
     CutTensor,
     is_elementwise,
     part_like,
+    steps_elements,
     tried_elementwise,
 )
 from autotp.distributed.live_models import Undo, sorted_by_model
@@ -236,8 +237,11 @@ def _move_state(optimizer: Optimizer, parameter: Tensor) -> None:
 def _of_another_rank(optimizer: Optimizer, parameter: Tensor, layout: Layout) -> bool:
     """True if all state of a parameter's dimensions has the shape of another rank's part: it is from that rank's file.
 
-    torch would raise an error for a broadcast that does not fit, on this rank alone.
+    torch would raise an error for a broadcast that does not fit, on this rank alone. A plain state of an optimizer that
+    computes with wholes is whole: it may have this shape by chance, as Adafactor's means of columns do.
     """
+    if not steps_elements(optimizer):
+        return False
     shapes = [tuple(x.shape) for x in optimizer.state.get(parameter, {}).values() if type(x) is Tensor and x.dim() > 0]
     others = {layout.local_shape(rank) for rank in range(len(layout.pieces))} - {tuple(parameter.shape)}
     return bool(shapes) and others.issuperset(shapes)
@@ -248,7 +252,8 @@ def _expect_own_state(optimizer: Optimizer, parts: Holdings, parameters: Mapping
     found, held = list[int | str](), list[Tensor]()
     for name, p in parameters.items():
         layout = parts.layout(name)
-        kept = [x for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor) and x.shape == p.shape]
+        state = optimizer.state.get(p, {}).values() if steps_elements(optimizer) else ()
+        kept = [x for x in state if isinstance(x, Tensor) and x.shape == p.shape]
         if layout.dim is not None and not layout.repeated and p.shape != layout.shape:
             locals_ = [local_of(x.detach()) for x in kept if x.layout is torch.strided]
             found += Checksums([x for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any())]).read()

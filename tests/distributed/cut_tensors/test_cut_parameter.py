@@ -71,6 +71,13 @@ def differentiated(w: Tensor) -> Tensor:
         return torch.autograd.grad(w.pow(3).sum() + w.norm() + w[3].sum(), [w])[0]
 
 
+def differentiated_twice(w: Tensor) -> Tensor:
+    """As AdaHessian does: the second derivative is asked for where no graph is recorded."""
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(w.pow(3).sum(), [w], create_graph=True)
+    return torch.autograd.grad([gradient], [w], [w.detach() * 2])[0]
+
+
 def in_a_layer(w: Tensor) -> Tensor:
     """A layer of torch's outside the model has the parameter, too."""
     layer = nn.Embedding(30, 8)
@@ -125,6 +132,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "total norm": lambda w: nn.utils.get_total_norm([w.detach(), w.grad]),
     "vector": lambda w: nn.utils.parameters_to_vector([w]),
     "gradient": differentiated,
+    "gradient of the gradient": differentiated_twice,
     "of a hook": hooked,
     "of a hook on several": hooked_together,
     "of a prior": lambda w: Normal(w * 0, 1.0, validate_args=False).log_prob(w).sum(),
