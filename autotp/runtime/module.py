@@ -363,7 +363,7 @@ def executable_of(module: nn.Module) -> Executable:
     NOTE [A part by itself]
     The graphs of a model contain the work of its submodules. A submodule that is called by itself (an encoder, before
     its decoder generates) captures its own graphs, with the present layouts of its parameters. If these are cut along
-    an axis that its own graph does not have (a projection to 3 heads on 2 ranks knows no heads), its forward runs as
+    an axis that its own graph does not have (key heads that two ranks hold, in a projection alone), its forward runs as
     user code, with cut parameters that behave as wholes.
     """
     state = state_of(module)

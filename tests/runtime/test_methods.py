@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Checks
+from support.optimizer_walk import Small
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 import autotp
+from autotp.runtime.tree import state_of
 
 checks = Checks()
 Methods = dict[str, Callable[[Any], Any]]
@@ -664,6 +666,20 @@ def of_a_policy(rank: int, n: int) -> None:
 @checks.on(2)
 def of_a_classifier(rank: int, n: int) -> None:
     compare(n, Classifier, OF_CLASSIFIER, PICTURES)
+
+
+@checks.on(4)
+def of_heads_that_several_ranks_hold(rank: int, n: int) -> None:
+    """A projection alone has no such axis: its forward runs as user code."""
+    torch.set_default_dtype(torch.float64)
+    whole = Small()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=IDS)
+    for name in ("query", "values", "second"):
+        part, x = getattr(parallel, name), noise(3, getattr(whole, name).in_features)
+        for _ in range(2):
+            found, expected = (results(lambda m, name=name, x=x: getattr(m, name)(x), m) for m in (parallel, whole))
+            torch.testing.assert_close(found, expected, msg=lambda m, name=name: f"{name}: {m}")
+        assert state_of(part).unfit == state_of(part).tree.version
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())
