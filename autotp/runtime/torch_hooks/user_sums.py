@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
 from autotp.distributed.consistency import checksum
@@ -70,7 +70,9 @@ def _user(frame: FrameType | None) -> FrameType | None:
 
 
 def _compare(group: ProcessGroup, tensors: Sequence[Tensor], user: FrameType) -> None:
-    """Warns if ranks of one model have the same tensors."""
+    """Warns if ranks of one model have the same tensors. (Of cut tensors such a sum is refused.)"""
+    if any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
+        return
     theirs = dist.get_process_group_ranks(group)
     ranks = [common_ranks(theirs, holdings_of(model, "").everyone) for model in models()]
     shared = max(ranks, key=len, default=[])
