@@ -87,7 +87,7 @@ def _compare(group: ProcessGroup, tensors: Sequence[Tensor], user: FrameType) ->
         _told.add(line)
         tell_user(
             f"this sum is over ranks {shared} of one tensor-parallel model, which have the same tensor: it counts each "
-            "row once a rank. It is right if you divide by the number of ranks, or if each rank counts something of its "
+            "row once a rank. It is right if you divide by the number of ranks, or if each rank counts what is its "
             'own. Otherwise use the group of the replicas, group=mesh["dp"].get_group(), or no sum without replicas. '
             "This warning comes once for a line",
             user,
