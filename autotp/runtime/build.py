@@ -113,7 +113,6 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
     """
     if not isinstance(model, nn.Module):
         raise Error(f"a {_name(model)} is not a torch.nn.Module", fix="pass the model itself")
-    _expect_forward(model)
     expect_copyable(model)
     parallel = set(models())
     if state_of(model) is not None or any(module in parallel for module in model.modules()):
@@ -145,6 +144,7 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
         )
     expect_unwrapped(model)
     expect_no_node_hooks(model)
+    _expect_forward(model)
 
 
 def _expect_forward(model: nn.Module) -> None:

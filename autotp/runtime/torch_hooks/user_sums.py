@@ -74,7 +74,7 @@ def _compare(group: ProcessGroup, tensors: Sequence[Tensor], user: FrameType) ->
     if any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
         return
     theirs = dist.get_process_group_ranks(group)
-    ranks = [common_ranks(theirs, holdings_of(model, "").everyone) for model in models()]
+    ranks = [common_ranks(theirs, holdings_of(model, "").place) for model in models()]
     shared = max(ranks, key=len, default=[])
     if len(shared) < 2:
         return

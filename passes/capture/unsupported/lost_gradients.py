@@ -61,7 +61,7 @@ def _functions_in_graph() -> Iterator[None]:
     """A region in which `apply` of a Function puts its own backward into the graph.
 
     A model may have kept the method with its class (`sparsemax = Sparsemax.apply`). So it is not replaced itself, but
-    what it calls in torch's class below.
+    what it calls: a method of torch's class below, or under torch.func a function.
     """
     real = vars(torch._C._FunctionBase)["apply"]
 
@@ -74,7 +74,11 @@ def _functions_in_graph() -> Iterator[None]:
             return real.__get__(None, function)(*args)
         return functions.run_function(function, args)
 
-    with mock.patch.object(torch.autograd.function._SingleLevelFunction, "apply", classmethod(applied)):
+    of_functions = torch.autograd.function
+    with (
+        mock.patch.object(of_functions._SingleLevelFunction, "apply", classmethod(applied)),
+        mock.patch.object(of_functions, "custom_function_call", applied),
+    ):
         yield
 
 
