@@ -16,6 +16,7 @@ from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.errors import Error
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.pytree import is_dense
+from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 
 COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -77,7 +78,7 @@ def checksum_of_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layou
     """
     found = []
     for name, layout in layouts.items():
-        part = tensors[name].detach()
+        part = local_of(tensors[name].detach())
         # Several ranks may have the same heads, and initial values may be the same everywhere.
         if layout.dim is not None and not layout.repeated and part.numel() and bool((part != part.flatten()[0]).any()):
             found.append(checksum(part))

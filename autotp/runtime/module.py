@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from autotp.diagnostics.plan import Plan
@@ -89,7 +90,8 @@ class Part(nn.Module):
             value = _made(value, ParallelModule if isinstance(self, ParallelModule) else Submodule)
         if state is None or (is_internal(name) and name != "training"):
             return super().__setattr__(name, value)
-        if isinstance(value, nn.Parameter) and _is_sharding(sys._getframe(1)):
+        sharded = isinstance(value, DTensor) and name in state.held  # Loaded with assign=True, for example.
+        if isinstance(value, nn.Parameter) and (sharded or _is_sharding(sys._getframe(1))):
             cut = getattr(self._parameters.get(name), "autotp_cut", None)
             cut = cut or Cut(name, state.held[name], state.tree.mesh)
             self._parameters[name] = as_cut(value, cut)  # As nn.Module's own `__setattr__` does.

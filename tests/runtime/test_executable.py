@@ -749,6 +749,8 @@ def experts_behind_branches(rank: int, n: int) -> None:
         whole(x).sum().backward()
         expect_gradients(whole, parallel)
         assert signatures_met(parallel) <= count, count
+    whole_experts = [entry.name for entry in parallel.plan.whole if entry.name.startswith("experts.")]
+    assert all(name.endswith("2.bias") for name in whole_experts), whole_experts  # The example assumes that all run.
 
 
 @pytest.mark.timeout(300)

@@ -10,7 +10,7 @@ SIZES = ("size", "numel", "nelement", "__len__", "shape", "nbytes", "stride", "i
 ABOUT = """
     dim ndimension ndim element_size storage_offset data_ptr untyped_storage storage
     is_contiguous is_floating_point is_complex is_signed get_device requires_grad_ retain_grad backward
-    register_post_accumulate_grad_hook __hash__ __repr__ __str__
+    __hash__ __repr__ __str__
     __format__ __deepcopy__ __reduce_ex__ __dir__ share_memory_ pin_memory set_ is_set_to is_pinned
     is_shared swap_tensors
 """
@@ -42,7 +42,7 @@ def kind_of(func: Any) -> Kind:
         return Kind.REPLICAS
     if module.startswith("torch.autograd") and name == "grad":
         return Kind.GRADIENTS
-    if name == "register_hook":
+    if name in ("register_hook", "register_post_accumulate_grad_hook"):
         return Kind.HOOK
     if name in SIZES:
         return Kind.SIZE

@@ -360,7 +360,9 @@ def _part_to_set(part: CutTensor, value: Any) -> Any:
 
 
 def _hook(func: Any, args: Any, kwargs: Any) -> Any:
-    """Registers a hook that gets the gradient as a part."""
+    """Registers a hook that gets the gradient, or the parameter, as a part."""
+    if func is Tensor.register_post_accumulate_grad_hook:
+        return func(args[0], ParameterHook(args[1] if len(args) > 1 else kwargs["hook"]))
     if isinstance(args[0], CutDTensor):
         raise Error(
             f"a hook on the gradient of `{args[0].autotp_cut.name}`, which `fully_shard` sums without hooks",
@@ -660,12 +662,27 @@ class PartHook:
             return _part_to_set(part, result)
 
 
+@dataclass(frozen=True)
+class ParameterHook:
+    """A hook that gets a parameter when its gradient is there. The call of the model may have switched wholes off."""
+
+    hook: Callable[[Tensor], Any]
+
+    def __call__(self, parameter: Tensor) -> Any:
+        with torch._C._EnableTorchFunction():
+            return self.hook(parameter)
+
+
 def _tell_hooks(parameter: nn.Parameter, cut: Cut) -> None:
     """Has the hooks that were there before get the gradient as the part that it is now, or as the whole."""
     hooks = parameter._backward_hooks or {}
     for key, hook in hooks.items():
         plain = hook.hook if isinstance(hook, PartHook) else hook
         hooks[key] = plain if cut.layout.dim is None else PartHook(plain, cut)
+    after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for key, hook in after.items():
+        users = not str(getattr(hook, "__module__", "")).startswith(("torch.", "autotp."))
+        after[key] = ParameterHook(hook) if users else hook
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

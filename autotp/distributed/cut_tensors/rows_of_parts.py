@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from autotp.distributed.cut_tensors.sharded_tensor import joined, part_of
+from autotp.distributed.cut_tensors.sharded_tensor import joined, part_of, plain_view
 from autotp.distributed.cut_tensors.whole_operators import Whole, WholeView
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
@@ -28,7 +27,7 @@ class PartInRows:
     Attributes:
         rows: a DTensor over replicas, without derivatives.
         part: the rows of this rank.
-        held: the layout of the parts, without its shape.
+        layout, held: the layout of the parts, with and without its shape.
         mesh: the ranks that hold the parts.
         shape, dtype: those of the whole.
         of_leaf: whether it is a parameter, and gradients are recorded, so that writing into it is an error.
@@ -36,7 +35,7 @@ class PartInRows:
 
     def __init__(self, rows: Any, layout: Layout, mesh: Mesh, of_leaf: bool = False) -> None:
         self.rows, self.part, self.of_leaf = rows, rows.to_local(), of_leaf
-        self.held, self.mesh = replace(layout, shape=()), mesh
+        self.layout, self.held, self.mesh = layout, replace(layout, shape=()), mesh
         self.shape, self.dtype = layout.shape, rows.dtype
 
     def gathered(self) -> Tensor:
@@ -48,10 +47,7 @@ class PartInRows:
     def take_rows(self, whole: Tensor) -> DTensor:
         """Returns this rank's rows of its part of a tensor, whole or cut."""
         with torch.no_grad():
-            mesh, whole = self.rows.device_mesh, whole.detach()
-            part = part_of(whole, self.held, self.mesh)
-            replicas = DTensor.from_local(part, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            return replicas.redistribute(placements=self.rows.placements)
+            return rows_of_part(part_of(whole.detach(), self.held, self.mesh), self.rows)
 
     def write(self, whole: Tensor) -> None:
         """Writes this rank's rows of a tensor, whole or cut."""
@@ -63,7 +59,19 @@ class PartInRows:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
     def was_written(self) -> None:
-        """Does nothing: torch has counted what was written."""
+        """Tells views of the whole that the rows were written."""
+        torch.autograd.graph.increment_version(self.rows)
+
+    def version(self) -> int:
+        """Returns how often the tensor was written: torch counts it for the DTensor, not for its rows."""
+        return int(self.rows._version)
+
+
+def rows_of_part(part: Tensor, like: DTensor) -> DTensor:
+    """Returns this rank's rows of a part, divided over replicas as another tensor is."""
+    mesh = like.device_mesh
+    replicas = DTensor.from_local(part, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicas.redistribute(placements=like.placements)
 
 
 def whole_of_rows(tensor: DTensor, layout: Layout, mesh: Mesh) -> WholeView:
@@ -115,6 +123,18 @@ class _Gathered(torch.autograd.Function):
         return WholeView(whole.tensor, whole)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None, None]:
-        return ctx.part.take_rows(gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Rows.apply(gradient, ctx.part), None, None
+
+
+class _Rows(torch.autograd.Function):
+    """A whole tensor -> this rank's rows of its part. `_Gathered` is its backward, and is differentiated in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, part: PartInRows) -> DTensor:
+        ctx.part = part
+        return part.take_rows(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return plain_view(_Gathered.apply(gradient, ctx.part.layout, ctx.part.mesh)), None

@@ -43,6 +43,7 @@ class Sharded(Tensor):
 
     Attributes:
         part: this rank's part, without a gradient; `to_local` gives it with one.
+        memory: the part of which this one is a view, or itself; torch counts there how often it was written.
         held: the layout, without a shape.
         mesh: the ranks.
         of_leaf: whether it stands for a parameter while gradients are recorded, so that writing into it is an error.
@@ -50,6 +51,7 @@ class Sharded(Tensor):
     """
 
     part: Tensor
+    memory: Tensor
     held: Layout
     mesh: Mesh
     of_leaf: bool = False
@@ -68,6 +70,7 @@ class Sharded(Tensor):
             device=part.device,
         )
         new.part, new.held, new.mesh = part, replace(layout, shape=()) if layout.shape else layout, mesh
+        new.memory = part
         return new
 
     @classmethod
@@ -83,7 +86,10 @@ class Sharded(Tensor):
 
     def like(self, part: Tensor, dim: int, strides: Sequence[int] | None = None) -> Sharded:
         """Returns another tensor that is cut in the same way, along its dimension `dim`."""
-        return Sharded(part, replace(self.held, dim=dim), self.mesh, strides)
+        like = Sharded(part, replace(self.held, dim=dim), self.mesh, strides)
+        if torch._C._is_alias_of(part, self.memory):
+            like.memory = self.memory
+        return like
 
     def to_local(self) -> Tensor:
         """Returns this rank's part; gradients flow through it."""
@@ -128,8 +134,12 @@ class Sharded(Tensor):
 
     def was_written(self) -> None:
         """Tells autograd, and views of the whole, that the part was written: torch does not, below autograd."""
-        if not self.part.is_inference():
-            torch.autograd.graph.increment_version(self.part)
+        if not self.memory.is_inference():
+            torch.autograd.graph.increment_version(self.memory)
+
+    def version(self) -> int:
+        """Returns how often the part was written, also through other views of its memory."""
+        return 0 if self.memory.is_inference() else self.memory._version
 
     def to_dtensor(self) -> DTensor:
         """Returns the same tensor as a DTensor, without its derivatives.

@@ -61,23 +61,20 @@ class Whole:
         self.cut = cut
         _expect_small(cut)
         self.tensor = cut.gathered() if read else torch.empty(cut.shape, dtype=cut.dtype, device=cut.part.device)
-        self.version = self._version()
+        self.version = cut.version()
 
     def refresh(self) -> None:
         """Gathers again if the part was written since. Ranks write together."""
-        if self.version != self._version():
+        if self.version != self.cut.version():
             self.tensor.copy_(self.cut.gathered())
-            self.version = self._version()
+            self.version = self.cut.version()
 
     def write(self) -> None:
         """Writes this rank's part of the whole into the part."""
         self.cut.expect_writable()
         self.cut.write(self.tensor)
         self.cut.was_written()
-        self.version = self._version()
-
-    def _version(self) -> int:
-        return 0 if self.cut.part.is_inference() else self.cut.part._version
+        self.version = self.cut.version()
 
 
 def conversions(plain: Callable[[Any], Tensor]) -> Iterator[Any]:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autotp.distributed.cut_tensors.cut_parameter import CutTensor, part_like
+from autotp.distributed.cut_tensors.rows_of_parts import rows_of_part
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.errors import Error
 from autotp.runtime.tree import ORIGINAL, held_in
@@ -61,10 +63,13 @@ def cutting(module: nn.Module, rank: int) -> Callable[..., None]:
     def cut(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for key, layout in held_in(module).items():
             tensor, part = state_dict.get(f"{prefix}{key}"), module._parameters.get(key)
-            if layout.dim is None or not isinstance(tensor, Tensor) or part is None or part.shape == layout.shape:
+            if not isinstance(tensor, Tensor) or part is None:
                 continue
-            if tensor.shape == layout.shape:
-                state_dict[f"{prefix}{key}"] = part_in(tensor, layout, rank)
+            if layout.dim is not None and part.shape != layout.shape and tensor.shape == layout.shape:
+                tensor = part_in(tensor, layout, rank)
+            if isinstance(part, DTensor) and not isinstance(tensor, DTensor):
+                tensor = rows_of_part(tensor.detach(), part)
+            state_dict[f"{prefix}{key}"] = tensor
 
     return cut
 

@@ -38,6 +38,9 @@ from autotp.passes.capture.guards.values import (
 
 TRUE_WHERE_ALL_IS_WELL = ("all", "__eq__", "eq", "isfinite", "equal", "allclose", "logical_not", "__invert__")
 """Functions whose truth value is assumed to be True; that of others, such as `any` of `isnan`, to be False."""
+EQUALS = ("__eq__", "eq")
+PASS_ON = ("any", "view", "reshape", "flatten", "unsqueeze", "squeeze", "__and__", "to", "bool", "__getitem__")
+"""Functions of a comparison that are likely true where it is: some row has chosen an expert. (`if (i == e).any():`)"""
 
 
 MOST_ROUNDS = 512
@@ -59,7 +62,7 @@ class InputValues(Reading):
 
     Attributes:
         shadows: `id` of a tensor without values -> the tensor, its shadow, and by how much their versions differ.
-        made_by: `id` of a tensor without dimensions -> the tensor, and the function that made it.
+        made_by: `id` of a truth value, or of a tensor without dimensions -> it, and the function that made it.
         assumed: the reads whose values were assumed, by number.
         arrays: the arrays that reads gave, with their outcomes.
     """
@@ -98,8 +101,8 @@ class InputValues(Reading):
         found = func(*args, **kwargs)
         fakes = [x for x in pytree.tree_leaves(found) if isinstance(x, FakeTensor)]
         for x in fakes:
-            if x.dim() == 0:
-                self.made_by[id(x)] = x, getattr(func, "__name__", "")
+            if x.dim() == 0 or x.dtype == torch.bool:
+                self.made_by[id(x)] = x, self._maker(func, args)
         if shadows is None or not (fakes or found is None):  # None: it may have written into its arguments.
             return found
         try:
@@ -111,6 +114,12 @@ class InputValues(Reading):
             for fake, shadow in zip(fakes, given, strict=True):
                 self._pair(fake, shadow)
         return found
+
+    def _maker(self, func: Any, args: Any) -> str:
+        """Returns the name of a function; that of the comparison whose result it passes on."""
+        name = getattr(func, "__name__", "")
+        before = self.made_by.get(id(args[0]), (None, ""))[1] if args else ""
+        return before if name in PASS_ON and before in EQUALS else name
 
     def _pair(self, fake: Tensor, shadow: Tensor) -> None:
         self.shadows[id(fake)] = fake, shadow, fake._version - shadow._version

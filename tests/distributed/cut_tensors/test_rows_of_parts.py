@@ -157,6 +157,78 @@ def sharded_by_the_user(rank: int, n: int) -> None:
     torch.testing.assert_close(gradient.norm(), 2 * one.h[0].up.weight.detach().norm())  # type: ignore[union-attr]
 
 
+def views(p: Tensor) -> list[Tensor]:
+    """Views that were taken before other writes show these, and undo none."""
+    with torch.no_grad():
+        p.fill_(1.0)
+        row, columns = p[3:5], p.t()[2:5]
+        p.mul_(0.5)
+        row.add_(1)
+        columns.zero_()
+        return [row.sum() + 0, columns.sum() + 0, p.sum() + 0]
+
+
+def second_derivative(p: Tensor) -> list[Tensor]:
+    (g,) = torch.autograd.grad((p**4).sum(), p, create_graph=True)
+    (h,) = torch.autograd.grad((g**2).sum() + (p**2).sum(), p)
+    return [h.norm()]
+
+
+@checks.on(4)
+def views_and_second_derivatives(rank: int, n: int) -> None:
+    one = Net()
+    for other in (sharded(one), autotp.distribute(copy.deepcopy(one), tp=2, dp=2, zero=3, example_inputs=(X, Y))):
+        for run in (second_derivative, views):
+            for name in ("h.0.up.weight", "h.1.down.weight"):
+                found, expected = (run(each.get_parameter(name)) for each in (other, copy.deepcopy(one)))
+                torch.testing.assert_close(found, expected)
+
+
+@checks.on(4)
+def hooks_after_gradients(rank: int, n: int) -> None:
+    """They get a parameter and a gradient that behave as wholes, in the steps of a trainer, too."""
+
+    def noted(model: Any, run: Callable[[], Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        norms: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name: norms.update({name: (p.detach().norm(), p.grad.norm())})
+            )
+        run()
+        return norms
+
+    one, mine = Net(), [x.chunk(2)[rank // 2] for x in (X, Y)]
+    expected = noted(one, lambda: one(X, Y).backward())
+    model = sharded(Net())
+    torch.testing.assert_close(noted(model, lambda: model(*mine).backward()), expected)
+    for zero in (0, 1, 3):
+        trainer = autotp.distribute(Net(), tp=2, dp=2, zero=zero, example_inputs=(X, Y))
+        found = noted(trainer, lambda trainer=trainer: trainer.step(*mine))
+        if zero:  # Without ZeRO the hook runs before the sum over replicas.
+            torch.testing.assert_close(found, expected)
+        assert found.keys() == expected.keys()
+
+
+@checks.on(4)
+def loaded_states(rank: int, n: int) -> None:
+    """Whole tensors, clones, and what `state_dict` returned, copied or assigned."""
+    other = Net()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3).add_(0.1)
+    model = sharded(Net())
+    model.load_state_dict(other.state_dict())
+    expect_equal(other, model)
+    model.load_state_dict({name: x.detach().clone() / 2 for name, x in model.state_dict().items()})
+    with torch.no_grad():
+        for p in other.parameters():
+            p.div_(2)
+    expect_equal(other, model)
+    model.load_state_dict(model.state_dict(), assign=True)
+    expect_equal(other, model)
+    torch.testing.assert_close(model(X, Y).detach(), other(X, Y).detach())
+
+
 @checks.on(4)
 def what_rows_refuse(rank: int, n: int) -> None:
     weight = sharded(Net()).h[0].up.weight
