@@ -25,10 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequences
 from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
-from autotp.distributed.cut_tensors.cut_parameter import Cut, as_cut
+from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
+from autotp.distributed.cut_tensors.rows_of_parts import rows_of_part
 from autotp.distributed.device_arguments import inputs_on_host, to_device
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
@@ -50,6 +52,7 @@ from autotp.runtime.graph_digest import agree_on_cards, digest, draws_alike, ord
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
 from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
+from autotp.runtime.torch_hooks.loading import part_in
 from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
@@ -109,6 +112,11 @@ OTHER_LENGTHS = (
     "the replicas have rows of other lengths, and the loss has a mean over all elements ({}): each row "
     "counts the same, however long it is. For a mean over tokens, divide a sum by the count of a mask"
 )
+
+
+def _shapes(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape of a tensor, and that of what this rank has of it."""
+    return tuple(tensor.shape), tuple(local_of(tensor).shape)
 
 
 def checksums_of(analysis: Program, lowered: fx.Graph) -> tuple[int, int]:
@@ -281,23 +289,41 @@ class Trainer(InGraphs, HasHoldings):
         return path in dict(self.named_modules())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads what `state_dict()` returned on this rank.
+        """Loads what `state_dict()` returned on this rank, or whole tensors.
+
+        All ranks call it.
 
         Args:
-            state_dict: as `state_dict()` returned it.
+            state_dict: as `state_dict()` returned it, or with whole tensors.
             args, kwargs: as for a module.
 
         Raises:
-            Error: it has other names or shapes. Nothing is changed.
+            Error: on every rank, if it has other names or shapes on one. Nothing is changed.
         """
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        for name in state_dict:
-            if name not in own or tuple(state_dict[name].shape) != tuple(own[name].shape):
-                raise Error(
-                    f"Trainer.load_state_dict: `{name}` is not this rank's part, as trainer.state_dict() has it",
-                    fix="autotp.load_full_state_dict(trainer, state), for the state dict of the whole model",
-                )
-        return super().load_state_dict(state_dict, *args, **kwargs)
+
+        parts = {name: self._own_part(name, tensor, own.get(name)) for name, tensor in state_dict.items()}
+
+        def expect_own_parts() -> None:
+            for name, tensor in parts.items():
+                if name not in own or _shapes(tensor) != _shapes(own[name]):
+                    raise Error(
+                        f"Trainer.load_state_dict: `{name}` is not this rank's part, as trainer.state_dict() has it",
+                        fix="autotp.load_full_state_dict(trainer, state), for the state dict of the whole model",
+                    )
+
+        agree(self._ranks, expect_own_parts)
+        return super().load_state_dict(parts, *args, **kwargs)
+
+    def _own_part(self, name: str, tensor: Any, own: Tensor | None) -> Any:
+        """Returns what this rank has of a whole tensor; other values as they are."""
+        layout = self.layouts.get(name)
+        if layout is None or not isinstance(own, CutTensor) or isinstance(tensor, DTensor):
+            return tensor
+        if tuple(tensor.shape) != layout.shape:
+            return tensor
+        part = tensor if layout.dim is None else part_in(tensor, layout, self.place.rank)
+        return rows_of_part(part, own) if isinstance(own, DTensor) else part
 
     # ---- the tensors of this rank
 

@@ -87,7 +87,7 @@ class Sharded(Tensor):
     def like(self, part: Tensor, dim: int, strides: Sequence[int] | None = None) -> Sharded:
         """Returns another tensor that is cut in the same way, along its dimension `dim`."""
         like = Sharded(part, replace(self.held, dim=dim), self.mesh, strides)
-        if torch._C._is_alias_of(part, self.memory):
+        if torch._C._is_alias_of(part, self.memory):  # type: ignore[attr-defined]
             like.memory = self.memory
         return like
 

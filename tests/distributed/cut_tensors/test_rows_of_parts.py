@@ -230,6 +230,25 @@ def loaded_states(rank: int, n: int) -> None:
 
 
 @checks.on(4)
+def states_of_a_trainer(rank: int, n: int) -> None:
+    """Whole tensors, and what `state_dict` gave; another rank's file is one Error on every rank."""
+    other = Net()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3).add_(0.1)
+    for zero in (0, 3):
+        trainer = autotp.distribute(Net(), tp=2, dp=2, zero=zero, example_inputs=(X, Y))
+        trainer.load_state_dict(other.state_dict())
+        for p, q in zip(other.parameters(), trainer.parameters(), strict=True):
+            torch.testing.assert_close(autotp.gather(q).detach(), p.detach())
+        trainer.load_state_dict(trainer.state_dict())
+        wrong = dict(trainer.state_dict())
+        wrong["h.0.up.weight"] = torch.ones(16, 8).double()  # The first rank's part.
+        with pytest.raises(autotp.Error, match=r"`h.0.up.weight` is not this rank's part"):
+            trainer.load_state_dict(wrong)
+
+
+@checks.on(4)
 def what_rows_refuse(rank: int, n: int) -> None:
     weight = sharded(Net()).h[0].up.weight
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
