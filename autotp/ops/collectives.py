@@ -507,11 +507,13 @@ def _wait(result: Tensor, work: Work | None) -> Tensor:
 # the process group's own methods do the same work, and take less than half of the time. With an operation in place of
 # options, such a method takes four times as long: its binding first fails to read the operation as options.
 
+_allreduce, _allreduce_coalesced = ProcessGroup.allreduce, ProcessGroup.allreduce_coalesced
+"""torch's own methods, also while `runtime/torch_hooks/user_sums.py` replaces them: our sums need no comparison."""
 _SUMS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def _all_reduced_(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.Work]:
-    return x, group.allreduce([x], _sum_options(op))
+    return x, _allreduce(group, [x], _sum_options(op))
 
 
 def _all_reduced(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.Work]:
@@ -557,7 +559,7 @@ def _launch_all(xs: list[Tensor], group: str) -> tuple[list[Tensor], dist.Work |
     if not xs or not all(is_bare(x) and not x.is_complex() for x in xs):
         return torch.ops._c10d_functional.all_reduce_coalesced(xs, "sum", group), None
     result = [x.clone(memory_format=torch.contiguous_format) for x in xs]
-    return result, process_group(group).allreduce_coalesced(result)
+    return result, _allreduce_coalesced(process_group(group), result)
 
 
 # Where Dynamo does not compile a function, it tries those that this one calls; of a process group it makes an error.

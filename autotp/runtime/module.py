@@ -386,6 +386,8 @@ def executable_of(module: nn.Module) -> Executable:
 
 def _own_parameters(module: nn.Module) -> AbstractContextManager[None]:
     """A region in which a module has its own parameters, also in a `functional_call`, which puts others there."""
+    if torch.compiler.is_compiling():  # Dynamo has no frames.
+        return nullcontext()
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if (frame.f_code.co_name, frame.f_globals.get("__name__")) == ("_functional_call", "torch.nn.utils.stateless"):
