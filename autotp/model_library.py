@@ -206,8 +206,8 @@ def keep_activations(model: Any) -> None:
 
 def shown_attribute(name: str, value: Any) -> Any:
     """Returns an attribute of such an object in a form that can be flattened."""
-    for it in libraries():
-        value = it.shown_attribute(name, value)
+    for library in _MADE if len(_MADE) == len(_MAKERS) else libraries():  # Without a call: each token comes here.
+        value = library.shown_attribute(name, value)
     return value
 
 

@@ -24,7 +24,10 @@ def process_group(name: str) -> ProcessGroup:
 
 def seat(group: str) -> tuple[int, int]:
     """Returns this process's rank in the group, and the group's size."""
-    found = process_group(group)
+    try:
+        found = _resolve_process_group(group)  # type: ignore[arg-type]
+    except RuntimeError:
+        found = process_group(group)  # It says what is wrong.
     return found.rank(), found.size()
 
 

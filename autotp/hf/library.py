@@ -54,9 +54,7 @@ class Transformers(ModelLibrary):
         """Whether an object is a key-value cache or a layer of one."""
         return caches.is_state(x)
 
-    def shown_attribute(self, name: str, value: Any) -> Any:
-        """Returns an attribute of a cache in a form that pytree can flatten."""
-        return caches.shown_attribute(name, value)
+    shown_attribute = staticmethod(caches.shown_attribute)  # Each token calls it, for each tensor of the cache.
 
     def rewrites(self, name: str) -> bool:
         """False for the name of an attribute that is in a graph as it is."""

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.compiler import CallState, analyse, warn_of_whole_sequences
 from autotp.distributed.consistency import agree_on_graph
-from autotp.distributed.cut_tensors.cut_parameter import whole_operand
+from autotp.distributed.cut_tensors.cut_parameter import STAND_FOR_WHOLES, whole_operand
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded, local_part
 from autotp.distributed.device_arguments import to_device
 from autotp.distributed.mesh import Mesh, follow_first_numpy_state
@@ -222,7 +222,7 @@ class Executable:
                 continue
 
     def _result_of_flat(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any) -> Any:
-        leaves = [whole_operand(leaf) for leaf in leaves]
+        leaves = [whole_operand(leaf) if isinstance(leaf, STAND_FOR_WHOLES) else leaf for leaf in leaves]
         for i in self._numbers_in(spec) or ():
             leaves[i] = as_length(leaves[i], self.mesh.device) if is_countable(leaves[i]) else leaves[i]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

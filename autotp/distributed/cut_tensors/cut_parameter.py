@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 from autotp.distributed.cut_tensors.cut_operators import Kind, kind_of
 from autotp.distributed.cut_tensors.rows_of_parts import rows_to_set, set_rows, whole_of_rows
 from autotp.distributed.cut_tensors.sharded_tensor import (
+    CompiledOutput,
     Sharded,
     as_dtensor,
     as_sharded,
@@ -267,6 +268,10 @@ def plain_whole(part: CutTensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         whole: Tensor = as_sharded(_whole_of(part))
         return whole.full_tensor() if isinstance(whole, Sharded) else whole
+
+
+STAND_FOR_WHOLES = (CutTensor, CompiledOutput, WholeView)
+"""Classes of tensors for which `whole_operand` returns another tensor."""
 
 
 def whole_operand(x: Any) -> Any:
