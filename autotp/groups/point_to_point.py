@@ -16,7 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroup
 
-from autotp.groups.process_group import process_group
+from autotp.groups.process_group import process_group, replace_methods
 from autotp.groups.shared_memory import started_here
 
 METHODS = "send", "recv", "recv_anysource", "monitored_barrier"
@@ -43,16 +43,7 @@ def count_from_here(group: str) -> None:
 
 def install() -> Callable[[], None]:
     """Counts these operations of all process groups; returns the undo."""
-    torch_class: Any = ProcessGroup
-    before = {name: vars(torch_class)[name] for name in METHODS}  # As an attribute of the class it would lose `self`.
-    for name in METHODS:
-        setattr(torch_class, name, _counted(getattr(torch_class, name)))
-
-    def undo() -> None:
-        for name, method in before.items():
-            setattr(torch_class, name, method)
-
-    return undo
+    return replace_methods(METHODS, _counted)
 
 
 def _started(group: Any) -> int:

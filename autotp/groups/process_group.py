@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +26,29 @@ def process_group(name: str) -> ProcessGroup:
 
 def seat(group: str) -> tuple[int, int]:
     """Returns this process's rank in the group, and the group's size."""
-    try:
-        found = _resolve_process_group(group)  # type: ignore[arg-type]
+    try:  # Not through `process_group`: each collective asks, and a call of Python takes time.
+        members = _resolve_process_group(group)  # type: ignore[arg-type]
     except RuntimeError:
-        found = process_group(group)  # It says what is wrong.
-    return found.rank(), found.size()
+        members = process_group(group)  # It says what is wrong.
+    return members.rank(), members.size()
+
+
+def replace_methods(names: Sequence[str], wrapped: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replaces methods of all process groups, and returns the undo.
+
+    Args:
+        wrapped: returns what stands for a method of torch's, a function whose first argument is the group.
+    """
+    torch_class: Any = ProcessGroup
+    before = {name: vars(torch_class)[name] for name in names}  # Read as an attribute, a method would lose `self`.
+    for name in names:
+        setattr(torch_class, name, wrapped(getattr(torch_class, name)))
+
+    def undo() -> None:
+        for name, method in before.items():
+            setattr(torch_class, name, method)
+
+    return undo
 
 
 def axis_of(group: str) -> str:

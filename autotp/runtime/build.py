@@ -149,8 +149,8 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
 
 def _expect_forward(model: nn.Module) -> None:
     """Raises Error if a call of the model runs nothing: policies and agents may have methods of other names only."""
-    own = type(model).forward, type(model).__call__
-    if "forward" in vars(model) or own != (nn.Module.forward, nn.Module.__call__):
+    methods = type(model).forward, type(model).__call__
+    if "forward" in vars(model) or methods != (nn.Module.forward, nn.Module.__call__):
         return
     parts = [name for name, part in model.named_children() if type(part).forward is not nn.Module.forward]
     name = parts[0] if parts else "part"

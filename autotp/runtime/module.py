@@ -10,6 +10,7 @@ from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import cache, wraps
 from inspect import Parameter, signature
 from types import FrameType, MethodType
@@ -94,6 +95,8 @@ class Part(nn.Module):
         if isinstance(value, nn.Parameter) and (sharded or _is_sharding(sys._getframe(1))):
             cut = getattr(self._parameters.get(name), "autotp_cut", None)
             cut = cut or Cut(name, state.held[name], state.tree.mesh)
+            if cut.hooks_run and isinstance(value, DTensor):
+                cut = replace(cut, hooks_run=False)
             self._parameters[name] = as_cut(value, cut)  # As nn.Module's own `__setattr__` does.
             return
         if name == "training":

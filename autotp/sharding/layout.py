@@ -195,8 +195,9 @@ def divided_as(axis: Axis, pieces: Sequence[Sequence[Range]], tp: int) -> Axis |
     common = gcd(*sizes)
     for count in (n for n in range(common, 1, -1) if common % n == 0):
         leaf = Axis(Size(count))
-        whole = concat([product([leaf, Axis(Size(size // count))]) for size in sizes])
-        if whole.size == axis.size and tuple(tuple(ranges(whole, leaf, tp, rank)) for rank in range(tp)) == pieces:
-            unify(axis, whole)
+        runs_with_leaf = concat([product([leaf, Axis(Size(size // count))]) for size in sizes])
+        cut = tuple(tuple(ranges(runs_with_leaf, leaf, tp, rank)) for rank in range(tp))
+        if runs_with_leaf.size == axis.size and cut == pieces:
+            unify(axis, runs_with_leaf)
             return leaf
     return None

@@ -169,9 +169,9 @@ class _Versions:
             ones = self.builder.call(aten.ones_like.default, args[0])
             return self.builder.call(getattr(aten.mul, op._overloadname), ones, args[1])
         if name == "aten::fill_diagonal_":
-            given = arguments_of(node)
-            mask = _diagonal(self.builder, args[0], given["wrap"])
-            return self.builder.call(aten.masked_fill.Scalar, args[0], mask, given["fill_value"])
+            arguments = arguments_of(node)
+            mask = _diagonal(self.builder, args[0], arguments["wrap"])
+            return self.builder.call(aten.masked_fill.Scalar, args[0], mask, arguments["fill_value"])
         form = functional_of(op)
         if form is None:
             raise _refused(node, f"{op} has no form that returns a new tensor")
@@ -343,10 +343,10 @@ def _diagonal(builder: Builder, node: fx.Node, wrap: bool) -> fx.Node:
         period = builder.call(operator.add, sizes[1], 1) if isinstance(sizes[1], fx.Node) else sizes[1] + 1
         places[0] = builder.call(aten.remainder.Scalar, places[0], period)
     shapes = [[-1 if d == dim else 1 for d in range(len(sizes))] for dim in range(len(sizes))]
-    first, *others = (builder.call(aten.view.default, n, shape) for n, shape in zip(places, shapes, strict=True))
+    rows, *columns = (builder.call(aten.view.default, n, shape) for n, shape in zip(places, shapes, strict=True))
     return reduce(
         lambda x, y: builder.call(aten.logical_and.default, x, y),
-        (builder.call(aten.eq.Tensor, first, n) for n in others),
+        (builder.call(aten.eq.Tensor, rows, n) for n in columns),
     )
 
 

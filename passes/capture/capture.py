@@ -181,10 +181,10 @@ def _captured(call: _Call, once: bool, opened: Opened, values: KnownValues) -> C
             expected = replace(expected, outcomes=outcomes, likely=outcomes[-1].value)
             continue
         if isinstance(result, _NeedsValues):
-            found = _reads(call, opened, replace(values, places=expected.places | result.places))
-            if isinstance(found, Error) or found.places == expected.places:
-                return replace(result.without(found), places=expected.places)
-            expected = found
+            values_read = _reads(call, opened, replace(values, places=expected.places | result.places))
+            if isinstance(values_read, Error) or values_read.places == expected.places:
+                return replace(result.without(values_read), places=expected.places)
+            expected = values_read
             continue
         if opened | result == opened:
             names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(result.slots))

@@ -82,8 +82,8 @@ def _below(value: Any, size: int) -> Any:
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     """Returns the parameters of `forward`, or of a `__call__` in its place, without *args and **kwargs."""
     own_call = type(model).forward is nn.Module.forward and "forward" not in vars(model)
-    found = inspect.signature(model.__call__ if own_call else model.forward).parameters
-    return {name: p for name, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    parameters = inspect.signature(model.__call__ if own_call else model.forward).parameters
+    return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _parameters_within(model: nn.Module) -> dict[str, inspect.Parameter]:

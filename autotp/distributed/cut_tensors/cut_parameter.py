@@ -7,10 +7,9 @@ all ranks, and `p[3] = 0` writes the row on the rank that has it. Each operator 
 
 NOTE [Plain in a step]
 During a step of torch's elementwise optimizers, and of others that a trial showed to be so, parameters, their gradients
-and their states are plain tensors:
-otherwise each `p.grad`, and each operator in a loop over parameters, would go through Python. User code runs with parts
-that behave as wholes, also in a closure and in hooks on the step. If a step raises, its parameters stay plain until the
-next step.
+and their states are plain tensors: otherwise each `p.grad`, and each operator in a loop over parameters, would go
+through Python. User code runs with parts that behave as wholes, also in a closure and in hooks on the step. If a step
+raises, its parameters stay plain until the next step.
 
 NOTE [Who asks]
 torch's own code (`state_dict`, `deepcopy`, wrappers) is right on parts, or is refused elsewhere. So only operators that
@@ -72,11 +71,13 @@ class Cut:
         name: the parameter's name in the model.
         layout: its layout.
         mesh: the ranks that hold it.
+        hooks_run: whether hooks on its gradient run. `fully_shard` sums gradients without them; a trainer runs them.
     """
 
     name: str
     layout: Layout
     mesh: Mesh
+    hooks_run: bool = True
 
     @cached_property
     def held(self) -> Layout:
@@ -142,7 +143,11 @@ class CutTensor(Tensor):
         cut = self.autotp_cut
         with torch._C.DisableTorchFunctionSubclass():
             strides = torch.empty(cut.layout.shape, device="meta").stride()
-            return as_dtensor(self.detach(), cut.held, cut.mesh, cut.layout.shape, strides)
+            return as_dtensor(self._as_part(), cut.held, cut.mesh, cut.layout.shape, strides)
+
+    def _as_part(self) -> Tensor:
+        """Returns the part as a tensor of torch, without its derivatives."""
+        return self.detach()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         cut = self.autotp_cut
@@ -167,26 +172,26 @@ class CutTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
-                alias = self.detach() if self.is_leaf else self
-                new = copy.deepcopy(alias.as_subclass(Tensor), memo).requires_grad_(self.requires_grad)
-            _become(new, type(self))
-            new.__dict__.update(self.__dict__)
-            memo[id(self)] = new
+                copied = self._copied(memo).requires_grad_(self.requires_grad)
+            _become(copied, type(self))
+            copied.__dict__.update(self.__dict__)
+            memo[id(self)] = copied
         return memo[id(self)]
 
+    def _copied(self, memo: dict[int, Any]) -> Tensor:
+        alias = self.detach() if self.is_leaf else self
+        return copy.deepcopy(alias.as_subclass(Tensor), memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the whole, a plain tensor: all ranks call this."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return _whole_of(self).gathered().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        """Pickles as the whole, a plain tensor or parameter: all ranks call this."""
+        whole_tensor = plain_whole(self).detach()
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(whole_tensor, self.requires_grad).__reduce_ex__(protocol)
+        return whole_tensor.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
 class CutParameter(CutTensor, nn.Parameter):
     """A parameter of which this rank holds a part."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the whole, a plain parameter: all ranks call this."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return nn.Parameter(_whole_of(self).gathered(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class CutDTensor(CutTensor, DTensor):
@@ -208,13 +213,10 @@ class CutDTensor(CutTensor, DTensor):
                 return plain_whole(self)
             return DTensor.full_tensor(self, **kwargs)
 
-    def to_dtensor(self) -> DTensor:
-        """Returns the part of this rank and its replicas as a DTensor over the tensor-parallel ranks."""
-        cut = self.autotp_cut
-        with torch._C.DisableTorchFunctionSubclass():
-            strides = torch.empty(cut.layout.shape, device="meta").stride()
-            rows: Any = self.detach()
-            return as_dtensor(rows.full_tensor(), cut.held, cut.mesh, cut.layout.shape, strides)
+    def _as_part(self) -> Tensor:
+        rows: Any = self.detach()
+        part: Tensor = rows.full_tensor()
+        return part
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         """Redistributes over replicas, for torch's own code; raises Error for user code, which sees the whole."""
@@ -226,20 +228,8 @@ class CutDTensor(CutTensor, DTensor):
                 )
             return DTensor.redistribute(self, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            with torch._C.DisableTorchFunctionSubclass():
-                new = self.detach().clone().requires_grad_(self.requires_grad)
-            _become(new, type(self))
-            new.__dict__.update(self.__dict__)
-            memo[id(self)] = new
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the whole, a plain tensor: all ranks call this."""
-        with torch._C.DisableTorchFunctionSubclass():
-            whole = plain_whole(self).detach().requires_grad_(self.requires_grad)
-            return (nn.Parameter(whole) if isinstance(self, nn.Parameter) else whole).__reduce_ex__(protocol)
+    def _copied(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().clone()
 
 
 def _placed(cut: Cut) -> str:
@@ -257,17 +247,17 @@ def _whole_of(part: CutTensor) -> Any:
     cut = part.autotp_cut
     if isinstance(part, CutDTensor):
         return whole_of_rows(part, cut.layout, cut.mesh)
-    whole = sharded(part, cut.held, cut.mesh)
+    cut_tensor = sharded(part, cut.held, cut.mesh)
     if part.requires_grad and part.is_leaf:
-        whole.of_leaf = True
-    return whole
+        cut_tensor.of_leaf = True
+    return cut_tensor
 
 
 def plain_whole(part: CutTensor) -> Tensor:
     """Returns the whole as a plain tensor: all ranks call this. Gradients flow through it."""
     with torch._C.DisableTorchFunctionSubclass():
-        whole: Tensor = as_sharded(_whole_of(part))
-        return whole.full_tensor() if isinstance(whole, Sharded) else whole
+        operand: Tensor = as_sharded(_whole_of(part))
+        return operand.full_tensor() if isinstance(operand, Sharded) else operand
 
 
 STAND_FOR_WHOLES = (CutTensor, CompiledOutput, WholeView)
@@ -296,10 +286,10 @@ def _of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         return x
 
     plain, named = [whole(x) for x in args], {key: whole(x) for key, x in kwargs.items()}
-    of_first = vars(type(plain[0])) if plain and isinstance(plain[0], Sharded | WholeView) else {}
-    own = of_first.get(getattr(func, "__name__", ""), func)
+    methods = vars(type(plain[0])) if plain and isinstance(plain[0], Sharded | WholeView) else {}
+    function = methods.get(getattr(func, "__name__", ""), func)
     with torch._C._EnableTorchFunction():
-        result = own(*plain, **named)
+        result = function(*plain, **named)
     for part, stands_for in parts.values():
         if result is stands_for:  # It was written.
             if stands_for.shape != part.autotp_cut.layout.shape:
@@ -368,7 +358,7 @@ def _hook(func: Any, args: Any, kwargs: Any) -> Any:
     """Registers a hook that gets the gradient, or the parameter, as a part."""
     if func is Tensor.register_post_accumulate_grad_hook:
         return func(args[0], ParameterHook(args[1] if len(args) > 1 else kwargs["hook"]))
-    if isinstance(args[0], CutDTensor):
+    if not args[0].autotp_cut.hooks_run:
         raise Error(
             f"a hook on the gradient of `{args[0].autotp_cut.name}`, which `fully_shard` sums without hooks",
             fix="parameter.register_post_accumulate_grad_hook, or parameter.grad after backward",
@@ -659,7 +649,9 @@ class PartHook:
     cut: Cut
 
     def __call__(self, gradient: Tensor) -> Any:
-        part = gradient.as_subclass(CutTensor)
+        part: Any = gradient.view_as(gradient) if isinstance(gradient, DTensor) else gradient.as_subclass(CutTensor)
+        if isinstance(gradient, DTensor):
+            _become(part, CutDTensor)
         part.autotp_cut = self.cut
         with torch._C._EnableTorchFunction():  # backward itself may have been called through `__torch_function__`.
             result = self.hook(part)
@@ -683,11 +675,11 @@ def _tell_hooks(parameter: nn.Parameter, cut: Cut) -> None:
     hooks = parameter._backward_hooks or {}
     for key, hook in hooks.items():
         plain = hook.hook if isinstance(hook, PartHook) else hook
-        hooks[key] = plain if cut.layout.dim is None else PartHook(plain, cut)
+        hooks[key] = PartHook(plain, cut) if isinstance(parameter, CutTensor) else plain
     after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for key, hook in after.items():
-        users = not str(getattr(hook, "__module__", "")).startswith(("torch.", "autotp."))
-        after[key] = ParameterHook(hook) if users else hook
+        is_own = str(getattr(hook, "__module__", "")).startswith(("torch.", "autotp."))
+        after[key] = hook if is_own else ParameterHook(hook)
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:
@@ -710,6 +702,5 @@ def _tell_torch() -> None:
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 
-    for known in (of_optimizers, of_gradients):
-        for kind in (CutTensor, CutParameter, CutDTensor):
-            known.append(kind)  # type: ignore[arg-type]
+    for supported in (of_optimizers, of_gradients):
+        supported.extend((CutTensor, CutParameter, CutDTensor))  # type: ignore[arg-type]

@@ -79,8 +79,8 @@ def whole_of_rows(tensor: DTensor, layout: Layout, mesh: Mesh) -> WholeView:
     if tensor.requires_grad and torch.is_grad_enabled():
         view: WholeView = apply_plain(_Gathered, tensor, layout, mesh)
         return view
-    whole = Whole(PartInRows(tensor.detach(), layout, mesh))
-    return WholeView(whole.tensor, whole)
+    gathered = Whole(PartInRows(tensor.detach(), layout, mesh))
+    return WholeView(gathered.tensor, gathered)
 
 
 def rows_to_set(tensor: DTensor, value: Any, layout: Layout, mesh: Mesh, name: str) -> Any:
@@ -119,8 +119,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, layout: Layout, mesh: Mesh) -> WholeView:
         ctx.part = PartInRows(tensor.detach(), layout, mesh, of_leaf=True)
-        whole = Whole(ctx.part)
-        return WholeView(whole.tensor, whole)
+        gathered = Whole(ctx.part)
+        return WholeView(gathered.tensor, gathered)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

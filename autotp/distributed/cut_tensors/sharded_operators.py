@@ -196,7 +196,7 @@ def _same(cut: Any, part: Tensor) -> Any:
 def _is_detached(cut: Any) -> bool:
     """False for a part with derivatives of its own. That of a transform that has ended may have none left."""
     if cut.is_box:
-        cut.part = torch._C._functorch.unwrap_if_dead(cut.part)
+        cut.part = cut.memory = torch._C._functorch.unwrap_if_dead(cut.part)
         cut.is_box = is_transformed(cut.part)
     return not (cut.is_box or cut.part.requires_grad)
 

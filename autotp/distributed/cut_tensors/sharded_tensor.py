@@ -86,10 +86,10 @@ class Sharded(Tensor):
 
     def like(self, part: Tensor, dim: int, strides: Sequence[int] | None = None) -> Sharded:
         """Returns another tensor that is cut in the same way, along its dimension `dim`."""
-        like = Sharded(part, replace(self.held, dim=dim), self.mesh, strides)
-        if torch._C._is_alias_of(part, self.memory):  # type: ignore[attr-defined]
-            like.memory = self.memory
-        return like
+        cut_tensor = Sharded(part, replace(self.held, dim=dim), self.mesh, strides)
+        if part.untyped_storage()._cdata == self.memory.untyped_storage()._cdata:
+            cut_tensor.memory = self.memory
+        return cut_tensor
 
     def to_local(self) -> Tensor:
         """Returns this rank's part; gradients flow through it."""

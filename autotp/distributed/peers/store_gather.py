@@ -49,6 +49,17 @@ def store_gather(text: str, place: Mesh, unless: Callable[[], str] = lambda: "")
         raise _missing(names, store, place) from error
 
 
+def write_text(name: str, text: str) -> None:
+    """Writes a text under a name, for `texts_so_far` of other ranks."""
+    _get_default_store().set(f"autotp/texts/{name}", text)
+
+
+def texts_so_far(names: Sequence[str]) -> list[str]:
+    """Returns the texts that were written under these names; none if one is missing. Waits for nobody."""
+    store, keys = _get_default_store(), [f"autotp/texts/{name}" for name in names]
+    return [store.get(key).decode() for key in keys] if store.check(keys) else []
+
+
 def _wait(
     store: dist.Store, names: list[str], timeout: timedelta, unless: Callable[[], str], ranks: Sequence[int]
 ) -> None:

@@ -253,9 +253,9 @@ def _expect_own_state(optimizer: Optimizer, parts: Holdings, parameters: Mapping
     for name, p in parameters.items():
         layout = parts.layout(name)
         state = optimizer.state.get(p, {}).values() if steps_elements(optimizer) else ()
-        kept = [x for x in state if isinstance(x, Tensor) and x.shape == p.shape]
+        states_of_part = [x for x in state if isinstance(x, Tensor) and x.shape == p.shape]
         if layout.dim is not None and not layout.repeated and p.shape != layout.shape:
-            locals_ = [local_of(x.detach()) for x in kept if x.layout is torch.strided]
+            locals_ = [local_of(x.detach()) for x in states_of_part if x.layout is torch.strided]
             found += Checksums([x for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any())]).read()
             held.append(p)
     text = json.dumps([found, Checksums(held).read()])
@@ -424,9 +424,9 @@ def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
     if not isinstance(tensor, DTensor) or place.group is None:
         return False
     # Compared by ranks, not by name: torch reuses the group of an equal mesh, which may have an older name.
-    mine = dist.get_process_group_ranks(process_group(place.group))
+    ranks = dist.get_process_group_ranks(process_group(place.group))
     mesh = tensor.device_mesh
-    return any(dist.get_process_group_ranks(mesh.get_group(dim)) == mine for dim in range(mesh.ndim))
+    return any(dist.get_process_group_ranks(mesh.get_group(dim)) == ranks for dim in range(mesh.ndim))
 
 
 def _settings_of(optimizer: Optimizer, same: Mapping[str, Tensor]) -> list[str]:

@@ -3,14 +3,19 @@
 On one device such code does not sum, or sums over replicas. Over the ranks of one model each row counts once a rank. A
 mean is right all the same, since the number of ranks divides it; a counter or the statistics of a codebook are not. So
 it is a warning, with the line.
+
+NOTE [No collective of our own]
+A rank may have no parallel model any more while another still has one: Python frees a model when it collects. A
+collective that only some ranks make would hang. So a rank writes a checksum of its tensor into the store before the
+sum. When a rank has the sum, every other one has begun, and has written its own checksum, if it compares at all. So
+nobody waits for a text.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from functools import wraps
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,7 +27,9 @@ from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 from autotp.distributed.consistency import checksum
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.live_models import Undo, models
+from autotp.distributed.peers.store_gather import texts_so_far, write_text
 from autotp.distributed.replica_check import common_ranks
+from autotp.groups.process_group import replace_methods
 from autotp.runtime.holdings import holdings_of
 from autotp.source_location import is_users
 
@@ -31,35 +38,39 @@ SUMS = "allreduce", "allreduce_coalesced", "reduce"
 OF_USERS = "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"
 """Modules of torch that call these methods for their caller."""
 COMPARED = 16
-"""The number of sums of user code in a group that are compared, counted alike on all ranks of the group."""
+"""The number of sums of user code in a group that are compared."""
 _compared: Counter[str] = Counter()
+"""Name of a process group -> number of its sums that were compared."""
 _told: set[tuple[str, int]] = set()
 
 
 def install() -> Undo:
     """Compares what is summed in the first sums of user code in each process group; returns the undo."""
-    torch_class: Any = ProcessGroup
-    before = {name: vars(torch_class)[name] for name in SUMS}
-    for name in SUMS:
-        setattr(torch_class, name, _compares(getattr(torch_class, name)))
-
-    def undo() -> None:
-        for name, method in before.items():
-            setattr(torch_class, name, method)
-
-    return undo
+    return replace_methods(SUMS, _compares)
 
 
 def _compares(method: Any) -> Any:
-    @wraps(method)
     def call(group: ProcessGroup, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        is_sum = any(getattr(options, "reduceOp", None) == ReduceOp.SUM for options in (*args, *kwargs.values()))
-        user = _user(sys._getframe(1)) if is_sum and _compared[group.group_name] < COMPARED else None
-        if user is not None and not _is_recorded():
-            _compare(group, tensors, user)
-        return method(group, tensors, *args, **kwargs)
+        user = None
+        if _compared[group.group_name] < COMPARED and _is_sum_at_once((*args, *kwargs.values())):
+            user = _user(sys._getframe(1))
+        if user is None or not _can_be_compared(tensors):
+            return method(group, tensors, *args, **kwargs)
+        return _compared_sum(lambda: method(group, tensors, *args, **kwargs), group, tensors, user)
 
     return call
+
+
+def _is_sum_at_once(arguments: Sequence[Any]) -> bool:
+    """True for the arguments of a sum that its caller waits for."""
+    options = next((x for x in arguments if hasattr(x, "reduceOp")), None)
+    return options is not None and options.reduceOp == ReduceOp.SUM and not options.asyncOp
+
+
+def _can_be_compared(tensors: Sequence[Tensor]) -> bool:
+    """True for plain tensors. (Of cut tensors such a sum is refused.) A CUDA graph that is recorded cannot wait."""
+    recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return not recorded and all(type(x) in (Tensor, nn.Parameter) for x in tensors)
 
 
 def _user(frame: FrameType | None) -> FrameType | None:
@@ -69,38 +80,34 @@ def _user(frame: FrameType | None) -> FrameType | None:
     return frame if frame is not None and is_users(frame) else None
 
 
-def _compare(group: ProcessGroup, tensors: Sequence[Tensor], user: FrameType) -> None:
-    """Warns if ranks of one model have the same tensors. (Of cut tensors such a sum is refused.)"""
-    if any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
-        return
-    theirs = dist.get_process_group_ranks(group)
-    ranks = [common_ranks(theirs, holdings_of(model, "").place) for model in models()]
-    shared = max(ranks, key=len, default=[])
-    if len(shared) < 2:
-        return
-    _compared[group.group_name] += 1
-    mine = [checksum(x) if bool((x != 0).any()) else -1 for x in tensors]
-    every = _gathered(group, mine, len(theirs), tensors[0].device)
+def _compared_sum(run: Callable[[], Any], group: ProcessGroup, tensors: Sequence[Tensor], user: FrameType) -> Any:
+    """Sums, and warns if ranks of one model had the same tensors: NOTE [No collective of our own]."""
+    number = _compared[group.group_name] = _compared[group.group_name] + 1
+    ranks_of_group = dist.get_process_group_ranks(group)
+    shared = [common_ranks(ranks_of_group, holdings_of(model, "").place) for model in models()]
+    ranks = max(shared, key=len, default=[])
+    if len(ranks) < 2 or not any(bool((x != 0).any()) for x in tensors):
+        return run()
+    text, names = str([checksum(x) for x in tensors]), [f"{group.group_name}/{number}/{rank}" for rank in ranks]
+    write_text(names[ranks.index(dist.get_rank())], text)
+    work = run()
+    work.wait()
+    if tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    if texts_so_far(names) == [text] * len(ranks):
+        _tell(ranks, user)
+    return work
+
+
+def _tell(ranks: Sequence[int], user: FrameType) -> None:
     line = user.f_code.co_filename, user.f_lineno
-    alike = {tuple(every[theirs.index(rank)]) for rank in shared}
-    if len(alike) == 1 and any(x >= 0 for x in mine) and line not in _told:
-        _told.add(line)
-        tell_user(
-            f"this sum is over ranks {shared} of one tensor-parallel model, which have the same tensor: it counts each "
-            "row once a rank. It is right if you divide by the number of ranks, or if each rank counts what is its "
-            'own. Otherwise use the group of the replicas, group=mesh["dp"].get_group(), or no sum without replicas. '
-            "This warning comes once for a line",
-            user,
-        )
-
-
-def _gathered(group: ProcessGroup, mine: list[int], size: int, device: torch.device) -> list[list[int]]:
-    """Returns each rank's numbers."""
-    sent = torch.tensor(mine, dtype=torch.int64, device=device)
-    received = [torch.empty_like(sent) for _ in range(size)]
-    group.allgather([received], [sent]).wait()
-    return [x.tolist() for x in received]
-
-
-def _is_recorded() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if line in _told:
+        return
+    _told.add(line)
+    tell_user(
+        f"this sum is over ranks {ranks} of one tensor-parallel model, which have the same tensor: it counts each row "
+        "once a rank. It is right if you divide by the number of ranks, or if each rank counts what is its own. "
+        'Otherwise use the group of the replicas, group=mesh["dp"].get_group(), or no sum without replicas. This '
+        "warning comes once for a line",
+        user,
+    )

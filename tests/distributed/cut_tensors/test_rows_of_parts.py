@@ -48,6 +48,14 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
 
 
+def of_other_values() -> Net:
+    model = Net()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3).add_(0.1)
+    return model
+
+
 class Lion(torch.optim.Optimizer):
     """An optimizer that is not torch's, and steps each element by itself."""
 
@@ -210,12 +218,24 @@ def hooks_after_gradients(rank: int, n: int) -> None:
 
 
 @checks.on(4)
+def hooks_that_change_gradients(rank: int, n: int) -> None:
+    """In a trainer they get the whole gradient of the batch, and give whole ones."""
+    one, mine = Net(), [x.chunk(2)[rank // 2] for x in (X, Y)]
+    for p in one.parameters():
+        p.register_hook(lambda g: g / g.norm())
+    one(X, Y).backward()
+    for zero in (1, 3):
+        trainer = autotp.distribute(Net(), tp=2, dp=2, zero=zero, example_inputs=(X, Y))
+        for p in trainer.parameters():
+            p.register_hook(lambda g: g / g.norm())
+        trainer.step(*mine)
+        expect_equal(one, trainer, lambda p: p.grad)
+
+
+@checks.on(4)
 def loaded_states(rank: int, n: int) -> None:
     """Whole tensors, clones, and what `state_dict` returned, copied or assigned."""
-    other = Net()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(3).add_(0.1)
+    other = of_other_values()
     model = sharded(Net())
     model.load_state_dict(other.state_dict())
     expect_equal(other, model)
@@ -232,10 +252,7 @@ def loaded_states(rank: int, n: int) -> None:
 @checks.on(4)
 def states_of_a_trainer(rank: int, n: int) -> None:
     """Whole tensors, and what `state_dict` gave; another rank's file is one Error on every rank."""
-    other = Net()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(3).add_(0.1)
+    other = of_other_values()
     for zero in (0, 3):
         trainer = autotp.distribute(Net(), tp=2, dp=2, zero=zero, example_inputs=(X, Y))
         trainer.load_state_dict(other.state_dict())
