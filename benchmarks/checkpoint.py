@@ -11,7 +11,6 @@ from its size after all imports to its largest size.
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
 import tempfile
 import time
@@ -83,9 +82,9 @@ def measured(name: str, run: Callable[[], autotp.ParallelModule]) -> tuple[autot
     before, start = memory.resident(), time.perf_counter()
     model = run()
     grown, seconds = memory.resident("VmHWM") - before, time.perf_counter() - start
-    sizes = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
-    whole = sum(math.prod(model.layouts[n].shape) * p.element_size() for n, p in model.named_parameters())
-    figures = torch.tensor([memory.stored(model), max(sizes.values()), grown, int(seconds * 1000)])
+    whole = sum(p.nbytes for p in model.parameters())
+    slices = [memory.local_part(p).nbytes for p in model.parameters()]
+    figures = torch.tensor([memory.stored(model), max(slices), grown, int(seconds * 1000)])
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     shard, largest, grown, milliseconds = figures.tolist()
     return model, Row(name, whole, shard, largest, grown, milliseconds / 1000)

@@ -64,6 +64,11 @@ def stored(module: nn.Module) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds of a parameter, a gradient or a state of an optimizer."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def sizes(model: autotp.ParallelModule) -> Sizes:
     """Returns the bytes that this rank holds, and those that it may hold."""
     cut = replicated = allowed = 0

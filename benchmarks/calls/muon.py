@@ -96,7 +96,7 @@ def measure(name: str, config: Shape, rounds: int) -> Row:
             optimizer.step()
     for name_ in names:
         own = parallel.layouts[name_].take(whole.get_parameter(name_).detach(), dist.get_rank())
-        if not torch.equal(own, parallel.get_parameter(name_).detach().as_subclass(Tensor)):
+        if not torch.equal(own, parallel.get_parameter(name_).detach().to_local()):
             raise RuntimeError(f"{name_} differs from that of one device")
     times = in_turn({way: optimizer.step for way, optimizer in optimizers.items()}, rounds, "cpu")
     one, parts = (statistics.median(each.wall for each in times[way]) for way in (ONE, PARTS))

@@ -43,6 +43,9 @@ from autotp.estimation.seconds.hardware import KINDS, hardware_of
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from memory import local_part
+
 ROWS, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 4096, 256, 4, 8
 WARM_UP, PROFILED = 2, 8
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**35), "MALLOC_TOP_PAD_": str(2**26)}
@@ -204,7 +207,7 @@ def most_bytes(run: Trained) -> float:
     to the end of the step. So of several steps the one counts in which fewest bytes stay.
     """
     state = [x for entry in run.optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
-    held = sum(x.numel() * x.element_size() for x in (*map(torch.Tensor.detach, run.parameters), *state))
+    held = sum(local_part(x).nbytes for x in (*run.parameters, *state))
     return held + min(_profiled(run) for _ in range(PROFILED))[1]
 
 

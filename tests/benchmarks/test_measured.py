@@ -11,12 +11,13 @@ from predicted.measured import Row
 from ranks import run_ranks
 
 
-def row(rank: int, n: int) -> dict[str, Any]:
-    return asdict(measured.compared("gpt", "dp 2", "cpu-gloo", 2))
+def row(rank: int, n: int, layout: str) -> dict[str, Any]:
+    return asdict(measured.compared("gpt", layout, "cpu-gloo", 2))
 
 
-def test_a_row_is_predicted_and_measured() -> None:
-    first, second = (Row(**found) for found in run_ranks(row, 2, timeout=100))
+@pytest.mark.parametrize("layout", ["dp 2", "tp 2"])
+def test_a_row_is_predicted_and_measured(layout: str) -> None:
+    first, second = (Row(**measured_row) for measured_row in run_ranks(row, 2, layout, timeout=100))
     assert first == second  # Of all ranks.
     assert first.memory[0] == pytest.approx(first.memory[1], rel=0.05)
     assert min(*first.compute, *first.wall, first.speed) > 0 and first.quartiles[0] <= first.quartiles[1]
