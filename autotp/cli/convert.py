@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -15,8 +15,6 @@ from rich.text import Text
 from autotp.checkpoint.conversion.content import FORMATS, Content, Format
 from autotp.checkpoint.conversion.differences import Unlike, differences
 from autotp.checkpoint.conversion.formats import CONFIG, OF_TORCH, cast, config_in, read_content, write_content
-from autotp.checkpoint.conversion.megatron_files import Target
-from autotp.checkpoint.conversion.megatron_names import LIBRARIES
 from autotp.checkpoint.weights import parse_size
 from autotp.cli.flags import Debug, Json
 from autotp.cli.model_argument import dtype_named
@@ -26,7 +24,6 @@ from autotp.hf.files.conversion import as_in_files, as_in_modules
 from autotp.hf.processor_files import copy_beside
 
 To = Enum("To", {name: name for name in FORMATS})  # type: ignore[misc]
-Library = Enum("Library", {name: name for name in LIBRARIES})  # type: ignore[misc]
 
 
 def convert(
@@ -41,32 +38,20 @@ def convert(
         Path | None, typer.Option("--config", help="A folder of transformers or its config.json, for TARGET")
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="The dtype of what is written: bfloat16, ...")] = None,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks, for megatron")] = 1,
-    pp: Annotated[int, typer.Option("--pp", min=1, help="Stages of the pipeline, for megatron")] = 1,
-    divisible: Annotated[
-        int, typer.Option("--make-vocab-size-divisible-by", min=1, help="As Megatron-LM's option, times --tp")
-    ] = 128,
-    vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", min=1, help="Words of a checkpoint of Megatron-LM without padding")
-    ] = None,
-    names: Annotated[
-        Library | None, typer.Option("--names", help="Whose names: of a model from megatron, or to it")
-    ] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="The largest file of safetensors")] = "5GB",
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Writes the model in SOURCE as TARGET: between a training's checkpoint, a folder of safetensors, a torch file, and
-    Megatron-LM's GPT and BERT. Runs in one process, and runs no code of a file.
+    """Writes the model in SOURCE as TARGET: between a training's checkpoint, a folder of safetensors and a torch file.
+    Runs in one process, and runs no code of a file.
 
     Example: autotp convert model.pt weights/
 
     The exit status of --diff is 1 if the two differ.
     """
-    library = None if names is None else str(names.value)
 
     def read(path: Path) -> Content:
-        return within("convert", lambda: read_content(path, vocab_size, library))
+        return within("convert", lambda: read_content(path))
 
     if diff:
         found = within("convert", lambda: list(differences(read(source), read(target), atol)))
@@ -76,8 +61,6 @@ def convert(
         raise WrongUse("--atol is for --diff: write --diff, too")
     form: Format = to.value if to is not None else "torch" if target.suffix in OF_TORCH else "safetensors"
     content, kind = read(source), dtype_named(dtype)
-    for note in content.notes:
-        complain(f"warning: {note}")
     content = within("convert", lambda: _named(content, source, form, config))
     if kind is not None:
         settings = None if content.config is None else {**content.config, "dtype": dtype}
@@ -89,8 +72,8 @@ def convert(
     if form == "safetensors" and target.suffix:
         raise WrongUse(f"TARGET {target} is a folder for safetensors: leave {target.suffix} out, or use --to torch")
     beside = (lambda new: copy_beside(source, new)) if source.is_dir() else (lambda new: None)
-    how: dict[str, Any] = {"layout": Target(tp, pp, divisible), "library": library, "beside": beside}
-    within("convert", lambda: write_content(content, target, form, largest=parse_size(max_shard_size), **how))
+    largest = parse_size(max_shard_size)
+    within("convert", lambda: write_content(content, target, form, largest=largest, beside=beside))
     size = sum(math.prod(it.shape) * it.dtype.itemsize for it in content.tensors.values())
     told = {"ok": True, "source": content.format, "target": form, "tensors": len(content.tensors), "bytes": size}
     if json:

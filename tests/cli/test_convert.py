@@ -37,15 +37,14 @@ def gpt2(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-@pytest.mark.parametrize("way", ["torch", "megatron", "training"])
+@pytest.mark.parametrize("way", ["torch", "training"])
 def test_there_and_back(autotp_command, gpt2: Path, tmp_path: Path, way: str) -> None:
     """Its configuration and tokenizer go along, where the format has a place for them."""
     there, back = tmp_path / ("model.pt" if way == "torch" else way), tmp_path / "back"
-    layout = ("--tp", 2, "--pp", 2) if way == "megatron" else ()
-    done = autotp_command("convert", gpt2, there, "--to", way, *layout)
+    done = autotp_command("convert", gpt2, there, "--to", way)
     assert done.status == 0, done.err
     assert done.out.startswith(f"{there}: {way}, 28 tensors") and done.out.endswith("from safetensors\n")
-    done = autotp_command("convert", there, back, *(("--config", gpt2) if way != "megatron" else ()))
+    done = autotp_command("convert", there, back, "--config", gpt2)
     assert done.status == 0, done.err
     expect_equal(back, gpt2)
     config = json.loads((back / "config.json").read_text())
@@ -151,13 +150,12 @@ def test_what_differs(autotp_command, tmp_path: Path) -> None:
     [
         (("nowhere", "x"), 1, "there is no"),
         (("model.pt", "x.safetensors"), 2, "is a folder for safetensors"),
-        (("model.pt", "x", "--to", "megatron"), 1, "no GPT or BERT of which autotp knows"),
         (("model.pt", "x", "--to", "gguf"), 2, "Invalid value for '--to'"),
         (("model.pt", "x", "--atol", "1"), 2, "--atol is for --diff"),
         (("model.pt", "x", "--dtype", "int99"), 2, "torch has no such dtype"),
         (("empty", "x"), 1, "is no checkpoint"),
     ],
-    ids=["nowhere", "suffix", "megatron", "format", "atol", "dtype", "empty"],
+    ids=["nowhere", "suffix", "format", "atol", "dtype", "empty"],
 )
 def test_wrong(autotp_command, tmp_path: Path, monkeypatch: Any, args: tuple[str, ...], status: int, told: str) -> None:
     monkeypatch.chdir(tmp_path)

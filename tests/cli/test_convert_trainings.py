@@ -1,4 +1,4 @@
-"""`autotp convert` of what two ranks wrote: to safetensors, to Megatron-LM and back, without a change of a bit."""
+"""`autotp convert` of what two ranks wrote: to safetensors and back, without a change of a bit."""
 
 from __future__ import annotations
 
@@ -83,17 +83,3 @@ def test_to_safetensors_and_back(autotp_command, trained: Path, tmp_path: Path) 
     for other in ("again", "out"):
         done = autotp_command("convert", "--diff", trained / "ckpt", tmp_path / other)
         assert (done.status, done.out) == (0, "equal: the same names, shapes, dtypes and values\n")
-
-
-@pytest.mark.parametrize("layout", [("--tp", 1, "--pp", 1), ("--tp", 2, "--pp", 2)], ids=["one", "four"])
-def test_to_megatron_and_back(autotp_command, trained: Path, tmp_path: Path, layout: tuple[Any, ...]) -> None:
-    given = "--to", "megatron", "--config", trained / "hf", *layout
-    done = autotp_command("convert", trained / "ckpt", tmp_path / "megatron", *given)
-    assert done.status == 0, done.err
-    assert len(list((tmp_path / "megatron" / "release").iterdir())) == layout[1] * layout[3]
-    done = autotp_command("convert", tmp_path / "megatron", tmp_path / "back", "--vocab-size", 37)
-    assert done.status == 0, done.err
-    expect_equal(tmp_path / "back", trained / "hf")
-    done = autotp_command("convert", tmp_path / "back", tmp_path / "again", "--to", "training")
-    assert done.status == 0, done.err
-    expect_equal(tmp_path / "again", trained / "ckpt")

@@ -14,8 +14,6 @@ THROUGH_A_PUBLIC_CALL = {
     "api": "system/test_refusals",
     "checkpoint/conversion/content": "cli/test_convert",
     "checkpoint/conversion/formats": "cli/test_convert",
-    "checkpoint/conversion/megatron_arguments": "checkpoint/conversion/test_megatron_files",
-    "checkpoint/conversion/megatron_names": "checkpoint/conversion/test_megatron_files",
     "checkpoint/optimizers": "runtime/optim/test_whole_states",
     "checkpoint/whole_optimizer": "hf/loops/test_trainer_calls",
     "checkpoint/write": "checkpoint/test_saving_ends",

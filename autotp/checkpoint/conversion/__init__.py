@@ -1,4 +1,4 @@
-"""Converts a model's tensors between training checkpoints, safetensors, torch files and Megatron-LM's checkpoints.
+"""Converts a model's tensors between training checkpoints, safetensors and torch files.
 
 All runs in one process, tensor by tensor, and no code of a file is run.
 """

@@ -12,8 +12,8 @@ from torch import Tensor
 from autotp.checkpoint.files.tensor_sources import Box, Shape, Source, cut
 from autotp.checkpoint.manifest import Manifest
 
-Format = Literal["safetensors", "torch", "training", "megatron"]
-FORMATS: tuple[Format, ...] = ("safetensors", "torch", "training", "megatron")
+Format = Literal["safetensors", "torch", "training"]
+FORMATS: tuple[Format, ...] = ("safetensors", "torch", "training")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class Content:
         config: the configuration of transformers, as config.json has it; None if the checkpoint has none.
         state: name -> source, of an optimizer and others.
         step: the step of a training.
-        notes: what a user should know about the reading.
     """
 
     format: Format
@@ -34,7 +33,6 @@ class Content:
     config: Mapping[str, Any] | None = None
     state: Mapping[str, Source] = field(default_factory=dict)
     step: int = 0
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from uuid import uuid4
 import torch
 
 from autotp.checkpoint.conversion.content import Content, Format, Held, Saved
-from autotp.checkpoint.conversion.megatron_files import Target, is_megatron, read_megatron, write_megatron
 from autotp.checkpoint.conversion.torch_files import state_dict_in
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, read_regular, write_whole
 from autotp.checkpoint.files.safetensors_files import INDEX, ONE_FILE, stored_tensors, tensors_of_file
@@ -36,13 +35,11 @@ def format_of(path: Path) -> Format:
     """
     if path.is_file():
         return "safetensors" if path.suffix == ".safetensors" else "torch"
-    if is_megatron(path):
-        return "megatron"
     if path.is_dir() and ((path / ONE_FILE).is_file() or (path / INDEX).is_file()):
         return "safetensors"
     if path.is_dir() and (_has_manifest(path) or any(map(_has_manifest, path.glob("step-*")))):
         return "training"
-    kinds = f"{ONE_FILE}, a checkpoint of save_checkpoint, mp_rank_00 of Megatron-LM, or a file of torch.save"
+    kinds = f"{ONE_FILE}, a checkpoint of save_checkpoint, or a file of torch.save"
     raise Error(f"{path} is no checkpoint" if path.exists() else f"there is no {path}", expected=kinds)
 
 
@@ -50,18 +47,13 @@ def _has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() or (folder / OF_FORMAT_1).is_file()
 
 
-def read_content(path: Path, vocabulary: int | None = None, library: str | None = None) -> Content:
-    """Returns what a checkpoint has.
-
-    Args:
-        vocabulary, library: for one of Megatron-LM, as for `read_megatron`.
+def read_content(path: Path) -> Content:
+    """Returns the tensors and the configuration of a checkpoint.
 
     Raises:
         Error: the checkpoint cannot be read.
     """
     match format_of(path):
-        case "megatron":
-            return read_megatron(path, vocabulary, library)
         case "training":
             return _training(path)
         case "torch":
@@ -106,25 +98,20 @@ def write_content(
     path: Path,
     to: Format,
     *,
-    layout: Target,
-    library: str | None = None,
     largest: int = 5 * 10**9,
     beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Writes a model's tensors in a format, in one step; an optimizer's state is not written.
 
     Args:
-        layout, library: for Megatron-LM, as for `write_megatron`.
         largest: the most bytes in one file of safetensors.
         beside: writes further files into a folder of safetensors.
 
     Raises:
-        Error: the checkpoint cannot be written, or the format cannot have this model.
+        Error: the checkpoint cannot be written.
     """
     try:
         match to:
-            case "megatron":
-                write_megatron(path, content, layout, library)
             case "training":
                 _write_training(path, content)
             case "torch":

@@ -1,15 +1,14 @@
 """torch_files: reads files of `torch.save` as plain data: tensors, numbers, texts, and containers of these.
 
 NOTE [No code]
-torch's restricted unpickler (`weights_only=True`) calls nothing but what makes tensors. Files of Megatron-LM name other
-classes besides: the argparse.Namespace of its arguments, its enumerations, arrays of numpy. Each name that torch would
-refuse stands for `Unread` here, an object without content, but for Namespace. So no class is looked up by its name in a
-file, and no function is called.
+torch's restricted unpickler (`weights_only=True`) calls nothing but what makes tensors. Files of a training name other
+classes besides: the argparse.Namespace of its arguments, enumerations, arrays of numpy. Each name that torch would
+refuse stands for `Unread` here, an object without content. So no class is looked up by its name in a file, and no
+function is called.
 """
 
 from __future__ import annotations
 
-import argparse
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +19,6 @@ from torch import Tensor
 
 from autotp.checkpoint.files.checksums import open_regular
 from autotp.errors import Error
-
-NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
 class Unread:
@@ -43,8 +40,7 @@ def read_torch_file(file: Path) -> Any:
     try:
         _expect_stored(file)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        known: Any = [(argparse.Namespace if name in NAMESPACES else Unread, name) for name in names]
-        with torch.serialization.safe_globals(known):
+        with torch.serialization.safe_globals([(Unread, name) for name in names]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Error:
         raise
