@@ -7,10 +7,11 @@ variable TORCHELASTIC_ERROR_FILE names.
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from functools import wraps
 from types import TracebackType
+
+from autotp.torch_internals import EXCEPT_HOOK
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OURS = "autotp_reports"
@@ -32,7 +33,7 @@ def write_error(error: Exception) -> None:
 
 def report_errors() -> None:
     """Writes an error that ends the program, from here on, to torchrun's file; does nothing under other launchers."""
-    theirs = sys.excepthook
+    theirs = EXCEPT_HOOK.original()
     if VARIABLE not in os.environ or hasattr(theirs, OURS):
         return
 
@@ -44,4 +45,4 @@ def report_errors() -> None:
         theirs(kind, error, trace)
 
     setattr(reported, OURS, True)
-    sys.excepthook = reported
+    EXCEPT_HOOK.put(reported)

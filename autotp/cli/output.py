@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import autotp
 from autotp.display.sheet import DATA_VERSION
 from autotp.errors import Error
+from autotp.torch_internals import SHOW_WARNING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,8 +89,7 @@ def complain(text: str) -> None:
 @contextmanager
 def warnings_on_stderr() -> Iterator[None]:
     """A region in which a warning to the user is one line on stderr, and those to developers are left out."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), SHOW_WARNING.replaced_by(lambda message, *_, **__: complain(f"warning: {message}")):
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", category=UserWarning, message=".*example_inputs")
-        warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
         yield

@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from autotp.torch_internals import NAMES_GROUP
+
 MANY = 64
 """In groups of more ranks gloo connects two ranks when the first one sends, and not when the group is made."""
 LATE = "TORCH_GLOO_LAZY_INIT"
@@ -38,19 +40,15 @@ def without_others(ranks: Sequence[int], axis: str) -> Iterator[None]:
       communicator of its own when it is first used.
     """
     world: Any = dist.group.WORLD
-    torch_names: Any = dist.distributed_c10d
     digest = sha1(repr(sorted(ranks)).encode(), usedforsecurity=False).hexdigest()
     made = _made.setdefault(world, Counter())
     name = f"autotp/{axis}/{digest}/{made[digest]}"
     made[digest] += 1
-    name_before, device_before = torch_names._hash_ranks_to_str, world.bound_device_id
-    torch_names._hash_ranks_to_str = lambda _: name
-    world.bound_device_id = None
+    device_before, world.bound_device_id = world.bound_device_id, None
     try:
-        with connecting_late(len(ranks)):
+        with NAMES_GROUP.replaced_by(lambda _: name), connecting_late(len(ranks)):
             yield
     finally:
-        torch_names._hash_ranks_to_str = name_before
         world.bound_device_id = device_before
 
 

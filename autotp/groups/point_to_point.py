@@ -18,9 +18,8 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from autotp.groups.process_group import process_group, replace_methods
 from autotp.groups.shared_memory import started_here
+from autotp.torch_internals import OF_SOME_RANKS
 
-METHODS = "send", "recv", "recv_anysource", "monitored_barrier"
-"""The methods of a process group that some ranks may call alone, or in which ranks start different numbers."""
 _others: dict[str, int] = {}
 """Name of a process group -> number of operations that do not count."""
 _within: dict[str, int] = {}
@@ -43,7 +42,7 @@ def count_from_here(group: str) -> None:
 
 def install() -> Callable[[], None]:
     """Counts these operations of all process groups; returns the undo."""
-    return replace_methods(METHODS, _counted)
+    return replace_methods(OF_SOME_RANKS, _counted)
 
 
 def _started(group: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.errors import Error
+from autotp.torch_internals import Replaced
 
 
 def process_group(name: str) -> ProcessGroup:
@@ -33,20 +34,17 @@ def seat(group: str) -> tuple[int, int]:
     return members.rank(), members.size()
 
 
-def replace_methods(names: Sequence[str], wrapped: Callable[[Any], Any]) -> Callable[[], None]:
+def replace_methods(rows: Iterable[Replaced], wrapped: Callable[[Any], Any]) -> Callable[[], None]:
     """Replaces methods of all process groups, and returns the undo.
 
     Args:
         wrapped: returns what stands for a method of torch's, a function whose first argument is the group.
     """
-    torch_class: Any = ProcessGroup
-    before = {name: vars(torch_class)[name] for name in names}  # Read as an attribute, a method would lose `self`.
-    for name in names:
-        setattr(torch_class, name, wrapped(getattr(torch_class, name)))
+    undone = [row.put(wrapped(row.original())) for row in rows]
 
     def undo() -> None:
-        for name, method in before.items():
-            setattr(torch_class, name, method)
+        for put_back in undone:
+            put_back()
 
     return undo
 

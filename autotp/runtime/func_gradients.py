@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import apis, eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
+from autotp import torch_internals as internals
 from autotp.distributed.cut_tensors.cut_parameter import CutParameter, CutTensor, whole_operand
 from autotp.distributed.cut_tensors.sharded_tensor import taken_part
 from autotp.distributed.live_models import Undo
@@ -66,7 +66,7 @@ def expect_tied(ties: Mapping[str, tuple[ParameterPlace, str]], held: Mapping[st
 
 def install() -> Undo:
     """Has transforms of torch.func take a cut parameter that they are given as the whole; returns the undo."""
-    wrap, batched = eager_transforms._wrap_tensor_for_grad, vmap._process_batched_inputs
+    wrap, batched = internals.WRAPS_FOR_GRAD.original(), internals.BATCHES_INPUTS[0].original()
 
     @wraps(wrap)
     def wrapped(x: Any, level: int) -> Any:
@@ -79,10 +79,10 @@ def install() -> Undo:
     def of_wholes(in_dims: Any, args: Any, func: Any) -> Any:
         return batched(in_dims, args if torch.compiler.is_compiling() else pytree.tree_map(whole_operand, args), func)
 
-    def put(of_gradients: Any, of_batches: Any) -> None:
-        setattr(eager_transforms, wrap.__name__, of_gradients)
-        for module in (vmap, apis):
-            setattr(module, batched.__name__, of_batches)
+    undone = [internals.WRAPS_FOR_GRAD.put(wrapped), *(row.put(of_wholes) for row in internals.BATCHES_INPUTS)]
 
-    put(wrapped, of_wholes)
-    return lambda: put(wrap, batched)
+    def undo() -> None:
+        for put_back in undone:
+            put_back()
+
+    return undo

@@ -1,39 +1,18 @@
-"""The modes and replaced functions of torch that are active while a model is captured.
+"""The regions in which a model is captured: modes of torch, and what stands for functions of torch and Python.
 
 NOTE [What is patched during capture]
 A graph has operators only, so anything else that a model does must be observed while it runs. Where torch offers no
-other way, a function of torch or Python is replaced. This happens in the regions of this file only, and ends with them.
-(`skeleton.py` replaces how Python copies bound methods, while it copies a model.)
-- `nn.Module.__getattribute__`: notes the attributes that are read (`guard.py`).
-- `nn.Module.__getattribute__`, `__setattr__` and `__delattr__`, `forward` of blocks' classes, all methods of the
-        classes of objects that blocks are given: blocks that are alike are captured once (`repeats.py`, `queries.py`).
-- what `torch.autograd.Function.apply` calls: puts the Function's own backward into the graph (`lost_gradients.py`).
-- `torch.compiler.is_exporting`, as torch's `allow_in_pre_dispatch_graph` asks it: its Functions stay in the graph
-        operator by operator (`lost_gradients.py`).
-- `torch.is_grad_enabled`, `torch.is_inference_mode_enabled`: answer for the call that is captured, not for the exporter
-        (`python_state.py`). These, and the next three, under each name that a module of Python has for them
-        (`everywhere.py`).
-- `torch.default_generator`: forward may not seed it (`python_state.py`).
-- the functions that begin a derivative: forward may take none (`lost_gradients.py`).
-- the collectives of torch.distributed: those of the model's code become operators (`forward_collectives.py`).
-- `nn.TransformerEncoder.forward`, and torch's test whether a mask is causal (`transformer_layers.py`).
-- comparisons of sizes, and `isinstance`: the model's code gets a bool, and the class that it gets on one device
-        (`number_classes.py`).
-- `ShapeEnv.evaluate_expr`: a question about sizes of too many terms ends the capture (`long_sizes.py`).
-- `torch.SymInt`'s text and hash: a size that is used as text or as a key becomes a number (`sizes_as_keys.py`).
-- `nn.Module._apply`: a conversion of a module in forward changes nothing, or is refused (`conversions.py`).
-- the exporter's exceptions that say that a value is not known: the model may not catch them (`tensor_values.py`).
+other way, a function of torch or Python is replaced. `autotp/torch_internals.py` lists them, with the reason for each.
+Beside these, while a model is captured:
+- blocks that are alike are captured once: their classes have another `forward`, and the classes of objects that they
+        are given have other methods (`repeats.py`, `queries.py`).
 - what a library of models asks for (`model_library.py`): transformers' masks.
-- logging and stderr: the exporter prints a page about each error.
-- torch's cache of operators' results on fake tensors: with symbolic sizes it computes each operator twice to fill an
-        entry, and each export begins with an empty cache. Without the cache a capture takes half the time.
-- a setting of torch's fake tensors: on a model that runs on another device, operators also take tensors that the model
-        makes on the CPU, because a rank has them all on its own device (`relocate.py`).
-- the exporter's stack of each operator: it would look up the source of a hundred frames, most of them its own.
+- there are no logs and no stderr: the exporter prints a page about each error.
+- torch does not cache results of operators on fake tensors: with symbolic sizes it computes each operator twice to fill
+        an entry, and each export begins with an empty cache. Without the cache a capture takes half the time.
+- torch's fake tensors may be on two devices: on a model that runs on another device, operators also take tensors that
+        the model makes on the CPU, because a rank has them all on its own device (`relocate.py`).
 - the Python code of the exporter's intermediate graphs is written only where they run.
-- the last step of `torch.vmap`, where `out_dims` is not 0: the exporter does not record what moves the dimension
-        (`inline.py`).
-- `tensor_meta` of each node, a second description of its value that nothing reads: it is left empty.
 Only one thread captures at a time (`CAPTURING`).
 """
 
@@ -49,26 +28,26 @@ from io import StringIO
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
 from types import FrameType
-from unittest import mock
 
 from torch import nn
-from torch._functorch import vmap
-from torch.fx import proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental import proxy_tensor
 
+from autotp import torch_internals as internals
 from autotp.model_library import during_capture
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
+from autotp.passes.capture.guards import values
 from autotp.passes.capture.guards.guard import Reads
 from autotp.passes.capture.guards.python_state import GradientQueries, unseeded, without_python_random
 from autotp.passes.capture.inline import rows_first, with_whole
 from autotp.passes.capture.repeats.repeats import Repeats
+from autotp.passes.capture.replacements import number_classes
 from autotp.passes.capture.replacements.everywhere import everywhere
 from autotp.passes.capture.replacements.forward_collectives import as_operators
 from autotp.passes.capture.replacements.functions import ReplacedFunctions
 from autotp.passes.capture.replacements.number_classes import numbers_of_python
 from autotp.passes.capture.replacements.transformer_layers import slow_path
+from autotp.passes.capture.unsupported import long_sizes
 from autotp.passes.capture.unsupported.conversions import none_converted
 from autotp.passes.capture.unsupported.lost_gradients import nothing_lost, without_derivatives
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
@@ -80,6 +59,8 @@ CAPTURING = threading.RLock()
 """Held during a capture: torch.export and the patches allow one thread at a time."""
 RUN = str(Path(__file__).with_name("flatten.py"))
 """The file that calls the model."""
+ASKING_FILES = (long_sizes.__file__, number_classes.__file__, values.__file__)
+"""The files whose functions stand for operators of sizes and numbers."""
 
 
 @contextmanager
@@ -88,9 +69,9 @@ def around_capture(autocast: Autocast) -> Iterator[None]:
     with (
         alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), _no_cache(), _use_lazy_graph_module(True),
         _one_device(autocast.device),
-        mock.patch.object(proxy, "CapturedTraceback", UserStack),
-        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
-        mock.patch.object(vmap, "_add_batch_dim", with_whole), mock.patch.object(vmap, "_remove_batch_dim", rows_first),
+        _lines_of_models(),
+        internals.STACK_OF_NODE.replaced_by(UserStack), internals.METADATA_OF_NODE.replaced_by(lambda value: None),
+        internals.BATCHED_ROWS.replaced_by(with_whole), internals.ROWS_OF_BATCH.replaced_by(rows_first),
     ):  # fmt: skip
         yield
 
@@ -142,6 +123,14 @@ def _no_cache() -> Iterator[None]:
     from torch._dynamo import config  # All of Dynamo comes with it (1 s). The exporter imports it as well.
 
     with config.patch(fake_tensor_cache_enabled=False):
+        yield
+
+
+@contextmanager
+def _lines_of_models() -> Iterator[None]:
+    """A region in which torch says of an assumption about sizes which line of the model made it, and none of autotp."""
+    files = {*internals.FILES_OF_GUARDS.original()(), *ASKING_FILES}
+    with internals.FILES_OF_GUARDS.replaced_by(lambda: files):
         yield
 
 

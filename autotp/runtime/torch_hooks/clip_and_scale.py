@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 
+from autotp import torch_internals as internals
 from autotp.distributed.cut_tensors.cut_parameter import whole_operand
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.ops.collectives import reduce
@@ -29,13 +29,13 @@ from autotp.runtime.holdings import Holdings, holdings_of
 
 def install() -> Undo:
     """Replaces both functions of torch; returns the undo."""
-    cell, scaler = _cell(clip_grad._get_total_norm), torch.amp.GradScaler
-    norm, unscale = cell.cell_contents, scaler._unscale_grads_
-    cell.cell_contents = _instead(norm, _norm_of_all)
-    scaler._unscale_grads_ = _instead(unscale, _unscaled_on_all)  # type: ignore[method-assign]
+    cell = _cell(internals.TOTAL_NORM.original())
+    norm, cell.cell_contents = cell.cell_contents, _instead(cell.cell_contents, _norm_of_all)
+    unpatch_scaler = internals.UNSCALES.put(_instead(internals.UNSCALES.original(), _unscaled_on_all))
 
     def undo() -> None:
-        cell.cell_contents, scaler._unscale_grads_ = norm, unscale  # type: ignore[method-assign]
+        cell.cell_contents = norm
+        unpatch_scaler()
 
     return undo
 

@@ -28,10 +28,10 @@ from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autotp import torch_internals as internals
 from autotp.distributed.live_models import Undo, models
 from autotp.distributed.mesh import Mesh, numbered_groups
 from autotp.distributed.peers.heartbeat import leave_note, on_each_look, on_news, take_note_back, tell
@@ -117,8 +117,7 @@ def install() -> Undo:
     on_each_look(_look)
     on_news(WAITS, lambda sender, told: _waiting.setdefault(told[0], {}).update({sender: told[1]}))
     on_news(PASSED, lambda sender, told: _passed.update({told[0]: told[1]}))
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
+    run = internals.RUNS_BACKWARD.original()
 
     @wraps(run)
     def call(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,12 +128,7 @@ def install() -> Undo:
                 interrupted(error)
             raise
 
-    autograd._engine_run_backward = call
-
-    def undo() -> None:
-        autograd._engine_run_backward = run
-
-    return undo
+    return internals.RUNS_BACKWARD.put(call)
 
 
 def _is_of_model(outputs: Iterable[Any]) -> bool:

@@ -32,9 +32,8 @@ from autotp.distributed.replica_check import common_ranks
 from autotp.groups.process_group import replace_methods
 from autotp.runtime.holdings import holdings_of
 from autotp.source_location import is_users
+from autotp.torch_internals import SUMS_OF_USERS
 
-SUMS = "allreduce", "allreduce_coalesced", "reduce"
-"""The methods of a process group that may sum tensors of a list. torch's functions for sums call them."""
 OF_USERS = "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"
 """Modules of torch that call these methods for their caller."""
 COMPARED = 16
@@ -46,7 +45,7 @@ _told: set[tuple[str, int]] = set()
 
 def install() -> Undo:
     """Compares what is summed in the first sums of user code in each process group; returns the undo."""
-    return replace_methods(SUMS, _compares)
+    return replace_methods(SUMS_OF_USERS, _compares)
 
 
 def _compares(method: Any) -> Any:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotp import torch_internals as internals
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.passes.capture.guards.attribute_paths import (
     MIXED,
@@ -46,7 +47,6 @@ from autotp.passes.capture.guards.attribute_paths import (
 from autotp.passes.capture.guards.attribute_writes import content_of, same_content
 from autotp.passes.capture.guards.code_names import CodeName, Named, is_library, settings_in
 from autotp.passes.capture.guards.comparison import Frozen
-from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -69,7 +69,7 @@ class Reads:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """A region in which each read of a module's attribute is noted."""
-        note, get = self.seen.add, nn.Module.__getattribute__
+        note, get = self.seen.add, internals.READS_ATTRIBUTE.original()
 
         def read(module: nn.Module, name: str) -> Any:
             table = get(module, "__dict__")
@@ -80,7 +80,7 @@ class Reads:
                     note((id(table), key))
             return get(module, name)
 
-        with patched(nn.Module, {"__getattribute__": read}):
+        with internals.READS_ATTRIBUTE.replaced_by(read):
             yield
 
     def slots(self, same: Sequence[tuple[nn.Module, nn.Module]] = ()) -> frozenset[Slot]:

@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.model_library import instead_of_python_random
 from autotp.passes.capture.guards.attribute_paths import reached, spelled
-from autotp.passes.capture.replacements.everywhere import Replaced
+from autotp.passes.capture.replacements.everywhere import Pairs
 from autotp.source_location import is_users, user_line
 
 ASKING = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 IN_PLACE_NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 IN_PLACE = tuple(f"__i{name}__" for name in IN_PLACE_NAMES)
-MODES = ("is_grad_enabled", "is_inference_mode_enabled")
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class GradientQueries(TorchFunctionMode):
             if isinstance(view, FakeTensor) and (view._is_view() or view is x):
                 self.roots[id(view)] = root, view
 
-    def answering(self) -> Replaced:
+    def answering(self) -> Pairs:
         """Returns what stands for `torch.is_grad_enabled` and the like: it answers for the call that is captured."""
-        return [(mode, self._answering(mode)) for mode in (getattr(torch, name) for name in MODES)]
+        return [(row.original(), self._answering(row)) for row in internals.GRADIENT_MODES]
 
     def relevant(self) -> GradientsWanted:
         """Returns the answers that the model asked for."""
@@ -130,14 +130,15 @@ class GradientQueries(TorchFunctionMode):
         flags = (self.wanted.inputs, self.wanted.parameters) if self.flags else (None, None)
         return GradientsWanted(*modes, *flags)
 
-    def _answering(self, real: Callable[[], bool]) -> Callable[[], bool]:
-        """Replaces a function that returns a mode: NOTE [Whether gradients are wanted]"""
+    def _answering(self, row: internals.Replaced) -> Callable[[], bool]:
+        """Returns what stands for a function that returns a mode: NOTE [Whether gradients are wanted]"""
+        real, is_inference = row.original(), row.name == "is_inference_mode_enabled"
 
         def answer() -> bool:
             if not is_users(sys._getframe(1)):
-                return real()
+                return bool(real())
             self.modes = True
-            return bool(self.wanted.inference if real.__name__ == MODES[1] else real() and self.wanted.enabled)
+            return bool(self.wanted.inference if is_inference else real() and self.wanted.enabled)
 
         return answer
 
@@ -256,9 +257,10 @@ def _asked_by_dynamo() -> bool:
     return frame.f_globals.get("__name__") in ("torch._dynamo.convert_frame", "torch._dynamo.trace_rules")
 
 
-def unseeded() -> Replaced:
+def unseeded() -> Pairs:
     """Returns what stands for torch's generator, and refuses a model that sets torch's random state."""
-    return [(torch.default_generator, _Unseeded(torch.default_generator))]
+    generator = internals.GENERATOR.original()
+    return [(generator, _Unseeded(generator))]
 
 
 def _state(source: Any) -> Any:

@@ -27,13 +27,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
-from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     SymT,
@@ -45,6 +43,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
+from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.model_library import BeginAgain
 from autotp.passes.capture.guards.argument_keys import argument_key
@@ -69,11 +68,6 @@ READS = frozenset({*PREDICATES, *AS_NUMPY, *NUMBERS})
 """Functions that give Python values of tensors' values."""
 
 
-OF_FLOATS = (
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
-    "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__floordiv__", "__rfloordiv__", "__mod__",
-)  # fmt: skip
-"""Operators of two numbers, of which one has a point."""
 TRUTH = "bool of numbers"
 """The function of a place where numbers that were read decide."""
 NO_NUMPY = ".numpy() is not supported"
@@ -205,14 +199,13 @@ class Reading(TorchFunctionMode):
 
     def __enter__(self) -> Reading:
         self._patches = ExitStack()
-        for name in OF_FLOATS:
-            self._patches.enter_context(patch.object(torch.SymFloat, name, self._computed(name)))
-        for kind in (torch.SymBool, torch.SymInt, torch.SymFloat):
-            self._patches.enter_context(patch.object(kind, "__bool__", self._decided(kind)))
-        for kind in (torch.SymInt, torch.SymFloat):
-            self._patches.enter_context(patch.object(kind, "__array_ufunc__", self._of_numpy, create=True))
-        files = {*symbolic_shapes.uninteresting_files(), __file__}  # A guard's line is that of the model.
-        self._patches.enter_context(patch.object(symbolic_shapes, "uninteresting_files", lambda: files))
+        instead: list[tuple[internals.Replaced, Any]] = [
+            (row, self._computed(row.original())) for row in internals.COMPUTES_FLOATS
+        ]
+        instead += [(row, self._decided(row.resolved_owner())) for row in internals.TRUTH_OF_NUMBERS]
+        instead += [(row, self._of_numpy) for row in internals.NUMBERS_IN_NUMPY]
+        for row, ours in instead:
+            self._patches.enter_context(row.replaced_by(ours))
         super().__enter__()
         return self
 
@@ -220,12 +213,11 @@ class Reading(TorchFunctionMode):
         super().__exit__(*raised)
         self._patches.close()
 
-    def _computed(self, name: str) -> Callable[[Any, Any], Any]:
+    def _computed(self, compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Returns what an operator of numbers with a point does: what algebra knows without their values, needs them.
 
         There are no round-off, infinity and NaN in algebra: `m != m` is False there, and `m - m` is 0.
         """
-        compute = getattr(torch.SymFloat, name)
 
         def computed(number: Any, other: Any) -> Any:
             found = compute(number, other)

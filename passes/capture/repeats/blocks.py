@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autotp.passes.capture.guards.comparison import structure
+from autotp.torch_internals import put
 
 Blocks = Mapping[int, tuple[nn.Module, int]]
 """`id` of a block's `__dict__` -> the block, and the number of its kind: blocks of a kind have the same structure."""
@@ -50,23 +51,11 @@ def definer(kind: Any) -> Any:
 
 @contextmanager
 def patched(kind: Any, names: Mapping[str, Any]) -> Iterator[None]:
-    """A region in which a class, or a module of Python, has other attributes.
-
-    They are set with `type.__setattr__`: a metaclass of autotp forwards plain assignments (`runtime/module.py`).
-    """
-    put, delete = (type.__setattr__, type.__delattr__) if isinstance(kind, type) else (setattr, delattr)
-    before, done = dict(vars(kind)), list[str]()
-    try:
+    """A region in which a class, or a module of Python, has other attributes."""
+    with ExitStack() as stack:
         for name, value in names.items():
-            put(kind, name, value)
-            done.append(name)
+            stack.callback(put(kind, name, value))
         yield
-    finally:
-        for name in done:
-            if name in before:
-                put(kind, name, before[name])
-            else:
-                delete(kind, name)
 
 
 def _alike(model: nn.Module) -> Iterator[nn.Module]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autotp import torch_internals as internals
 from autotp.passes.capture.guards import comparison as alike
 from autotp.passes.capture.guards.comparison import (
     Frozen,
@@ -91,7 +92,9 @@ class Repeats:
         classes = {definer(type(block)) for block, _ in self.blocks.values()}
         CALLS.append(self.calls)
         try:
-            with patched(nn.Module, _watching(self)), ExitStack() as patches:
+            with ExitStack() as patches:
+                for row, ours in _watching(self).items():
+                    patches.enter_context(row.replaced_by(ours))
                 for kind in classes:
                     patches.enter_context(patched(kind, {"forward": _calling(kind.forward, self)}))
                 yield
@@ -267,9 +270,10 @@ def _kind(leaf: Any, given: Sequence[Tensor], objects: Sequence[Any], frozen: Fr
     return frozen(leaf) if at is None else (type(leaf), at)
 
 
-def _watching(repeats: Repeats) -> dict[str, Any]:
+def _watching(repeats: Repeats) -> dict[internals.Replaced, Any]:
     """Returns the methods of nn.Module that note in `repeats` the attributes that are read and set."""
-    before_get, before_set, before_delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
+    before_get, before_set = internals.READS_ATTRIBUTE.original(), internals.SETS_ATTRIBUTE.original()
+    before_delete = internals.DELETES_ATTRIBUTE.original()
 
     def get(self: nn.Module, name: str) -> Any:
         number = repeats.read(self, name) if repeats.open is not None else None
@@ -285,7 +289,7 @@ def _watching(repeats: Repeats) -> dict[str, Any]:
         repeats.written(self)
         before_delete(self, name)
 
-    return {"__getattribute__": get, "__setattr__": put, "__delattr__": delete}
+    return {internals.READS_ATTRIBUTE: get, internals.SETS_ATTRIBUTE: put, internals.DELETES_ATTRIBUTE: delete}
 
 
 def _calling(forward: Any, repeats: Repeats) -> Any:

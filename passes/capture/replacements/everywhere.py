@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-Replaced = Sequence[tuple[Any, Any]]
+Pairs = Sequence[tuple[Any, Any]]
 """Pairs of an object, and of what stands for it."""
 
 
 @contextmanager
-def everywhere(pairs: Replaced, model: nn.Module | None = None) -> Iterator[None]:
+def everywhere(pairs: Pairs, model: nn.Module | None = None) -> Iterator[None]:
     """A region in which the second object of each pair stands for the first one, in all modules of Python.
 
     It does so in the attributes of `model` and its submodules, too. A method has one place, its class: for these there

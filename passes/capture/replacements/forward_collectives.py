@@ -20,15 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
+from autotp import torch_internals as internals
 from autotp.errors import Error
-from autotp.passes.capture.replacements.everywhere import Replaced
+from autotp.passes.capture.replacements.everywhere import Pairs
 from autotp.source_location import is_users, user_line
-
-UNTRACED = (
-    "reduce", "gather", "scatter", "reduce_scatter", "all_to_all", "send", "recv", "isend", "irecv",
-    "batch_isend_irecv", "all_gather_object", "gather_object", "broadcast_object_list",
-    "scatter_object_list", "monitored_barrier",
-)  # fmt: skip
 
 
 class _Done:
@@ -41,11 +36,13 @@ class _Done:
         return True
 
 
-def as_operators() -> Replaced:
+def as_operators() -> Pairs:
     """Returns what stands for collectives of torch.distributed while a model is captured."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    instead: dict[Callable[..., Any], Callable[..., Any]] = {getattr(dist, name): _refused(name) for name in UNTRACED}
+    instead: dict[Callable[..., Any], Callable[..., Any]] = {
+        row.original(): _refused(row.name) for row in internals.COLLECTIVES_OF_USERS
+    }
     instead |= functional.traceable_collective_remaps
     instead |= {dist.all_reduce: _all_reduce, dist.broadcast: _broadcast, dist.barrier: _nothing}
     return [(real, _for_users(real, operator)) for real, operator in instead.items()]

@@ -14,18 +14,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from autotp.passes.capture.repeats.blocks import patched
+from autotp import torch_internals as internals
 from autotp.source_location import is_users
 
 CLASSES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 """Class of a symbol -> the class of what it stands for."""
-COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 IS_INSTANCE = builtins.isinstance
 
 
@@ -35,11 +32,10 @@ def numbers_of_python() -> Iterator[None]:
 
     `isinstance` says that a symbol is a number, and a comparison of sizes is a bool.
     """
-    symbolic_shapes.uninteresting_files().add(__file__)  # torch names the line of a guard: none in this file.
     with ExitStack() as stack:
-        stack.enter_context(patch.object(builtins, "isinstance", _is_instance))
-        for kind in (torch.SymInt, torch.SymFloat):
-            stack.enter_context(patched(kind, {name: _decided(getattr(kind, name)) for name in COMPARISONS}))
+        stack.enter_context(internals.IS_INSTANCE.replaced_by(_is_instance))
+        for row in internals.COMPARES_NUMBERS:
+            stack.enter_context(row.replaced_by(_decided(row.original())))
         yield
 
 

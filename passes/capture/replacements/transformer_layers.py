@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
+
+from autotp import torch_internals as internals
 
 
 @contextmanager
@@ -27,8 +28,8 @@ def slow_path() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            patch("torch.nn.modules.transformer._detect_is_causal_mask", _use_is_causal),
-            patch.object(nn.TransformerEncoder, "forward", _warn_of_padding),
+            internals.CAUSAL_MASK.replaced_by(_use_is_causal),
+            internals.ENCODER_FORWARD.replaced_by(_warn_of_padding),
         ):
             yield
     finally:

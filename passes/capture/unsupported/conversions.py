@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from autotp import torch_internals as internals
 from autotp.errors import Error
 
 
@@ -37,7 +37,7 @@ def none_converted(model: nn.Module) -> Iterator[None]:
                 )
         return module
 
-    with mock.patch.object(nn.Module, "_apply", converted):
+    with internals.CONVERTS_MODULE.replaced_by(converted):
         yield
 
 

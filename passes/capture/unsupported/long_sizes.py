@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import sympy
-from torch.fx.experimental import symbolic_shapes
 from torch.utils import _sympy
 
+from autotp import torch_internals as internals
 from autotp.model_library import BeginAgain
 
 Symbols = Literal["all", "first", "none"]
@@ -47,7 +46,7 @@ def short_sizes(symbols: Symbols) -> Iterator[None]:
         yield
         return
     raised = []
-    before = symbolic_shapes.ShapeEnv.evaluate_expr
+    before = internals.EVALUATES_SIZES.original()
 
     def evaluate_expr(environment: Any, question: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(question, sympy.Basic) and _terms(question) > LONGEST:
@@ -55,9 +54,7 @@ def short_sizes(symbols: Symbols) -> Iterator[None]:
             raise raised[-1]
         return before(environment, question, *args, **kwargs)
 
-    # torch says of an assumption which line of the user's made it: none in this file.
-    symbolic_shapes.uninteresting_files().add(evaluate_expr.__code__.co_filename)
-    with mock.patch.object(symbolic_shapes.ShapeEnv, "evaluate_expr", evaluate_expr):
+    with internals.EVALUATES_SIZES.replaced_by(evaluate_expr):
         yield
     if raised:
         raise raised[-1]

@@ -13,21 +13,19 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._export import wrappers
-from torch._functorch import eager_transforms
-from torch.autograd import forward_ad
 from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.passes.capture import autograd_functions as functions
-from autotp.passes.capture.replacements.everywhere import Replaced
+from autotp.passes.capture.replacements.everywhere import Pairs
 from autotp.source_location import user_line
 
 TENSOR_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -43,15 +41,15 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
     """
     expect_no_global_hooks()
     _expect_no_backward_hooks(model)
-    exporting = torch.compiler.is_exporting
+    exporting = internals.IS_EXPORTING.original()
 
     def asked() -> bool:
         """Says no to torch's `allow_in_pre_dispatch_graph`, which would make one opaque node of the Function."""
         return exporting() and sys._getframe(1).f_globals is not vars(wrappers)
 
     with (
-        _Watch(), mock.patch.object(torch.compiler, "is_exporting", asked), _without_global_hooks(),
-        mock.patch.object(nn.Module, "zero_grad", _zero_grad), _functions_in_graph(),
+        _Watch(), internals.IS_EXPORTING.replaced_by(asked), _without_global_hooks(),
+        internals.ZERO_GRAD.replaced_by(_zero_grad), _functions_in_graph(),
     ):  # fmt: skip
         yield
 
@@ -74,11 +72,9 @@ def _functions_in_graph() -> Iterator[None]:
             return real.__get__(None, function)(*args)
         return functions.run_function(function, args)
 
-    of_functions = torch.autograd.function
     with (
-        mock.patch.object(of_functions._SingleLevelFunction, "apply", classmethod(applied)),
-        mock.patch.object(of_functions, "custom_function_call", applied),
-    ):
+        internals.APPLIES_FUNCTION.replaced_by(classmethod(applied)), internals.APPLIES_IN_FUNC.replaced_by(applied),
+    ):  # fmt: skip
         yield
 
 
@@ -142,10 +138,6 @@ class _Watch(TorchFunctionMode):
 
 ENGINE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """Functions that take a derivative of what was computed before. Those of torch.func begin a level instead."""
-LEVELS = (
-    eager_transforms.grad_increment_nesting, eager_transforms.jvp_increment_nesting, forward_ad.enter_dual_level,
-)  # fmt: skip
-"""Functions that begin such a level."""
 IN_THE_LOOP = "the same in the training loop, before or after the call"
 
 
@@ -157,9 +149,9 @@ def _expect_no_derivative(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def without_derivatives() -> Replaced:
+def without_derivatives() -> Pairs:
     """Returns what stands for the functions that begin a derivative: it raises Error."""
-    return [(begin, _expect_no_derivative) for begin in LEVELS]
+    return [(row.original(), _expect_no_derivative) for row in internals.BEGINS_DERIVATIVE]
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> NoReturn:

@@ -16,13 +16,13 @@ import itertools
 import opcode
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 
-from autotp.passes.capture.repeats.blocks import patched
+from autotp import torch_internals as internals
 from autotp.source_location import is_users
 
 NEVER_EQUAL = itertools.count(sys.hash_info.modulus // 2)
@@ -33,12 +33,14 @@ METHODS = {"__hash__": hash, "__str__": str, "__repr__": repr, "__format__": for
 @contextmanager
 def known_sizes() -> Iterator[None]:
     """A region in which sizes become numbers where the model's own code uses them as text or key."""
-    with patched(torch.SymInt, {name: _method(name) for name in METHODS}):
+    with ExitStack() as stack:
+        for row in internals.SIZES_AS_TEXT:
+            stack.enter_context(row.replaced_by(_method(row)))
         yield
 
 
-def _method(name: str) -> Any:
-    before, known = getattr(torch.SymInt, name), METHODS[name]
+def _method(row: internals.Replaced) -> Any:
+    name, before, known = row.name, row.original(), METHODS[row.name]
 
     def method(size: torch.SymInt, *args: Any) -> Any:
         frame = sys._getframe(1)

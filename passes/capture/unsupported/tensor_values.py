@@ -9,11 +9,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
+from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.model_library import instead_of_expert_loop
 from autotp.passes.capture.guards.values import READS, NeedsNumber, reads_values
@@ -65,7 +64,9 @@ def none_caught() -> Iterator[None]:
         return init
 
     with ExitStack() as stack:
-        for kind in (GuardOnDataDependentSymNode, DataDependentOutputException, NeedsNumber, Error):
+        for row in internals.NOT_KNOWN:
+            stack.enter_context(row.replaced_by(noting(row.original())))
+        for kind in (NeedsNumber, Error):
             stack.enter_context(patched(kind, {"__init__": noting(kind.__init__)}))
         stack.enter_context(noted)
         yield

@@ -1,0 +1,236 @@
+"""torch_internals: the tables have every name that the code replaces or uses, and a name that torch changes is told."""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+
+import autotp
+from autotp import torch_internals
+from autotp.torch_internals import ADDED, OF_OBJECTS, REPLACED, USED, Replaced, looks_up
+
+ROOT = Path(autotp.__file__).parents[1]
+OTHER_LIBRARIES = ROOT / "autotp" / "hf"
+"""Names of transformers and others have tables of their own."""
+PATCHERS = ("patch", "patch.object", "mock.patch", "mock.patch.object", "setattr", "delattr")
+CALLED = [(row, caller) for row in REPLACED for caller in row.callers]
+
+
+@pytest.fixture(autouse=True)
+def checked_anew() -> Iterator[None]:
+    torch_internals._expect_called.cache_clear()
+    yield
+    torch_internals._expect_called.cache_clear()
+
+
+# ---- each row is true of this torch
+
+
+@pytest.mark.parametrize("row", REPLACED, ids=str)
+def test_each_name_exists_and_its_callers_look_it_up(row: Replaced) -> None:
+    if row.name in ADDED:
+        assert not hasattr(row.resolved_owner(), row.name)
+        row.put(print)()
+    else:
+        assert row.original() is not None
+
+
+def test_a_silent_loss_has_callers_to_look_at() -> None:
+    assert [str(row) for row in REPLACED if row.silent and not row.callers] == []
+
+
+@pytest.mark.parametrize("row", REPLACED, ids=str)
+def test_a_region_puts_the_name_back(row: Replaced) -> None:
+    owner = row.resolved_owner()
+    before = vars(owner).get(row.name)
+    if row.owner == "builtins":
+        with row.replaced_by(isinstance):
+            pass
+    else:
+        ours = object()
+        undo = row.put(ours)
+        during = vars(owner)[row.name]
+        undo()
+        assert during is ours
+    assert vars(owner).get(row.name) is before
+
+
+# ---- what a new torch may do
+
+
+def can_be_gone(row: Replaced) -> bool:
+    """False for names of Python, and for those that a class above has, too."""
+    owner = row.resolved_owner()
+    above = owner.__mro__[1:] if isinstance(owner, type) else ()
+    return (
+        row.owner not in ("builtins", "sys")
+        and row.name not in ADDED
+        and not any(hasattr(base, row.name) for base in above)
+    )
+
+
+@pytest.mark.parametrize("row", [row for row in REPLACED if can_be_gone(row)], ids=str)
+def test_a_name_that_is_gone_is_an_error(row: Replaced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(row.resolved_owner(), row.name)
+    with pytest.raises(autotp.Error, match=f"has no `.*{row.name}`, on which autotp relies"):
+        row.put(None)
+
+
+@pytest.mark.parametrize(("row", "caller"), CALLED, ids=lambda x: str(x))
+def test_a_name_that_torch_calls_by_another_one_is_an_error(
+    row: Replaced, caller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function of torch gets another name to look up, as after a refactoring; the old name is still there."""
+    function = resolve_name(caller)
+    function = getattr(function, "__func__", function)
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    monkeypatch.setattr(function, "__code__", renamed(function.__code__, row.name))
+    with pytest.raises(autotp.Error, match=f"does not call `.*{row.name}`") as raised:
+        row.original()
+    if row.silent:
+        assert row.silent in str(raised.value)
+
+
+def renamed(code: types.CodeType, name: str) -> types.CodeType:
+    def other(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(f"{x}_of_a_later_torch" if x == name else x for x in names)
+
+    constants = tuple(renamed(x, name) if isinstance(x, types.CodeType) else x for x in code.co_consts)
+    return code.replace(co_names=other(code.co_names), co_freevars=other(code.co_freevars), co_consts=constants)
+
+
+def test_a_function_that_imports_the_name_looks_it_up_elsewhere() -> None:
+    from torch._functorch import apis, vmap
+
+    assert looks_up(vmap.vmap_impl, vmap, "_process_batched_inputs")
+    assert not looks_up(vmap.vmap_impl, apis, "_process_batched_inputs")
+    assert not looks_up(torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad, "_process_batched_inputs")
+    assert not looks_up(torch.add, torch, "_process_batched_inputs"), "it is not written in Python"
+
+
+# ---- the tables have all names of the source
+
+
+def trees() -> dict[Path, ast.Module]:
+    paths = [path for top in ("autotp", "passes") for path in sorted((ROOT / top).rglob("*.py"))]
+    return {path: ast.parse(path.read_text()) for path in paths if not any(x.is_symlink() for x in path.parents)}
+
+
+TREES = trees()
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def imported(tree: ast.Module) -> dict[str, str]:
+    """Returns what the names of a file stand for that it imports from elsewhere."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.split(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {name: path for name, path in names.items() if not path.startswith(("autotp", "__future__"))}
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """Returns the names of `a.b.c`; an empty list for other expressions."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *names[::-1]] if isinstance(node, ast.Name) else []
+
+
+def defined() -> set[str]:
+    """Returns the names that autotp itself defines, as functions, classes or attributes."""
+    names = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if dotted(node)[:1] in (["self"], ["cls"]) else set()
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return names
+
+
+def private_uses() -> Iterator[tuple[str, str]]:
+    """Yields private names of others, as "torch._C._functorch" or as an attribute ".name", and the place of each."""
+    own = defined()
+    for path, tree in TREES.items():
+        if path.is_relative_to(OTHER_LIBRARIES) or path.name == "torch_internals.py":
+            continue
+        names = imported(tree)
+        place = str(path.relative_to(ROOT))
+        yield from ((full, place) for full in names.values() if any(map(is_private, full.split("."))))
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+                continue
+            first, *rest = dotted(node) or [""]
+            if "aten" in (first, *rest[:2]):  # The name of an operator.
+                continue
+            if first in names:
+                yield ".".join([names[first], *rest]), f"{place}:{node.lineno}"
+            elif node.attr not in own:
+                yield f".{node.attr}", f"{place}:{node.lineno}"
+
+
+def in_table(use: str) -> bool:
+    """True if the table has a name, or what it is an attribute of."""
+    names = use.split(".")
+    of_objects = {name for row in USED if row.owner.startswith(OF_OBJECTS) or not names[0] for name in row.names}
+    full = {f"{row.owner}.{name}" for row in USED for name in row.names}
+    return names[-1] in of_objects or any(".".join(names[:n]) in full for n in range(len(names) + 1))
+
+
+def test_every_private_name_is_in_the_table() -> None:
+    missing = {use: place for use, place in private_uses() if not in_table(use)}
+    assert missing == {}, "add a row to USED in autotp/torch_internals.py, or use a public name"
+
+
+def test_every_name_of_the_table_is_used() -> None:
+    text = "\n".join(path.read_text() for path in TREES if path.name != "torch_internals.py")
+    assert [name for row in USED for name in row.names if name.split(".")[-1] not in text] == []
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in USED if not row.owner.startswith(OF_OBJECTS)], ids=lambda row: row.owner
+)
+def test_each_used_name_exists(row: Any) -> None:
+    for name in row.names:
+        resolve_name(f"{row.owner}.{name}")
+
+
+def replacements() -> Iterator[str]:
+    """Yields the places where an attribute of an imported module or class is set."""
+    for path, tree in TREES.items():
+        names, place = imported(tree), path.relative_to(ROOT)
+        if path.is_relative_to(OTHER_LIBRARIES):
+            continue
+        for node in ast.walk(tree):
+            owners: list[ast.expr] = []
+            if isinstance(node, ast.Call) and ".".join(dotted(node.func)) in PATCHERS and node.args:
+                owners = [node.args[0]]
+            elif isinstance(node, ast.Assign):
+                owners = [target.value for target in node.targets if isinstance(target, ast.Attribute)]
+            for owner in owners:
+                first = (dotted(owner) or [""])[0]
+                if first in names and ast.unparse(owner) not in ("os.environ",):
+                    yield f"{place}:{owner.lineno} {ast.unparse(node)[:80]}"
+
+
+def test_nothing_is_replaced_beside_the_table() -> None:
+    assert list(replacements()) == [], "add a row to REPLACED in autotp/torch_internals.py, and use it"
