@@ -34,8 +34,20 @@ def _linear_like(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return torch.nn.functional.linear(x, weight, some)
 
 
+def _baddbmm_like(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Returns the example value of `baddbmm`. Where torch 2.13 broadcasts `x`, it takes no symbols for sizes."""
+    return torch.bmm(left, right).to(x.dtype)
+
+
+def _addbmm_like(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Returns the example value of `addbmm`, which torch computes by `baddbmm`."""
+    return torch.bmm(left, right).sum(0).to(x.dtype)
+
+
 SIZES: dict[Any, Callable[..., Any]] = {
     aten.linear.default: _linear_like,
+    aten.baddbmm.default: _baddbmm_like,
+    aten.addbmm.default: _addbmm_like,
     convolution: convolution_like,
     conv_transpose: conv_transpose_like,
     zigzag: zigzag_like,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import signal
 import tempfile
 import time
 import warnings
@@ -31,6 +32,7 @@ from support.hf_walk import (
     EVAL_ONLY,
     OWN,
     RIGHT,
+    SLOW,
     UNBUILT,
     WRONG,
     Walked,
@@ -108,8 +110,8 @@ def on_ranks(name: str, sizes: Sequence[int]) -> Walked:
         return Walked(name, UNBUILT, str(error)[:200])
     low, arguments = precision_of(name), tuple(call)
     answers = _forked(model, call, low)
-    if isinstance(answers, str):
-        return Walked(name, CRASHED, answers, arguments=arguments)
+    if isinstance(answers, Walked):
+        return replace(answers, name=name, arguments=arguments)
     for one in answers:
         if one.crash.startswith(ALONE):
             return Walked(name, UNBUILT, one.crash[:300], arguments=arguments)
@@ -125,8 +127,8 @@ def on_ranks(name: str, sizes: Sequence[int]) -> Walked:
     return Walked(name, RIGHT, said, arguments=arguments, share=round(min(one.share for one in answers), 3))
 
 
-def _forked(model: nn.Module, call: Mapping[str, Any], low: str) -> list[Compared] | str:
-    """Returns what each rank found, or why there is no answer."""
+def _forked(model: nn.Module, call: Mapping[str, Any], low: str) -> list[Compared] | Walked:
+    """Returns what each rank found, or the outcome if a rank ended before."""
     context, folder = get_context("fork"), tempfile.mkdtemp()
     pipes, processes = [], []
     for rank in range(RANKS):
@@ -141,7 +143,9 @@ def _forked(model: nn.Module, call: Mapping[str, Any], low: str) -> list[Compare
     except EOFError:
         for process in processes:
             process.join(1)
-        return f"a rank ended: {[process.exitcode for process in processes]}"
+        ended = [process.exitcode for process in processes]
+        outcome = SLOW if -signal.SIGXCPU in ended else CRASHED
+        return Walked("", outcome, f"ranks ended: {ended}")
     finally:
         for process in processes:
             process.kill()

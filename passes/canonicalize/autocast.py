@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +38,9 @@ def autocast(graph: fx.Graph, around: Autocast) -> fx.Graph:
         Error: autocast casts in the middle of an operator.
     """
     builder, states = Builder(fake_mode_of(graph)), [around]
+    # Sizes are numbers here, since some versions of torch ask for a number of elements. Only a size that depends on the
+    # values of a tensor is a symbol.
+    trial = FakeTensorMode(shape_env=ShapeEnv())
     for node in graph.nodes:
         builder.origin = node
         if node.target is enter_autocast and node.args[0] == around.device:
@@ -44,7 +48,7 @@ def autocast(graph: fx.Graph, around: Autocast) -> fx.Graph:
         elif node.target is exit_autocast and node.args[0].args[0] == around.device:
             states.pop()
         elif states[-1].dtype is not None and isinstance(node.target, OpOverload):
-            _visit(builder, node, states[-1])
+            _visit(builder, node, states[-1], trial)
         else:
             builder.copy(node)
     return builder.graph
@@ -55,8 +59,8 @@ def _entered(node: fx.Node) -> Autocast:
     return Autocast(device, (dtype or torch.get_autocast_dtype(device)) if enabled else None)  # type: ignore[arg-type]
 
 
-def _visit(builder: Builder, node: fx.Node, state: Autocast) -> None:
-    dtype = _target(node, state)
+def _visit(builder: Builder, node: fx.Node, state: Autocast, trial: FakeTensorMode) -> None:
+    dtype = _target(node, state, trial)
     if dtype is None:
         builder.copy(node)
         return
@@ -78,23 +82,22 @@ def _as(builder: Builder, old: fx.Node, dtype: torch.dtype) -> fx.Node:
     return new if fixed else builder.call(aten.to.dtype, new, dtype)
 
 
-def _target(node: fx.Node, state: Autocast) -> torch.dtype | None:
+def _target(node: fx.Node, state: Autocast, trial: FakeTensorMode) -> torch.dtype | None:
     """Returns the dtype to which autocast casts an operator's operands; None if it does not.
 
     The operator runs on fake tensors with autocast, and its casts are noted. Casts that it also makes without autocast
     are its own. (An operator may need autocast if its operands differ in dtype: then the operands are cast before the
     run without autocast.)
     """
-    mode = FakeTensorMode()  # Some versions of torch ask a number of elements here, which a graph of any size has not.
-    args, kwargs = at_captured_sizes(fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]), mode)
-    seen = _casts(node.target, args, kwargs, state, mode)
+    args, kwargs = at_captured_sizes(fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]), trial)
+    seen = _casts(node.target, args, kwargs, state, trial)
     if not seen:
         return None
     dtypes = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if _castable(t)}
     if len(dtypes) > 1:
-        with torch.no_grad(), mode:
+        with torch.no_grad(), trial:
             args, kwargs = pytree.tree_map(lambda t: t.to(seen[0]) if _castable(t) else t, (args, kwargs))
-    own = Counter(_casts(node.target, args, kwargs, Autocast(state.device), mode))
+    own = Counter(_casts(node.target, args, kwargs, Autocast(state.device), trial))
     return next(iter(Counter(seen) - own), None)
 
 

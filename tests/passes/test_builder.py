@@ -8,8 +8,9 @@ import pytest
 import torch
 from graphs import draft, lines, some
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from autotp.passes.builder import Builder, at_captured_sizes, copied, evaluated, fake_mode_of
 
@@ -65,6 +66,31 @@ def test_a_call_is_evaluated_once_for_equal_arguments() -> None:
     evaluated(mode, target, x, 1, at=[1])
     evaluated(mode, target, x, 1, at=(1,))
     assert len(calls) == 5
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        (aten.baddbmm.default, [(6, 1, 5), (6, 5, 4), (6, 4, 5)]),
+        (aten.baddbmm.default, [(6, 5, 7), (6, 5, 4), (6, 4, 7)]),
+        (aten.addmm.default, [(1, 5), (5, 4), (4, 5)]),
+        (aten.addbmm.default, [(1, 5), (6, 5, 4), (6, 4, 5)]),
+        (aten.addmv.default, [(1,), (5, 4), (4,)]),
+        (aten.linear.default, [(6, 5, 4), (3, 4)]),
+    ],
+    ids=str,
+)
+def test_products_of_symbolic_sizes(op: Any, shapes: list[tuple[int, ...]]) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    values = [
+        mode.from_tensor(
+            torch.empty(shape), source=ConstantSource(f"x{i}"),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(shape)),
+        )
+        for i, shape in enumerate(shapes)
+    ]  # fmt: skip
+    result = evaluated(mode, op, *values)
+    assert tuple(map(int, result.shape)) == tuple(op(*map(torch.empty, shapes)).shape)
 
 
 def test_strides_are_a_key() -> None:

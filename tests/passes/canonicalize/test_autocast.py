@@ -44,6 +44,12 @@ def widest(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([linear(x, w), x])
 
 
+def as_many_as_values_say(x: Tensor, w: Tensor) -> Tensor:
+    """How many values differ, and how often one is repeated, is not known on tensors without values."""
+    often = x[:, 0].repeat_interleave((x[:, 1] > 0).long() + 1)
+    return linear(x, w) + torch.unique_consecutive(x[:, 0]).sum() + often.sum()
+
+
 def off_inside(x: Tensor, w: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         y = linear(x, w)
@@ -76,6 +82,7 @@ def defaulted(x: Tensor, w: Tensor) -> Tensor:
         pytest.param(pointwise, BF16, 0, id="pointwise"),
         pytest.param(precise, BF16, 5, id="in-float32"),
         pytest.param(widest, BF16, None, id="widest"),
+        pytest.param(as_many_as_values_say, BF16, 3, id="sizes-of-values"),
         pytest.param(off_inside, BF16, 2, id="off-inside"),
         pytest.param(on_inside, OFF, None, id="on-inside"),
         pytest.param(defaulted, OFF, 2, id="default-dtype"),
