@@ -339,165 +339,131 @@ class Used:
 
     Attributes:
         owner: the module or the class that has them; "object of CLASS" where only its objects have them.
-        names: the names.
-        why: why there is no public way.
+        names: the names, with spaces between them.
+        why: what autotp does with them.
     """
 
     owner: str
-    names: Sequence[str]
+    names: str
     why: str
 
 
 OF_OBJECTS = "object of "
 USED = (
     # Fake tensors and graphs: capture and passes compute shapes and dtypes as torch.export does.
-    Used("torch", ("_subclasses",), "FakeTensor and its mode: what torch.export puts into a graph's metadata"),
-    Used("torch", ("_guards",), "finds the fake mode of a graph"),
-    Used("torch", ("_export",), "the regions in which torch.export runs a model; min and max of symbols"),
-    Used("torch", ("_ops",), "the classes of operators, to tell them from other functions"),
-    Used("torch", ("_dynamo",), "`allow_in_graph` of functions that are not imported with torch; sources of symbols"),
-    Used("torch.fx", ("_lazy_graph_module",), "the exporter writes no Python code for graphs that do not run"),
-    Used("torch.utils", ("_pytree",), "containers of arguments as torch.export flattens them"),
-    Used("torch.utils", ("_sympy",), "the functions, values and texts of expressions of sizes"),
-    Used("object of torch:SymInt", ("_expr",), "the expression of a size"),
-    Used("object of torch._ops:OpOverload", ("_schema", "_overloadname"), "which arguments an operator has and writes"),
-    Used("torch.ops", ("_c10d_functional",), "collectives that torch.compile and tensor cores overlap"),
+    Used("torch", "_subclasses", "FakeTensor and its mode: what torch.export puts into a graph's metadata"),
+    Used("torch", "_guards", "finds the fake mode of a graph"),
+    Used("torch", "_export", "the regions in which torch.export runs a model; min and max of symbols"),
+    Used("torch", "_ops", "the classes of operators, to tell them from other functions"),
+    Used("torch", "_dynamo", "`allow_in_graph` of functions that are not imported with torch; sources of symbols"),
+    Used("torch.fx", "_lazy_graph_module", "the exporter writes no Python code for graphs that do not run"),
+    Used("torch.utils", "_pytree", "containers of arguments as torch.export flattens them"),
+    Used("torch.utils", "_sympy", "the functions, values and texts of expressions of sizes"),
+    Used("object of torch:SymInt", "_expr", "the expression of a size"),
+    Used("object of torch._ops:OpOverload", "_schema _overloadname", "which arguments an operator has and writes"),
+    Used("torch.ops", "_c10d_functional", "collectives that torch.compile and tensor cores overlap"),
     # Transforms and modes: an operator of autotp must know what is around it.
-    Used("torch", ("_functorch",), "torch.vmap in a graph; a region outside of transforms of torch.func"),
-    Used("torch._C", ("_functorch", "_are_functorch_transforms_active"), "whether a transform of torch.func is around"),
+    Used("torch", "_functorch", "torch.vmap in a graph; a region outside of transforms of torch.func"),
+    Used("torch._C", "_functorch _are_functorch_transforms_active", "whether a transform of torch.func is around"),
     Used(
         "torch._C",
-        ("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting"),
+        "_vmapmode_increment_nesting _vmapmode_decrement_nesting",
         "rows of torch.vmap on which a collective runs at once",
     ),
-    Used("torch", ("_add_batch_dim", "_remove_batch_dim"), "the same"),
+    Used("torch", "_add_batch_dim _remove_batch_dim", "the same"),
     Used(
         "torch._C",
-        (
-            "_len_torch_dispatch_stack",
-            "_len_torch_function_stack",
-            "_get_dispatch_mode",
-            "_get_function_stack_at",
-            "_TorchDispatchModeKey",
-            "_DisableTorchDispatch",
-            "_EnableTorchFunction",
-            "_disabled_torch_function_impl",
-        ),
+        "_len_torch_dispatch_stack _len_torch_function_stack _get_dispatch_mode _get_function_stack_at "
+        "_TorchDispatchModeKey _DisableTorchDispatch _EnableTorchFunction _disabled_torch_function_impl",
         "which modes are active: without any, an operator takes the short way",
     ),
-    Used("torch.utils", ("_python_dispatch", "_device"), "the classes of modes, and a region without them"),
-    Used("torch.overrides", ("_get_current_function_mode_stack",), "the functions that a mode has replaced"),
-    Used("torch.Tensor", ("_make_subclass", "_make_wrapper_subclass"), "tensors with the shape of the whole"),
-    Used("torch.amp.autocast_mode", ("_enter_autocast", "_exit_autocast"), "autocast regions as nodes of a graph"),
-    Used("torch.autograd.forward_ad", ("_current_level",), "whether a dual level is open"),
+    Used("torch.utils", "_python_dispatch _device", "the classes of modes, and a region without them"),
+    Used("torch.overrides", "_get_current_function_mode_stack", "the functions that a mode has replaced"),
+    Used("torch.Tensor", "_make_subclass _make_wrapper_subclass", "tensors with the shape of the whole"),
+    Used("torch.amp.autocast_mode", "_enter_autocast _exit_autocast", "autocast regions as nodes of a graph"),
+    Used("torch.autograd.forward_ad", "_current_level", "whether a dual level is open"),
     # Autograd: the order of backward, and what it keeps.
-    Used("torch", ("_C",), "the functions of this table that are in torch's C++"),
-    Used("torch._C", ("_autograd", "_FunctionBase", "_functions"), "hooks on saved tensors; the classes of nodes"),
-    Used("torch._C", ("_current_graph_task_id",), "tells one backward from another"),
+    Used("torch", "_C", "the functions of this table that are in torch's C++"),
+    Used("torch._C", "_autograd _FunctionBase _functions", "hooks on saved tensors; the classes of nodes"),
+    Used("torch._C", "_current_graph_task_id", "tells one backward from another"),
     Used(
         "torch._C._autograd",
-        (
-            "_get_current_graph_task_keep_graph",
-            "_top_saved_tensors_default_hooks",
-            "_push_saved_tensors_default_hooks",
-            "_pop_saved_tensors_default_hooks",
-        ),
+        "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks _push_saved_tensors_default_hooks "
+        "_pop_saved_tensors_default_hooks",
         "whether backward keeps the graph; hooks on saved tensors without a Python frame for each",
     ),
-    Used("torch.autograd", ("_get_sequence_nr",), "the order in which backward runs nodes"),
-    Used("torch.autograd", ("Variable._execution_engine",), "calls a function at the end of a backward"),
-    Used("torch.autograd.profiler", ("_is_profiler_enabled",), "names modules for the profiler only if one runs"),
-    Used("object of torch.autograd:Function", ("_backward_cls", "_forward_cls"), "finds autotp's nodes in a graph"),
-    Used("object of torch.autograd.graph:Node", ("_set_sequence_nr", "_sequence_nr"), "sets that order"),
-    Used("object of torch:Tensor", ("_version", "_is_view", "_base"), "whether memory was written, or is another's"),
+    Used("torch.autograd", "_get_sequence_nr", "the order in which backward runs nodes"),
+    Used("torch.autograd", "Variable._execution_engine", "calls a function at the end of a backward"),
+    Used("torch.autograd.profiler", "_is_profiler_enabled", "names modules for the profiler only if one runs"),
+    Used("object of torch.autograd:Function", "_backward_cls _forward_cls", "finds autotp's nodes in a graph"),
+    Used("object of torch.autograd.graph:Node", "_set_sequence_nr _sequence_nr", "sets that order"),
+    Used("object of torch:Tensor", "_version _is_view _base", "whether memory was written, or is another's"),
     Used(
         "object of torch:Tensor",
-        ("_cdata", "_values", "_indices", "_backward_hooks"),
+        "_cdata _values _indices _backward_hooks",
         "which memory; sparse parts; hooks",
     ),
     # Modules and optimizers.
     Used(
         "object of torch.nn:Module",
-        (
-            "_parameters",
-            "_buffers",
-            "_modules",
-            "_backward_hooks",
-            "_backward_pre_hooks",
-            "_forward_pre_hooks",
-            "_load_state_dict_pre_hooks",
-            "_register_load_state_dict_pre_hook",
-            "_save_to_state_dict",
-            "_load_from_state_dict",
-            "_metadata",
-        ),
+        "_parameters _buffers _modules _backward_hooks _backward_pre_hooks _forward_pre_hooks "
+        "_load_state_dict_pre_hooks _register_load_state_dict_pre_hook _save_to_state_dict _load_from_state_dict "
+        "_metadata",
         "tables that `named_parameters` and others leave entries out of; hooks that a graph would not run",
     ),
     Used(
         "torch.nn.modules.module",
-        (
-            "_global_forward_hooks",
-            "_global_forward_pre_hooks",
-            "_global_backward_hooks",
-            "_global_backward_pre_hooks",
-        ),
+        "_global_forward_hooks _global_forward_pre_hooks _global_backward_hooks _global_backward_pre_hooks",
         "hooks on all modules, which would not run for parts of a model",
     ),
-    Used("torch.nn.modules.batchnorm", ("_NormBase",), "all norms with running statistics"),
-    Used("torch.nn.modules.conv", ("_ConvNd",), "all convolutions"),
-    Used("torch.nn.modules.dropout", ("_DropoutNd",), "all dropouts"),
-    Used("torch", ("_has_compatible_shallow_copy_type",), "whether `.data` of a parameter can be set"),
-    Used("torch", ("_foreach_mul_", "_foreach_norm"), "one kernel for the gradients of all parameters"),
-    Used("torch", ("_assert_async",), "an assertion for which a GPU is not waited for"),
-    Used("torch", ("_check",), "tells the exporter a fact about a size"),
-    Used("torch._C", ("_nn",), "scaled_dot_product_attention as the operator that it is"),
-    Used("torch.optim.optimizer", ("_foreach_supported_types",), "parts of parameters take the foreach and fused ways"),
-    Used("torch.utils._foreach_utils", ("_foreach_supported_types",), "gradients of parts do"),
+    Used("torch.nn.modules.batchnorm", "_NormBase", "all norms with running statistics"),
+    Used("torch.nn.modules.conv", "_ConvNd", "all convolutions"),
+    Used("torch.nn.modules.dropout", "_DropoutNd", "all dropouts"),
+    Used("torch", "_has_compatible_shallow_copy_type", "whether `.data` of a parameter can be set"),
+    Used("torch", "_foreach_mul_ _foreach_norm", "one kernel for the gradients of all parameters"),
+    Used("torch", "_assert_async", "an assertion for which a GPU is not waited for"),
+    Used("torch", "_check", "tells the exporter a fact about a size"),
+    Used("torch._C", "_nn", "scaled_dot_product_attention as the operator that it is"),
+    Used("torch.optim.optimizer", "_foreach_supported_types", "parts of parameters take the foreach and fused ways"),
+    Used("torch.utils._foreach_utils", "_foreach_supported_types", "gradients of parts do"),
     Used(
         "object of torch.optim:Optimizer",
-        ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
         "our hooks are next to the step: the user's run outside of them",
     ),
     # Process groups.
-    Used("torch._C", ("_distributed_c10d",), "the class of groups, by their names, and one that only counts"),
+    Used("torch._C", "_distributed_c10d", "the class of groups, by their names, and one that only counts"),
     Used(
         "torch.distributed.distributed_c10d",
-        ("_get_default_store", "_set_pg_timeout", "_world"),
+        "_get_default_store _set_pg_timeout _world",
         "the store of a process; timeouts; all groups of a process",
     ),
     Used(
         "object of torch.distributed:ProcessGroup",
-        (
-            "_get_backend",
-            "_device_types",
-            "_get_sequence_number_for_group",
-            "_allgather_base",
-            "_reduce_scatter_base",
-            "_register_backend",
-            "_timeout",
-        ),
+        "_get_backend _device_types _get_sequence_number_for_group _allgather_base _reduce_scatter_base "
+        "_register_backend _timeout",
         "one gather of a flat tensor; how many collectives a rank has started; timeouts",
     ),
-    Used("torch.distributed", ("_functional_collectives",), "the operator for each collective of user code"),
-    Used("torch.distributed", ("_symmetric_memory",), "products that overlap with their gathers on GPUs"),
-    Used("torch.distributed.pipelining", ("_backward",), "one stage's backward"),
-    Used("torch.distributed.pipelining.microbatch", ("_Replicate",), "arguments that all microbatches share"),
-    Used("torch.nn.parallel.DistributedDataParallel", ("_get_active_ddp_module",), "which DDP a call is in"),
+    Used("torch.distributed", "_functional_collectives", "the operator for each collective of user code"),
+    Used("torch.distributed", "_symmetric_memory", "products that overlap with their gathers on GPUs"),
+    Used("torch.distributed.pipelining", "_backward", "one stage's backward"),
+    Used("torch.distributed.pipelining.microbatch", "_Replicate", "arguments that all microbatches share"),
+    Used("torch.nn.parallel.DistributedDataParallel", "_get_active_ddp_module", "which DDP a call is in"),
     Used(
         "object of torch.distributed.fsdp:FSDPModule",
-        ("_get_fsdp_state", "_fsdp_param_groups", "_mp_policy"),
+        "_get_fsdp_state _fsdp_param_groups _mp_policy",
         "the ranks and the dtypes of fully_shard",
     ),
     # The compiler.
-    Used("torch._C", ("_dynamo",), "Dynamo leaves the frames of collectives alone"),
-    Used("object of a function", ("_dynamo_marked_constant",), "without the second that torch.compiler's imports take"),
-    Used("torch", ("_inductor",), "passes over compiled graphs, and the names of modes"),
+    Used("torch._C", "_dynamo", "Dynamo leaves the frames of collectives alone"),
+    Used("object of a function", "_dynamo_marked_constant", "without the second that torch.compiler's imports take"),
+    Used("torch", "_inductor", "passes over compiled graphs, and the names of modes"),
     # Python.
-    Used("sys", ("_getframe", "_current_frames"), "who calls: user code is answered about the whole"),
-    Used("os", ("_exit",), "ends a process whose threads hang in a collective"),
-    Used("threading", ("_DummyThread",), "threads that Python did not start"),
-    Used("functools", ("_lru_cache_wrapper",), "tells functions with a cache"),
-    Used("object of abc:ABCMeta", ("_abc_impl",), "a class that takes the place of an abstract one"),
-    Used("object of typing:NamedTuple", ("_asdict", "_fields", "_make", "_replace"), "public, despite their names"),
+    Used("sys", "_getframe _current_frames", "who calls: user code is answered about the whole"),
+    Used("os", "_exit", "ends a process whose threads hang in a collective"),
+    Used("threading", "_DummyThread", "threads that Python did not start"),
+    Used("functools", "_lru_cache_wrapper", "tells functions with a cache"),
+    Used("object of abc:ABCMeta", "_abc_impl", "a class that takes the place of an abstract one"),
+    Used("object of typing:NamedTuple", "_asdict _fields _make _replace", "public, despite their names"),
 )
 """All private names that autotp uses and does not replace."""
