@@ -11,6 +11,8 @@ from types import FrameType
 import torch
 from torch import fx
 
+from autotp.torch_internals import READ_THROUGH, TO_FILL
+
 _PACKAGE = os.path.dirname(__file__)
 # Each ends in a separator: the folder `autotp2` is another one.
 _LIBRARIES = tuple(os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), _PACKAGE))
@@ -51,15 +53,6 @@ def reads_for_caller(frame: FrameType) -> bool:
 def reads_to_fill(frame: FrameType) -> bool:
     """True for code of a library that reads a state dict only to load tensors into what it belongs to."""
     return (frame.f_globals.get("__name__"), frame.f_code.co_name) in TO_FILL
-
-
-READ_THROUGH = ("torch.nn.modules.module.", "torch.distributed.checkpoint.", "torch.utils._contextlib.")
-TO_FILL = (
-    ("torch.distributed.checkpoint.state_dict", "_load_model_state_dict"),
-    ("torch.distributed.checkpoint.state_dict", "_load_optim_state_dict"),
-    ("safetensors.torch", "load_model"),
-)
-"""Functions that read a state dict to fill it: module, function."""
 
 
 def line_of(node: fx.Node) -> str:

@@ -11,11 +11,13 @@ Before the first replacement their compiled code is searched for the name, which
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -467,3 +469,57 @@ USED = (
     Used("object of typing:NamedTuple", "_asdict _fields _make _replace", "public, despite their names"),
 )
 """All private names that autotp uses and does not replace."""
+
+
+# ---- modules and functions of torch, by which autotp tells who calls it
+
+RIGHT_ON_PARTS = (
+    "torch.optim", "torch.nn.modules.module", "torch.nn.parallel", "torch.nn.utils.clip_grad", "torch.distributed",
+    "torch.amp", "torch.serialization", "torch.storage", "torch.multiprocessing", "torch.export",
+    "torch.fx", "torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses",
+)  # fmt: skip
+"""Packages of torch that are right on parts, or are refused elsewhere. All others pass a call of user code on."""
+NEED_WHOLES = ("torch.optim._muon", "torch.optim._adafactor", "torch.optim.lbfgs")
+"""Modules of torch's optimizers that need wholes, whoever calls them."""
+PASSES_ON = (
+    "torch.optim.swa_utils", "torch._functorch.apis", "torch._functorch.eager_transforms",
+    "torch._functorch.predispatch", "torch._functorch.vmap",
+)  # fmt: skip
+"""Modules of these packages that pass a call on."""
+READ_THROUGH = ("torch.nn.modules.module.", "torch.distributed.checkpoint.", "torch.utils._contextlib.")
+"""Modules that read a state dict for their caller."""
+TO_FILL = (
+    ("torch.distributed.checkpoint.state_dict", "_load_model_state_dict"),
+    ("torch.distributed.checkpoint.state_dict", "_load_optim_state_dict"),
+    ("safetensors.torch", "load_model"),
+)
+"""Functions that read a state dict to fill it: module, function."""
+BETWEEN = ("torch.optim.", "torch._dynamo.", "torch._compile")
+"""Modules between `state_dict()` of an optimizer and the code that calls it."""
+CALLERS = (*RIGHT_ON_PARTS, *NEED_WHOLES, *PASSES_ON, *READ_THROUGH, *BETWEEN)
+"""All these modules."""
+
+
+@cache
+def expect_callers() -> None:
+    """Raises Error if this version of torch lacks one of `CALLERS`: its code would be taken for that of others."""
+    for name in (each.rstrip(".") for each in CALLERS):
+        parent = name.rpartition(".")[0]
+        if parent in sys.modules and name not in sys.modules and find_spec(name) is None:
+            raise Error(
+                f"torch {torch.__version__} has no module `{name}`, by which autotp tells who reads a parameter",
+                fix="a version of torch that autotp was tried with (docs/versions.md)",
+                otherwise="this module's code would get whole tensors in place of parts, or the reverse",
+            )
+
+
+# ---- what torch says in exceptions: an unknown text makes a worse message, and the exception goes on
+
+NO_NUMPY, NO_COMPLEX = ".numpy() is not supported", "item NYI"
+"""Of a tensor without values; of a complex one."""
+NEEDS_NUMBERS = ("expected to contain only concrete integers", "its data is not allocated yet")
+"""Where it needs the numbers in a tensor, or those of a size that a tensor's values made."""
+OTHER_MODE = "doesn't match mode"
+"""Of a tensor that is not among those of a capture."""
+SETS_FLAGS = "you can only change requires_grad flags of leaf variables"
+"""Where a model sets `requires_grad` of its input (Wav2Vec2), and the input has a gradient already."""

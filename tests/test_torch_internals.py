@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import autotp
-from autotp import torch_internals
-from autotp.torch_internals import ADDED, OF_OBJECTS, REPLACED, USED, Replaced, looks_up
+from autotp import torch_internals as internals
+from autotp.torch_internals import (
+    ADDED,
+    CALLERS,
+    OF_OBJECTS,
+    REPLACED,
+    TO_FILL,
+    USED,
+    Replaced,
+    expect_callers,
+    looks_up,
+)
 
 ROOT = Path(autotp.__file__).parents[1]
 OTHER_LIBRARIES = ROOT / "autotp" / "hf"
@@ -25,9 +39,9 @@ CALLED = [(row, caller) for row in REPLACED for caller in row.callers]
 
 @pytest.fixture(autouse=True)
 def checked_anew() -> Iterator[None]:
-    torch_internals._expect_called.cache_clear()
+    internals._expect_called.cache_clear()
     yield
-    torch_internals._expect_called.cache_clear()
+    internals._expect_called.cache_clear()
 
 
 # ---- each row is true of this torch
@@ -114,6 +128,74 @@ def test_a_function_that_imports_the_name_looks_it_up_elsewhere() -> None:
     assert not looks_up(vmap.vmap_impl, apis, "_process_batched_inputs")
     assert not looks_up(torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad, "_process_batched_inputs")
     assert not looks_up(torch.add, torch, "_process_batched_inputs"), "it is not written in Python"
+
+
+# ---- modules, functions and texts
+
+
+@pytest.mark.parametrize("name", sorted({name.rstrip(".") for name in CALLERS}))
+def test_each_module_of_callers_exists(name: str) -> None:
+    assert find_spec(name) is not None
+
+
+@pytest.mark.parametrize(("module", "function"), TO_FILL)
+def test_each_function_that_fills_a_state_dict_exists(module: str, function: str) -> None:
+    assert callable(getattr(pytest.importorskip(module), function))
+
+
+def test_a_module_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    expect_callers.cache_clear()
+    monkeypatch.setattr(internals, "CALLERS", ("torch.optim._of_an_earlier_torch",))
+    with pytest.raises(autotp.Error, match=r"has no module `torch\.optim\._of_an_earlier_torch`"):
+        expect_callers()
+    monkeypatch.undo()
+    expect_callers()
+
+
+def meta_as_numbers() -> None:
+    with FakeTensorMode():
+        torch.ones(2).numpy()
+
+
+def complex_number() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        torch.ones((), dtype=torch.complex64).item()
+
+
+def two_modes() -> None:
+    with FakeTensorMode():
+        first = torch.ones(2)
+    with FakeTensorMode():
+        detect_fake_mode([first, torch.ones(2)])
+
+
+def numbers_for_sizes() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        columns = torch.ones(1).long().item()
+        torch.baddbmm(torch.ones(6, 1, 1), torch.ones(6, 5, 4), torch.ones(6, 4, columns))
+
+
+def memory_of_fakes() -> None:
+    with FakeTensorMode():
+        torch.tensor_split(torch.ones(4), torch.tensor([1, 2]))
+
+
+def flags_of_results() -> None:
+    (torch.ones(2, requires_grad=True) * 2).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("run", "texts"),
+    [
+        (meta_as_numbers, (internals.NO_NUMPY,)), (complex_number, (internals.NO_COMPLEX,)),
+        (two_modes, (internals.OTHER_MODE,)), (numbers_for_sizes, internals.NEEDS_NUMBERS[:1]),
+        (memory_of_fakes, internals.NEEDS_NUMBERS[1:]), (flags_of_results, (internals.SETS_FLAGS,)),
+    ],
+)  # fmt: skip
+def test_torch_still_says_so(run: Callable[[], None], texts: Sequence[str]) -> None:
+    with pytest.raises(Exception) as raised:
+        run()
+    assert all(text in str(raised.value) for text in texts)
 
 
 # ---- the tables have all names of the source

@@ -53,6 +53,7 @@ from autotp.rules.traits import draws
 from autotp.runtime.build import expect_usable
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
+from autotp.torch_internals import SETS_FLAGS
 from autotp.training.distribute import expect_training
 from autotp.training.pipeline.schedules import Schedule, Training, stages_of
 
@@ -575,8 +576,6 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
         return Report(plan, *compare_step(whole, inputs, program, stages, sizes[2], training), mesh=proof)
 
 
-SETS_FLAGS = "you can only change requires_grad flags of leaf variables"
-"""What torch says where a model sets `requires_grad` of its input (Wav2Vec2), and the input has a gradient already."""
 CAPTURED_AND_RUN = 2
 """The steps of a comparison."""
 

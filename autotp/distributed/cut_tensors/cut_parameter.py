@@ -61,6 +61,7 @@ from autotp.distributed.replica_check import expect_replicas
 from autotp.errors import Error
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
+from autotp.torch_internals import NEED_WHOLES, PASSES_ON, RIGHT_ON_PARTS, expect_callers
 
 
 @dataclass
@@ -428,6 +429,7 @@ def part_like(tensor: Any, parameter: CutTensor) -> Any:
 
 def install() -> Undo:
     """Makes parameters plain during steps of torch's optimizers; returns the undo. See NOTE [Plain in a step]."""
+    expect_callers()
     return register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)).remove
 
 
@@ -557,21 +559,6 @@ def tell_user(text: str, frame: FrameType) -> None:
 
 
 # ---- the code that calls an operator
-
-
-RIGHT_ON_PARTS = (
-    "torch.optim", "torch.nn.modules.module", "torch.nn.parallel", "torch.nn.utils.clip_grad", "torch.distributed",
-    "torch.amp", "torch.serialization", "torch.storage", "torch.multiprocessing", "torch.export",
-    "torch.fx", "torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses",
-)  # fmt: skip
-"""Packages of torch that are right on parts, or are refused elsewhere. All others pass a call of user code on."""
-NEED_WHOLES = ("torch.optim._muon", "torch.optim._adafactor", "torch.optim.lbfgs")
-"""Modules of torch's optimizers that need wholes, whoever calls them."""
-PASSES_ON = (
-    "torch.optim.swa_utils", "torch._functorch.apis", "torch._functorch.eager_transforms",
-    "torch._functorch.predispatch", "torch._functorch.vmap",
-)  # fmt: skip
-"""Modules of these packages that pass a call on."""
 
 
 def _asks(frame: FrameType | None) -> bool:

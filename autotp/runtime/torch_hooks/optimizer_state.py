@@ -22,6 +22,7 @@ from autotp.distributed.live_models import sorted_by_model
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.source_location import is_users, reads_for_caller
+from autotp.torch_internals import BETWEEN
 
 Line = tuple[str, int]
 
@@ -29,9 +30,6 @@ _told: WeakKeyDictionary[Optimizer, set[Line]] = WeakKeyDictionary()
 """Optimizer with our hook -> the lines of the user's code that had a warning."""
 
 _whole: WeakSet[Optimizer] = WeakSet()
-
-BETWEEN = ("torch.optim.", "torch._dynamo.", "torch._compile")
-"""Modules of torch between `state_dict()` of an optimizer and the code that calls it."""
 
 
 def watch_state(optimizer: Optimizer) -> None:

@@ -49,6 +49,7 @@ from autotp.model_library import BeginAgain
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.guards.looks import is_looking
 from autotp.source_location import is_library, is_users
+from autotp.torch_internals import NO_COMPLEX, NO_NUMPY
 
 PREDICATES = (
     Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
@@ -70,9 +71,6 @@ READS = frozenset({*PREDICATES, *AS_NUMPY, *NUMBERS})
 
 TRUTH = "bool of numbers"
 """The function of a place where numbers that were read decide."""
-NO_NUMPY = ".numpy() is not supported"
-NO_COMPLEX = "item NYI"
-"""What torch says of a tensor without values; of a complex one."""
 
 
 def reads_values(error: Exception) -> bool:

@@ -10,22 +10,17 @@ from torch._functorch import vmap
 from torch._subclasses import FakeTensor
 
 from autotp.errors import Error
-from autotp.passes.capture.guards.values import NO_NUMPY, reads_values
+from autotp.passes.capture.guards.values import reads_values
 from autotp.passes.capture.pytree import is_dense
 from autotp.passes.capture.unsupported.tensor_values import CUSTOM_OPERATOR, refused
 from autotp.source_location import user_line
+from autotp.torch_internals import NEEDS_NUMBERS, NO_NUMPY, OTHER_MODE
 
 VMAP: str = vmap.__file__
 """The file of torch's vmap."""
 
 TRACED = (FakeTensor.__name__, SymInt.__name__, SymFloat.__name__, SymBool.__name__)
 """The classes of values that a model sees only while it is captured."""
-
-NEEDS_NUMBERS = ("expected to contain only concrete integers", "its data is not allocated yet")
-"""What torch says where it needs the numbers in a tensor, or those of a size that a tensor's values made."""
-
-OTHER_MODE = "doesn't match mode"
-"""What torch says of a tensor that is not among those of a capture."""
 
 
 def explain_failure(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
