@@ -15,8 +15,6 @@ from autotp.hf.loops import (
     accelerate_calls,
     accelerate_state,
     accelerator_methods,
-    fabric_calls,
-    lightning_calls,
     torchmetrics_calls,
     trainer_calls,
     trl_heads,
@@ -28,10 +26,8 @@ from autotp.rules.common import whole
 from autotp.rules.products import grouped_mm
 
 WATCHED = (
-    "accelerate.accelerator", "accelerate.scheduler", "accelerate.local_sgd", "transformers.training_args",
-    "transformers.trainer", "trl.trainer.utils", *lightning_calls.WATCHED, torchmetrics_calls.WATCHED,
-    *fabric_calls.WATCHED,
-    *adapters.WATCHED, *trl_calls.WATCHED,
+    "accelerate.accelerator", "accelerate.scheduler", "transformers.training_args",
+    "transformers.trainer", "trl.trainer.utils", torchmetrics_calls.WATCHED, *adapters.WATCHED, *trl_calls.WATCHED,
 )  # fmt: skip
 """Modules of other libraries that are changed once they are imported."""
 
@@ -122,8 +118,8 @@ class Transformers(ModelLibrary):
 
 CHANGES = (
     accelerate_calls.watch_accelerate, accelerate_state.show_replicas, accelerator_methods.watch_accelerator,
-    trainer_calls.watch_trainer, trl_heads.watch_trl, trl_calls.watch_trl_trainers, lightning_calls.watch_lightning,
-    fabric_calls.watch_fabric, torchmetrics_calls.watch_torchmetrics, adapters.watch_peft,
+    trainer_calls.watch_trainer, trl_heads.watch_trl, trl_calls.watch_trl_trainers,
+    torchmetrics_calls.watch_torchmetrics, adapters.watch_peft,
 )  # fmt: skip
 """Functions that change what is imported of these modules."""
 

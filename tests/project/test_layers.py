@@ -13,7 +13,7 @@ ORDER = (
     "passes.emit", "passes.pipeline",
     "compiler", "deferred_init", "diagnostics.plan", "diagnostics.graph_text", "diagnostics.reasons",
     "diagnostics.report", "runtime",
-    "training", "estimation", "diagnostics", "checkpoint", "hf", "api", "page", "cli", "__main__",
+    "training", "estimation", "diagnostics", "checkpoint", "hf", "integrations", "api", "page", "cli", "__main__",
 )  # fmt: skip
 ROOT = Path(autotp.__file__).parent.parent
 SCRIPTS = ("examples", "benchmarks")

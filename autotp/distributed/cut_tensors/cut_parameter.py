@@ -563,7 +563,7 @@ def tell_user(text: str, frame: FrameType) -> None:
 
 def _asks(frame: FrameType | None) -> bool:
     """True if user code made a call, directly or through functions and layers of torch."""
-    while frame is not None and not is_users(frame):
+    while frame is not None and (frame.f_code.co_name == "__torch_function__" or not is_users(frame)):
         name = str(frame.f_globals.get("__name__"))
         if name in NEED_WHOLES:
             return True

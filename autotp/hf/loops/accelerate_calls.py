@@ -19,7 +19,7 @@ from typing import Any
 
 from autotp.distributed.live_models import models, sorted_by_model
 from autotp.errors import Error
-from autotp.hf.loops.replicas import is_one_replica, replicas
+from autotp.hf.loops.replicas import replicas
 from autotp.runtime.module import ParallelModule
 
 JOINS = ("gather", "gather_for_metrics", "reduce")
@@ -35,10 +35,6 @@ def watch_accelerate() -> None:
         _watched.add(accelerator)
         for name in JOINS:
             setattr(accelerator, name, _checked(getattr(accelerator, name), _expect_no_join))
-    local_sgd = getattr(sys.modules.get("accelerate.local_sgd"), "LocalSGD", None)
-    if local_sgd is not None and local_sgd not in _watched:
-        _watched.add(local_sgd)
-        local_sgd.__init__ = _averaging_nothing(local_sgd.__init__)
     if schedule is not None and schedule not in _watched:
         _watched.add(schedule)
         schedule.step = _checked(schedule.step, _expect_single_steps)
@@ -75,22 +71,6 @@ def _expect_single_steps(schedule: Any, name: str, caller: str) -> None:
             fix="autotp.parallelize(model, tp=...), without mesh: then accelerate sees the replicas",
             alternative="the schedule itself, without accelerator.prepare, stepped where the optimizer steps",
         )
-
-
-def _averaging_nothing(init: Callable[..., Any]) -> Any:
-    @wraps(init)
-    def __init__(self: Any, accelerator: Any, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
-        """LocalSGD averages the weights of replicas; of one replica there is nothing to average, as on one device."""
-        cut = any(isinstance(it, ParallelModule) and it.mesh.everyone.size > 1 for it in model.modules())
-        if cut and enabled and not is_one_replica():
-            raise Error(
-                "LocalSGD lets replicas differ between its steps, and replicas of a parallel model stay equal",
-                fix="Accelerator(gradient_accumulation_steps=...), which averages gradients as rarely",
-                alternative="autotp.parallelize over all processes",
-            )
-        init(self, accelerator, model, local_sgd_steps, enabled and not cut)
-
-    return __init__
 
 
 def _is_unknown(live: Iterable[Any]) -> bool:

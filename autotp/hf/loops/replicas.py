@@ -8,7 +8,7 @@ replicas where they count processes. If all processes hold one model together, t
 on one device. What must happen once (to print, to write) happens on the first of all ranks. Barriers and broadcasts
 stay those of all ranks.
 
-Lightning and torchmetrics ask here, too.
+torchmetrics and `autotp.integrations.lightning` ask here, too.
 """
 
 from __future__ import annotations

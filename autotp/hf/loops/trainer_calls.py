@@ -28,7 +28,7 @@ from autotp.hf.adapters import already_saved
 from autotp.hf.loops.accelerate_state import showing
 from autotp.hf.loops.replica_collectives import ReplicaCollectives
 from autotp.hf.loops.replicas import done_by_all, of_all, replicas
-from autotp.hf.loops.settings.neftune import noisy, noisy_method
+from autotp.hf.loops.settings.neftune import noisy
 from autotp.runtime.module import ParallelModule
 
 Method = Callable[..., Any]
@@ -54,10 +54,7 @@ def watch_trainer() -> None:
         theirs = getattr(trainer, name)
         setattr(trainer, name, wraps(theirs)(around(theirs)))
     module: Any = sys.modules["transformers.trainer"]
-    if hasattr(module, "activate_neftune"):
-        module.activate_neftune = noisy(module.activate_neftune)
-    else:  # It was a method of Trainer before transformers 5.2.
-        trainer._activate_neftune = noisy_method(trainer._activate_neftune)
+    module.activate_neftune = noisy(module.activate_neftune)
     functions: Any = sys.modules["transformers.trainer_pt_utils"]
     functions.dist = ReplicaCollectives()  # It gathers logged losses and counts of operations.
 

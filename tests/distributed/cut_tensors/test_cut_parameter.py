@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
@@ -265,6 +266,28 @@ def in_a_mode_of_the_user(rank: int, n: int) -> None:
         for (name, p), q in zip(whole.named_parameters(), parallel.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad, msg=lambda m, name=name: f"{name}: {m}")
         torch.testing.assert_close(norms, [p.norm() for p in whole.parameters()])
+
+
+class Passing(TorchFunctionMode):
+    """The user's mode around functions, as `with torch.device(...)` is one of torch's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@checks.on(2)
+def made_and_called_in_a_function_mode_of_the_user(rank: int, n: int) -> None:
+    """autotp's own code gets parts through the mode, and the user's the whole."""
+    whole = Scaled()
+    with Passing():
+        parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(x(),))
+    expected = whole(x())
+    with torch.inference_mode():
+        torch.testing.assert_close(parallel.eval()(x()), expected.detach())
+    with Passing():
+        torch.testing.assert_close(parallel(x()), expected)
+        norms = [p.norm() for p in parallel.parameters()]
+    torch.testing.assert_close(norms, [p.norm() for p in whole.parameters()])
 
 
 @checks.on(2)

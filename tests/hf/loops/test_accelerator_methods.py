@@ -301,36 +301,6 @@ def test_files_are_there_for_all(tmp_path: Path) -> None:
     assert run_ranks(there_for_all, 2, tmp_path, timeout=150, fresh=True) == expected
 
 
-def local_sgd(rank: int, n: int) -> list[Any]:
-    """Over all processes it does nothing, as on one device; with replicas it is an error."""
-    from accelerate.local_sgd import LocalSGD
-
-    found: list[Any] = []
-    for tp in (n, n // 2):
-        model: Any = autotp.parallelize(llama_in_float64(), tp)
-        made = accelerate.Accelerator(cpu=on_cpu(n > 1))
-        model = made.prepare_model(model)
-        if tp == n:
-            before = model.lm_head.weight.detach().clone()
-            with LocalSGD(made, model, local_sgd_steps=1) as steps:
-                steps.step()
-            found.append(torch.equal(before, model.lm_head.weight))
-        else:
-            assert not LocalSGD(made, model, local_sgd_steps=1, enabled=False).enabled
-            with pytest.raises(autotp.Error) as raised:
-                LocalSGD(made, model, local_sgd_steps=1)
-            found.append(str(raised.value).splitlines()[0])
-        made.free_memory()
-        del model
-        gc.collect()
-    return found
-
-
-def test_local_sgd() -> None:
-    told = "LocalSGD lets replicas differ between its steps, and replicas of a parallel model stay equal"
-    assert run_ranks(local_sgd, 4, timeout=120, fresh=True) == [[True, told]] * 4
-
-
 def first_on_a_cpu(rank: int, n: int) -> None:
     """Nobody says `cpu=True`: accelerate then does not look for other processes, and each would be the first."""
     for accelerator_first in (True, False):

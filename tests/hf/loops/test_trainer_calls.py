@@ -19,7 +19,6 @@ from ranks import run_ranks
 from small_models import assert_values_close
 
 import autotp
-from autotp.hf.loops.settings.neftune import noisy_method
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -248,22 +247,6 @@ def test_settings(names: Sequence[str], tmp_path: Path) -> None:
     first = names[0]
     states = [torch.load(tmp_path / it / first / "checkpoint-4" / "optimizer.pt") for it in ("one", "two")]
     expect_close(states[1]["state"], states[0]["state"])
-
-
-@pytest.mark.not_on_cards(RANDOM)
-def test_noise_of_an_older_trainer() -> None:
-    """Before transformers 5.2 a method of Trainer switched NEFTune on."""
-    theirs = noisy_method(lambda self, model: "theirs")
-    trainer: Any = SimpleNamespace(
-        accelerator=SimpleNamespace(unwrap_model=lambda model: model), neftune_noise_alpha=5.0
-    )
-    row = {key: x[None] for key, x in Rows(1)[0].items()}
-    plain = llama_in_float64()
-    expected, model = plain(**row).loss, autotp.parallelize(copy.deepcopy(plain), 1).train()
-    assert theirs(trainer, plain) == "theirs" and theirs(trainer, model) is model
-    assert not torch.allclose(model(**row).loss, expected)
-    trainer.neftune_hook_handle.remove()
-    assert torch.allclose(model(**row).loss, expected)
 
 
 def in_backward(rank: int, n: int, folder: Path) -> None:

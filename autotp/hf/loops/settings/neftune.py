@@ -33,20 +33,6 @@ def noisy(function: Callable[..., Any]) -> Callable[..., Any]:
     return activate_neftune
 
 
-def noisy_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `Trainer._activate_neftune` of an older transformers, which does so for a parallel model."""
-
-    @wraps(method)
-    def _activate_neftune(self: Any, model: Any) -> Any:
-        inner = self.accelerator.unwrap_model(model)
-        if not isinstance(inner, ParallelModule):
-            return method(self, model)
-        self.neftune_hook_handle = _noise_of(inner, self.neftune_noise_alpha)
-        return model
-
-    return _activate_neftune
-
-
 def _noise_of(model: Any, alpha: float) -> Noise:
     adapted = model if "base_model" not in model._modules else model.get_base_model()
     embeddings = adapted.get_input_embeddings()

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
+from autotp.integrations.lightning import trainer_strategy
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.not_on_cards("these loops ask Lightning for the CPU, and draw dropout from its random stream")
 
 STEPS = 10
-STRATEGIES = ("auto", "single", "model")
 IGNORED = (
     ".*does not have many workers.*", ".*Checkpoint directory .* exists.*", ".*isinstance.treespec.*",
     ".*all_gather is deprecated.*", ".*The dirpath has changed.*",
@@ -86,8 +86,7 @@ def module_of(pl: Any, n: int, in_configure: bool) -> Any:
 
         def configure_model(self) -> None:
             if n > 1 and in_configure and not isinstance(self.model, autotp.ParallelModule):
-                mesh = self.device_mesh["tensor_parallel"]
-                self.model = autotp.parallelize(self.model, mesh=mesh, example_inputs=EXAMPLE)
+                self.model = autotp.parallelize(self.model, n, example_inputs=EXAMPLE)
 
         def training_step(self, batch: Any, i: int) -> Any:
             loss = self.model(**batch) * self.scale
@@ -115,20 +114,16 @@ def module_of(pl: Any, n: int, in_configure: bool) -> Any:
     return Lit()
 
 
-def trainer_of(pl: Any, how: str, n: int, folder: Path, *more: Any, **given: Any) -> Any:
-    strategies = importlib.import_module(f"{pl.__name__}.strategies")
-    made = {
-        "auto": lambda: {"devices": n},  # DDP, if there are several.
-        "single": lambda: {"strategy": strategies.SingleDeviceStrategy("cpu")},
-        "model": lambda: {"strategy": strategies.ModelParallelStrategy(), "devices": n},
-    }[how]()
+def trainer_of(pl: Any, n: int, folder: Path, *more: Any, **given: Any) -> Any:
+    """One device's trainer, with a strategy of autotp if there are several ranks."""
+    strategy = {"strategy": trainer_strategy(pl.__name__)} if n > 1 else {}
     callbacks = importlib.import_module(f"{pl.__name__}.callbacks")
     saved = callbacks.ModelCheckpoint(folder, "{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
     return pl.Trainer(
         accelerator="cpu", max_steps=STEPS, accumulate_grad_batches=2, gradient_clip_val=0.5, logger=False,
         val_check_interval=8, limit_val_batches=2, enable_progress_bar=False, log_every_n_steps=1,
-        callbacks=[saved, callbacks.EarlyStopping("tested", patience=9), callbacks.ModelSummary(2), *more],
-        **made | given,
+        callbacks=[saved, callbacks.EarlyStopping("tested", patience=9), callbacks.ModelSummary(1), *more],
+        **strategy | given,
     )  # fmt: skip
 
 
@@ -136,21 +131,21 @@ def rows() -> list[Any]:
     return [torch.utils.data.DataLoader(Texts(k), batch_size=2, shuffle=k == 24) for k in (24, 5)]
 
 
-def trained(rank: int, n: int, folder: Path, package: str, strategies: tuple[str, ...], resumed: str = "") -> Any:
+def trained(rank: int, n: int, folder: Path, package: str, resumed: str = "") -> Any:
     """Ten steps; then the second epoch again, from the checkpoint after the first, with a new model and trainer."""
     pl, found = library(package), []
-    for strategy in strategies:
-        here = folder / strategy
-        for start in (None, (folder / resumed / "auto" if resumed else here) / "epoch=0.ckpt"):
-            lit = module_of(pl, n, strategy == "model")
-            pl.seed_everything(3, workers=True)  # As DDPStrategy does again.
-            trainer = trainer_of(pl, strategy, n, here / "again" if start else here)
+    for where in ("init", "configure"):
+        here = folder / where
+        for start in (None, (folder / resumed / "init" if resumed else here) / "epoch=0.ckpt"):
+            lit = module_of(pl, n, where == "configure")
+            pl.seed_everything(3, workers=True)
+            trainer = trainer_of(pl, n, here / "again" if start else here)
             trainer.fit(lit, *rows(), ckpt_path=start)
             assert trainer.global_step == STEPS and trainer.is_global_zero == (rank == 0)
             logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
             state = {name: x for name, x in lit.state_dict().items() if not name.startswith("model.")}
             state |= autotp.full_state_dict(lit.model) if n > 1 else lit.model.state_dict()
-            counted = importlib.import_module(f"{package}.utilities.model_summary").ModelSummary(lit, 2)
+            counted = importlib.import_module(f"{package}.utilities.model_summary").ModelSummary(lit, 1)
             found.append((lit.seen, logged, [counted.total_parameters, *counted.param_nums], state))
     return found
 
@@ -162,18 +157,18 @@ def expect_close(found: Any, expected: Any) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.rare)])
 def test_loop(package: str, tmp_path: Path) -> None:
-    one = trained(0, 1, tmp_path / "one", package, ("auto",))
-    two = run_ranks(trained, 2, tmp_path / "two", package, STRATEGIES, timeout=250, fresh=True)
+    one = trained(0, 1, tmp_path / "one", package)
+    two = run_ranks(trained, 2, tmp_path / "two", package, timeout=250, fresh=True)
     assert len(one[1][0]) < len(one[0][0]), "it goes on from the second epoch"
     for rank in range(2):
         for i, (*found, state) in enumerate(two[rank]):
-            *expected, whole = one[i % 2]
+            *expected, whole = one[i]
             expect_close(found, expected)
             if rank == 0:
                 expect_close(state, whole)
-    expected = torch.load(tmp_path / "one" / "auto" / "epoch=0.ckpt", weights_only=False)
-    for strategy in STRATEGIES:
-        found = torch.load(tmp_path / "two" / strategy / "epoch=0.ckpt", weights_only=False)
+    for where in ("init", "configure"):
+        one_file, two_file = (tmp_path / ranks / where / "epoch=0.ckpt" for ranks in ("one", "two"))
+        expected, found = (torch.load(path, weights_only=False) for path in (one_file, two_file))
         assert set(found) == set(expected)
         for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
             expect_close(found[key], expected[key])
@@ -183,9 +178,9 @@ def test_loop(package: str, tmp_path: Path) -> None:
 def test_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
     """One device goes on from a checkpoint of two ranks, and three ranks do."""
     package = "lightning.pytorch"
-    run_ranks(trained, 2, tmp_path / "two", package, ("auto",), timeout=250, fresh=True)
-    one = trained(0, 1, tmp_path, package, ("auto",), "two")
-    three = run_ranks(trained, 3, tmp_path, package, ("model",), "two", timeout=250, fresh=True)
+    run_ranks(trained, 2, tmp_path / "two", package, timeout=250, fresh=True)
+    one = trained(0, 1, tmp_path, package, "two")
+    three = run_ranks(trained, 3, tmp_path, package, "two", timeout=250, fresh=True)
     expect_close(three[0][1], one[1])
 
 
@@ -204,30 +199,36 @@ def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
 
     def parts() -> None:
         lit.__class__ = Parts
-        trainer_of(pl, "auto", n, folder, max_epochs=1).fit(lit, *rows())
+        trainer_of(pl, n, folder, max_epochs=1).fit(lit, *rows())
 
     def missing() -> None:
         if rank == 0:
             torch.save({}, folder / "of-0.ckpt")
-        trainer = trainer_of(pl, "auto", n, folder)
+        trainer = trainer_of(pl, n, folder)
         trainer.fit(module_of(pl, n, False), *rows(), ckpt_path=folder / f"of-{rank}.ckpt")
 
-    def divided() -> None:
-        strategy = strategies.FSDPStrategy()
-        strategy.connect(lit)
-        strategy.setup(None)
+    def single() -> None:
+        trainer_of(pl, n, folder, strategy=strategies.SingleDeviceStrategy("cpu")).fit(lit, *rows())
 
-    for call in (divided, missing, parts):
+    def replicas() -> None:
+        trainer_of(pl, n, folder, strategy="auto", devices=n).fit(lit, *rows())
+
+    def in_configure() -> None:
+        trainer_of(pl, n, folder, strategy="auto", devices=1).fit(module_of(pl, n, True), *rows())
+
+    for call in (single, replicas, in_configure, missing, parts):
         with pytest.raises((autotp.Error, FileNotFoundError)) as raised:
             call()
-        found[call.__name__] = str(raised.value).splitlines()[0]
+        found[call.__name__] = str(raised.value)
     return found
 
 
 @pytest.mark.rare
 def test_refused(tmp_path: Path) -> None:
     for found in run_ranks(refused, 2, tmp_path, timeout=250, fresh=True):
-        assert found["divided"].startswith("FSDPStrategy divides a model among replicas"), found
+        for name, strategy in {"single": "SingleDevice", "replicas": "DDP", "in_configure": "SingleDevice"}.items():
+            assert found[name].startswith(f"{strategy}Strategy does not know that its processes hold one"), found
+            assert "Trainer(strategy=trainer_strategy())" in found[name]
         assert "Checkpoint file not found" in found["missing"], found
         assert found["parts"].startswith("checkpoint['state_dict']['"), found
         assert "is another tensor on each rank" in found["parts"]
@@ -248,9 +249,9 @@ def averaged(rank: int, n: int, folder: Path) -> list[Any]:
             saved = callbacks.ModelCheckpoint(folder / name, "{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
             pl.seed_everything(3, workers=True, verbose=False)
             trainer = pl.Trainer(
-                accelerator="cpu", devices=n, max_epochs=5, limit_train_batches=3, logger=False, log_every_n_steps=1,
+                accelerator="cpu", max_epochs=5, limit_train_batches=3, logger=False, log_every_n_steps=1,
                 callbacks=[getattr(callbacks, name)(**given), saved], enable_progress_bar=False,
-                enable_model_summary=False,
+                enable_model_summary=False, **({"strategy": trainer_strategy()} if n > 1 else {}),
             )  # fmt: skip
             trainer.fit(lit, *rows(), ckpt_path=start)
             found.append((lit.seen, autotp.full_state_dict(lit.model) if n > 1 else lit.model.state_dict()))
@@ -275,14 +276,13 @@ def test_averages_of_weights(tmp_path: Path) -> None:
 
 def beside_replicas(rank: int, n: int, folder: Path) -> str:
     pl = library("lightning.pytorch")
-    strategies: Any = importlib.import_module("lightning.pytorch.strategies")
-    strategy = strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    lit = module_of(pl, 2, False)
     with pytest.raises(autotp.Error) as raised:
-        trainer_of(pl, "auto", n, folder, strategy=strategy, devices=n).fit(module_of(pl, n, True), *rows())
+        trainer_of(pl, n, folder).fit(lit, *rows())
     return str(raised.value).splitlines()[0]
 
 
 @pytest.mark.rare
 def test_replicas_are_not_one_device(tmp_path: Path) -> None:
-    told = "ModelParallelStrategy with tp=2 of 4 processes: Lightning takes the other ranks of each model for replicas"
+    told = "tp=2 of 4 processes: Lightning trains one model on all of its processes"
     assert run_ranks(beside_replicas, 4, tmp_path, timeout=120, fresh=True) == [told] * 4
