@@ -133,7 +133,9 @@ class _OfTrainer(_OneDevice):
         return agree(own_ranks(), lambda: write(whole, *args, **kwargs))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        return _read_by_all(lambda: super(_OfTrainer, self).load_checkpoint(*args, **kwargs))  # type: ignore[misc]
+        """Returns the content of a file. A rank that does not see it would leave the others waiting."""
+        read = super().load_checkpoint  # type: ignore[misc]
+        return agree(own_ranks(), lambda: read(*args, **kwargs)) if is_one_replica() else read(*args, **kwargs)
 
 
 class _OfFabric(_OneDevice):
@@ -159,8 +161,11 @@ class _OfFabric(_OneDevice):
         whole = _expect_no_parts(whole_for_file(state, own_ranks()))
         return agree(own_ranks(), lambda: write(path, whole, *args, **kwargs))
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        return _read_by_all(lambda: super(_OfFabric, self).load_checkpoint(*args, **kwargs))  # type: ignore[misc]
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reads a file into models, which ranks do together: so a rank that does not see it must be known before."""
+        if is_one_replica():
+            agree(own_ranks(), lambda: _expect_file(path))
+        return super().load_checkpoint(path, *args, **kwargs)  # type: ignore[misc]
 
 
 def _begin(module: nn.Module) -> None:
@@ -193,9 +198,9 @@ def _whole_optimizer_state(optimizer: Any) -> Any:
     return optimizer.state_dict() if whole is None else whole
 
 
-def _read_by_all(read: Any) -> Any:
-    """A rank that does not see the file would leave the others waiting."""
-    return agree(own_ranks(), read) if is_one_replica() else read()
+def _expect_file(path: Any) -> None:
+    if "://" not in str(path) and not os.path.exists(path):
+        raise Error(f"there is no checkpoint {path}", fix="a folder that all machines share, or the same files")
 
 
 def _expect_no_parts(checkpoint: Any) -> Any:

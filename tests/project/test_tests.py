@@ -31,7 +31,7 @@ THROUGH_A_PUBLIC_CALL = {
     "hf/loops/accelerate_state": "hf/loops/test_replicas",
     "hf/loops/settings/neftune": "hf/loops/test_trainer_calls",
     "hf/loops/replica_collectives": "hf/loops/test_replicas",
-    "hf/loops/torchmetrics_calls": "hf/loops/test_lightning_calls",
+    "hf/loops/torchmetrics_calls": "integrations/test_lightning",
     "hf/caches": "hf/test_generation",
     "hf/files/configuration": "hf/test_pretrained_alone",
     "hf/files/conversion": "cli/test_convert",
