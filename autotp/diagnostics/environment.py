@@ -29,7 +29,7 @@ LIBRARIES = {
     "transformers": "models, Trainer, generate, gradient checkpointing; autotp.from_pretrained, save_pretrained",
     "peft": "LoRA: autotp.parallelize(get_peft_model(model, config)); save_pretrained saves the adapters",
     "accelerate": "Accelerator sees the ranks of one model as one process, and replicas as several",
-    "lightning": "Trainer and Fabric, with the strategies of autotp.integrations.lightning; checkpoints are one device's",
+    "lightning": "Trainer and Fabric, by strategies of autotp.integrations.lightning; checkpoints are one device's",
     "trl": "SFTTrainer, DPOTrainer",
     "torchao": "quantized weights are refused, before parallelize and after it",
     "bitsandbytes": "quantized weights are refused; autotp.from_pretrained refuses quantized checkpoints",

@@ -162,17 +162,19 @@ def _identity(x: Tensor, *_: Any) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: str, *_: Any) -> Tensor:
-    return communicate("all_reduce", x, "sum", group)
+    """Returns the sum, in the memory order of `x`, which a convolution and a dropout mask go on with."""
+    total = communicate("all_reduce", x, "sum", group)
+    return total if x.is_contiguous() else laid_out(total, order_of(x))
 
 
 def _all_reduce_in_place(x: Tensor, group: str, *_: Any) -> Tensor:
-    return communicate("all_reduce_" if x.is_contiguous() else "all_reduce", x, "sum", group)
+    return communicate("all_reduce_", x, "sum", group) if x.is_contiguous() else _all_reduce(x, group)
 
 
 def _rows_reduced(x: Tensor, group: str, dim: int, ranges: Any, *_: Any) -> Tensor:
     """Returns `x` with some positions of `dim` summed over ranks."""
     if ranges == ((0, x.shape[dim]),):
-        return communicate("all_reduce", x, "sum", group)
+        return _all_reduce(x, group)
     sent = chosen(x, dim, ranges).contiguous()
     return replaced(x, dim, ranges, communicate("all_reduce", sent, "sum", group))
 
@@ -306,14 +308,12 @@ def _of_rows(result: Tensor, x: Tensor, dim: int, length: int) -> Tensor:
 
 FORWARD_FIX = "torch.func.jacfwd, or strategy='reverse-mode'"
 BATCH_FIX = "torch.func.vjp and torch.func.vmap, or one call of torch.autograd.grad for each gradient"
-RESIZING = ("scatter", "gather", "all_gather", "reduce_scatter")
-"""The conjugates that change the length of a dimension. Their results keep the memory order of their operands.
 
-NOTE [What ranks send has the order of the dimensions]
-Ranks agree on the order of a tensor's dimensions, and not on their order in memory: where a rank has one position of a
-dimension, or none, strides do not say where this dimension lies. So what is sent is in the order of the dimensions, and
-only the copy that a rank makes of what it gets is in the order of its operand's memory.
-"""
+# NOTE [What ranks send has the order of the dimensions]
+# Ranks agree on the order of a tensor's dimensions, and not on their order in memory: where a rank has one position of
+# a dimension, or none, strides do not say where this dimension lies. So what is sent is in the order of the dimensions,
+# and only the copy that a rank makes of what it gets is in the order of its operand's memory.
+
 # name: (forward, name of the backward); docs/design.md has the table. No gradient reaches "max".
 # Names with an underscore sum in place.
 CONJUGATE_TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {

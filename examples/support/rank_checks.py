@@ -273,7 +273,10 @@ def differences(whole: Call, parts: Call, model: Any, rank: int, dtypes: bool = 
     """
     difference = partial(_difference, dtypes=dtypes)
     layouts = {} if model is None else model.layouts
-    yield difference(*torch.tensor([whole.loss, parts.loss], dtype=torch.float64)), "the loss"
+    # It is a weighted sum of all outputs, which may cancel.
+    largest = max([abs(whole.loss), *map(_largest, whole.outputs)])
+    losses = [torch.tensor(call.loss, dtype=torch.float64) for call in (whole, parts)]
+    yield difference(losses[0], losses[1], largest), "the loss"
     if len(whole.outputs) != len(parts.outputs) or whole.gradients.keys() != parts.gradients.keys():
         yield float("inf"), "the number of outputs or parameters"
         return

@@ -50,6 +50,11 @@ def as_many_as_values_say(x: Tensor, w: Tensor) -> Tensor:
     return linear(x, w) + torch.unique_consecutive(x[:, 0]).sum() + often.sum()
 
 
+def transformed(x: Tensor, w: Tensor) -> Tensor:
+    """There is no Fourier transform of bfloat16: autocast casts to float32."""
+    return torch.fft.fft(linear(x, w)).real
+
+
 def off_inside(x: Tensor, w: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         y = linear(x, w)
@@ -83,6 +88,7 @@ def defaulted(x: Tensor, w: Tensor) -> Tensor:
         pytest.param(precise, BF16, 5, id="in-float32"),
         pytest.param(widest, BF16, None, id="widest"),
         pytest.param(as_many_as_values_say, BF16, 3, id="sizes-of-values"),
+        pytest.param(transformed, BF16, 3, id="fourier"),
         pytest.param(off_inside, BF16, 2, id="off-inside"),
         pytest.param(on_inside, OFF, None, id="on-inside"),
         pytest.param(defaulted, OFF, 2, id="default-dtype"),
