@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
+from autotp.integrations.lightning import fabric_strategy, trainer_strategy
 
 pytest.importorskip("lightning")
 checks = Checks(cards=True)
@@ -66,7 +67,7 @@ def parallel_words(n: int) -> nn.Module:
 @checks.on(2)
 def fabric_trains(rank: int, n: int) -> None:
     warnings.simplefilter("ignore")
-    fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cuda", devices=n)
+    fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cuda", strategy=fabric_strategy())
     fabric.launch()
     parallel, losses = parallel_words(n), list[float]()
     model, optimizer = fabric.setup(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2))
@@ -107,7 +108,7 @@ def lightning_trains(rank: int, n: int) -> None:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    pl.Trainer(accelerator="cuda", devices=n, max_epochs=1, **quiet).fit(
+    pl.Trainer(accelerator="cuda", strategy=trainer_strategy(), max_epochs=1, **quiet).fit(
         lit, torch.utils.data.DataLoader(batches(), batch_size=None)
     )
     expect_trained(losses, lit.model)

@@ -23,6 +23,7 @@ from autotp.rules.traits import has, in_place_of
 aten = torch.ops.aten
 ROOT = Path(autotp.__file__).parent.parent
 TABLES = {
+    ("passes/builder.py", "SIZES"),
     ("passes/canonicalize/canonicalize.py", "REWRITES"),
     ("passes/canonicalize/causal_attention.py", "MEANINGS"),
     ("passes/canonicalize/causal_attention.py", "REPEATS"),
