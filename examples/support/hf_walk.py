@@ -260,7 +260,7 @@ def _ours(error: Exception) -> str:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
-HEADER = "| class | outcome | cut | what, where |\n|---|---|---|---|"
+HEADER = "| class | outcome | what, where |\n|---|---|---|"
 PAGE = """# All of transformers
 
 `python examples/hf_coverage.py --all` wrote this page, with torch {torch} and transformers {transformers}. It takes
@@ -275,21 +275,22 @@ The ranks were simulated. The last section says what was trained on real ones.
 
 **{right} of the {run} classes that could be built are right.** {counts}.
 
-- **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut.
+`examples/hf_coverage.jsonl` has a line for each class, with the share of the parameters that is cut.
+
 - **refused**: `autotp.Error` says what cannot be made parallel, and what to write instead.
 - **not built**: the small model does not run on one device with arguments that are made by rules, or it needs a
   package that is not installed. The cause is the first error.
 
-## Causes
-
-| classes | outcome | cause |
-|---|---|---|
-{causes}
-
-## Classes
+## Classes that were built, and are not right
 
 {header}
 {rows}
+
+## Causes why the others were not built
+
+| classes | cause |
+|---|---|
+{causes}
 """
 
 
@@ -298,7 +299,8 @@ def page(found: Sequence[Walked], sizes: Sequence[int], limit: int, every: int) 
     import transformers
 
     counted = Counter(one.outcome for one in found)
-    causes = Counter((one.outcome, _cause(one.message)) for one in found if one.outcome not in (RIGHT, SLOW, LARGE))
+    causes = Counter(_cause(one.message) for one in found if one.outcome == UNBUILT)
+    others = sorted((one for one in found if one.outcome not in (RIGHT, UNBUILT)), key=lambda one: one.name)
     return PAGE.format(
         torch=torch.__version__.partition("+")[0],
         transformers=transformers.__version__,
@@ -312,9 +314,9 @@ def page(found: Sequence[Walked], sizes: Sequence[int], limit: int, every: int) 
         right=counted[RIGHT],
         run=len(found) - counted[UNBUILT],
         counts=counts(found),
-        causes="\n".join(f"| {n} | {outcome} | {cause} |" for (outcome, cause), n in causes.most_common()),
+        causes="\n".join(f"| {n} | {cause} |" for cause, n in causes.most_common()),
         header=HEADER,
-        rows="\n".join(map(row, sorted(found, key=lambda one: one.name))),
+        rows="\n".join(map(row, others)),
     )
 
 
@@ -331,8 +333,7 @@ def counts(found: Sequence[Walked]) -> str:
 
 def row(one: Walked) -> str:
     """Returns the row of the table."""
-    cut = f"{one.share:.0%}" if one.outcome == RIGHT else ""
-    return f"| {one.name} | {one.outcome} | {cut} | {cell('; '.join(filter(None, (one.message, one.place))))} |"
+    return f"| {one.name} | {one.outcome} | {cell('; '.join(filter(None, (one.message, one.place))))} |"
 
 
 def cell(text: str) -> str:

@@ -173,11 +173,13 @@ def test_page() -> None:
         Walked("B", "refused", "reads `x` of 3 < 4 | 5", "b.py:1  if x[0](y):"),
         Walked("C", "refused", "reads `y` of 4 < 4 | 5"),
         Walked("A", RIGHT, share=0.96),
-        Walked("D", UNBUILT, "no arguments"),
+        Walked("D", UNBUILT, "no arguments for `x` of 3"),
+        Walked("E", UNBUILT, "no arguments for `y` of 4"),
     ]
     text = page(found, (2, 3), 9, 1458)
-    assert "in a random order, 4 of 1,458 so far" in text
+    assert "in a random order, 5 of 1,458 so far" in text
     assert "**1 of the 3 classes that could be built are right.** 1 right, 2 refused, 0 wrong, " in text
-    assert "| 2 | refused | reads ... of N &lt; N / N |" in text
-    assert text.index("| A | right | 96% |  |") < text.index("| B | refused |  | reads `x` of 3 &lt; 4 / 5; b.py:1")
+    assert "| 2 | no arguments for ... of N |" in text
+    assert text.index("| B | refused | reads `x` of 3 &lt; 4 / 5; b.py:1") < text.index("| C | refused |")
+    assert "| A |" not in text and "| D |" not in text, "these are in the data file"
     assert "if x[0]&#40;y):" in text  # No link.
