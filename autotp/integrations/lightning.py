@@ -228,7 +228,12 @@ def _expect_same(parts: list[str]) -> None:
 
 def trainer_callbacks() -> list[Any]:
     """Returns a callback for Trainer that raises Error for a parallel model with another strategy."""
-    return [_callback_class(name)() for name in TRAINERS if name in sys.modules][:1]
+    return [_callback_class(TRAINERS[0])()]
+
+
+def standalone_trainer_callbacks() -> list[Any]:
+    """Returns the same for Trainer of `pytorch_lightning`."""
+    return [_callback_class(TRAINERS[1])()]
 
 
 def fabric_callbacks() -> list[Any]:

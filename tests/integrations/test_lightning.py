@@ -187,9 +187,9 @@ def test_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
 # ---- what is refused, and what else Lightning calls
 
 
-def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
-    pl, found = library("lightning.pytorch"), {}
-    strategies: Any = importlib.import_module("lightning.pytorch.strategies")
+def refused(rank: int, n: int, folder: Path, package: str) -> dict[str, str]:
+    pl, found = library(package), {}
+    strategies: Any = importlib.import_module(f"{package}.strategies")
     lit = module_of(pl, n, False)
 
     class Parts(type(lit)):  # type: ignore[misc]
@@ -224,8 +224,9 @@ def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.rare
-def test_refused(tmp_path: Path) -> None:
-    for found in run_ranks(refused, 2, tmp_path, timeout=250, fresh=True):
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_refused(package: str, tmp_path: Path) -> None:
+    for found in run_ranks(refused, 2, tmp_path, package, timeout=250, fresh=True):
         for name, strategy in {"single": "SingleDevice", "replicas": "DDP", "in_configure": "SingleDevice"}.items():
             assert found[name].startswith(f"{strategy}Strategy does not know that its processes hold one"), found
             assert "Trainer(strategy=trainer_strategy())" in found[name]

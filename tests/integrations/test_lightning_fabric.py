@@ -99,24 +99,24 @@ def test_loop(package: str, tmp_path: Path) -> None:
     expect_close(file["optimizer"]["state"], expected["optimizer"]["state"])
 
 
-def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
+def refused(rank: int, n: int, folder: Path, package: str) -> dict[str, str]:
     errors = {}
-    strategies: Any = importlib.import_module("lightning.fabric.strategies")
+    strategies: Any = importlib.import_module(f"{package}.strategies")
 
     def single() -> None:
-        fabric_of("lightning.fabric", n, strategy=strategies.SingleDeviceStrategy("cpu")).setup(Scaled(n))
+        fabric_of(package, n, strategy=strategies.SingleDeviceStrategy("cpu")).setup(Scaled(n))
 
     def replicas() -> None:
-        fabric_of("lightning.fabric", n, strategy="ddp", devices=n).setup(Scaled(n))
+        fabric_of(package, n, strategy="ddp", devices=n).setup(Scaled(n))
 
     def missing() -> None:
         if rank == 0:
             torch.save({}, folder / "of-0.ckpt")
-        fabric = fabric_of("lightning.fabric", n)
+        fabric = fabric_of(package, n)
         fabric.load(folder / f"of-{rank}.ckpt", {"model": fabric.setup(Scaled(n))})
 
     def parts() -> None:
-        fabric = fabric_of("lightning.fabric", n)
+        fabric = fabric_of(package, n)
         model = fabric.setup(Scaled(n))
         head = model.module.model.lm_head.weight.detach()
         fabric.save(folder / "whole.ckpt", {"state": {"head": head}})
@@ -132,8 +132,9 @@ def refused(rank: int, n: int, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.rare
-def test_refused(tmp_path: Path) -> None:
-    for errors in run_ranks(refused, 2, tmp_path, timeout=250, fresh=True):
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_refused(package: str, tmp_path: Path) -> None:
+    for errors in run_ranks(refused, 2, tmp_path, package, timeout=250, fresh=True):
         assert errors["single"].startswith("SingleDeviceStrategy does not know that its processes hold one"), errors
         assert "Fabric(strategy=fabric_strategy())" in errors["single"]
         assert "DistributedDataParallel over ranks [0, 1] of one" in errors["replicas"], errors
