@@ -75,27 +75,30 @@ def choose(
     trainable: Collection[fx.Node],
     total: int,
     tp: int,
-    kept: Collection[fx.Node] = (),
+    local_outputs: Collection[fx.Node] = (),
 ) -> Decision:
     """Returns the cuts for `tp` ranks.
 
     Args:
         trainable: values that a gradient flows through: only these cost communication in backward.
         total: number of elements of all parameters.
-        kept: outputs that stay cut; other cut outputs are gathered, which costs communication.
+        local_outputs: outputs that stay cut; other cut outputs are gathered, which costs communication.
     """
     decision = Decision()
-    convolutions = {id(it): [node for node, _ in it.nodes if _convolves(node, axes)] for it in candidates}
+    convolutions = {
+        id(candidate): [node for node, _ in candidate.nodes if _convolves(node, axes)] for candidate in candidates
+    }
 
     def worth(candidate: Candidate) -> float:
         """Returns the elements of weights that are divided for each exchanged element, per token or pixel."""
-        cost = _cost(candidate, decision, axes, trainable, kept)
+        cost = _cost(candidate, decision, axes, trainable, local_outputs)
         reads = _gain(candidate, decision, axes, tp, lambda weight: _places(weight, convolutions[id(candidate)], axes))
         return reads / max(cost, 1)
 
     def key(i: int) -> tuple[int, float, float, int]:
-        it = candidates[i]
-        return it.turn, _busiest(it.leaf, tp) if it.pattern == ATTENTION else 0, -worth(it), i
+        candidate = candidates[i]
+        share = _busiest(candidate.leaf, tp) if candidate.pattern == ATTENTION else 0
+        return candidate.turn, share, -worth(candidate), i
 
     queue = [key(i) for i in range(len(candidates))]
     heapify(queue)
@@ -151,16 +154,16 @@ def refusal(
     rest = [weight for weight in weights if weight not in decision.held]
     read = [reader for weight in rest for reader in readers(weight)]
     along = [decision.held[weight] for weight in weights if weight in decision.held]
-    cut = {find(it) for it in [*along, *(decision.cuts[reader] for reader in read if reader in decision.cuts)]}
-    others = tuple(it for it in decision.chosen if find(it.leaf) in cut)
+    cut = {find(leaf) for leaf in [*along, *(decision.cuts[reader] for reader in read if reader in decision.cuts)]}
+    conflicts = tuple(chosen for chosen in decision.chosen if find(chosen.leaf) in cut)
     if not any(_only_read_cut(weight, candidate, decision) for weight in rest):
         blocked = tuple(reader for reader in read if reader not in nodes and reader not in decision.cuts)
-        return Refusal("read", others, blocked) if blocked else Refusal("taken", others)
+        return Refusal("read", conflicts, blocked) if blocked else Refusal("taken", conflicts)
     if not candidate.core and candidate.name != "vocab" and _gain(candidate, decision, axes, tp) <= SHARE * total:
-        return Refusal("taken" if others else "small", others)
+        return Refusal("taken" if conflicts else "small", conflicts)
     sent, order = set(_exchanged(candidate, decision, axes, trainable, ())), axes.dims
-    most = max([node for node in order if node in sent], key=elements, default=None)  # Of equal ones the first.
-    return Refusal("sent", nodes=() if most is None else (most,))
+    largest = max([node for node in order if node in sent], key=elements, default=None)  # Of equal ones the first.
+    return Refusal("sent", nodes=() if largest is None else (largest,))
 
 
 class OtherCut(Error):
@@ -195,11 +198,11 @@ def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
             else:
                 decision.held[node] = leaf
     for node, layout in undivided:
-        taken = {find(leaf) for leaf in decision.held.values()}
-        decision.held[node] = _leaf_of(node, layout, axes, tp, ()) or _divided(node, layout, axes, tp, taken)
-    kept = {find(leaf) for leaf in decision.held.values()}
+        stored_leaves = {find(leaf) for leaf in decision.held.values()}
+        decision.held[node] = _leaf_of(node, layout, axes, tp, ()) or _divided(node, layout, axes, tp, stored_leaves)
+    stored_leaves = {find(leaf) for leaf in decision.held.values()}
     for candidate in candidates:
-        if find(candidate.leaf) in kept:
+        if find(candidate.leaf) in stored_leaves:
             for cuttable, _ in candidate.nodes:
                 decision.cuts.setdefault(cuttable, candidate.leaf)
             decision.chosen.append(candidate)
@@ -209,7 +212,9 @@ def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
 def _stored_so(candidate: Candidate, stored: Mapping[fx.Node, Layout], axes: Axes, tp: int) -> bool:
     """True if all parameters of a candidate are stored cut along its leaf."""
     rows = [(axes.of(node), stored[node]) for node in candidate.parameters if node in stored]
-    return bool(rows) and all(layout_of(it.shape, dims, candidate.leaf, tp, it.axis) == it for dims, it in rows)
+    return bool(rows) and all(
+        layout_of(layout.shape, dims, candidate.leaf, tp, layout.axis) == layout for dims, layout in rows
+    )
 
 
 def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int, grids: Sequence[Axis]) -> Axis | None:
@@ -221,14 +226,14 @@ def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int, grids: Sequence
     return None
 
 
-def _divided(node: fx.Node, layout: Layout, axes: Axes, tp: int, taken: Collection[Axis]) -> Axis:
+def _divided(node: fx.Node, layout: Layout, axes: Axes, tp: int, stored_leaves: Collection[Axis]) -> Axis:
     """Returns a new leaf of an axis that this graph does not divide: NOTE [Axes of a part].
 
     Args:
-        taken: leaves along which other tensors are cut; none of these is divided.
+        stored_leaves: leaves along which other tensors are cut; none of these is divided.
     """
     axis = find(axes.of(node)[layout.dim or 0])
-    leaf = None if axis in taken else divided_as(axis, layout.pieces, tp)
+    leaf = None if axis in stored_leaves else divided_as(axis, layout.pieces, tp)
     if leaf is not None:
         return leaf
     raise OtherCut(
@@ -290,8 +295,8 @@ def _fullest(leaf: Axis, parameter: fx.Node, axes: Axes, tp: int) -> float:
     axis = next(axis for axis in axes.of(parameter) if touches(axis, leaf))
     if find(leaf).kind != "grid":
         return chunk_length(leaf.size.number, tp) / leaf.size.number
-    held = [sum(b - a for a, b in ranges(axis, leaf, tp, rank)) for rank in range(tp)]
-    return max(held) / axis.size.number
+    lengths = [sum(b - a for a, b in ranges(axis, leaf, tp, rank)) for rank in range(tp)]
+    return max(lengths) / axis.size.number
 
 
 def _busiest(leaf: Axis, tp: int) -> float:
@@ -300,14 +305,22 @@ def _busiest(leaf: Axis, tp: int) -> float:
 
 
 def _cost(
-    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], kept: Collection[fx.Node]
+    candidate: Candidate,
+    decision: Decision,
+    axes: Axes,
+    trainable: Collection[fx.Node],
+    local_outputs: Collection[fx.Node],
 ) -> float:
     """Returns the elements exchanged in a step, forward and backward, at nominal batch and sequence."""
-    return sum(elements(node) for node in _exchanged(candidate, decision, axes, trainable, kept))
+    return sum(elements(node) for node in _exchanged(candidate, decision, axes, trainable, local_outputs))
 
 
 def _exchanged(
-    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], kept: Collection[fx.Node]
+    candidate: Candidate,
+    decision: Decision,
+    axes: Axes,
+    trainable: Collection[fx.Node],
+    local_outputs: Collection[fx.Node],
 ) -> list[fx.Node]:
     """Returns the values that are summed, copied for backward, or gathered and divided, if the candidate is cut."""
     free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
@@ -319,9 +332,11 @@ def _exchanged(
                 copied.add(operand)
             if i in factor.ins and maker(operand) not in free and operand.op != "placeholder":
                 moved.add(operand)
-        for it in cut_values(node, candidate.leaf, axes) if factor.outs else ():
-            if any(reader not in free for reader in readers(it) if node not in kept or reader.op != "output"):
-                moved.add(it)
+        for value in cut_values(node, candidate.leaf, axes) if factor.outs else ():
+            if any(
+                reader not in free for reader in readers(value) if node not in local_outputs or reader.op != "output"
+            ):
+                moved.add(value)
     return [*summed, *copied, *moved]
 
 

@@ -50,25 +50,25 @@ def _misfits(node: fx.Node, axes: Axes, made: Collection[fx.Node], builder: Buil
     if len({n in made for n in operands}) < 2 or (rule := rule_of(call_of(node))) is None:
         return {}
     dims = [axes.of(builder.env[n]) for n in operands]
-    known: dict[str, Axis] = {}
+    axes_by_name: dict[str, Axis] = {}
     terms = list(named_dims(rule, dims))
     for operand, named in zip(operands, terms, strict=True):
-        known |= {name: find(axis) for name, axis in named if name and operand in made}
-    found: Misfits = {}
+        axes_by_name |= {name: find(axis) for name, axis in named if name and operand in made}
+    misfits: Misfits = {}
     for operand, named in zip(operands, terms, strict=True):
-        sizes = [_misfit(find(axis), known.get(name)) for name, axis in named]
+        sizes = [_misfit(find(axis), axes_by_name.get(name)) for name, axis in named]
         if operand not in made and any(sizes):
-            found[operand] = sizes
-    return found
+            misfits[operand] = sizes
+    return misfits
 
 
-def _misfit(axis: Axis, other: Axis | None) -> Size | None:
-    """Returns the size that a dimension should have if, unified with it, `other` could not be cut."""
-    if other is None or other is axis or ONE in (axis.size, other.size):
+def _misfit(axis: Axis, expected: Axis | None) -> Size | None:
+    """Returns the size that a dimension should have if, unified with it, `expected` could not be cut."""
+    if expected is None or expected is axis or ONE in (axis.size, expected.size):
         return None
-    if axis.size != other.size:
-        return None if other.size.symbols else other.size
-    return other.size if _splits(list(_factors(axis)), list(_factors(other))) else None
+    if axis.size != expected.size:
+        return None if expected.size.symbols else expected.size
+    return expected.size if _splits(list(_factors(axis)), list(_factors(expected))) else None
 
 
 def _factors(axis: Axis) -> Iterator[Axis]:
@@ -81,10 +81,12 @@ def _factors(axis: Axis) -> Iterator[Axis]:
         yield axis
 
 
-def _splits(factors: list[Axis], others: list[Axis]) -> bool:
-    """True if a factor of constant size among `others` meets a concatenation with other parts, or another size."""
-    for factor, other in zip(factors, others, strict=False):
-        if factor.size != other.size or (factor.kind == "concat" and factor is not other and not other.size.symbols):
+def _splits(factors: list[Axis], expected_factors: list[Axis]) -> bool:
+    """True if an expected factor of constant size meets a concatenation with other parts, or another size."""
+    for factor, expected in zip(factors, expected_factors, strict=False):
+        if factor.size != expected.size or (
+            factor.kind == "concat" and factor is not expected and not expected.size.symbols
+        ):
             return True
     return False
 
@@ -94,7 +96,7 @@ def _read_apart(builder: Builder, x: fx.Node, sizes: list[Size | None]) -> fx.No
     value = x.meta["val"]
     plain = [size if size is None or size.symbols else size.number for size in sizes]
     shape = [size if isinstance(size, int) else n for n, size in zip(value.shape, plain, strict=True)]
-    new = builder.raw(read_apart, (x,))
+    node = builder.raw(read_apart, (x,))
     with builder.mode:
-        new.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
-    return new
+        node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+    return node

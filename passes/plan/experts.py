@@ -56,10 +56,10 @@ def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
     Args:
         parameters: placeholder names of the parameters.
     """
-    found = _routed(graph, axes, parameters, tp)
-    if not found:
+    routed_rows = _routed(graph, axes, parameters, tp)
+    if not routed_rows:
         return graph, axes
-    rewriting = _Rewriting(graph, axes, found)
+    rewriting = _Rewriting(graph, axes, routed_rows)
     for node in graph.nodes:
         rewriting.visit(node)
     return rewriting.builder.graph, infer_axes(rewriting.builder.graph)
@@ -67,7 +67,7 @@ def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
 
 def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> list[Routed]:
     """Returns the routed rows of a graph; no node is inside of two of them."""
-    found: dict[tuple[fx.Node, int], Routed] = {}
+    by_row: dict[tuple[fx.Node, int], Routed] = {}
     in_groups: dict[tuple[fx.Node, int], Routed] = {}
     for node in graph.nodes:
         if node.op == "call_function" and is_grouped(node.target) and node in axes.bound and axes.bound[node].known:
@@ -77,13 +77,13 @@ def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
     for node in graph.nodes:
         if _is_read(node, parameters) and (number := _experts_of(node, 0)) % tp == 0:
             (chosen,) = arguments_of(node)["indices"]
-            own = in_groups.get((_source(chosen, number), number))
-            (own or found.setdefault((_source(chosen), number), Routed(chosen, number, False))).reads.append(node)
-    every = [*in_groups.values(), *found.values()]
-    taken = {read for routed in every for read in routed.reads}
+            grouped = in_groups.get((_source(chosen, number), number))
+            (grouped or by_row.setdefault((_source(chosen), number), Routed(chosen, number, False))).reads.append(node)
+    every = [*in_groups.values(), *by_row.values()]
+    claimed = {read for routed in every for read in routed.reads}
     for routed in every:
-        _fill(routed, graph, axes, taken - set(routed.reads))
-        taken |= routed.inside
+        _fill(routed, graph, axes, claimed - set(routed.reads))
+        claimed |= routed.inside
     return [routed for routed in every if routed.inside]
 
 
@@ -152,15 +152,15 @@ def _are_exact(*chosen: fx.Node) -> bool:
     return dtypes[-1] in EXACT[:2] and dtypes[0] in EXACT
 
 
-def _fill(routed: Routed, graph: fx.Graph, axes: Axes, others: Collection[fx.Node]) -> None:
+def _fill(routed: Routed, graph: fx.Graph, axes: Axes, claimed: Collection[fx.Node]) -> None:
     """Finds the nodes inside: from a read of weights to the last use of one. Without a product there are none.
 
     Args:
-        others: reads of weights, and nodes inside, of other routed rows.
+        claimed: reads of weights, and nodes inside, of other routed rows.
     """
     rows, after = find(axes.of(routed.reads[0])[0]), set(routed.reads)
     for node in graph.nodes:
-        follows = node not in others and any(operand in after for operand in node.all_input_nodes)
+        follows = node not in claimed and any(operand in after for operand in node.all_input_nodes)
         if follows and _by_rows(node, rows, axes):
             after.add(node)
     needed = {read for read in routed.reads if is_grouped(read.target)}
@@ -184,9 +184,13 @@ def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
     if node not in axes.bound or size_argument(node.target):
         return False
     bound = axes.bound[node]
-    here = [factor for factor in bound.factors if find(factor.axis) is rows and not factor.mark]
-    places = [(bound.dims[side], (here[0].ins, here[0].outs)[side]) for side in (0, 1)] if len(here) == 1 else []
-    return bool(places) and len(here[0].outs) == len(bound.rule.outs) and all(
+    row_factors = [factor for factor in bound.factors if find(factor.axis) is rows and not factor.mark]
+    places = (
+        [(bound.dims[side], (row_factors[0].ins, row_factors[0].outs)[side]) for side in (0, 1)]
+        if len(row_factors) == 1
+        else []
+    )
+    return bool(places) and len(row_factors[0].outs) == len(bound.rule.outs) and all(
         place.get(i) == 0 if has else i not in place
         for terms, place in places
         for i, dims in enumerate(terms)
@@ -197,10 +201,10 @@ def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
 class _Rewriting:
     """The new graph. `ordered` has the values inside, in the experts' order; readers outside get them combined."""
 
-    def __init__(self, graph: fx.Graph, axes: Axes, found: list[Routed]) -> None:
+    def __init__(self, graph: fx.Graph, axes: Axes, routed_rows: list[Routed]) -> None:
         self.axes, self.builder = axes, Builder(fake_mode_of(graph))
-        self.of = {node: routed for routed in found for node in routed.inside}
-        self.choices = {routed.chosen for routed in found}
+        self.of = {node: routed for routed in routed_rows for node in routed.inside}
+        self.choices = {routed.chosen for routed in routed_rows}
         self.ordered: dict[fx.Node, fx.Node] = {}  # Node inside -> its rows in the experts' order.
         self.routes: dict[int, tuple[fx.Node, fx.Node]] = {}
         self.sent: dict[tuple[int, fx.Node], fx.Node] = {}
@@ -211,12 +215,12 @@ class _Rewriting:
         if routed is None:
             self.builder.copy(node)
             return
-        new = self._read(routed, node) if node in routed.reads else self._inner(routed, node)
-        self.ordered[node] = new
+        ordered = self._read(routed, node) if node in routed.reads else self._inner(routed, node)
+        self.ordered[node] = ordered
         outside = node in self.choices or any(self.of.get(user) is not routed for user in node.users)
         if outside and isinstance(node.meta["val"], torch.Tensor):
             places, _ = self._route(routed)
-            back = self.builder.raw(routing.combine, (new, places, self.builder.env[routed.chosen]))
+            back = self.builder.raw(routing.combine, (ordered, places, self.builder.env[routed.chosen]))
             back.meta["val"] = node.meta["val"]
             self.builder.env[node] = back
 
@@ -239,13 +243,13 @@ class _Rewriting:
         if is_grouped(node.target):
             x, weight, _ = (n for n in operand_nodes(node) if n is not None)
             arguments = (self._rows(routed, x), self.builder.env[weight], count, str(node.target).startswith("aten."))
-            new = self.builder.raw(routing.grouped_mm, arguments)
+            result = self.builder.raw(routing.grouped_mm, arguments)
         else:
-            new = self.builder.raw(routing.spread, (self.builder.env[node.args[0]], count, places))  # type: ignore[index]
+            result = self.builder.raw(routing.spread, (self.builder.env[node.args[0]], count, places))  # type: ignore[index]
         value = node.meta["val"]
         with self.builder.mode:
-            new.meta["val"] = value.new_empty([places.meta["val"].shape[0], *value.shape[1:]])
-        return new
+            result.meta["val"] = value.new_empty([places.meta["val"].shape[0], *value.shape[1:]])
+        return result
 
     def _inner(self, routed: Routed, node: fx.Node) -> fx.Node:
         """Writes an operator on rows, with its operands in the experts' order."""

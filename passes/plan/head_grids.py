@@ -64,13 +64,15 @@ def on_grid(
     leaf: Axis,
     touching: Mapping[Axis, list[fx.Node]],
     axes: Axes,
-    found: Mapping[Axis, Candidate],
+    candidates: Mapping[Axis, Candidate],
     order: Mapping[fx.Node, int],
 ) -> Candidate:
     """Returns a grid's candidate: the operators with one of its leaves that it can cut, in graph order."""
     nodes = dict.fromkeys(node for part in leaf.parts for node in touching.get(find(part), []))
     cut = [(node, axes.bound[node].cuttable(leaf)) for node in sorted(nodes, key=order.__getitem__)]
-    parameters = dict.fromkeys(p for part in leaf.parts if find(part) in found for p in found[find(part)].parameters)
+    parameters = dict.fromkeys(
+        p for part in leaf.parts if find(part) in candidates for p in candidates[find(part)].parameters
+    )
     return Candidate(leaf, [(node, factor) for node, factor in cut if factor is not None], list(parameters))
 
 

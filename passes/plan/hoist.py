@@ -34,66 +34,66 @@ def hoist(graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: C
         have: the placements of all values.
         differentiable: values that a gradient may flow through: the others need no copy.
     """
-    found = set(_wanted(graph, axes, cuts, have, differentiable))
+    hoisted = set(_wanted(graph, axes, cuts, have, differentiable))
     while True:  # Operators that share a copy share its price: if one drops out, the others pay more.
-        cheap = _cheap(graph, found, axes, cuts, have, differentiable)
-        if cheap == found:
-            return found
-        found = cheap
+        cheap = _cheap(graph, hoisted, axes, cuts, have, differentiable)
+        if cheap == hoisted:
+            return hoisted
+        hoisted = cheap
 
 
 def _wanted(
     graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: Collection[fx.Node]
 ) -> Iterator[fx.Node]:
     """Yields the whole operators whose result is read Copied only: by cut operators, by each other, or as an output."""
-    found, last = set(), _returned(graph, axes, cuts)
+    copied, last = set(), _returned(graph, axes, cuts)
     for node in reversed(graph.nodes):
-        alike = node in differentiable and node in axes.bound and have[node] == (Replicate(),) and node not in cuts
-        alike = alike and not axes.bound[node].rule.exact
-        if alike and isinstance(node.meta.get("val"), torch.Tensor) and not draws(node):
+        eligible = node in differentiable and node in axes.bound and have[node] == (Replicate(),) and node not in cuts
+        eligible = eligible and not axes.bound[node].rule.exact
+        if eligible and isinstance(node.meta.get("val"), torch.Tensor) and not draws(node):
             users = [user for user in node.users if user not in last and user.target is not aten.sym_size.int]
-            if users and all(user in found or _in_copy(node, user, axes, cuts) for user in users):
-                found.add(node)
+            if users and all(user in copied or _in_copy(node, user, axes, cuts) for user in users):
+                copied.add(node)
                 yield node
 
 
 def _returned(graph: fx.Graph, axes: Axes, cuts: Cuts) -> set[fx.Node]:
     """Returns the output, and views of values that are only returned, as in a cache: they take either placement."""
-    found = {graph.output_node()}
+    only_returned = {graph.output_node()}
     for node in reversed(graph.nodes):
         bound = axes.bound.get(node)
         part = (
             bound is not None and node not in cuts and len(bound.operands) == 1 and frozenset({0}) in bound.rule.linear
         )
-        if part and node.users and all(user in found for user in node.users):
-            found.add(node)
-    return found
+        if part and node.users and all(user in only_returned for user in node.users):
+            only_returned.add(node)
+    return only_returned
 
 
 def _cheap(
     graph: fx.Graph,
-    wanted: Collection[fx.Node],
+    hoisted: Collection[fx.Node],
     axes: Axes,
     cuts: Cuts,
     have: Have,
     differentiable: Collection[fx.Node],
 ) -> set[fx.Node]:
-    """Returns the operators in `wanted` for which copies of their operands cost less than a copy of their result.
+    """Returns the operators in `hoisted` for which copies of their operands cost less than a copy of their result.
 
-    An operator that reads another one in `wanted` counts only if its readers are returned, too.
+    An operator that reads another one in `hoisted` counts only if its readers are returned, too.
     """
     price: dict[fx.Node, float] = {}
     for node in graph.nodes:
-        if node in wanted:
+        if node in hoisted:
             before = [o for o in dict.fromkeys(axes.bound[node].operands) if o in differentiable]
-            price[node] = sum(_price(o, price, wanted, axes, cuts, have) for o in before)
-    found: set[fx.Node] = set()
+            price[node] = sum(_price(o, price, hoisted, axes, cuts, have) for o in before)
+    cheap: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node in wanted and all(user in found or user not in wanted for user in node.users):
-            least, plain = elements(node), all(o.op == "placeholder" for o in axes.bound[node].operands)
-            if price[node] < least or ((plain or has(node.target, Trait.MOVABLE)) and price[node] == least):
-                found.add(node)
-    return found
+        if node in hoisted and all(user in cheap or user not in hoisted for user in node.users):
+            result_size, plain = elements(node), all(o.op == "placeholder" for o in axes.bound[node].operands)
+            if price[node] < result_size or ((plain or has(node.target, Trait.MOVABLE)) and price[node] == result_size):
+                cheap.add(node)
+    return cheap
 
 
 def _in_copy(node: fx.Node, reader: fx.Node, axes: Axes, cuts: Cuts) -> bool:
@@ -104,19 +104,19 @@ def _in_copy(node: fx.Node, reader: fx.Node, axes: Axes, cuts: Cuts) -> bool:
 
 
 def _price(
-    node: fx.Node, price: Mapping[fx.Node, float], wanted: Collection[fx.Node], axes: Axes, cuts: Cuts, have: Have
+    node: fx.Node, price: Mapping[fx.Node, float], hoisted: Collection[fx.Node], axes: Axes, cuts: Cuts, have: Have
 ) -> float:
     """Returns the price of a copy of an operand for each reader that shares it; 0 if there is a copy anyway."""
-    if have.get(node) == (Copied(),) or _copied_anyway(node, wanted, axes, cuts):
+    if have.get(node) == (Copied(),) or _copied_anyway(node, hoisted, axes, cuts):
         return 0
-    sharing = len([reader for reader in node.users if reader in wanted])
+    sharing = len([reader for reader in node.users if reader in hoisted])
     return min(elements(node), price.get(node, float("inf"))) / max(sharing, 1)
 
 
-def _copied_anyway(node: fx.Node, wanted: Collection[fx.Node], axes: Axes, cuts: Cuts) -> bool:
+def _copied_anyway(node: fx.Node, hoisted: Collection[fx.Node], axes: Axes, cuts: Cuts) -> bool:
     """True if a cut operator reads a copy of a value or of its view (a view of the same copy)."""
     return any(
         _in_copy(node, reader, axes, cuts)
-        or (reader in wanted and has(reader.target, Trait.MOVABLE) and _copied_anyway(reader, wanted, axes, cuts))
+        or (reader in hoisted and has(reader.target, Trait.MOVABLE) and _copied_anyway(reader, hoisted, axes, cuts))
         for reader in node.users
     )

@@ -73,51 +73,51 @@ class Bound:
         Several factors may have the leaf only if one dimension is their concatenation (`q | k | v`): then they are cut
         together, and are returned as one factor.
         """
-        found = [factor for factor in self.factors if touches(factor.axis, leaf)]
+        factors = [factor for factor in self.factors if touches(factor.axis, leaf)]
         if find(leaf).kind == "grid":
-            return None if self.rule.exact else self._on_grid(found, find(leaf))
-        if not found or any(factor.mark == "^" or not holds(factor.axis, leaf) for factor in found):
+            return None if self.rule.exact else self._on_grid(factors, find(leaf))
+        if not factors or any(factor.mark == "^" or not holds(factor.axis, leaf) for factor in factors):
             return None
-        factor = found[0] if len(found) == 1 else self._siblings(found, leaf)
+        factor = factors[0] if len(factors) == 1 else self._siblings(factors, leaf)
         return factor if factor is not None and self._held(factor, leaf) else None
 
-    def _on_grid(self, found: list[Factor], grid: Axis) -> Factor | None:
+    def _on_grid(self, factors: list[Factor], grid: Axis) -> Factor | None:
         """Returns the factors that a grid cuts as one factor, or None.
 
         All of them appear in the outputs, or are unused parts of a concatenation, or are summed over.
         """
         dims = [axis for side in self.dims for term in side for axis in term if touches(axis, grid)]
-        if not found or any(factor.mark == "^" for factor in found) or not all(holds(axis, grid) for axis in dims):
+        if not factors or any(factor.mark == "^" for factor in factors) or not all(holds(axis, grid) for axis in dims):
             return None
         parts = {name.name for term in self.rule.ins for expr in term for name in _parts(expr)}
-        summed = [factor for factor in found if not factor.outs and factor.name not in parts]
-        some = [f for f in found if 0 < len(f.outs) < len(self.rule.outs) and f.name not in parts]
-        every = all(any(holds(factor.axis, leaf) for factor in found) for leaf in grid.parts)
-        if some or (summed and (len(summed) < len(found) or not (every and is_full(grid)))):
+        summed = [factor for factor in factors if not factor.outs and factor.name not in parts]
+        some = [f for f in factors if 0 < len(f.outs) < len(self.rule.outs) and f.name not in parts]
+        every = all(any(holds(factor.axis, leaf) for factor in factors) for leaf in grid.parts)
+        if some or (summed and (len(summed) < len(factors) or not (every and is_full(grid)))):
             return None
         if not every and any(
-            factor.mark == "!" for factor in found
+            factor.mark == "!" for factor in factors
         ):  # Ranks with the same shard would draw differently.
             return None
-        ins, outs = _places(found)
-        return Factor(" ".join(f.name for f in found), grid, max(f.mark for f in found), ins, outs, bool(summed))
+        ins, outs = _places(factors)
+        return Factor(" ".join(f.name for f in factors), grid, max(f.mark for f in factors), ins, outs, bool(summed))
 
     def _held(self, factor: Factor, leaf: Axis) -> bool:
         """True if cutting `leaf` cuts every dimension with the factor, not only one part of a concatenation."""
         places = ((self.dims[0], factor.ins), (self.dims[1], factor.outs))
-        return all(holds(dims[at][d], leaf) for dims, place in places for at, d in place.items())
+        return all(holds(dims[i][d], leaf) for dims, place in places for i, d in place.items())
 
-    def _siblings(self, found: list[Factor], leaf: Axis) -> Factor | None:
-        ins = set.intersection(*(set(factor.ins.items()) for factor in found))
-        outs = set.intersection(*(set(factor.outs.items()) for factor in found))
+    def _siblings(self, factors: list[Factor], leaf: Axis) -> Factor | None:
+        ins = set.intersection(*(set(factor.ins.items()) for factor in factors))
+        outs = set.intersection(*(set(factor.outs.items()) for factor in factors))
         whole = [self.dims[0][i][d] for i, d in ins] + [self.dims[1][o][d] for o, d in outs]
         if not any(holds(axis, leaf) for axis in whole):
             return None
-        places = _places(found)
-        sides = [(own, places[side]) for f in found for side, own in enumerate((f.ins, f.outs))]
-        clash = any(own.get(at, d) != d for own, all_ in sides for at, d in all_.items())
-        mark = max(factor.mark for factor in found)
-        return None if clash else Factor(" | ".join(f.name for f in found), whole[0], mark, *places)
+        places = _places(factors)
+        sides = [(place, places[side]) for f in factors for side, place in enumerate((f.ins, f.outs))]
+        clash = any(place.get(i, d) != d for place, all_ in sides for i, d in all_.items())
+        mark = max(factor.mark for factor in factors)
+        return None if clash else Factor(" | ".join(f.name for f in factors), whole[0], mark, *places)
 
 
 def _parts(expr: Expr, inside: bool = False) -> Iterator[Name]:
@@ -131,8 +131,8 @@ def _parts(expr: Expr, inside: bool = False) -> Iterator[Name]:
 
 def _places(factors: Sequence[Factor]) -> tuple[dict[int, int], dict[int, int]]:
     """Returns the dimensions that have any of the factors, in operands and in outputs."""
-    ins = {at: dim for factor in factors for at, dim in factor.ins.items()}
-    return ins, {at: dim for factor in factors for at, dim in factor.outs.items()}
+    ins = {i: dim for factor in factors for i, dim in factor.ins.items()}
+    return ins, {i: dim for factor in factors for i, dim in factor.outs.items()}
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class Axes:
 
     def dim_of(self, node: fx.Node, leaf: Axis) -> int | None:
         """Returns the dimension of `node` that a cut of `leaf` divides, or None."""
-        at = [d for d, axis in enumerate(self.of(node)) if holds(axis, leaf)]
-        return at[0] if len(at) == 1 else None
+        dims = [d for d, axis in enumerate(self.of(node)) if holds(axis, leaf)]
+        return dims[0] if len(dims) == 1 else None
 
 
 def infer_axes(graph: fx.Graph) -> Axes:
@@ -186,9 +186,9 @@ def bind_rule(node: fx.Node, call: Call, axes: Axes) -> Bound:
     dims = [axes.of(n) for n in operands]
     outs = list(axes.dims[node])
     rule = rule_of(call)
-    known = rule is not None and _fits(rule, dims, outs)
-    rule = rule if rule is not None and known else unknown(call)
-    return Bound(rule, operands, _unify_terms(rule, dims, outs), (dims, outs), known)
+    fits = rule is not None and _fits(rule, dims, outs)
+    rule = rule if rule is not None and fits else unknown(call)
+    return Bound(rule, operands, _unify_terms(rule, dims, outs), (dims, outs), fits)
 
 
 def _fits(rule: Rule, ins: list[Dims], outs: list[Dims]) -> bool:
@@ -212,9 +212,9 @@ def outputs(node: fx.Node) -> Sequence[Any]:
 
 def _tensor_index(node: fx.Node) -> int:
     """Returns the index among the tuple's tensors of the item that a getitem picks."""
-    source, at = node.args
+    source, index = node.args
     values = source.meta["val"]  # type: ignore[union-attr]
-    return sum(isinstance(v, torch.Tensor) for v in values[:at])
+    return sum(isinstance(v, torch.Tensor) for v in values[:index])
 
 
 def named_dims(rule: Rule, ins: list[Dims]) -> Iterator[list[tuple[str, Axis]]]:
@@ -228,65 +228,66 @@ def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor,
     tensors = (*ins, *outs)
     terms = _spelled((*rule.ins, *rule.outs), tensors)
     pairs = [pair for term, dims in zip(terms, tensors, strict=True) for pair in zip(term, dims, strict=True)]
-    known = {name: Axis(size) for name, size in rule.sizes.items()}
+    axes_by_name = {name: Axis(size) for name, size in rule.sizes.items()}
     uncuttable: set[str] = set()  # Factors whose two lengths are equal on these inputs only: they cannot be cut here.
     for expr, axis in pairs:
-        if isinstance(expr, Name) and expr != UNIT and not unify(known.setdefault(expr.name, axis), axis):
+        if isinstance(expr, Name) and expr != UNIT and not unify(axes_by_name.setdefault(expr.name, axis), axis):
             uncuttable.add(expr.name)
     for expr in (expr for term in (*rule.ins, *rule.outs) for expr in term if isinstance(expr, Name)):
-        known.setdefault(expr.name, Axis(ONE))  # It has size 1 wherever it stands alone; it may be part of a group.
-    for expr, axis in sorted(pairs, key=lambda pair: _unknown_parts(pair[0], known)):
-        if isinstance(expr, Group) and not unify(_build(expr, find(axis).size, known), axis):
+        # It has size 1 wherever it stands alone; it may be part of a group.
+        axes_by_name.setdefault(expr.name, Axis(ONE))
+    for expr, axis in sorted(pairs, key=lambda pair: _unknown_parts(pair[0], axes_by_name)):
+        if isinstance(expr, Group) and not unify(_build(expr, find(axis).size, axes_by_name), axis):
             uncuttable.update(name.name for name in names(expr))
-    found = _factors(terms[: len(ins)], terms[len(ins) :], known)
-    return tuple(replace(factor, mark="^") if factor.name in uncuttable else factor for factor in found)
+    factors = _factors(terms[: len(ins)], terms[len(ins) :], axes_by_name)
+    return tuple(replace(factor, mark="^") if factor.name in uncuttable else factor for factor in factors)
 
 
 def _spelled(terms: Sequence[Term], tensors: Sequence[Dims]) -> list[Term]:
     """Returns the terms with `*` replaced by named factors."""
-    both = list(zip(terms, tensors, strict=True))
-    stars = max((len(dims) - len(term) + 1 for term, dims in both if STAR in term), default=0)
-    return [_without_star(term, dims, stars) for term, dims in both]
+    pairs = list(zip(terms, tensors, strict=True))
+    stars = max((len(dims) - len(term) + 1 for term, dims in pairs if STAR in term), default=0)
+    return [_without_star(term, dims, stars) for term, dims in pairs]
 
 
 def _without_star(term: Term, dims: Dims, stars: int) -> Term:
     """Replaces `*` by named factors, aligned right; a dimension of size 1 has no factor."""
     if STAR in term:
-        at = term.index(STAR)
-        mine = len(dims) - len(term) + 1
-        spelled = [Name(f"*{stars - mine + i}") for i in range(mine)]
-        term = (*term[:at], *spelled, *term[at + 1 :])
+        index = term.index(STAR)
+        count = len(dims) - len(term) + 1
+        spelled = [Name(f"*{stars - count + i}") for i in range(count)]
+        term = (*term[:index], *spelled, *term[index + 1 :])
     return tuple(UNIT if find(axis).size == ONE else expr for expr, axis in zip(term, dims, strict=True))
 
 
-def _unknown_parts(expr: Expr, known: dict[str, Axis]) -> int:
-    return len([name for name in names(expr) if name.name not in known])
+def _unknown_parts(expr: Expr, axes_by_name: dict[str, Axis]) -> int:
+    return len([name for name in names(expr) if name.name not in axes_by_name])
 
 
-def _build(expr: Expr, size: Size, known: dict[str, Axis]) -> Axis:
+def _build(expr: Expr, size: Size, axes_by_name: dict[str, Axis]) -> Axis:
     """Returns the axis of an expression of known size; at most one factor in a group may be new."""
     if isinstance(expr, Name):
-        return known.setdefault(expr.name, Axis(size))
+        return axes_by_name.setdefault(expr.name, Axis(size))
     if expr.kind == "concat":
-        lengths = [_size(part, known) for part in expr.parts]
+        lengths = [_size(part, axes_by_name) for part in expr.parts]
         if size.symbols or any(n.symbols for n in lengths if n):
             return Axis(size, tangled=True)
-        others = Size(size.number - sum(n.number for n in lengths if n))
-        return concat([_build(part, n or others, known) for part, n in zip(expr.parts, lengths, strict=True)])
+        remaining = Size(size.number - sum(n.number for n in lengths if n))
+        return concat([_build(part, n or remaining, axes_by_name) for part, n in zip(expr.parts, lengths, strict=True)])
     rest: Size | None = size
     for part in expr.parts:
-        inner = _size(part, known)
+        inner = _size(part, axes_by_name)
         rest = rest.divided(inner) if rest is not None and inner is not None else rest
-    return product([_build(part, _size(part, known) or rest or size, known) for part in expr.parts])
+    return product([_build(part, _size(part, axes_by_name) or rest or size, axes_by_name) for part in expr.parts])
 
 
-def _size(expr: Expr, known: dict[str, Axis]) -> Size | None:
+def _size(expr: Expr, axes_by_name: dict[str, Axis]) -> Size | None:
     """Returns the size of an expression; None if a factor is not known."""
     if isinstance(expr, Name):
-        return find(known[expr.name]).size if expr.name in known else None
+        return find(axes_by_name[expr.name]).size if expr.name in axes_by_name else None
     sizes = []
     for part in expr.parts:
-        size = _size(part, known)
+        size = _size(part, axes_by_name)
         if size is None:
             return None
         sizes.append(size)
@@ -298,7 +299,7 @@ def _size(expr: Expr, known: dict[str, Axis]) -> Size | None:
     return total
 
 
-def _factors(ins: list[Term], outs: list[Term], known: dict[str, Axis]) -> Iterator[Factor]:
+def _factors(ins: list[Term], outs: list[Term], axes_by_name: dict[str, Axis]) -> Iterator[Factor]:
     places: dict[str, tuple[dict[int, int], dict[int, int], set[str]]] = {}
     for side, terms in enumerate((ins, outs)):
         for position, term in enumerate(terms):
@@ -309,7 +310,7 @@ def _factors(ins: list[Term], outs: list[Term], known: dict[str, Axis]) -> Itera
                     entry[2].add(named.mark)
     for name, (in_dims, out_dims, marks) in places.items():
         mark = "^" if "^" in marks else "!" if "!" in marks else ""
-        yield Factor(name, known[name], mark, in_dims, out_dims)
+        yield Factor(name, axes_by_name[name], mark, in_dims, out_dims)
 
 
 __all__ = ["Axes", "Bound", "Factor", "bind_rule", "infer_axes", "leaves", "named_dims", "tangle", "visit"]

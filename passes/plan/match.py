@@ -38,7 +38,7 @@ def match(
     parameters: Mapping[str, str],
     inputs: Collection[str],
     tp: int = 1,
-    kept: Collection[fx.Node] = (),
+    local_outputs: Collection[fx.Node] = (),
 ) -> list[Candidate]:
     """Returns the leaves of parameters along which some operator can be cut, with names if they are recognised.
 
@@ -46,31 +46,31 @@ def match(
         parameters: placeholder name -> parameter name.
         inputs: placeholder names of the model's inputs.
         tp: number of ranks; if an axis has too few positions for them, two axes form a grid.
-        kept: outputs that stay cut, such as a key-value cache, and the new values of buffers, which are small.
+        local_outputs: outputs that stay cut, such as a key-value cache, and the new values of buffers, which are small.
     """
-    found: dict[Axis, Candidate] = {}
+    candidates: dict[Axis, Candidate] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in parameters:
             for axis in axes.of(node):
                 for leaf in leaves(axis):
                     if not leaf.size.symbols and leaf.size.number > 1 and not leaf.tangled:
-                        entry = found.setdefault(leaf, Candidate(leaf))
+                        entry = candidates.setdefault(leaf, Candidate(leaf))
                         if node not in entry.parameters:
                             entry.parameters.append(node)
     touching: dict[Axis, list[fx.Node]] = {}
     for node, bound in axes.bound.items():
         for leaf in dict.fromkeys(leaf for factor in bound.factors for leaf in leaves(factor.axis)):
             touching.setdefault(leaf, []).append(node)
-            factor = bound.cuttable(leaf) if leaf in found else None
+            factor = bound.cuttable(leaf) if leaf in candidates else None
             if factor is not None:
-                found[leaf].nodes.append((node, factor))
-    ranks = {find(leaf) for leaf, candidate in found.items() if _is_rank(candidate, axes)}
-    _describe(found.values(), axes, inputs, kept, ranks)
+                candidates[leaf].nodes.append((node, factor))
+    ranks = {find(leaf) for leaf, candidate in candidates.items() if _is_rank(candidate, axes)}
+    _describe(candidates.values(), axes, inputs, local_outputs, ranks)
     order = {node: i for i, node in enumerate(axes.bound)}
-    grids = [on_grid(leaf, touching, axes, found, order) for leaf in head_grids(found.values(), axes, tp)]
-    _describe(grids, axes, inputs, kept, ranks)
+    grids = [on_grid(leaf, touching, axes, candidates, order) for leaf in head_grids(candidates.values(), axes, tp)]
+    _describe(grids, axes, inputs, local_outputs, ranks)
     shared = [candidate for candidate in grids if shared_evenly(candidate, axes, tp)]
-    return [candidate for candidate in [*shared, *found.values()] if candidate.nodes]
+    return [candidate for candidate in [*shared, *candidates.values()] if candidate.nodes]
 
 
 def along(leaf: Axis, touching: Collection[fx.Node], axes: Axes, parameters: Collection[fx.Node]) -> Candidate:
@@ -81,28 +81,28 @@ def along(leaf: Axis, touching: Collection[fx.Node], axes: Axes, parameters: Col
         parameters: those that have it.
     """
     rows = [(node, axes.bound[node].cuttable(leaf)) for node in touching]
-    found = Candidate(leaf, [(node, factor) for node, factor in rows if factor is not None], list(parameters))
-    found.weights = _weights(found, axes)
-    return found
+    candidate = Candidate(leaf, [(node, factor) for node, factor in rows if factor is not None], list(parameters))
+    candidate.weights = _weights(candidate, axes)
+    return candidate
 
 
 def _describe(
     candidates: Iterable[Candidate],
     axes: Axes,
     inputs: Collection[str],
-    kept: Collection[fx.Node],
+    local_outputs: Collection[fx.Node],
     ranks: Collection[Axis],
 ) -> None:
     """Names the candidates. The ranks of low-rank products get no name, and do not count for `hub`."""
     for candidate in candidates:
         if find(candidate.leaf) not in ranks:
-            candidate.name, candidate.pattern = _recognised(candidate, axes, inputs, kept)
+            candidate.name, candidate.pattern = _recognised(candidate, axes, inputs, local_outputs)
         candidate.weights = _weights(candidate, axes)
         candidate.hub = len(_partners(candidate, axes) - set(ranks)) > 2
 
 
 def _recognised(
-    candidate: Candidate, axes: Axes, inputs: Collection[str], kept: Collection[fx.Node]
+    candidate: Candidate, axes: Axes, inputs: Collection[str], local_outputs: Collection[fx.Node]
 ) -> tuple[str, str]:
     """Returns name and pattern of a candidate."""
     if any(node.target is combine and not factor.outs for node, factor in candidate.nodes):
@@ -116,7 +116,7 @@ def _recognised(
         return "vocab", "embedding" + (", head" if made else "") + (", loss" if loss else "")
     if loss and made:
         return "vocab", "head, loss"
-    if made and used and _closed(candidate, axes, kept):
+    if made and used and _closed(candidate, axes, local_outputs):
         attention = _attention(candidate, axes)
         return (attention, ATTENTION) if attention else ("width", MLP)
     return "", ""
@@ -135,12 +135,12 @@ def _is_rank(candidate: Candidate, axes: Axes) -> bool:
     return len(products) == 2 and narrow and plain and weighed
 
 
-def _closed(candidate: Candidate, axes: Axes, kept: Collection[fx.Node]) -> bool:
+def _closed(candidate: Candidate, axes: Axes, local_outputs: Collection[fx.Node]) -> bool:
     """True if all readers of cut values can be cut, too, so that nothing is gathered between the two products."""
     nodes = {node for node, _ in candidate.nodes}
     made = [node for node, factor in candidate.nodes if factor.outs]
-    values = [(node, it) for node in made for it in cut_values(node, candidate.leaf, axes)]
-    rows = [(bool({node, it} & set(kept)), reader) for node, it in values for reader in readers(it)]
+    values = [(node, value) for node in made for value in cut_values(node, candidate.leaf, axes)]
+    rows = [(bool({node, value} & set(local_outputs)), reader) for node, value in values for reader in readers(value)]
     return all(reader in nodes or (reader.op == "output" and stays) for stays, reader in rows)
 
 
@@ -162,21 +162,21 @@ def _weights(candidate: Candidate, axes: Axes) -> list[fx.Node]:
 
 def _partners(candidate: Candidate, axes: Axes) -> set[Axis]:
     """Returns the other axes of the candidate's weights; of a stack of experts' weights, its last two axes."""
-    others = (find(axis) for weight in candidate.weights for axis in axes.of(weight)[-2:])
-    return {axis for axis in others if not touches(axis, candidate.leaf)}
+    partners = (find(axis) for weight in candidate.weights for axis in axes.of(weight)[-2:])
+    return {axis for axis in partners if not touches(axis, candidate.leaf)}
 
 
 def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:
     """True if the indices of a lookup come from the model's inputs: tokens do, counted positions do not."""
     lookups = [node for node, _ in candidate.nodes if has(node.target, Trait.LOOKUP)]
-    seen: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     queue = [node.args[1] for node in lookups]
     while queue:
         node = queue.pop()
-        if isinstance(node, fx.Node) and node not in seen and not str(node.target).startswith("aten.sym_size"):
-            seen.add(node)
+        if isinstance(node, fx.Node) and node not in visited and not str(node.target).startswith("aten.sym_size"):
+            visited.add(node)
             queue += node.all_input_nodes
-    return any(node.op == "placeholder" and node.name in inputs for node in seen)
+    return any(node.op == "placeholder" and node.name in inputs for node in visited)
 
 
 def _attention(candidate: Candidate, axes: Axes) -> str:

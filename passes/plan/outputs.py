@@ -38,23 +38,23 @@ def positions_that_stay(
     Args:
         updated: number of the last outputs, which are new values of buffers.
     """
-    found = returned(graph)[: len(returned(graph)) - updated]
+    values = returned(graph)[: len(returned(graph)) - updated]
     if outputs == "full":
         return []
-    kept = set(captured.kept | captured.stays)
+    positions = set(captured.kept | captured.stays)
     if outputs == "local":
-        kept |= set(range(captured.results))
+        positions |= set(range(captured.results))
     elif training:
-        losses = [n for n in found[: captured.results] if isinstance(n, fx.Node) and is_loss(n)]
+        losses = [n for n in values[: captured.results] if isinstance(n, fx.Node) and is_loss(n)]
         before = _ancestors(losses)
-        results = enumerate(found[: captured.results])
-        kept |= {i for i, n in results if isinstance(n, fx.Node) and all(maker(x) in before for x in _parts(n))}
-    given = set(captured.inputs)
-    for i, node in list(enumerate(found))[captured.results :]:
-        if isinstance(node, fx.Node) and not any(n.name in given for n in (node, *_ancestors([node]))):
-            kept.add(i)
-    kept -= {*(at for _, at in captured.into), *captured.read_at}
-    return [i for i in sorted(kept) if isinstance(found[i], fx.Node)]
+        results = enumerate(values[: captured.results])
+        positions |= {i for i, n in results if isinstance(n, fx.Node) and all(maker(x) in before for x in _parts(n))}
+    input_names = set(captured.inputs)
+    for i, node in list(enumerate(values))[captured.results :]:
+        if isinstance(node, fx.Node) and not any(n.name in input_names for n in (node, *_ancestors([node]))):
+            positions.add(i)
+    positions -= {*(position for _, position in captured.into), *captured.read_at}
+    return [i for i in sorted(positions) if isinstance(values[i], fx.Node)]
 
 
 def _parts(node: fx.Node) -> Sequence[fx.Node]:
@@ -66,8 +66,8 @@ def _parts(node: fx.Node) -> Sequence[fx.Node]:
 
 def makers(graph: fx.Graph, positions: Iterable[int]) -> set[fx.Node]:
     """Returns the operators that make the outputs at these positions."""
-    found = (returned(graph)[i] for i in positions)
-    return {maker(node) for node in found if isinstance(node, fx.Node)}
+    outputs = (returned(graph)[i] for i in positions)
+    return {maker(node) for node in outputs if isinstance(node, fx.Node)}
 
 
 def layouts_of_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, have: Have, tp: int) -> dict[int, Layout]:
@@ -87,14 +87,14 @@ def layouts_of_parameters(
 ) -> dict[str, Layout]:
     """Parameter name -> layout. parameters: placeholder name -> parameter name"""
     names = {find(c.leaf): c.name for c in decision.chosen}
-    found = {}
+    layouts = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in parameters:
             leaf = decision.held.get(node)
             name = names.get(find(leaf), "") if leaf is not None else ""
             shape = tuple(node.meta["val"].shape)
-            found[parameters[node.name]] = layout_of(shape, axes.of(node), leaf, tp, name)
-    return found
+            layouts[parameters[node.name]] = layout_of(shape, axes.of(node), leaf, tp, name)
+    return layouts
 
 
 def is_loss(node: fx.Node) -> bool:
@@ -105,9 +105,9 @@ def is_loss(node: fx.Node) -> bool:
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Returns all nodes that some nodes depend on."""
-    found, queue = set[fx.Node](), list(nodes)
+    ancestors, queue = set[fx.Node](), list(nodes)
     while queue:
-        new = set(queue.pop().all_input_nodes) - found
-        found |= new
-        queue += new
-    return found
+        operands = set(queue.pop().all_input_nodes) - ancestors
+        ancestors |= operands
+        queue += operands
+    return ancestors

@@ -62,8 +62,8 @@ def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Col
     copied = not bound.rule.exact and (
         node in hoisted or any(have[n] == (Copied(),) for n in bound.operands)
     )  # Replicate here would need an all-reduce of the gradient.
-    kind: Placement = Copied() if copied else Replicate()
-    return Needs((kind,) * len(bound.operands), (kind,) * n_outs)
+    placement: Placement = Copied() if copied else Replicate()
+    return Needs((placement,) * len(bound.operands), (placement,) * n_outs)
 
 
 def _deferred(node: fx.Node, axes: Axes, have: Have) -> frozenset[int] | None:
@@ -107,13 +107,13 @@ def _grows_not(node: fx.Node, operands: list[fx.Node]) -> bool:
     """
     value = node.meta["val"]
     values = value if isinstance(value, list | tuple) else [value]
-    wanted = [_count(v) for v in values if isinstance(v, torch.Tensor)]
-    return all(_is_at_most(count, _count(n.meta["val"])) for n in operands for count in wanted)
+    counts = [_count(v) for v in values if isinstance(v, torch.Tensor)]
+    return all(_is_at_most(count, _count(n.meta["val"])) for n in operands for count in counts)
 
 
-def _is_at_most(count: Size, other: Size) -> bool:
+def _is_at_most(count: Size, limit: Size) -> bool:
     """True if a count is at most another one, whatever its symbols are."""
-    return count.number <= other.number and not Counter(count.symbols) - Counter(other.symbols)
+    return count.number <= limit.number and not Counter(count.symbols) - Counter(limit.symbols)
 
 
 def _count(value: torch.Tensor) -> Size:
@@ -123,12 +123,12 @@ def _count(value: torch.Tensor) -> Size:
     return total
 
 
-def propagate(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, tuple[Placement, ...]]:
+def propagate(graph: fx.Graph, axes: Axes, cuts: Cuts, stored: Cuts) -> dict[fx.Node, tuple[Placement, ...]]:
     """Returns the placements of every node's outputs, before any conversion.
 
     Args:
         cuts: node -> leaf it is cut along.
-        held: placeholder -> leaf along which it is stored cut.
+        stored: placeholder -> leaf along which it is stored cut.
     """
     have: dict[fx.Node, tuple[Placement, ...]] = {}
     for node in graph.nodes:
@@ -137,7 +137,7 @@ def propagate(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.No
         elif node in axes.bound:
             have[node] = needs(node, axes, cuts.get(node), have).outputs
         elif axes.dims.get(node):
-            have[node] = (stored_placement(axes.of(node), held[node]) if node in held else Replicate(),)
+            have[node] = (stored_placement(axes.of(node), stored[node]) if node in stored else Replicate(),)
     return have
 
 
@@ -161,13 +161,13 @@ def _every(axis: Axis, leaf: Axis) -> bool:
 
 def needs_grad(graph: fx.Graph, trainable: frozenset[fx.Node]) -> set[fx.Node]:
     """Returns the values that a gradient can flow through: floating, and computed from `trainable` without a detach."""
-    found: set[fx.Node] = set()
+    differentiable: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
         values = value if isinstance(value, list | tuple) else [value]
         floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
         stops = has(node.target, Trait.NO_GRADIENT) or is_gradient(node)
-        flows = node.target is output or any(n in found for n in node.all_input_nodes)
+        flows = node.target is output or any(n in differentiable for n in node.all_input_nodes)
         if floating and (node in trainable or (flows and not stops)):
-            found.add(node)
-    return found
+            differentiable.add(node)
+    return differentiable

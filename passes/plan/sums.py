@@ -20,8 +20,8 @@ aten = torch.ops.aten
 
 def is_sum(node: fx.Node) -> bool:
     """True for a plain sum of two tensors."""
-    both = all(isinstance(arg, fx.Node) for arg in node.args)
-    return node.target is aten.add.Tensor and not node.kwargs and both and len(node.args) == 2
+    are_nodes = all(isinstance(arg, fx.Node) for arg in node.args)
+    return node.target is aten.add.Tensor and not node.kwargs and are_nodes and len(node.args) == 2
 
 
 def inside(node: fx.Node) -> bool:
@@ -37,8 +37,8 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
 
 def terms(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the terms of a tree of sums, left to right."""
-    both: Any = node.args
-    for arg in both:
+    summands: Any = node.args
+    for arg in summands:
         if is_sum(arg) and inside(arg):
             yield from terms(arg)
         else:
@@ -54,11 +54,11 @@ def outermost(node: fx.Node) -> fx.Node:
 
 def views(node: fx.Node) -> list[fx.Node]:
     """Returns the chain of views that make a value, outermost first, if they keep the last dimension."""
-    found: list[Any] = []
-    while _keeps_last(node) and (not found or len(node.users) == 1):
-        found.append(node)
+    chain: list[Any] = []
+    while _keeps_last(node) and (not chain or len(node.users) == 1):
+        chain.append(node)
         node = node.args[0]  # type: ignore[assignment]
-    return found
+    return chain
 
 
 def _keeps_last(node: fx.Node) -> bool:

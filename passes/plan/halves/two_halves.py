@@ -45,8 +45,8 @@ def batch_axes(graph: fx.Graph, axes: Axes, rows: Collection[str]) -> list[Axis]
     Args:
         rows: placeholder names of the inputs that are a batch, along their first dimension.
     """
-    given = [node for node in graph.nodes if node.op == "placeholder" and node.name in rows]
-    return list(dict.fromkeys(next(leaves(axes.of(node)[0])) for node in given if node.meta["val"].shape[0] != 1))
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name in rows]
+    return list(dict.fromkeys(next(leaves(axes.of(node)[0])) for node in inputs if node.meta["val"].shape[0] != 1))
 
 
 def merged(graphs: Sequence[fx.Graph]) -> fx.Graph:
@@ -85,17 +85,17 @@ class _Merging:
         if pair[0].target in MOVES and pair[0].args[1] == AXIS:
             self._give(pair, *MOVES[pair[0].target](self, pair))
             return
-        given = [self._mapped(half, (node.args, node.kwargs)) for half, node in enumerate(pair)]
-        if argument_key(given[0]) == argument_key(given[1]) or _is_one_size(pair):
-            new = self._written(pair[0], given[0], None)
-            self._give(pair, new, new)
+        arguments = [self._mapped(half, (node.args, node.kwargs)) for half, node in enumerate(pair)]
+        if argument_key(arguments[0]) == argument_key(arguments[1]) or _is_one_size(pair):
+            shared = self._written(pair[0], arguments[0], None)
+            self._give(pair, shared, shared)
         else:
-            self._give(pair, *(self._written(node, given[half], half) for half, node in enumerate(pair)))
+            self._give(pair, *(self._written(node, arguments[half], half) for half, node in enumerate(pair)))
 
-    def _written(self, node: fx.Node, given: tuple[Any, Any], half: int | None) -> fx.Node:
-        new = self.builder.graph.create_node(node.op, node.target, *given, name=node.name)
-        new.meta = dict(node.meta) if half is None else {**node.meta, HALF: half}
-        return new
+    def _written(self, node: fx.Node, arguments: tuple[Any, Any], half: int | None) -> fx.Node:
+        merged_node = self.builder.graph.create_node(node.op, node.target, *arguments, name=node.name)
+        merged_node.meta = dict(node.meta) if half is None else {**node.meta, HALF: half}
+        return merged_node
 
     def _mapped(self, half: int, value: Any) -> Any:
         return fx.map_arg(value, lambda node: self.env[half][node])
@@ -109,16 +109,16 @@ class _Merging:
 
     def call(self, like: fx.Node | None, target: Callable[..., Any], *args: Any) -> fx.Node:
         """Writes a call, with the example value of `like`."""
-        new = self.builder.raw(target, args)
+        node = self.builder.raw(target, args)
         if like is not None:
-            new.meta["val"] = like.meta["val"]
-        return new
+            node.meta["val"] = like.meta["val"]
+        return node
 
     def divided(self, pair: Pair, x: fx.Node, dim: int, block: int) -> tuple[fx.Node, fx.Node]:
         """Writes the halves of a tensor."""
-        both = self.call(None, halves, x, dim, block)
-        both.meta["val"] = [node.meta["val"] for node in pair]
-        a, b = (self.call(node, operator.getitem, both, i) for i, node in enumerate(pair))
+        pieces = self.call(None, halves, x, dim, block)
+        pieces.meta["val"] = [node.meta["val"] for node in pair]
+        a, b = (self.call(node, operator.getitem, pieces, i) for i, node in enumerate(pair))
         return a, b
 
 
@@ -152,19 +152,19 @@ def _scattered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
 
 
 def _gathered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
-    new = merging.call(pair[0], joined, *merging.operands(pair), _where(pair)[0])
-    return new, new
+    whole = merging.call(pair[0], joined, *merging.operands(pair), _where(pair)[0])
+    return whole, whole
 
 
 def _summed(merging: _Merging, pair: Pair) -> fx.Node:
     a, b = merging.operands(pair)
-    most = (*pair[0].args, "sum")[2] == "max" and pair[0].target is reduce
-    return merging.call(pair[0].args[0], aten.maximum.default if most else aten.add.Tensor, a, b)  # type: ignore[arg-type]
+    is_max = (*pair[0].args, "sum")[2] == "max" and pair[0].target is reduce
+    return merging.call(pair[0].args[0], aten.maximum.default if is_max else aten.add.Tensor, a, b)  # type: ignore[arg-type]
 
 
 def _reduced(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
-    new = _summed(merging, pair)
-    return new, new
+    total = _summed(merging, pair)
+    return total, total
 
 
 def _reduce_scattered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:

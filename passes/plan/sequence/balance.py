@@ -126,10 +126,10 @@ def _needs_order(
             yield f"{_name(node)} depends on the order of rows"
     for node in graph.nodes:
         readings = list(_readings(node, axes, decision, have, [leaf]))
-        moved = [one for one in readings if one.order is not _order(one.operand, have, [leaf])]
-        if any(_dim(axes, one.operand, leaf) is None for one in moved):
+        moved = [reading for reading in readings if reading.order is not _order(reading.operand, have, [leaf])]
+        if any(_dim(axes, reading.operand, leaf) is None for reading in moved):
             yield f"{_name(node)} reads a sequence inside of a larger dimension"
-        if len({one.operand for one in readings}) < len(set(readings)):
+        if len({reading.operand for reading in readings}) < len(set(readings)):
             yield f"{_name(node)} reads one value in two orders"
 
 
@@ -152,8 +152,8 @@ def _readings(node: fx.Node, axes: Axes, decision: Decision, have: Have, leaves:
 
 def _order(node: fx.Node, have: Have, leaves: list[Axis]) -> Axis | None:
     """Returns the sequence in whose order a value is; None for a value in the model's order."""
-    found = (_among(one.axis, leaves) for one in have.get(node, ()) if isinstance(one, Shard))
-    return next((leaf for leaf in found if leaf is not None), None)
+    sequences = (_among(placement.axis, leaves) for placement in have.get(node, ()) if isinstance(placement, Shard))
+    return next((leaf for leaf in sequences if leaf is not None), None)
 
 
 def _among(axis: Axis | None, leaves: list[Axis]) -> Axis | None:
@@ -189,8 +189,8 @@ class _Writing:
             self._apart(node, leaf)
             return
         readings = list(_readings(node, self.axes, self.decision, self.have, self.leaves))
-        before = {one.operand: self.builder.env[one.operand] for one in readings}
-        self.builder.env.update({one.operand: self._in(one.order, one.operand) for one in readings})
+        before = {reading.operand: self.builder.env[reading.operand] for reading in readings}
+        self.builder.env.update({reading.operand: self._in(reading.order, reading.operand) for reading in readings})
         leaf = _among(self.decision.cuts.get(node), self.leaves)
         if leaf is not None and node.target is ATTENTION and _causal(node):
             self._attention(node, leaf)
@@ -213,21 +213,21 @@ class _Writing:
         return self.moved[operand, order]
 
     def _called(self, target: Any, *args: Any) -> fx.Node:
-        new = self.builder.call(target, *args)
-        visit(new, self.new_axes)
-        return new
+        node = self.builder.call(target, *args)
+        visit(node, self.new_axes)
+        return node
 
     def _apart(self, node: fx.Node, leaf: Axis) -> None:
         """Writes a value that is read whole: its positions are brought in order after they are gathered."""
         read: Any = node.args[0]
-        new = self.builder.copy(node)
-        carry(new, node, self.axes, self.new_axes, self.decision, self.new)
-        self.builder.env[node] = self._called(in_order, new, _dim(self.axes, read, leaf), self.parts)
+        whole = self.builder.copy(node)
+        carry(whole, node, self.axes, self.new_axes, self.decision, self.new)
+        self.builder.env[node] = self._called(in_order, whole, _dim(self.axes, read, leaf), self.parts)
         self.keys.append(self.builder.env[node])
 
     def _attention(self, node: fx.Node, leaf: Axis) -> None:
-        given: Mapping[str, Any] = self.builder.map(arguments_of(node))
-        operands = (given[name] for name in ("query", "key", "value"))
-        new = self._called(zigzag_rows, *operands, self.parts, None, given["scale"], given["enable_gqa"])
-        self.builder.env[node] = new
-        self.new.cuts[new] = leaf
+        arguments: Mapping[str, Any] = self.builder.map(arguments_of(node))
+        operands = (arguments[name] for name in ("query", "key", "value"))
+        attention = self._called(zigzag_rows, *operands, self.parts, None, arguments["scale"], arguments["enable_gqa"])
+        self.builder.env[node] = attention
+        self.new.cuts[attention] = leaf

@@ -35,9 +35,9 @@ def causal_masks(graph: fx.Graph) -> fx.Graph:
         lengths = tuple(Size.of(x.meta["val"].shape[-2]) for x in (query, key))
         if lengths not in masks:
             masks[lengths] = _mask(builder, query, key)
-        given = builder.map(arguments) | {"attn_mask": masks[lengths], "is_causal": False}
-        named = {name: given.pop(name) for name in ("scale", "enable_gqa")}
-        builder.env[node] = builder.call(ATTENTION, *given.values(), **named)
+        masked = builder.map(arguments) | {"attn_mask": masks[lengths], "is_causal": False}
+        named = {name: masked.pop(name) for name in ("scale", "enable_gqa")}
+        builder.env[node] = builder.call(ATTENTION, *masked.values(), **named)
     return builder.graph
 
 

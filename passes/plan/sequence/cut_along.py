@@ -30,11 +30,13 @@ def cut_along(
     graph: fx.Graph, axes: Axes, along: Sequence[Axis], differentiable: Collection[fx.Node], has_form: HasForm
 ) -> Decision:
     """Returns the decision which operators are cut along which of the leaves `along`. No parameter is cut."""
-    found = {node: cut for node in axes.bound if (cut := _cut(node, axes, along, has_form)) is not None}
+    possible = {node: cut for node in axes.bound if (cut := _cut(node, axes, along, has_form)) is not None}
     cuts: dict[fx.Node, Axis] = {}
     for node in reversed(graph.nodes):
-        if node in found and (node in differentiable or draws(node) or _only_read_cut(node, found[node], cuts, axes)):
-            cuts[node] = found[node][0]
+        if node in possible and (
+            node in differentiable or draws(node) or _only_read_cut(node, possible[node], cuts, axes)
+        ):
+            cuts[node] = possible[node][0]
     return Decision(cuts)
 
 

@@ -22,15 +22,15 @@ def equal_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
     Args:
         inputs: placeholder names of the model's inputs.
     """
-    known: dict[tuple[int, ...], tuple[object, ...]] = {}
+    first_shapes: dict[tuple[int, ...], tuple[object, ...]] = {}
     for node in graph.nodes:
         if node.op != "placeholder" or node.name not in inputs:
             continue
         shape = tuple(node.meta["val"].shape)
-        first = known.setdefault(tuple(map(_at_capture, shape)), shape)
-        for mine, other in zip(shape, first, strict=True):
-            if Size.of(mine) != Size.of(other):
-                assert mine == other  # The comparison of two symbolic sizes is what torch notes.
+        first = first_shapes.setdefault(tuple(map(_at_capture, shape)), shape)
+        for size, first_size in zip(shape, first, strict=True):
+            if Size.of(size) != Size.of(first_size):
+                assert size == first_size  # The comparison of two symbolic sizes is what torch notes.
 
 
 def _at_capture(size: object) -> int:

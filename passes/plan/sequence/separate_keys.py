@@ -62,8 +62,8 @@ def separate_keys(graph: fx.Graph) -> Separated:
         apart_at = apart_at or {n: places for n in axes.bound if (places := list(_doubled(n, axes, sequences)))}
         if not apart_at:
             return Separated(graph, axes, tuple(axis for axis in sequences if axis.kind == "leaf" and not axis.tangled))
-        graph, new = _written(graph, axes, apart_at)
-        axes, rows = infer_axes(graph), [(new[node], dim) for node, dim in rows]
+        graph, copies = _written(graph, axes, apart_at)
+        axes, rows = infer_axes(graph), [(copies[node], dim) for node, dim in rows]
     return Separated(whole, infer_axes(whole), ())
 
 
@@ -129,12 +129,12 @@ def _joining(graph: fx.Graph, separated: Sequence[Place]) -> dict[fx.Node, list[
         visit(node, axes)
         if any(find(x) is find(y) for x, y in pairs):
             rows, columns = ({find(pair[i]) for pair in pairs} for i in (0, 1))
-            bound, found = axes.bound[node], list[tuple[int, int]]()
+            bound, row_operands = axes.bound[node], list[tuple[int, int]]()
             for factor in bound.factors:
                 read = {(i, dim): before[bound.operands[i]][dim] for i, dim in factor.ins.items()}
                 if any(touches(axis, leaf) for axis in read.values() for leaf in columns):
-                    found += [at for at, axis in read.items() if any(touches(axis, leaf) for leaf in rows)]
-            return {node: found} if found else {}
+                    row_operands += [place for place, axis in read.items() if any(touches(axis, leaf) for leaf in rows)]
+            return {node: row_operands} if row_operands else {}
     return {}
 
 
@@ -147,10 +147,10 @@ def _separated(axes: Axes) -> Iterator[Place]:
 
 def _pairs(separated: Sequence[Place], axes: Axes) -> list[tuple[Axis, Axis]]:
     """Returns the axes of rows and of columns that `apart` separates in these dimensions."""
-    found = []
+    pairs = []
     for node, dim in separated:
-        found.append((_read((node, dim), axes), find(axes.of(node)[dim])))
-    return found
+        pairs.append((_read((node, dim), axes), find(axes.of(node)[dim])))
+    return pairs
 
 
 def _holds_one(axis: Axis, sequences: Sequence[Axis]) -> bool:
@@ -165,45 +165,45 @@ def _written(
     graph: fx.Graph, axes: Axes, apart_at: dict[fx.Node, list[tuple[int, int]]]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Returns the graph in which these operands are read `apart`, and its nodes for those of `graph`."""
-    builder, known = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node]()
+    builder, apart_reads = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         builder.origin = node
         operands = axes.bound[node].operands if node in apart_at else ()
         places = {i for i, _ in apart_at.get(node, ())}
-        read = {i: _read_apart(builder, operands[i], known) for i in sorted(places)}
-        new = builder.copy(node)
+        read = {i: _read_apart(builder, operands[i], apart_reads) for i in sorted(places)}
+        copied = builder.copy(node)
         if read:
-            new.args, new.kwargs = _reading(builder, node, operands, read)
+            copied.args, copied.kwargs = _reading(builder, node, operands, read)
     return builder.graph, builder.env
 
 
 def _reading(builder: Builder, node: fx.Node, operands: Sequence[fx.Node], read: dict[int, fx.Node]) -> tuple[Any, Any]:
     """Returns the arguments of a call with some operands replaced, by position: `attention(x, x, x)` has one thrice."""
-    left = list(enumerate(operands))
+    remaining = list(enumerate(operands))
 
     def place(old: fx.Node) -> fx.Node:
-        at = next((pair for pair in left if pair[1] is old), None)
-        if at is not None:
-            left.remove(at)
-        return builder.env[old] if at is None else read.get(at[0], builder.env[old])
+        entry = next((pair for pair in remaining if pair[1] is old), None)
+        if entry is not None:
+            remaining.remove(entry)
+        return builder.env[old] if entry is None else read.get(entry[0], builder.env[old])
 
     return fx.map_arg(node.args, place), fx.map_arg(node.kwargs, place)
 
 
-def _read_apart(builder: Builder, operand: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+def _read_apart(builder: Builder, operand: fx.Node, apart_reads: dict[fx.Node, fx.Node]) -> fx.Node:
     """Returns `operand`, computed again from the smallest value that it repeats or views, read `apart`."""
-    if operand in known:
-        return known[operand]
+    if operand in apart_reads:
+        return apart_reads[operand]
     chain = list(_viewed(operand))
-    least = min(map(elements, chain))
-    source = next(node for node in reversed(chain) if elements(node) == least)
-    if source not in known:
-        known[source] = builder.call(apart, builder.env[source])
-    x = known[source]
+    smallest = min(map(elements, chain))
+    source = next(node for node in reversed(chain) if elements(node) == smallest)
+    if source not in apart_reads:
+        apart_reads[source] = builder.call(apart, builder.env[source])
+    x = apart_reads[source]
     for node in reversed(chain[: chain.index(source)]):
-        if node not in known:
-            known[node] = builder.call(node.target, x, *builder.map(node.args[1:]), **builder.map(node.kwargs))  # type: ignore[arg-type]
-        x = known[node]
+        if node not in apart_reads:
+            apart_reads[node] = builder.call(node.target, x, *builder.map(node.args[1:]), **builder.map(node.kwargs))  # type: ignore[arg-type]
+        x = apart_reads[node]
     return x
 
 

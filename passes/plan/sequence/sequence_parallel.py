@@ -57,7 +57,7 @@ def sequence_parallel(
         leaf = next((cut[operand] for operand in axes.bound[node].operands if operand in cut), None)
         if have[node] == (Partial(),):
             if _is_product(node, axes):
-                leaf = next((it for it in _leading(axes.of(node)) if it in along), leaf)
+                leaf = next((sequence for sequence in _leading(axes.of(node)) if sequence in along), leaf)
             if leaf is not None:
                 cut[node] = sums[node] = leaf
             continue
