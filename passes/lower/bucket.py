@@ -26,17 +26,17 @@ def bucket(graph: fx.Graph) -> fx.Graph:
     """Returns the same function with one conjugate for all parameters of a block, a mesh axis and a dtype."""
     bundles: dict[Any, list[fx.Node]] = {}
     keys: dict[fx.Node, Any] = {}  # A copy over the first of two mesh axes -> the key of its bundle.
-    behind = _behind_blocks(graph)
+    behind_blocks = _behind_blocks(graph)
     for node in graph.nodes:
         before = node.args[0] if node.target in (copy, share) else None
         if before is not None and (before.op == "placeholder" or before in keys):
-            sides = block_of(node) or frozenset(user in behind for user in _readers(node))
+            sides = block_of(node) or frozenset(user in behind_blocks for user in _readers(node))
             keys[node] = sides, node.args[1], node.meta["val"].dtype, keys.get(before)
             bundles.setdefault(keys[node], []).append(node)
-    several = [nodes for nodes in bundles.values() if len(nodes) > 1]
-    if not several:
+    buckets = [nodes for nodes in bundles.values() if len(nodes) > 1]
+    if not buckets:
         return graph
-    first, inside = {nodes[0]: nodes for nodes in several}, {node for nodes in several for node in nodes}
+    first, inside = {nodes[0]: nodes for nodes in buckets}, {node for nodes in buckets for node in nodes}
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         builder.origin = node
@@ -65,8 +65,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _read_together(builder: Builder, nodes: list[fx.Node]) -> None:
     where = tuple(None if node.target is copy else (node.args[2], node.args[3]) for node in nodes)
-    new = builder.raw(together, (tuple(builder.env[node.args[0]] for node in nodes), nodes[0].args[1], where))  # type: ignore[index]
-    new.meta["val"] = [node.meta["val"] for node in nodes]
+    copies = builder.raw(together, (tuple(builder.env[node.args[0]] for node in nodes), nodes[0].args[1], where))  # type: ignore[index]
+    copies.meta["val"] = [node.meta["val"] for node in nodes]
     for i, node in enumerate(nodes):
-        builder.env[node] = builder.raw(operator.getitem, (new, i))
+        builder.env[node] = builder.raw(operator.getitem, (copies, i))
         builder.env[node].meta["val"] = node.meta["val"]

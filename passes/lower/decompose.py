@@ -33,14 +33,14 @@ Expansion = Callable[[Builder, dict[str, Any]], fx.Node]
 
 def decompose(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, Axes, Decision]:
     """Returns the graph with mixing operators decomposed where they are cut, and its axes and cuts."""
-    builder, new_axes, new = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
+    builder, new_axes, new_decision = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
     for node in graph.nodes:
         builder.origin = node
         leaf = decision.cuts.get(node)
         factor = axes.bound[node].cuttable(leaf) if leaf is not None else None
         expansion = expansion_of(node, factor) if factor is not None else None
         if leaf is None or expansion is None:
-            carry(builder.copy(node), node, axes, new_axes, decision, new)
+            carry(builder.copy(node), node, axes, new_axes, decision, new_decision)
             continue
         last = len(builder.graph.nodes)
         builder.env[node] = expansion(builder, builder.map(arguments_of(node)))
@@ -48,8 +48,8 @@ def decompose(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph
             visit(made, new_axes)
             bound = new_axes.bound.get(made)
             if bound is not None and bound.cuttable(leaf) is not None:
-                new.cuts[made] = leaf
-    return builder.graph, new_axes, new
+                new_decision.cuts[made] = leaf
+    return builder.graph, new_axes, new_decision
 
 
 def expansion_of(node: fx.Node, factor: Factor) -> Expansion | None:
@@ -74,14 +74,14 @@ def _mean_loss(op: Any, builder: Builder, args: dict[str, Any]) -> fx.Node:
     dtype = next(x.meta["val"].dtype for x in args.values() if isinstance(x, fx.Node))
     wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(dtype, dtype)
     of_classes = has(op, Trait.CLASS_LOSS)
-    given = {name: _widened(builder, value, wide) for name, value in args.items()}
-    given["reduction"] = SUM if of_classes else NONE
-    by_name = {one.name: given.pop(one.name) for one in op._schema.arguments if one.kwarg_only}
-    found = builder.call(op, *given.values(), **by_name)
+    widened = {name: _widened(builder, value, wide) for name, value in args.items()}
+    widened["reduction"] = SUM if of_classes else NONE
+    by_name = {argument.name: widened.pop(argument.name) for argument in op._schema.arguments if argument.kwarg_only}
+    loss = builder.call(op, *widened.values(), **by_name)
     if of_classes:
-        mean = builder.call(aten.div.Tensor, found, count(builder, args, wide))
+        mean = builder.call(aten.div.Tensor, loss, count(builder, args, wide))
     else:
-        mean = _mean(builder, {"self": found, "dtype": None})
+        mean = _mean(builder, {"self": loss, "dtype": None})
     return builder.cast(mean, dtype)
 
 
@@ -107,8 +107,8 @@ def _log_softmax(builder: Builder, args: dict[str, Any]) -> fx.Node:
 
 def _softmax(builder: Builder, args: dict[str, Any]) -> fx.Node:
     z, lse = _centred(builder, _as(builder, args), args["dim"])
-    found = builder.call(aten.exp.default, builder.call(aten.sub.Tensor, z, lse))
-    return builder.cast(found, args["dtype"] or args["self"].meta["val"].dtype)
+    probabilities = builder.call(aten.exp.default, builder.call(aten.sub.Tensor, z, lse))
+    return builder.cast(probabilities, args["dtype"] or args["self"].meta["val"].dtype)
 
 
 def _as(builder: Builder, args: dict[str, Any]) -> fx.Node:

@@ -52,9 +52,9 @@ def _biases_behind_views(graph: fx.Graph, axes: Axes, decision: Decision) -> Kno
     have = propagate(graph, axes, decision.cuts, decision.held)
 
     def added(node: fx.Node, builder: Builder) -> fx.Node:
-        seen = views(node)
-        product, bias = [builder.env[arg] for arg in _terms_seen(seen)]
-        for view in reversed(seen):
+        chain = views(node)
+        product, bias = [builder.env[arg] for arg in _terms_seen(chain)]
+        for view in reversed(chain):
             product = builder.call(view.target, product, *builder.map(view.args[1:]))  # type: ignore[arg-type]
         return builder.call(aten.add.Tensor, product, bias)
 
@@ -63,17 +63,18 @@ def _biases_behind_views(graph: fx.Graph, axes: Axes, decision: Decision) -> Kno
 
 def _hides(node: fx.Node, have: Have) -> bool:
     """True for a view of the sum of a partial product and its bias, if another sum reads the view."""
-    seen = views(node) if any(map(is_sum, node.users)) else []
-    both = _terms_seen(seen) if seen else []
-    if len(both) != 2 or not waits(both[0], have):
+    chain = views(node) if any(map(is_sum, node.users)) else []
+    summands = _terms_seen(chain) if chain else []
+    if len(summands) != 2 or not waits(summands[0], have):
         return False
-    bias, shape = both[1].meta["val"].shape, node.meta["val"].shape  # Compared as sizes: `==` would assume something.
+    bias, shape = summands[1].meta["val"].shape, node.meta["val"].shape
+    # Compared as sizes: `==` would assume something.
     return list(map(Size.of, bias)) == list(map(Size.of, shape[-1:]))
 
 
-def _terms_seen(seen: list[fx.Node]) -> list[fx.Node]:
+def _terms_seen(chain: list[fx.Node]) -> list[fx.Node]:
     """Returns the two terms of the sum behind these views, if nothing else reads the sum; else an empty list."""
-    inner: Any = seen[-1].args[0]
+    inner: Any = chain[-1].args[0]
     return list(inner.args) if is_sum(inner) and len(inner.users) == 1 else []
 
 
@@ -81,17 +82,17 @@ def _rewritten(graph: fx.Graph, axes: Axes, decision: Decision, some: Collection
     """Returns the graph with `how(node, builder)` in place of some nodes."""
     if not some:
         return graph, axes, decision
-    builder, new_axes, new = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
+    builder, new_axes, new_decision = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
     for node in graph.nodes:
         builder.origin = node
         if node not in some:
-            carry(builder.copy(node), node, axes, new_axes, decision, new)
+            carry(builder.copy(node), node, axes, new_axes, decision, new_decision)
             continue
         last = len(builder.graph.nodes)
         builder.env[node] = how(node, builder)
         for made in list(builder.graph.nodes)[last:]:
             visit(made, new_axes)
-    return _without_dead(builder.graph), new_axes, new
+    return _without_dead(builder.graph), new_axes, new_decision
 
 
 def _without_dead(graph: fx.Graph) -> fx.Graph:

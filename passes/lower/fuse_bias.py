@@ -39,9 +39,9 @@ def _with_bias(builder: Builder, add: fx.Node, product: fx.Node) -> fx.Node:
     bias = builder.map(next(arg for arg in add.args if arg is not product))
     x, w = builder.map(product.args[:2])
     linear = product.target is aten.linear.default
-    new = builder.raw(*((aten.linear.default, (x, w, bias)) if linear else (aten.addmm.default, (bias, x, w))))
-    new.meta["val"] = add.meta["val"]
-    return new
+    fused = builder.raw(*((aten.linear.default, (x, w, bias)) if linear else (aten.addmm.default, (bias, x, w))))
+    fused.meta["val"] = add.meta["val"]
+    return fused
 
 
 def _product(node: fx.Node) -> fx.Node | None:
@@ -63,6 +63,6 @@ def _is_bias(bias: Any, product: Any, add: fx.Node) -> bool:
     if not isinstance(bias, fx.Node) or bias.op != "placeholder":
         return False
     vector, matrix = bias.meta["val"], product.meta["val"]
-    same = vector.dtype == matrix.dtype == add.meta["val"].dtype
-    alike = same and vector.dim() == 1 and matrix.dim() >= 2
-    return alike and Size.of(vector.shape[0]) == Size.of(matrix.shape[-1])  # `==` would assume something of sizes.
+    same_dtype = vector.dtype == matrix.dtype == add.meta["val"].dtype
+    fits = same_dtype and vector.dim() == 1 and matrix.dim() >= 2
+    return fits and Size.of(vector.shape[0]) == Size.of(matrix.shape[-1])  # `==` would assume something of sizes.

@@ -76,19 +76,19 @@ def cut_lengths(graph: fx.Graph) -> dict[str, str]:
 
     They are those that a graph moves values along: a graph of one context-parallel rank has the axis cp.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for node in graph.nodes:
         if node.target in (collectives.scatter, collectives.reduce_scatter):
             source, axis, dim = node.args[:3]
             whole, part = source.meta["val"].shape[dim], str(node.meta["val"].shape[dim])
             if SYMBOL.fullmatch(part):
-                found.setdefault(part, f"{renamed(str(whole), found)}@{axis}")
-    return found
+                names.setdefault(part, f"{renamed(str(whole), names)}@{axis}")
+    return names
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
     """Returns a text with other names for symbolic sizes."""
-    return SYMBOL.sub(lambda found: names.get(found.group(), found.group()), text)
+    return SYMBOL.sub(lambda match: names.get(match.group(), match.group()), text)
 
 
 def has_unknown_sizes(graph: fx.Graph) -> bool:
@@ -146,22 +146,22 @@ class Local:
 
     def size(self, size: Any) -> Any:
         """Returns a global size."""
-        found: Any = Size.of(size).number
+        product: Any = Size.of(size).number
         for symbol in Size.of(size).symbols:
             if symbol not in self.read:
                 self.read[symbol] = self._symbol(symbol)
-            found = self.read[symbol] if found == 1 else self.times(found, self.read[symbol])
-        return found
+            product = self.read[symbol] if product == 1 else self.times(product, self.read[symbol])
+        return product
 
     def _symbol(self, symbol: str) -> fx.Node:
         if symbol in self.symbols:
             return self.call(aten.sym_size.int, *self.symbols[symbol])
         term = _parsed(symbol)  # An expression of other symbols, which is no dimension of a tensor yet.
-        found = None if term is None or isinstance(term, ast.Name) else self._computed(term)
-        if not isinstance(found, fx.Node):
-            at = line_of(self.builder.origin) if self.builder.origin else "?"
-            raise Error(f"the size {symbol} cannot be computed from the inputs' shapes", at=at)
-        return found
+        computed = None if term is None or isinstance(term, ast.Name) else self._computed(term)
+        if not isinstance(computed, fx.Node):
+            where = line_of(self.builder.origin) if self.builder.origin else "?"
+            raise Error(f"the size {symbol} cannot be computed from the inputs' shapes", at=where)
+        return computed
 
     def _computed(self, term: ast.AST) -> Any:
         """Returns an expression of sizes as calls."""
@@ -174,18 +174,18 @@ class Local:
                 return self._of(SIZE_OPERATORS[type(op)], self._computed(left), self._computed(right))
             case ast.UnaryOp(operand=operand):
                 return self._of(operator.mul, -1, self._computed(operand))
-            case ast.Call(func=ast.Name(id="Max" | "Min" as name), args=[first, *others]):
-                found = self._computed(first)
-                for other in others:
-                    found = self._of(SIZE_OPERATORS[name], found, self._computed(other))
-                return found
-            case ast.Call(func=ast.Name(id=name), args=given):
-                return self._of(SIZE_OPERATORS[name], *map(self._computed, given))
+            case ast.Call(func=ast.Name(id="Max" | "Min" as name), args=[first, *rest]):
+                result = self._computed(first)
+                for argument in rest:
+                    result = self._of(SIZE_OPERATORS[name], result, self._computed(argument))
+                return result
+            case ast.Call(func=ast.Name(id=name), args=arguments):
+                return self._of(SIZE_OPERATORS[name], *map(self._computed, arguments))
         raise TypeError(ast.dump(term))
 
-    def _of(self, target: Callable[..., Any], *given: Any) -> Any:
+    def _of(self, target: Callable[..., Any], *sizes: Any) -> Any:
         """Returns a function of sizes: a number if all of them are numbers."""
-        return self.call(target, *given) if any(isinstance(n, fx.Node) for n in given) else target(*given)
+        return self.call(target, *sizes) if any(isinstance(n, fx.Node) for n in sizes) else target(*sizes)
 
     def local_size(self, size: Any, axis: Axis, leaf: Axis | None) -> Any:
         """Returns the local size of a dimension with this axis and global size."""
@@ -195,34 +195,34 @@ class Local:
             return self.times(self.size(find(axis).size.divided(find(leaf).size) or ONE), self.part(chunk_size, leaf))
         if not find(axis).size.symbols:
             return sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank))
-        whole, mine = part_of(axis, leaf, self.to.tp, self.to.rank)
-        return self.times(mine, self.size(find(axis).size.divided(whole) or ONE))
+        whole, part = part_of(axis, leaf, self.to.tp, self.to.rank)
+        return self.times(part, self.size(find(axis).size.divided(whole) or ONE))
 
-    def part(self, what: Callable[..., int], leaf: Axis) -> Any:
-        """Returns start, stop or length (`what`, one of `PARTS`) of this rank's part of a leaf."""
+    def part(self, measure: Callable[..., int], leaf: Axis) -> Any:
+        """Returns start, stop or length (`measure`, one of `PARTS`) of this rank's part of a leaf."""
         size = find(leaf).size
         if not size.symbols:
-            return what(size.number, self.to.tp, self.to.rank)
-        if (what, size) not in self.parts:
+            return measure(size.number, self.to.tp, self.to.rank)
+        if (measure, size) not in self.parts:
             whole = self.size(size)
-            new = self.parts[what, size] = self.builder.raw(what, (whole, self.to.tp, self.to.rank))
-            hint = what(int(whole.meta["val"].node.hint), self.to.tp, self.to.rank)
-            new.meta["val"] = self.builder.length(
-                f"{what.__name__}({size}, {self.to.tp}, {self.to.rank})", max(hint, 2)
-            )
-        return self.parts[what, size]
+            node = self.parts[measure, size] = self.builder.raw(measure, (whole, self.to.tp, self.to.rank))
+            hint = measure(int(whole.meta["val"].node.hint), self.to.tp, self.to.rank)
+            node.meta["val"] = self.builder.length(
+                f"{measure.__name__}({size}, {self.to.tp}, {self.to.rank})", max(hint, 2)
+            )  # A hint of 0 or 1 would make a number of it.
+        return self.parts[measure, size]
 
     def times(self, a: Any, b: Any) -> Any:
         """Returns a product of sizes. A factor 1 is multiplied, too: the graphs of all ranks have the same nodes."""
-        both = isinstance(a, int) and isinstance(b, int)
-        return a * b if both else self.call(operator.mul, a, b)
+        are_numbers = isinstance(a, int) and isinstance(b, int)
+        return a * b if are_numbers else self.call(operator.mul, a, b)
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         """Adds a call that returns a size."""
         values = fx.map_arg(args, lambda n: n.meta["val"])
-        new = self.builder.raw(target, args)
-        new.meta["val"] = values[0].shape[values[1]] if target is aten.sym_size.int else target(*values)
-        return new
+        node = self.builder.raw(target, args)
+        node.meta["val"] = values[0].shape[values[1]] if target is aten.sym_size.int else target(*values)
+        return node
 
     # ---- example values
 
@@ -233,13 +233,13 @@ class Local:
             if not touches(axis, leaf):
                 shape.append(size)
             elif find(leaf).size.symbols:
-                whole, mine = self.size(find(leaf).size), self.part(chunk_size, leaf)
-                shape.append(size // whole.meta["val"] * mine.meta["val"])
+                whole, part = self.size(find(leaf).size), self.part(chunk_size, leaf)
+                shape.append(size // whole.meta["val"] * part.meta["val"])
             elif isinstance(size, int):
                 shape.append(sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank)))
             else:
-                whole, mine = part_of(axis, leaf, self.to.tp, self.to.rank)
-                shape.append(size // whole.number * mine)
+                whole, part = part_of(axis, leaf, self.to.tp, self.to.rank)
+                shape.append(size // whole.number * part)
         return self.empty(shape, value)
 
     def resized(self, value: torch.Tensor, dim: int, length: Any) -> torch.Tensor:

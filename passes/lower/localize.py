@@ -40,16 +40,16 @@ def localize(local: Local, node: fx.Node, axes: Axes, factor: Factor, leaf: Axis
         Error: the operator mixes the factor and has no parallel form.
     """
     if factor.mark != "!":
-        new = local.builder.raw(*_localized(local, node, axes, leaf))
+        call = local.builder.raw(*_localized(local, node, axes, leaf))
     elif node.target in FORMS:
-        new = local.builder.raw(*FORMS[node.target](local, node, axes, leaf))
+        call = local.builder.raw(*FORMS[node.target](local, node, axes, leaf))
     else:
         raise Error(f"{node.target} has no parallel form along `{factor.name}`", at=line_of(node))
     values = node.meta["val"]
     tensors = list(values) if isinstance(values, list | tuple) else [values]
-    mine = [local.value(v, dims, leaf) for v, dims in zip(tensors, axes.dims[node], strict=True)]
-    new.meta["val"] = mine if isinstance(values, list | tuple) else mine[0]
-    return new
+    local_values = [local.value(v, dims, leaf) for v, dims in zip(tensors, axes.dims[node], strict=True)]
+    call.meta["val"] = local_values if isinstance(values, list | tuple) else local_values[0]
+    return call
 
 
 Called = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -64,8 +64,8 @@ def _localized(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
         return _slice(local, node, axes, leaf)
     if name := size_argument(node.target):
         schema = node.target._schema.arguments  # type: ignore[union-attr]
-        at = next(i for i, arg in enumerate(schema) if arg.name == name)
-        args = (*args[:at], _sizes(local, node, axes, leaf, len(node.args[at])), *args[at + 1 :])  # type: ignore[arg-type]
+        position = next(i for i, arg in enumerate(schema) if arg.name == name)
+        args = (*args[:position], _sizes(local, node, axes, leaf, len(node.args[position])), *args[position + 1 :])  # type: ignore[arg-type]
     return node.target, args, kwargs  # type: ignore[return-value]
 
 
@@ -89,17 +89,17 @@ def _slice(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
     """Returns a slice that starts after the local parts before it; a slice with a step takes the same step."""
     x, arguments = node.args[0], arguments_of(node)
     dim = arguments["dim"] % node.meta["val"].dim()
-    axis, taken = axes.of(x)[dim], axes.of(node)[dim]  # type: ignore[arg-type]
+    axis, sliced_axis = axes.of(x)[dim], axes.of(node)[dim]  # type: ignore[arg-type]
     if not touches(axis, leaf):
         return node.target, local.builder.map(node.args), local.builder.map(node.kwargs)  # type: ignore[return-value]
-    if find(axis) is find(taken):  # It takes all positions, as the last 127 of a sequence that is shorter.
+    if find(axis) is find(sliced_axis):  # It takes all positions, as the last 127 of a sequence that is shorter.
         return aten.slice.Tensor, (local.builder.env[x], dim, 0, sys.maxsize), {}  # type: ignore[index]
     start, length = arguments["start"] or 0, x.meta["val"].shape[dim]  # type: ignore[union-attr]
     if arguments.get("step", 1) != 1:
         return aten.slice.Tensor, (local.builder.env[x], dim, start, sys.maxsize, arguments["step"]), {}  # type: ignore[index]
     start = max(start + length, 0) if start < 0 else start
     before = sum(max(min(b, start) - a, 0) for a, b in ranges(axis, leaf, local.to.tp, local.to.rank))
-    count = local.local_size(taken.size, taken, leaf)
+    count = local.local_size(sliced_axis.size, sliced_axis, leaf)
     return aten.slice.Tensor, (local.builder.env[x], dim, before, before + count), {}  # type: ignore[index]
 
 
@@ -152,8 +152,8 @@ def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> Any:
 
 
 def _dropout(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
-    given, p = node.args[:2]
-    x, value = local.builder.env[given], given.meta["val"]  # type: ignore[index, union-attr]
+    operand, p = node.args[:2]
+    x, value = local.builder.env[operand], operand.meta["val"]  # type: ignore[index, union-attr]
     if local.to.randomness == "fast":
         return dropout.fast_dropout, (x, p, local.to.rank)
     sizes = [local.size(n) for n in value.shape]
@@ -191,15 +191,15 @@ def _fast_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 
 def _exact_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     """An exact form that is cut over another mesh axis already: this cut is one of that part."""
-    given = local.builder.map(arguments_of(node))
+    args = local.builder.map(arguments_of(node))
     dims = axes.of(node) if node.target is dropout.exact_dropout else _weights(node, axes)
-    return node.target, tuple((given | {"cuts": (*given["cuts"], _cut(local, dims, leaf))}).values())
+    return node.target, tuple((args | {"cuts": (*args["cuts"], _cut(local, dims, leaf))}).values())
 
 
 def _weights(node: fx.Node, axes: Axes) -> tuple[Axis, ...]:
     """Returns the axes of the weights of an attention: of query heads, queries and keys."""
-    given = arguments_of(node)
-    return (*axes.of(given["query"])[:-1], axes.of(given["key"])[-2])
+    arguments = arguments_of(node)
+    return (*axes.of(arguments["query"])[:-1], axes.of(arguments["key"])[-2])
 
 
 def _cut(local: Local, dims: tuple[Axis, ...], leaf: Axis) -> tuple[Any, ...]:
@@ -212,8 +212,8 @@ def _cut(local: Local, dims: tuple[Axis, ...], leaf: Axis) -> tuple[Any, ...]:
     if opened is None:
         ranged = tuple(ranges(dims[dim], leaf, local.to.tp, local.to.rank))
         return dim, (1, local.size(find(dims[dim]).size), 1), ranged
-    before, behind = opened
-    sizes = local.size(before), local.size(find(leaf).size), local.size(behind)
+    major, minor = opened
+    sizes = local.size(major), local.size(find(leaf).size), local.size(minor)
     return dim, sizes, ((local.part(chunk_start, leaf), local.part(chunk_stop, leaf)),)
 
 

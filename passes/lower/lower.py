@@ -95,11 +95,11 @@ class _Lowering:
             self._plain(node)
 
     def _placeholder(self, node: fx.Node) -> None:
-        new, leaf = self.builder.copy(node), self.decision.held.get(node)
-        self.local.learn(new, node.meta.get("val"))
+        form, leaf = self.builder.copy(node), self.decision.held.get(node)
+        self.local.learn(form, node.meta.get("val"))
         if leaf is not None:
-            new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
-        self._give(node, new, stored_placement(self.axes.of(node), leaf) if leaf is not None else Replicate())
+            form.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
+        self._give(node, form, stored_placement(self.axes.of(node), leaf) if leaf is not None else Replicate())
 
     def _output(self, node: Any, position: int) -> Any:
         if not isinstance(node, fx.Node) or node not in self.have:
@@ -112,15 +112,15 @@ class _Lowering:
 
     def _getitem(self, node: fx.Node) -> None:
         source: Any = node.args[0]
-        at: Any = node.args[1]
-        placement = self.have[source][at]
+        index: Any = node.args[1]
+        placement = self.have[source][index]
         pieces = self.forms[source][placement]
-        new = self.builder.raw(operator.getitem, (pieces, at))
-        new.meta["val"] = pieces.meta["val"][at]
+        item = self.builder.raw(operator.getitem, (pieces, index))
+        item.meta["val"] = pieces.meta["val"][index]
         leaf = placement.axis if isinstance(placement, Shard) else None
         cut = [d for d, axis in enumerate(self.axes.of(node)) if leaf is not None and touches(axis, leaf)]
-        self.local.learn(new, node.meta["val"], cut)
-        self._give(node, new, placement)
+        self.local.learn(item, node.meta["val"], cut)
+        self._give(node, item, placement)
 
     def _plain(self, node: fx.Node) -> None:
         """Copies a node without tensors: a size, arithmetic on sizes, the edge of a region. It reads cut values whole.
@@ -139,8 +139,8 @@ class _Lowering:
 
     def _is_uncut_size(self, node: fx.Node, leaf: Axis) -> bool:
         x: Any = node.args[0]
-        at: Any = node.args[1] if node.target is torch.ops.aten.sym_size.int else None
-        return at is not None and not touches(self.axes.of(x)[at], leaf)
+        dim: Any = node.args[1] if node.target is torch.ops.aten.sym_size.int else None
+        return dim is not None and not touches(self.axes.of(x)[dim], leaf)
 
     def _is_cut_size(self, node: fx.Node) -> bool:
         """True for the size of a cut dimension; the graph needs its global size."""
@@ -156,13 +156,13 @@ class _Lowering:
         self._expect_dense_gradient(node, bound)
         factor = bound.cuttable(leaf) if leaf is not None else None
         if leaf is None or factor is None:
-            new = self.builder.copy(node)
+            call = self.builder.copy(node)
         else:
-            new = self.builder.env[node] = localize(self.local, node, self.axes, factor, leaf)
+            call = self.builder.env[node] = localize(self.local, node, self.axes, factor, leaf)
         cut = [d for dims in self.axes.dims[node] for d, axis in enumerate(dims) if leaf and touches(axis, leaf)]
-        self.local.learn(new, node.meta["val"], cut)
+        self.local.learn(call, node.meta["val"], cut)
         self.have[node] = wants.outputs
-        self.forms[node] = dict.fromkeys(wants.outputs, new)
+        self.forms[node] = dict.fromkeys(wants.outputs, call)
 
     def _expect_dense_gradient(self, node: fx.Node, bound: Bound) -> None:
         """Raises Error if a conjugate would get a sparse gradient, which ranks cannot exchange."""
@@ -177,8 +177,8 @@ class _Lowering:
                 at=line_of(node),
             )
 
-    def _give(self, node: fx.Node, new: fx.Node, placement: Placement) -> None:
-        self.have[node], self.forms[node], self.builder.env[node] = (placement,), {placement: new}, new
+    def _give(self, node: fx.Node, form: fx.Node, placement: Placement) -> None:
+        self.have[node], self.forms[node], self.builder.env[node] = (placement,), {placement: form}, form
 
     # ---- conversions
 
@@ -226,7 +226,7 @@ class _Lowering:
         """
         x = self.forms[node][have]
         match have, want:
-            case Held(leaf), Shard(other) if type(want) is Shard and same_cut(leaf, other):
+            case Held(leaf), Shard(target_leaf) if type(want) is Shard and same_cut(leaf, target_leaf):
                 dim, layout = self._layout(node, leaf)
                 axis = holders_axis(self.to.axis, leaf, self.to.tp)
                 return self._kept(self.builder.raw(share, (x, axis, dim, tuple(layout.shared(self.to.rank)))), x)
@@ -240,11 +240,11 @@ class _Lowering:
                 return self._same_shape(reduce, self._placed(node, x, leaf))
             case Replicate(), Shard(leaf):
                 dim, layout = self._layout(node, leaf)
-                new = self.builder.raw(
+                part = self.builder.raw(
                     take, (self.read(node, Copied()), self.to.axis, dim, layout.pieces, self.to.rank)
                 )
-                new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
-                return new
+                part.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
+                return part
             case _:
                 self.read(node, Replicate())
                 return self._converted(node, Replicate(), want)
@@ -252,11 +252,11 @@ class _Lowering:
     def _placed(self, node: fx.Node, x: fx.Node, leaf: Axis) -> fx.Node:
         """Writes a rank's part into a tensor of zeros of full size: a summand of the whole value."""
         dim, layout = self._layout(node, leaf)
-        mine = layout.first(self.to.rank)
-        places = layout.places(self.to.rank, mine)
-        new = self.builder.raw(place, (x, self.to.axis, dim, tuple(mine), tuple(places), layout.shape[dim]))
-        new.meta["val"] = self.local.resized(x.meta["val"], dim, layout.shape[dim])
-        return new
+        ranges = layout.first(self.to.rank)
+        places = layout.places(self.to.rank, ranges)
+        summand = self.builder.raw(place, (x, self.to.axis, dim, tuple(ranges), tuple(places), layout.shape[dim]))
+        summand.meta["val"] = self.local.resized(x.meta["val"], dim, layout.shape[dim])
+        return summand
 
     def _layout(self, node: fx.Node, leaf: Axis) -> tuple[int, Layout]:
         """Returns the dimension of a value that a grid cuts, and its layout."""
@@ -265,18 +265,18 @@ class _Lowering:
         shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
         return dim, layout_of(shape, dims, leaf, self.to.tp, "")
 
-    def _kept(self, new: fx.Node, x: fx.Node) -> fx.Node:
-        new.meta["val"] = x.meta["val"]
-        return new
+    def _kept(self, call: fx.Node, x: fx.Node) -> fx.Node:
+        call.meta["val"] = x.meta["val"]
+        return call
 
-    def _same_shape(self, kind: Callable[..., Any], x: fx.Node, *args: Any) -> fx.Node:
-        new = self.builder.raw(kind, (x, self.to.axis, *args))
-        new.meta["val"] = x.meta["val"]
-        return new
+    def _same_shape(self, conjugate: Callable[..., Any], x: fx.Node, *args: Any) -> fx.Node:
+        call = self.builder.raw(conjugate, (x, self.to.axis, *args))
+        call.meta["val"] = x.meta["val"]
+        return call
 
-    def _along(self, node: fx.Node, x: fx.Node, leaf: Axis, kind: Callable[..., torch.Tensor]) -> fx.Node:
+    def _along(self, node: fx.Node, x: fx.Node, leaf: Axis, conjugate: Callable[..., torch.Tensor]) -> fx.Node:
         dim = self._dim(node, leaf)
-        return exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, kind)
+        return exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, conjugate)
 
     def _dim(self, node: fx.Node, leaf: Axis) -> int:
         dim = self.axes.dim_of(node, leaf)

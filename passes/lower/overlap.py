@@ -50,9 +50,9 @@ class ColumnGroup(NamedTuple):
 def overlap(graph: fx.Graph) -> fx.Graph:
     """Returns the same function; a conjugate that only products read is one operator with these products."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    found = [group for node in graph.nodes if (group := _group(node, order)) is not None]
-    first = {group.products[0].node: group for group in found}
-    inside = {node for group in found for node in (group.conjugate, group.view, *(p.node for p in group.products))}
+    groups = [group for node in graph.nodes if (group := _group(node, order)) is not None]
+    first = {group.products[0].node: group for group in groups}
+    inside = {node for group in groups for node in (group.conjugate, group.view, *(p.node for p in group.products))}
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         builder.origin = node
@@ -71,10 +71,10 @@ def _group(node: fx.Node, order: dict[fx.Node, int]) -> ColumnGroup | None:
     view = view if view is not None and _flattened(view) is not None else None
     read = node if view is None else view
     products = [_product(user, read) for user in sorted(read.users, key=order.__getitem__)]
-    there = [product for product in products if product is not None]
-    start = order[there[0].node] if there else 0
-    early = all(_can_stand_before(p, start, order, read) for q in there for p in (q.weight, q.bias) if p is not None)
-    return ColumnGroup(node, view, there) if there and len(there) == len(products) and early else None
+    matched = [product for product in products if product is not None]
+    start = order[matched[0].node] if matched else 0
+    early = all(_can_stand_before(p, start, order, read) for q in matched for p in (q.weight, q.bias) if p is not None)
+    return ColumnGroup(node, view, matched) if matched and len(matched) == len(products) and early else None
 
 
 def _flattened(view: fx.Node) -> tuple[int, int] | None:
@@ -120,12 +120,12 @@ def _together(builder: Builder, group: ColumnGroup) -> None:
     gathered = None if node.target is copy else (*where, 1)[:3]
     for operand in (n for p in products for n in (p.weight, p.bias) if n is not None):
         _copy_early(builder, operand)
-    each = [builder.map(tuple(part)) for part in zip(*((p.weight, p.bias) for p in products), strict=True)]
+    parameters = [builder.map(tuple(part)) for part in zip(*((p.weight, p.bias) for p in products), strict=True)]
     turned = tuple(p.turned for p in products)
-    new = builder.raw(async_linear, (builder.map(x), axis, builder.map(gathered), flat, *each, turned))
-    new.meta["val"] = [p.node.meta["val"] for p in products]
+    joined = builder.raw(async_linear, (builder.map(x), axis, builder.map(gathered), flat, *parameters, turned))
+    joined.meta["val"] = [p.node.meta["val"] for p in products]
     for i, product in enumerate(products):
-        builder.env[product.node] = _item(builder, new, i)
+        builder.env[product.node] = _item(builder, joined, i)
 
 
 def _copy_early(builder: Builder, node: fx.Node) -> None:
@@ -136,9 +136,9 @@ def _copy_early(builder: Builder, node: fx.Node) -> None:
 
 
 def _item(builder: Builder, node: fx.Node, i: int) -> fx.Node:
-    new = builder.raw(operator.getitem, (node, i))
-    new.meta["val"] = node.meta["val"][i]
-    return new
+    item = builder.raw(operator.getitem, (node, i))
+    item.meta["val"] = node.meta["val"][i]
+    return item
 
 
 def separate(graph: fx.Graph) -> fx.Graph:
@@ -167,12 +167,12 @@ def _separated(
         view = (aten.reshape.default, _rows(read)) if flat == ROWS else (aten.flatten.using_ints, *flat)
         read = builder.call(view[0], read, *view[1:])
     for weight, bias, turn, value in zip(weights, biases, turned, node.meta["val"], strict=True):
-        given = (read, weight) if bias is None else (bias, read, weight) if turn else (read, weight, bias)
+        operands = (read, weight) if bias is None else (bias, read, weight) if turn else (read, weight, bias)
         bare = aten.mm.default if read.meta["val"].dim() == 2 else aten.matmul.default
         target = aten.linear.default if not turn else bare if bias is None else aten.addmm.default
-        new = builder.raw(target, given)
-        new.meta["val"] = value
-        yield new
+        product = builder.raw(target, operands)
+        product.meta["val"] = value
+        yield product
 
 
 def _resized(builder: Builder, value: torch.Tensor, gathered: Any) -> torch.Tensor:

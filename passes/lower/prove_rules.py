@@ -123,21 +123,21 @@ class _Trial:
         for leaf in self._leaves():
             factor = self.bound.cuttable(leaf)
             if factor is not None and (not factor.mark or (values and self._one_call(factor, leaf))):
-                found = self._cut(factor, leaf, values)
-                if found:
-                    yield f"factor {factor.name} of {leaf.size} on {self.tp} ranks, {_kind(factor)}: {found}"
+                problem = self._cut(factor, leaf, values)
+                if problem:
+                    yield f"factor {factor.name} of {leaf.size} on {self.tp} ranks, {_kind(factor)}: {problem}"
         for group in self.bound.rule.linear:
-            found = self._linear(sorted(group)) if values else ""
-            if found:
-                yield f"linear in operands {sorted(group)}: {found}"
+            problem = self._linear(sorted(group)) if values else ""
+            if problem:
+                yield f"linear in operands {sorted(group)}: {problem}"
 
     def repeats(self) -> bool:
         """False for an operator that draws random numbers or leaves memory uninitialised: only shapes are compared."""
         if draws(self.node):  # A few numbers may be drawn twice by chance.
             return False
         again = _tensors(self._run(self.node, {}))
-        same = all(_difference(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
-        return same and not has(self.node.target, Trait.UNINITIALIZED)
+        equal = all(_difference(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
+        return equal and not has(self.node.target, Trait.UNINITIALIZED)
 
     def _one_call(self, factor: Factor, leaf: Axis) -> bool:
         """True if the parallel form is a single call, which gets the start of a rank's part of the factor."""
@@ -159,8 +159,8 @@ class _Trial:
                 yield minor
 
     def _whole_leaves(self) -> list[Axis]:
-        found = {leaf: None for factor in self.bound.factors for leaf in leaves(factor.axis)}
-        return [leaf for leaf in found if leaf.size.number > 1]
+        distinct = {leaf: None for factor in self.bound.factors for leaf in leaves(factor.axis)}
+        return [leaf for leaf in distinct if leaf.size.number > 1]
 
     def _tie(self) -> bool:
         """Gives the parts of every concatenation a common leaf; returns True if there were any."""
@@ -185,8 +185,8 @@ class _Trial:
             except Exception as error:  # An operator may fail on a slice in any way.
                 return f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
         for o, want in enumerate(outputs_of(self.node)):
-            mine = [found[o] for found in got]
-            difference = self._part(o, want, mine, leaf, values) if o in factor.outs else self._sum(want, mine, values)
+            outs = [results[o] for results in got]
+            difference = self._part(o, want, outs, leaf, values) if o in factor.outs else self._sum(want, outs, values)
             if difference:
                 return f"output {o}{difference}"
         return ""

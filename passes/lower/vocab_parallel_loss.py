@@ -29,13 +29,13 @@ def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
     ignored, classes = _classes(builder, args)
     terms = call(class_terms, x, top, classes, dim, 0, builder.size(x, dim))
     lse = call(aten.log.default, call(aten.select.int, terms, 0, 0))
-    own = call(aten.sub.Tensor, lse, call(aten.select.int, terms, 0, 1))
+    loss = call(aten.sub.Tensor, lse, call(aten.select.int, terms, 0, 1))
     smooth = None
     if args["label_smoothing"]:
         every = _every(builder, call(aten.sub.Tensor, x, top), lse, args["weight"], dim)
         smooth = call(aten.mul.Tensor, every, args["label_smoothing"])
         smooth = call(aten.div.Tensor, smooth, builder.size(x, dim))
-    return builder.cast(_reduced(builder, args, own, smooth, ignored, classes), x.meta["val"].dtype)
+    return builder.cast(_reduced(builder, args, loss, smooth, ignored, classes), x.meta["val"].dtype)
 
 
 def nll(builder: Builder, args: dict[str, Any]) -> fx.Node:
@@ -43,8 +43,8 @@ def nll(builder: Builder, args: dict[str, Any]) -> fx.Node:
     call, dim = builder.call, _class_dim(args)
     ignored, classes = _classes(builder, args)
     picked = call(aten.gather.default, args["self"], dim, call(aten.unsqueeze.default, classes, dim))
-    own = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
-    return _reduced(builder, args, own, None, ignored, classes)
+    loss = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
+    return _reduced(builder, args, loss, None, ignored, classes)
 
 
 def _class_dim(args: dict[str, Any]) -> int:
@@ -77,10 +77,10 @@ def _reduced(
         smooth: the label-smoothing term of each row.
     """
     call, dtype = builder.call, loss.meta["val"].dtype
-    own = _own_weight(builder, args["weight"], classes)
-    counted = _counted(builder, ignored, own, dtype)
-    if own is not None:
-        loss = call(aten.mul.Tensor, loss, own)
+    row_weights = _own_weight(builder, args["weight"], classes)
+    counted = _counted(builder, ignored, row_weights, dtype)
+    if row_weights is not None:
+        loss = call(aten.mul.Tensor, loss, row_weights)
     if smooth is not None:
         loss = call(aten.add.Tensor, call(aten.mul.Tensor, loss, 1 - args["label_smoothing"]), smooth)
     loss = call(aten.masked_fill.Scalar, loss, ignored, 0)
@@ -97,14 +97,14 @@ def _own_weight(builder: Builder, weight: fx.Node | None, classes: fx.Node) -> f
     return builder.call(aten.squeeze.dim, builder.call(aten.embedding.default, column, classes), -1)
 
 
-def _counted(builder: Builder, ignored: fx.Node, own: fx.Node | None, dtype: torch.dtype) -> fx.Node:
+def _counted(builder: Builder, ignored: fx.Node, row_weights: fx.Node | None, dtype: torch.dtype) -> fx.Node:
     """Returns for each row how much it counts in a mean: its weight, or 1; 0 if it is ignored."""
     counted = builder.cast(builder.call(aten.logical_not.default, ignored), dtype)
-    return counted if own is None else builder.call(aten.mul.Tensor, counted, own)
+    return counted if row_weights is None else builder.call(aten.mul.Tensor, counted, row_weights)
 
 
 def count(builder: Builder, args: dict[str, Any], dtype: torch.dtype) -> fx.Node:
     """Writes the divisor of a class loss's mean: the weights of the targets that are not ignored, added up."""
     ignored, classes = _classes(builder, args)
-    own = _own_weight(builder, args["weight"], classes)
-    return builder.call(aten.sum.default, _counted(builder, ignored, own, dtype))
+    row_weights = _own_weight(builder, args["weight"], classes)
+    return builder.call(aten.sum.default, _counted(builder, ignored, row_weights, dtype))
