@@ -70,7 +70,7 @@ NO_GRADIENT = (aten.detach.default, cross_entropy.peak, custom_vjp.kept)
 def check(
     lowered: fx.Graph,
     graph: fx.Graph,
-    held: Mapping[str, Layout],
+    layouts: Mapping[str, Layout],
     trainable: Collection[str],
     to: Target,
     local_outputs: Mapping[int, Layout],
@@ -81,7 +81,7 @@ def check(
     Args:
         lowered: one rank's graph.
         graph: the model's graph, from which it was made.
-        held: placeholder name -> layout; a tensor that is not in it is whole on every rank.
+        layouts: placeholder name -> layout; a tensor that is not in it is whole on every rank.
         trainable: placeholder names of the parameters and inputs that may require a gradient.
         to: the rank.
         local_outputs: output position -> the layout of an output that stays cut.
@@ -90,7 +90,7 @@ def check(
     Raises:
         Error: the types do not fit; names the node, its source line, the rule, the types expected and got.
     """
-    proof = _Checking(graph, held, trainable, to, local_outputs, axes)
+    proof = _Checking(graph, layouts, trainable, to, local_outputs, axes)
     try:
         separated = separate(lowered)
     except Exception as error:
@@ -156,8 +156,8 @@ class _Checking(Proof):
 
     def _stands_for(self, node: fx.Node, model: fx.Node | None) -> Any:
         if model is None or node.op != model.op:
-            other = {} if model is None else {"expected": called(model)}
-            self.refuse(node, "is not what the model computes", **other, got=called(node))
+            facts = {} if model is None else {"expected": called(model)}
+            self.refuse(node, "is not what the model computes", **facts, got=called(node))
         if node.op in ("placeholder", "get_attr"):
             self._stored(node, model)
         elif node.op == "output":
@@ -175,7 +175,7 @@ class _Checking(Proof):
         read = bool(node.users or model.users)  # Of a tensor that nothing reads, the graph says nothing.
         leaf = self._held(node, model, layout) if layout is not None and read else None
         placement: Placement = Replicate() if leaf is None else stored(leaf, layout)
-        if leaf is not None and not any(same_cut(leaf, one) for one in self.cuts):
+        if leaf is not None and not any(same_cut(leaf, cut) for cut in self.cuts):
             self.cuts.append(leaf)
         flows = node.name in self.trainable
         types = (self.typed(v, self.axes.of(model), placement, flows) for v in outputs_of(model))
@@ -198,14 +198,14 @@ class _Checking(Proof):
             if plain(self.erased(got)) != valued(expected):
                 self.refuse(node, f"returns something else at {i}", expected=expected, got=got)
             for typed in self.types.get(got, ()):
-                layout, at = self.local_outputs.get(i), typed.cut_dims(typed.leaf)
+                layout, dims = self.local_outputs.get(i), typed.cut_dims(typed.leaf)
                 if layout is not None and typed.flows and layout.repeated and type(typed.placement) is Shard:
                     self.refuse(
                         node, f"returns at {i} what several ranks have, its gradient counted by each", got=typed
                     )
                 if layout is None and not typed.fits(Replicate()):
                     self.refuse_read(node, got, typed, Replicate())
-                if layout is not None and (at != [layout.dim] or self._cut_at(typed, at[0]) != layout.pieces):
+                if layout is not None and (dims != [layout.dim] or self._cut_at(typed, dims[0]) != layout.pieces):
                     self.refuse(node, f"returns at {i} what is not cut as declared", expected=layout, got=typed)
 
     def _cut_at(self, typed: Typed, dim: int) -> Any:
@@ -268,44 +268,44 @@ class _Checking(Proof):
             self.refuse(node, "cannot be cut along the axis of what it reads", rule=rule, got=got)
         return None if leaf is None or factor is None else OperatorCut(leaf, factor)
 
-    def _new_cut(self, node: fx.Node, model: fx.Node, known: OperatorCut | None) -> OperatorCut | None:
+    def _new_cut(self, node: fx.Node, model: fx.Node, existing: OperatorCut | None) -> OperatorCut | None:
         """Returns the cut of an operator that makes a dimension, such as zeros and expand, from its local sizes.
 
         Args:
-            known: a cut along another axis, which uses a factor of the ranks.
+            existing: a cut along another axis, which uses a factor of the ranks.
         """
         bound = self.axes.bound[model]
         made = [factor.axis for factor in bound.factors if not factor.ins and factor.mark != "^"]
-        if known is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, known)):
-            return known
+        if existing is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, existing)):
+            return existing
         if self._is_call(node, model.target, arguments_of(model)):
             return None
-        for leaf in [*self._cuts_of(made, known), *self._cuts_made(made, known)]:
+        for leaf in [*self._cuts_of(made, existing), *self._cuts_made(made, existing)]:
             factor = cut_factor(bound, leaf)
             cut = OperatorCut(leaf, factor) if factor is not None else None
             if cut is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, cut)):
                 return cut
         return None
 
-    def _cuts_of(self, made: Sequence[Axis], known: OperatorCut | None) -> list[Axis]:
+    def _cuts_of(self, made: Sequence[Axis], existing: OperatorCut | None) -> list[Axis]:
         """Returns the cuts of parameters and inputs that divide a new axis.
 
         They are tried first: several cuts of an axis with several leaves give the same local sizes (8 heads as `2 x 4`
         on 4 ranks: the 4, or both by 2), and readers need the cut of their other operands.
         """
-        return [leaf for leaf in self.cuts if known is None and any(touches(axis, leaf) for axis in made)]
+        return [leaf for leaf in self.cuts if existing is None and any(touches(axis, leaf) for axis in made)]
 
-    def _cuts_made(self, made: Sequence[Axis], known: OperatorCut | None) -> Iterator[Axis]:
-        """Yields the cuts of one leaf of a new axis, in addition to the known cut."""
-        for new in [leaf for axis in made for leaf in leaves(axis) if self._has_part(leaf, known)]:
-            leaf = extended(known.leaf if known else None, new, self.to.tp)
+    def _cuts_made(self, made: Sequence[Axis], existing: OperatorCut | None) -> Iterator[Axis]:
+        """Yields the cuts of one leaf of a new axis, in addition to the existing cut."""
+        for new_leaf in [leaf for axis in made for leaf in leaves(axis) if self._has_part(leaf, existing)]:
+            leaf = extended(existing.leaf if existing else None, new_leaf, self.to.tp)
             if leaf is not None:
                 yield leaf
 
-    def _has_part(self, leaf: Axis, known: OperatorCut | None) -> bool:
+    def _has_part(self, leaf: Axis, existing: OperatorCut | None) -> bool:
         """True for a length that is a number, or, without another cut, for one whose part the rank has computed."""
         part = (chunk_size, find(leaf).size)
-        return not leaf.size.symbols or (known is None and part in self.to.parts)
+        return not leaf.size.symbols or (existing is None and part in self.to.parts)
 
     def _typing(self, node: fx.Node, model: fx.Node, reads: Reads, cut: OperatorCut | None) -> tuple[Typed, ...]:
         """Returns the types of an operator's outputs, if its rule allows the types of its operands."""
@@ -334,7 +334,7 @@ class _Checking(Proof):
         if axis != self.to.axis or node.kwargs or (leaf is None and list(rest) not in allowed):
             self.refuse(node, "does not move along the axis that is cut", got=f"{called(node)} of {typed}")
         make: dict[type[Placement], Any] = {Shard: lambda: Shard(leaf), Partial: lambda: Partial(*rest[: leaf is None])}  # type: ignore[arg-type]
-        want, give = (make.get(kind, kind)() for kind in kinds)
+        want, give = (make.get(placement, placement)() for placement in kinds)
         if not typed.fits(want):
             self.refuse_read(node, x, typed, want)
         self.give(node, self.whole[x], (replace(typed, placement=give),))
@@ -350,27 +350,27 @@ class _Checking(Proof):
         """Types a `together`: each operand as `copy` or `share` would type it."""
         if not is_along(axis, self.to.axis):
             return self._copies(node, xs, axis, where)
-        found = []
-        for x, at in zip(xs, where, strict=True):
+        types = []
+        for x, share_args in zip(xs, where, strict=True):
             (typed,) = self.types[x]
-            whole = at is None and axis == self.to.axis and typed.fits(Replicate())
-            held = at is not None and shares(self.to, typed, axis, *at)
-            if node.kwargs or not (whole or held):
+            whole = share_args is None and axis == self.to.axis and typed.fits(Replicate())
+            is_shared = share_args is not None and shares(self.to, typed, axis, *share_args)
+            if node.kwargs or not (whole or is_shared):
                 self.refuse(node, f"does not sum the gradient of `{x}`", got=f"{called(node)} of {typed}")
-            found.append(replace(typed, placement=Shard(typed.leaf) if held else Copied()))  # type: ignore[arg-type]
-        self.bundles[node], self.types[node] = [self.whole[x] for x in xs], tuple(found)
+            types.append(replace(typed, placement=Shard(typed.leaf) if is_shared else Copied()))  # type: ignore[arg-type]
+        self.bundles[node], self.types[node] = [self.whole[x] for x in xs], tuple(types)
 
     def _copies(self, node: fx.Node, xs: Any, axis: Any, where: Any) -> None:
         """Types a `together` over another mesh axis: the copies of the model's graph, each as an operator."""
         models, types = list[fx.Node](), list[Typed]()
-        for x, at in zip(xs, where, strict=True):
-            own = [model for model in self.model.on(collectives.copy, self.whole[x]) if model.args[1:] == (axis,)]
-            if at is not None or node.kwargs or not own:
+        for x, share_args in zip(xs, where, strict=True):
+            copies = [model for model in self.model.on(collectives.copy, self.whole[x]) if model.args[1:] == (axis,)]
+            if share_args is not None or node.kwargs or not copies:
                 self.refuse(node, f"does not copy `{x}` as the model does", got=called(node))
-            self.model.on(collectives.copy, self.whole[x]).remove(own[0])
+            self.model.on(collectives.copy, self.whole[x]).remove(copies[0])
             reads = [(x, self.types[x][0])]
-            models.append(own[0])
-            types += self._typing(node, own[0], reads, self._cut(node, own[0], reads))
+            models.append(copies[0])
+            types += self._typing(node, copies[0], reads, self._cut(node, copies[0], reads))
         self.bundles[node], self.types[node] = models, tuple(types)
 
     def _move(self, node: fx.Node, x: Any) -> None:

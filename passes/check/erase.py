@@ -168,7 +168,7 @@ def closing(node: fx.Node, along: str) -> fx.Node | None:
     ends = [_after(items.get(i), along) for i in range(len(args[1]))]
     end = _reader(ends[0])
     undone = end is not None and end.target is aten.cat.default and list(end.args) == [ends, args[2]]
-    return end if undone and len(node.users) == len(ends) and all(_reader(one) is end for one in ends) else None
+    return end if undone and len(node.users) == len(ends) and all(_reader(part) is end for part in ends) else None
 
 
 def _after(node: fx.Node | None, along: str) -> fx.Node | None:

@@ -35,21 +35,21 @@ def local_length(to: Target, axis: Axis, leaf: Axis | None) -> Size:
     if find(leaf).kind == "grid" and not size.symbols:
         return Size(sum(b - a for a, b in ranges(axis, leaf, to.tp, to.rank)))
     whole, number = part_of(axis, leaf, to.tp, to.rank)
-    mine = _known(to, chunk_size, leaf) if find(leaf).size.symbols else Size(number)
+    length = _known(to, chunk_size, leaf) if find(leaf).size.symbols else Size(number)
     rest = size.divided(whole)
     if rest is None:
         raise ValueError(f"{axis} is not a multiple of {leaf}")
-    return mine * rest
+    return length * rest
 
 
-def _known(to: Target, what: Callable[..., int], leaf: Axis) -> Size:
+def _known(to: Target, measure: Callable[..., int], leaf: Axis) -> Size:
     """Returns start, stop or length of this rank's part of a leaf; a symbolic one must be computed in the graph."""
     size = find(leaf).size
     if not size.symbols:
-        return Size(what(size.number, to.tp, to.rank))
-    if (what, size) not in to.parts:
+        return Size(measure(size.number, to.tp, to.rank))
+    if (measure, size) not in to.parts:
         raise ValueError(f"nothing computes this rank's part of {size}")
-    return to.parts[what, size]
+    return to.parts[measure, size]
 
 
 def pieces_by_rank(to: Target, axis: Axis, leaf: Axis) -> tuple[tuple[Range, ...], ...] | None:
@@ -75,11 +75,11 @@ def local_call(
         return SPLIT, {"self": arguments["self"], "split_sizes": sizes, "dim": dim}
     if family(model) is SLICE and touches(ins[0][arguments["dim"]], leaf):
         return SLICE, _local_slice(to, model, arguments, ins[0], leaf)
-    if at := size_argument(target):
+    if name := size_argument(target):
         out = outs[0]
         inside = str(target).startswith("aten.unflatten")
-        first = arguments["dim"] % len(ins[0]) if inside else len(out) - len(arguments[at])
-        arguments[at] = [local_length(to, axis, leaf) for axis in out[first : first + len(arguments[at])]]
+        first = arguments["dim"] % len(ins[0]) if inside else len(out) - len(arguments[name])
+        arguments[name] = [local_length(to, axis, leaf) for axis in out[first : first + len(arguments[name])]]
     return target, arguments
 
 
@@ -93,8 +93,8 @@ def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Di
     pieces = pieces_by_rank(to, dims[dim], leaf) or ()
     first = max(start + find(dims[dim]).size.number, 0) if start < 0 else start
     bounds = first, first + outputs_of(model)[0].shape[dim]
-    at = [sum(max(min(b, bound) - a, 0) for a, b in pieces[to.rank]) for bound in bounds]
-    return {"self": arguments["self"], "dim": dim, "start": at[0], "end": at[1], "step": 1}
+    local_bounds = [sum(max(min(b, bound) - a, 0) for a, b in pieces[to.rank]) for bound in bounds]
+    return {"self": arguments["self"], "dim": dim, "start": local_bounds[0], "end": local_bounds[1], "step": 1}
 
 
 def _form(
@@ -115,12 +115,12 @@ def _form(
         start = _start(to, axis, leaf)
         length = local_length(to, axis, leaf) if start is not None else Size(0)
         arguments |= {"start": start, "stop": Size((start or 0) + length.number), "size": find(axis).size.number}
-    given = [arguments[name] for name in names]
+    values = [arguments[name] for name in names]
     if only:
         drawn = _drawn(of, ins)
-        given += [to.rank] if only == "fast" else [[find(axis).size for axis in drawn], (_mask(to, drawn, leaf),)]
-        given += [order_at_capture(outputs_of(arguments["input"])[0])] if form is exact_dropout else []
-    return form, dict(zip(inspect.signature(form).parameters, given, strict=False))  # `fresh` comes later
+        values += [to.rank] if only == "fast" else [[find(axis).size for axis in drawn], (_mask(to, drawn, leaf),)]
+        values += [order_at_capture(outputs_of(arguments["input"])[0])] if form is exact_dropout else []
+    return form, dict(zip(inspect.signature(form).parameters, values, strict=False))  # `fresh` comes later
 
 
 def _again(to: Target, form: Any, arguments: dict[str, Any], ins: Sequence[Dims], leaf: Axis) -> dict[str, Any]:
@@ -156,5 +156,5 @@ def _mask(to: Target, dims: Dims, leaf: Axis) -> tuple[Any, ...]:
     opened = open_product(dims[dim], leaf)
     if opened is None:
         return dim, (1, find(dims[dim]).size, 1), (pieces_by_rank(to, dims[dim], leaf) or ())[to.rank]
-    mine = _known(to, chunk_start, leaf), _known(to, chunk_stop, leaf)
-    return dim, (opened[0], find(leaf).size, opened[1]), (mine,)
+    local_range = _known(to, chunk_start, leaf), _known(to, chunk_stop, leaf)
+    return dim, (opened[0], find(leaf).size, opened[1]), (local_range,)

@@ -30,9 +30,9 @@ class Proof:
     """The facts that are proved about a rank's nodes so far."""
 
     def __init__(
-        self, graph: fx.Graph, held: Any, trainable: Any, to: Target, local_outputs: Any, axes: Axes | None = None
+        self, graph: fx.Graph, layouts: Any, trainable: Any, to: Target, local_outputs: Any, axes: Axes | None = None
     ) -> None:
-        self.held, self.trainable, self.local_outputs = held, trainable, local_outputs
+        self.held, self.trainable, self.local_outputs = layouts, trainable, local_outputs
         self.to = replace(to, parts={})
         self.axes = axes or infer_axes(graph)
         self.graph, self.model = graph, ModelNodes(graph)
@@ -59,8 +59,9 @@ class Proof:
 
     def refuse(self, node: fx.Node, problem: str, **facts: Any) -> NoReturn:
         cut = cut_lengths(self.graph)
-        said = {label: renamed(str(fact), cut) for label, fact in facts.items()}
-        raise Error(f"{self.to.axis} rank {self.to.rank} of {self.to.tp}: `{node}` {problem}", **said, at=line_of(node))
+        facts = {label: renamed(str(fact), cut) for label, fact in facts.items()}
+        where = f"{self.to.axis} rank {self.to.rank} of {self.to.tp}"
+        raise Error(f"{where}: `{node}` {problem}", **facts, at=line_of(node))
 
     def refuse_read(self, node: fx.Node, operand: fx.Node, typed: Typed, want: Placement, **facts: Any) -> NoReturn:
         expected, got = (f"{type(t.placement).__name__} {t}" for t in (replace(typed, placement=want), typed))
@@ -82,11 +83,11 @@ class Proof:
             self.refuse(node, f"reads from `{x}` a size that is cut", got=typed)
         return size
 
-    def _part(self, node: fx.Node, what: Any, whole: Any, *where: Any) -> Any:
+    def _part(self, node: fx.Node, measure: Any, whole: Any, *where: Any) -> Any:
         """Returns the size that a graph computes for this rank's part of a symbolic length; it has its own symbol."""
         if where != (self.to.tp, self.to.rank):
             self.refuse(node, "is not of this rank's part", expected=(self.to.tp, self.to.rank), got=called(node))
-        self._name_part(node, what, Size.of(whole), Size.of(node.meta["val"]))
+        self._name_part(node, measure, Size.of(whole), Size.of(node.meta["val"]))
         return node.meta["val"]
 
     def _learn_part(self, node: fx.Node, value: torch.Tensor, typed: Typed) -> None:
@@ -97,11 +98,11 @@ class Proof:
             rest = find(typed.dims[dim]).size.divided(size) or ONE
             self._name_part(node, chunk_size, size, Size.of(value.shape[dim]).divided(rest) or ONE)
 
-    def _name_part(self, node: fx.Node, what: Any, whole: Size, part: Size) -> None:
-        known = self.to.parts.setdefault((what, whole), part)
-        others = {whole, *(size for key, size in self.to.parts.items() if key != (what, whole))}
-        if known != part or part in others or part.number != 1 or len(part.symbols) != 1:
-            self.refuse(node, "has a part of its own of what is cut", expected=known, got=part)
+    def _name_part(self, node: fx.Node, measure: Any, whole: Size, part: Size) -> None:
+        expected = self.to.parts.setdefault((measure, whole), part)
+        other_sizes = {whole, *(size for key, size in self.to.parts.items() if key != (measure, whole))}
+        if expected != part or part in other_sizes or part.number != 1 or len(part.symbols) != 1:
+            self.refuse(node, "has a part of its own of what is cut", expected=expected, got=part)
 
     def erased(self, value: Any) -> Any:
         """Returns arguments in terms of the model's graph: values as its nodes, sizes as numbers."""

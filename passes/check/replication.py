@@ -29,9 +29,9 @@ def cut_of(to: Target, axis: Axis, pieces: Pieces) -> Axis | None:
     for leaf in leaves(axis):
         if holds(axis, leaf) and pieces_by_rank(to, axis, leaf) == pieces:
             return leaf
-    for one in all_grids((leaf for leaf in leaves(axis) if not leaf.size.symbols), to.tp):
-        if holds(axis, one) and pieces_by_rank(to, axis, one) == pieces:
-            return one
+    for cut in all_grids((leaf for leaf in leaves(axis) if not leaf.size.symbols), to.tp):
+        if holds(axis, cut) and pieces_by_rank(to, axis, cut) == pieces:
+            return cut
     return None
 
 
@@ -45,16 +45,16 @@ def joined(cuts: Iterable[Axis], tp: int) -> Axis | None:
     cuts = list(cuts)
     if not any(find(leaf).kind == "grid" for leaf in cuts):
         return cuts[0] if cuts and all(same_cut(cuts[0], leaf) for leaf in cuts) else None
-    found: dict[int, tuple[Axis, int, int]] = {}
-    for leaf, parts, run in (one for cut in cuts for one in slices_of(cut, tp)):
-        if found.setdefault(id(find(leaf)), (leaf, parts, run))[1:] != (parts, run):
+    slices_by_leaf: dict[int, tuple[Axis, int, int]] = {}
+    for leaf, parts, run in (entry for cut in cuts for entry in slices_of(cut, tp)):
+        if slices_by_leaf.setdefault(id(find(leaf)), (leaf, parts, run))[1:] != (parts, run):
             return None
-    slices = sorted(found.values(), key=lambda one: -one[2])
-    at = tp
+    slices = sorted(slices_by_leaf.values(), key=lambda entry: -entry[2])
+    outer_run = tp
     for _, parts, run in slices:  # Each slice uses a separate factor of the ranks.
-        if parts * run > at:
+        if parts * run > outer_run:
             return None
-        at = run
+        outer_run = run
     return grid(slices, tp)
 
 
@@ -66,8 +66,8 @@ def extended(leaf: Axis | None, made: Axis, tp: int) -> Axis | None:
     if len(slices) != 1 or slices[0][1] == tp:
         return None
     _, parts, run = slices[0]
-    new = (made, run, 1) if run > 1 else (made, tp // parts, parts)
-    return grid(sorted([*slices, new], key=lambda one: -one[2]), tp)
+    added = (made, run, 1) if run > 1 else (made, tp // parts, parts)
+    return grid(sorted([*slices, added], key=lambda entry: -entry[2]), tp)
 
 
 def moved(to: Target, target: Any, typed: Typed, arguments: Mapping[str, Any]) -> tuple[Placement, Placement] | None:
@@ -77,8 +77,8 @@ def moved(to: Target, target: Any, typed: Typed, arguments: Mapping[str, Any]) -
         leaf = cut_of(to, typed.dims[dim], arguments["pieces"])
         return (Copied(), Shard(leaf)) if leaf is not None and arguments["rank"] == to.rank else None
     if typed.leaf is None:
-        mine = None if to.rank == 0 else ()
-        return (Copied(), Replicate()) if target is placement_moves.first and arguments["ranges"] == mine else None
+        expected = None if to.rank == 0 else ()
+        return (Copied(), Replicate()) if target is placement_moves.first and arguments["ranges"] == expected else None
     layout = _layout(to, typed, dim)
     if layout is None or arguments["ranges"] != (first := tuple(layout.first(to.rank))):
         return None

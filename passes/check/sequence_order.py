@@ -61,26 +61,26 @@ def _not_the_model(node: fx.Node, problem: str) -> NoReturn:
 
 def _expect_same_operators(before: fx.Graph, graph: fx.Graph) -> None:
     old = iter(before.nodes)
-    same: dict[fx.Node, fx.Node] = {}  # A node of the new graph -> that of the old graph.
+    old_nodes: dict[fx.Node, fx.Node] = {}  # A node of the new graph -> that of the old graph.
     for node in graph.nodes:
         if node.target in MOVES:
-            same[node] = same[node.args[0]]
+            old_nodes[node] = old_nodes[node.args[0]]
             continue
         model = next(old, None)
-        if model is None or _call(model, {}) != _call(node, same):
+        if model is None or _call(model, {}) != _call(node, old_nodes):
             _not_the_model(node, "is not an operator of the graph in the model's order")
-        same[node] = model
-    if (left := next(old, None)) is not None:
-        _not_the_model(left, "is missing")
+        old_nodes[node] = model
+    if (missing := next(old, None)) is not None:
+        _not_the_model(missing, "is missing")
 
 
-def _call(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> Any:
+def _call(node: fx.Node, old_nodes: Mapping[fx.Node, fx.Node]) -> Any:
     """Returns a node's operator and arguments, with the nodes of the old graph in place of those of the new one."""
-    target, given = node.target, arguments_of(node) if node.op == "call_function" else {"args": node.args}
+    target, arguments = node.target, arguments_of(node) if node.op == "call_function" else {"args": node.args}
     if target is zigzag_rows:
-        del given["parts"], given["rank"]
-        target, given = SDPA, given | {"attn_mask": None, "dropout_p": 0.0, "is_causal": True}
-    return node.op, target, fx.map_arg(given, lambda n: same.get(n, n))
+        del arguments["parts"], arguments["rank"]
+        target, arguments = SDPA, arguments | {"attn_mask": None, "dropout_p": 0.0, "is_causal": True}
+    return node.op, target, fx.map_arg(arguments, lambda n: old_nodes.get(n, n))
 
 
 # ---- orders
@@ -98,12 +98,12 @@ def _orders(
     if node.target in MOVES:
         return (_moved(node, orders, axes, sequences, parts),)
     if is_getitem(node):
-        source, at = node.args
-        return (orders[source][at],) if len(orders[source]) > 1 else orders[source]  # type: ignore[index]
+        source, index = node.args
+        return (orders[source][index],) if len(orders[source]) > 1 else orders[source]  # type: ignore[index]
     if node.target is apart:
         return (_apart(node, orders, axes),)
     bound = axes.bound.get(node)
-    leaf = next((one for one in sequences if node in cuts and find(one) is find(cuts[node])), None)
+    leaf = next((sequence for sequence in sequences if node in cuts and find(sequence) is find(cuts[node])), None)
     factor = bound.cuttable(leaf) if bound is not None and leaf is not None else None
     if bound is None or factor is None or leaf is None:
         if node.target is not torch.ops.aten.sym_size.int:  # A size is the same in each order.
@@ -119,10 +119,10 @@ def _orders(
 
 
 def _expect(
-    node: fx.Node, operands: Sequence[fx.Node], wanted: Sequence[Order], orders: Mapping[fx.Node, tuple[Order, ...]]
+    node: fx.Node, operands: Sequence[fx.Node], expected: Sequence[Order], orders: Mapping[fx.Node, tuple[Order, ...]]
 ) -> None:
     """Raises Error unless the operands are in these orders; without any, in the model's."""
-    for operand, order in zip(operands, wanted or [None] * len(operands), strict=True):
+    for operand, order in zip(operands, expected or [None] * len(operands), strict=True):
         if any((have and find(have)) is not (order and find(order)) for have in orders[operand]):
             _not_the_model(node, f"reads `{operand}` in another order than it computes in")
 
@@ -136,11 +136,11 @@ def _moved(
 ) -> Order:
     x, dim, number = node.args
     (have,), axis = orders[x], axes.of(x)[dim]  # type: ignore[index, arg-type]
-    known = next((one for one in sequences if find(one) is find(axis)), None)
-    wrong = have is not None or known is None if node.target is zigzag else have is None or find(have) is not find(axis)
+    leaf = next((sequence for sequence in sequences if find(sequence) is find(axis)), None)
+    wrong = have is not None or leaf is None if node.target is zigzag else have is None or find(have) is not find(axis)
     if wrong or number != parts:
         _not_the_model(node, f"moves `{x}`, which is not in the order that it is moved from")
-    return known if node.target is zigzag else None
+    return leaf if node.target is zigzag else None
 
 
 def _apart(node: fx.Node, orders: Mapping[fx.Node, tuple[Order, ...]], axes: Axes) -> Order:

@@ -51,19 +51,19 @@ def compose(graph: fx.Graph, stages: Sequence[tuple[fx.Graph, Sequence[str]]]) -
     Raises:
         Error: the stages do not compute the graph; names the stage, the value and its source line.
     """
-    known = _Known(graph)
+    graph_values = _Known(graph)
     sent, crossing = tuple[fx.Node, ...](), list[tuple[fx.Node, ...]]()
     for i, (part, received) in enumerate(stages):
-        sent = known.of_stage(i, part, received, sent)
+        sent = graph_values.of_stage(i, part, received, sent)
         crossing.append(sent)
     if list(sent) != list(returned(graph)):
         raise _refused(
             "the last stage does not return what the graph returns", expected=str(returned(graph)), got=str(sent)
         )
-    missing = [node for node in graph.nodes if draws(node) and node not in known.homes]
+    missing = [node for node in graph.nodes if draws(node) and node not in graph_values.homes]
     if missing:
         raise _refused(f"no stage computes `{missing[0]}`, which draws random numbers", at=line_of(missing[0]))
-    return Composition(tuple(crossing[:-1]), {name: frozenset(some) for name, some in known.readers.items()})
+    return Composition(tuple(crossing[:-1]), {name: frozenset(some) for name, some in graph_values.readers.items()})
 
 
 class _Known:
@@ -115,14 +115,14 @@ class _Known:
         if early:
             raise _refused(f"stage {i} computes `{node}` before `{early[0]}`, which it reads", at=line_of(node))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: stands[n])
-        found = self.alike.get(_call(node, args, kwargs), [])
-        value = next((x for x in found if x.name == node.name), found[0] if found else None)
+        candidates = self.alike.get(_call(node, args, kwargs), [])
+        value = next((x for x in candidates if x.name == node.name), candidates[0] if candidates else None)
         if value is None:
             raise _refused(f"stage {i} computes `{node}`, which is not in the graph", at=line_of(node))
         _expect_alike(i, node, value)
         if draws(value) and value in self.homes:
-            both = f"stages {self.homes[value]} and {i}"
-            raise _refused(f"{both} draw the random numbers of `{value}`", at=line_of(value))
+            stages = f"stages {self.homes[value]} and {i}"
+            raise _refused(f"{stages} draw the random numbers of `{value}`", at=line_of(value))
         self.homes[value] = i
         return value
 
@@ -133,12 +133,12 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def _expect_alike(i: int, node: fx.Node, value: fx.Node) -> None:
-    mine, its = node.meta.get("val"), value.meta.get("val")
-    if isinstance(mine, Tensor) != isinstance(its, Tensor):
+    got, expected = node.meta.get("val"), value.meta.get("val")
+    if isinstance(got, Tensor) != isinstance(expected, Tensor):
         raise _refused(f"stage {i}: `{node}` is not `{value}` of the graph", at=line_of(value))
-    if isinstance(mine, Tensor) and isinstance(its, Tensor):
-        shapes = [tuple(map(str, x.shape)) for x in (mine, its)]
-        if shapes[0] != shapes[1] or mine.dtype != its.dtype:
+    if isinstance(got, Tensor) and isinstance(expected, Tensor):
+        shapes = [tuple(map(str, x.shape)) for x in (got, expected)]
+        if shapes[0] != shapes[1] or got.dtype != expected.dtype:
             raise _refused(
                 f"stage {i}: `{node}` is not as large as in the graph", expected=str(shapes[1]), got=str(shapes[0])
             )

@@ -62,8 +62,8 @@ class Typed:
 
     def fits(self, want: Placement) -> bool:
         """True if this value can be read as `want`. See NOTE [No gradient, no difference]."""
-        same = (Replicate(), Copied())
-        return self.placement == want or (not self.flows and self.placement in same and want in same)
+        whole = (Replicate(), Copied())
+        return self.placement == want or (not self.flows and self.placement in whole and want in whole)
 
     def __str__(self) -> str:
         where = self.placement.text(self.axis)
@@ -93,19 +93,19 @@ def placements(bound: Bound, types: list[Typed], cut: OperatorCut | None) -> tup
     if partial in bound.rule.linear:
         return [Partial() if i in partial else Copied() for i in range(len(types))], [Partial()] * n_outs
     copied = not bound.rule.exact and any(typed.flows and typed.placement == Copied() for typed in types)
-    kind: Placement = Copied() if copied else Replicate()
-    return [kind] * len(types), [kind] * n_outs
+    placement: Placement = Copied() if copied else Replicate()
+    return [placement] * len(types), [placement] * n_outs
 
 
 def _on_grid(bound: Bound, cut: OperatorCut) -> tuple[list[Placement], list[Placement]]:
     """Returns the placements under a grid: each value is cut by the leaves that it has; without any it is whole."""
     lost: Placement = Partial(bound.rule.reducer) if cut.factor.summed else Copied()
     sides = zip(bound.dims, (cut.factor.ins, cut.factor.outs), (Copied(), lost), strict=True)
-    found = [
-        [Shard(restricted(cut.leaf, dims)) if i in places else other for i, dims in enumerate(terms)]
-        for terms, places, other in sides
+    by_side = [
+        [Shard(restricted(cut.leaf, dims)) if i in places else default for i, dims in enumerate(terms)]
+        for terms, places, default in sides
     ]
-    return found[0], found[1]
+    return by_side[0], by_side[1]
 
 
 def restricted(leaf: Axis, dims: Dims) -> Axis:
@@ -113,7 +113,7 @@ def restricted(leaf: Axis, dims: Dims) -> Axis:
     if find(leaf).kind != "grid":
         return leaf
     tp = find(leaf).tp
-    return grid([one for one in slices_of(leaf, tp) if any(touches(axis, one[0]) for axis in dims)], tp)
+    return grid([entry for entry in slices_of(leaf, tp) if any(touches(axis, entry[0]) for axis in dims)], tp)
 
 
 def cut_factor(bound: Bound, leaf: Axis) -> Factor | None:

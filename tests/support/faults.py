@@ -554,7 +554,7 @@ def graphs_of(found: Case, analysis: Program, apart: bool = True) -> list[fx.Gra
 def typed(found: Case, analysis: Program, graph: fx.Graph, rank: int, **other: Any) -> dict[fx.Node, tuple[Typed, ...]]:
     captured = analysis.captured
     given = {
-        "held": {place: analysis.layouts[name] for place, name in captured.parameters.items()},
+        "layouts": {place: analysis.layouts[name] for place, name in captured.parameters.items()},
         "trainable": {*captured.parameters, *captured.inputs},
         "to": found.target(analysis, rank),
         "local_outputs": analysis.local_outputs,
