@@ -15,20 +15,20 @@ from torch import Tensor
 from autotp.errors import Error
 
 
-def expect_arguments(function: Callable[..., Any], **given: Any) -> None:
+def expect_arguments(function: Callable[..., Any], **arguments: Any) -> None:
     """Raises Error for the first of these arguments that is not what the function's annotation says.
 
     Where other ranks would wait for this one, call it within `agree`: an argument may be wrong on one rank only.
 
     Args:
         function: a public function.
-        given: name of a parameter -> argument. `Any` takes everything.
+        arguments: name of a parameter -> argument. `Any` takes everything.
     """
     hints = _hints(function)
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not _fits(value, hints[name]):
-            shown = repr(value) if isinstance(value, str | bytes | int | float | None) else f"a {type(value).__name__}"
-            raise Error(f"{name} is {shown[:200]}", expected=_text(hints[name]))
+            text = repr(value) if isinstance(value, str | bytes | int | float | None) else f"a {type(value).__name__}"
+            raise Error(f"{name} is {text[:200]}", expected=_text(hints[name]))
 
 
 @cache
@@ -38,18 +38,18 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a kind that an annotation names."""
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, types.UnionType):
-        paths = [one for one in inner if (get_origin(one) or one) in (Path, os.PathLike)]
-        return any(_fits(value, one) for one in (paths or inner))
-    if kind is Literal:
-        return any(type(value) is type(one) and value == one for one in inner)
-    if kind in _FITS:
-        return _FITS[kind](value)
-    if kind is Any or isinstance(kind, TypeVar):
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, types.UnionType):
+        paths = [option for option in inner if (get_origin(option) or option) in (Path, os.PathLike)]
+        return any(_fits(value, option) for option in (paths or inner))
+    if origin is Literal:
+        return any(type(value) is type(literal) and value == literal for literal in inner)
+    if origin in _FITS:
+        return _FITS[origin](value)
+    if origin is Any or isinstance(origin, TypeVar):
         return True
-    keyed = issubclass(kind, Collection) and bool(inner) and inner[0] is str
-    return isinstance(value, kind) and (not keyed or all(isinstance(key, str) for key in value))
+    keyed = issubclass(origin, Collection) and bool(inner) and inner[0] is str
+    return isinstance(value, origin) and (not keyed or all(isinstance(key, str) for key in value))
 
 
 def _is_path(value: Any) -> bool:

@@ -260,9 +260,9 @@ def _loss_totals(p: Program) -> Program:
     _expect_one_batch(p, loss)
     assert loss is not None
     one_batch(graph, rows)
-    found = loss_totals(graph, loss, rows)
+    totals = loss_totals(graph, loss, rows)
     alone = replace(p.captured, kept=frozenset(), stays=frozenset(), results=1)
-    return replace(p, captured=alone, graph=found.graph, counts=found.counts, by_rows=found.by_rows)
+    return replace(p, captured=alone, graph=totals.graph, counts=totals.counts, by_rows=totals.by_rows)
 
 
 def _loss_of(p: Program) -> fx.Node | None:
@@ -306,7 +306,7 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
     if captured.into:
         raise Error("the model writes into its inputs, and each part of a batch has other inputs")
     if written := [*captured.changes, *(name for name, _ in captured.sets)]:
-        names = ", ".join(sorted({f"`{one}`" for one in written}))
+        names = ", ".join(sorted({f"`{name}`" for name in written}))
         raise Error(
             f"the model sets {names} in forward, which parts of a batch cannot share",
             fix="return it as a part of the loss, or compute it in the training loop (trainer.steps counts)",
@@ -453,8 +453,8 @@ def _two_halves(p: Program) -> Program:
         to = Target(HALVES, 2, half, p.options.randomness)
         graphs.append(dce(lower(graph, axes, decision, differentiable, to, separate)))
         check(graphs[-1], graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
-    both = dce(joined_again(merged(graphs)))
-    return _decouple(replace(p, graph=both, in_halves=len(cut.decision.cuts), needs_batch=cut.whole))
+    joined = dce(joined_again(merged(graphs)))
+    return _decouple(replace(p, graph=joined, in_halves=len(cut.decision.cuts), needs_batch=cut.whole))
 
 
 def _experts(p: Program) -> Program:
@@ -480,8 +480,8 @@ def _match(p: Program) -> Program:
     if any(i in p.call.given for i, _ in captured.into):
         raise Error("the model writes into an argument that is cut", fix="autotp.gather it before the call")
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
-    kept = makers(graph, captured.kept) | moved
-    candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, kept)
+    stay_cut = makers(graph, captured.kept) | moved
+    candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, stay_cut)
     return replace(p, stay=stay, candidates=candidates, local_inputs=_local_inputs(p))
 
 
@@ -563,9 +563,9 @@ def _sources_of(p: Program, graph: fx.Graph) -> frozenset[fx.Node]:
 
 def _cut_inputs(p: Program) -> dict[str, Layout]:
     """Placeholder name -> layout of a cut input, with the sizes of the call that was cut."""
-    known: dict[int | Path, str] = dict(enumerate(p.captured.inputs))
-    known.update(p.captured.input_at)
-    return {known[i]: layout for i, layout in p.call.given.items() if i in known}
+    names: dict[int | Path, str] = dict(enumerate(p.captured.inputs))
+    names.update(p.captured.input_at)
+    return {names[i]: layout for i, layout in p.call.given.items() if i in names}
 
 
 def _local_inputs(p: Program) -> dict[str, Layout]:
@@ -620,12 +620,12 @@ class Captures:
         any_tp = _for_any_tp(program)
         key = id(program.captured), program.cp_rank, any_tp.options
         if key not in self._planned:
-            for each in _before_tp(program.options):
-                any_tp = each.run(any_tp)
+            for pass_ in _before_tp(program.options):
+                any_tp = pass_.run(any_tp)
             self._planned[key] = program.captured, any_tp  # The first is kept, so that its `id` stays its own.
-        _, found = self._planned[key]
-        axes = UNKNOWN if found.axes is UNKNOWN else infer_axes(found.graph)
-        return replace(found, tp=program.tp, options=program.options, axes=axes)
+        _, planned = self._planned[key]
+        axes = UNKNOWN if planned.axes is UNKNOWN else infer_axes(planned.graph)
+        return replace(planned, tp=program.tp, options=program.options, axes=axes)
 
 
 def _for_any_tp(program: Program) -> Program:
@@ -634,12 +634,12 @@ def _for_any_tp(program: Program) -> Program:
 
 
 def _wanted(options: Options) -> list[Pass]:
-    return [each for each in (*CANONICALIZE, *PLAN) if each.wanted(options)]
+    return [pass_ for pass_ in (*CANONICALIZE, *PLAN) if pass_.wanted(options)]
 
 
 def _before_tp(options: Options) -> list[Pass]:
     """Returns the passes before the first that depends on tensor-parallel ranks."""
-    return list(itertools.takewhile(lambda each: not each.by_tp, _wanted(options)))
+    return list(itertools.takewhile(lambda pass_: not pass_.by_tp, _wanted(options)))
 
 
 TESTED_TORCH = "2.13."
@@ -685,10 +685,10 @@ def analyse(
         program, done = replace(program, cp_rank=cp_rank), 0
         if captures is not None and amend is None:
             program, done = captures.planned(program), len(_before_tp(options))
-        for each, later in programs_after_passes(program, amend, done):
-            line.begin(each.stage)
+        for pass_, later in programs_after_passes(program, amend, done):
+            line.begin(pass_.stage)
             program = later
-            if each.name == last:
+            if pass_.name == last:
                 break
     return _for_assumed_sizes(program, by_capture)
 
@@ -772,25 +772,25 @@ def captured_program(
     _warn_of_untested_torch()
 
     def one_call() -> Captured:
-        around = call.autocast, once, call.opened, call.wanted, call.values, symbols, call.looks
-        return capture(skeleton, args, kwargs, *around)
+        settings = call.autocast, once, call.opened, call.wanted, call.values, symbols, call.looks
+        return capture(skeleton, args, kwargs, *settings)
 
     def captured() -> Captured:
-        found = one_call()
-        if not options.summed or not (found.changes or found.sets) or found.computes_changes:
-            return found
+        first = one_call()
+        if not options.summed or not (first.changes or first.sets) or first.computes_changes:
+            return first
         # Changes that only a first call makes, for example the kind of labels.
-        changes, modules = [x for x in found.changes if isinstance(x, Change)], dict(skeleton.named_modules())
+        changes, modules = [x for x in first.changes if isinstance(x, Change)], dict(skeleton.named_modules())
         apply_changes(changes, modules, lambda x: x)
-        add_hooks(found.hooks, modules, lambda module, _: vars(module))
-        for name, value in found.sets:
+        add_hooks(first.hooks, modules, lambda module, _: vars(module))
+        for name, value in first.sets:
             name.scope.put(name.name, value)
         return one_call()
 
     state = call.autocast, call.opened, call.wanted, call.values, call.looks, symbols
     key = skeleton, once, options.summed, state
-    found = captured() if captures is None else captures.of(key, captured)
-    return Program(captured=found, graph=found.graph, tp=tp, options=options, training=skeleton.training, call=call)
+    result = captured() if captures is None else captures.of(key, captured)
+    return Program(captured=result, graph=result.graph, tp=tp, options=options, training=skeleton.training, call=call)
 
 
 def programs_after_passes(
@@ -801,10 +801,10 @@ def programs_after_passes(
     Args:
         done: the number of passes that have run.
     """
-    for each in _wanted(program.options)[done:]:
-        program = each.run(program)
-        program = program if amend is None else amend(each.name, program)
-        yield each, program
+    for pass_ in _wanted(program.options)[done:]:
+        program = pass_.run(program)
+        program = program if amend is None else amend(pass_.name, program)
+        yield pass_, program
 
 
 def communication(graph: fx.Graph) -> str:
@@ -870,7 +870,7 @@ def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx
             expect_typed(lowered, program, to, axes)
         except Error as error:
             graphs = graphs_after_passes(program, to)
-            error.facts["after"] = next(each.name for each, graph in graphs if not _is_typed(dce(graph), program, to))
+            error.facts["after"] = next(pass_.name for pass_, graph in graphs if not _is_typed(dce(graph), program, to))
             raise
     return lowered
 
@@ -885,10 +885,10 @@ def _lowered_graph(program: Program, to: Target) -> fx.Graph:
 def graphs_after_passes(program: Program, to: Target) -> Iterator[tuple[Pass, fx.Graph]]:
     """Yields each pass of the stage lower, with one rank's graph after it."""
     graph = program.graph
-    for each in LOWER:
-        if each.wanted(program.options):
-            graph = each.run(program, to, graph)
-            yield each, graph
+    for pass_ in LOWER:
+        if pass_.wanted(program.options):
+            graph = pass_.run(program, to, graph)
+            yield pass_, graph
 
 
 def expect_typed(
@@ -900,9 +900,9 @@ def expect_typed(
         axes: `infer_axes(program.graph)`, if the caller has it.
     """
     captured = program.captured
-    held = {place: program.layouts[name] for place, name in captured.parameters.items()} | program.local_inputs
+    layouts = {place: program.layouts[name] for place, name in captured.parameters.items()} | program.local_inputs
     trainable = [*captured.parameters, *captured.inputs]
-    return check(graph, program.graph, held, trainable, to, program.local_outputs, axes)
+    return check(graph, program.graph, layouts, trainable, to, program.local_outputs, axes)
 
 
 def _is_typed(graph: fx.Graph, program: Program, to: Target) -> bool:

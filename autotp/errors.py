@@ -45,8 +45,8 @@ class Error(RuntimeError):
     def __init__(
         self, problem: str, *, fix: str = "", then: str = "", alternative: str | tuple[str, ...] = (), **facts: str
     ) -> None:
-        others = [alternative] if isinstance(alternative, str) else alternative
-        ways = {"try": fix, "then": then, **dict(zip(("or", "or else"), others, strict=False))}
+        alternatives = [alternative] if isinstance(alternative, str) else alternative
+        ways = {"try": fix, "then": then, **dict(zip(("or", "or else"), alternatives, strict=False))}
         remedies = {label: text for label, text in ways.items() if text}
         self.problem, self.facts, self.call = problem, facts | remedies, ""
         super().__init__(problem)

@@ -51,8 +51,8 @@ class Options:
     summed: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        one = isinstance(self.without, str) or not isinstance(self.without, Collection)
-        names = [self.without] if one else self.without
+        is_single = isinstance(self.without, str) or not isinstance(self.without, Collection)
+        names = [self.without] if is_single else self.without
         object.__setattr__(self, "without", tuple(sorted(set(names), key=str)))  # The same on all ranks.
 
     def optional(self, name: str) -> bool:

@@ -63,11 +63,11 @@ def line_of(node: fx.Node) -> str:
 
 def place_of(node: fx.Node) -> tuple[str, int, str] | None:
     """Returns file, line number and code of a node's source line, as `line_of` has it; None if it is not known."""
-    found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
-    mine = [row for row in found if not is_library(row[0])] or found
-    if not mine:
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    user_frames = [row for row in frames if not is_library(row[0])] or frames
+    if not user_frames:
         return None
-    path, line, code = mine[-1]
+    path, line, code = user_frames[-1]
     return path, int(line), code.strip()
 
 
@@ -78,8 +78,8 @@ def block_of(node: fx.Node) -> str:
 
 def block_in(name: str) -> str:
     """Returns the numbered block of a module or parameter: `h.0` for `h.0.attn.c_attn`; "" if there is none."""
-    found = re.match(r"(.*?\.\d+)(?:\.|$)", name)
-    return found.group(1) if found else ""
+    match = re.match(r"(.*?\.\d+)(?:\.|$)", name)
+    return match.group(1) if match else ""
 
 
 def layer_of(node: fx.Node) -> str:

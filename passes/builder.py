@@ -34,14 +34,14 @@ def _linear_like(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return torch.nn.functional.linear(x, weight, some)
 
 
-def _baddbmm_like(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **_: Any) -> torch.Tensor:
+def _baddbmm_like(x: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, **_: Any) -> torch.Tensor:
     """Returns the example value of `baddbmm`. Where torch 2.13 broadcasts `x`, it takes no symbols for sizes."""
-    return torch.bmm(left, right).to(x.dtype)
+    return torch.bmm(batch1, batch2).to(x.dtype)
 
 
-def _addbmm_like(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **_: Any) -> torch.Tensor:
+def _addbmm_like(x: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, **_: Any) -> torch.Tensor:
     """Returns the example value of `addbmm`, which torch computes by `baddbmm`."""
-    return torch.bmm(left, right).sum(0).to(x.dtype)
+    return torch.bmm(batch1, batch2).sum(0).to(x.dtype)
 
 
 SIZES: dict[Any, Callable[..., Any]] = {
@@ -79,11 +79,11 @@ def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kw
     returned. Use only its sizes, strides and dtype: several nodes may share one result.
     """
     key = target, _kind(args), _kind(kwargs)
-    known = RESULTS.setdefault(mode, {})
-    if key not in known or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
+    results = RESULTS.setdefault(mode, {})
+    if key not in results or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
         with mode, torch.no_grad():
-            known[key] = SIZES.get(target, target)(*args, **kwargs)
-    return known[key]
+            results[key] = SIZES.get(target, target)(*args, **kwargs)
+    return results[key]
 
 
 def _kind(value: Any) -> Any:
@@ -149,12 +149,12 @@ def copied(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], Any]) ->
     `Graph.node_copy` does the same in three times the time: it looks through all arguments for numbers that are
     symbols, which the arguments of a graph's nodes never are.
     """
-    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    new.args = fx.map_arg(node.args, operand)
+    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    copy.args = fx.map_arg(node.args, operand)
     if node.kwargs:
-        new.kwargs = fx.map_arg(node.kwargs, operand)
-    new.meta.update(node.meta)
-    return new
+        copy.kwargs = fx.map_arg(node.kwargs, operand)
+    copy.meta.update(node.meta)
+    return copy
 
 
 class Builder:
@@ -175,10 +175,10 @@ class Builder:
 
     def copy(self, node: fx.Node) -> fx.Node:
         """Copies a node of the old graph, with mapped operands, and notes the copy in `env`."""
-        new = self.env[node] = copied(self.graph, node, self.env.__getitem__)
-        for key in new.meta.keys() - META:
-            del new.meta[key]
-        return new
+        copy = self.env[node] = copied(self.graph, node, self.env.__getitem__)
+        for key in copy.meta.keys() - META:
+            del copy.meta[key]
+        return copy
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Adds a call on nodes of the new graph; computes its example value from theirs."""
@@ -215,20 +215,20 @@ class Builder:
 
 def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
     """Returns these nodes and all that they are computed from."""
-    found, queue = set[fx.Node](), [n for n in nodes if isinstance(n, fx.Node)]
+    reached, queue = set[fx.Node](), [n for n in nodes if isinstance(n, fx.Node)]
     while queue:
         node = queue.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             queue += node.all_input_nodes
-    return found
+    return reached
 
 
 def part_of(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
     """Returns these nodes of a graph as a graph with these results."""
-    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    part, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node in nodes and node.op != "output":
-            env[node] = copied(new, node, env.__getitem__)
-    new.output(fx.map_arg(tuple(results), env.__getitem__))
-    return new
+            env[node] = copied(part, node, env.__getitem__)
+    part.output(fx.map_arg(tuple(results), env.__getitem__))
+    return part

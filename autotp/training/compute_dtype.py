@@ -23,10 +23,10 @@ from autotp.source_location import line_of
 def cast_arguments(arguments: Any, dtype: torch.dtype | None) -> Any:
     """Returns the arguments with their floating-point tensors in `dtype`; unchanged if it is None."""
 
-    def one(leaf: Any) -> Any:
+    def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return map_leaves(one, arguments)
+    return map_leaves(cast, arguments)
 
 
 class ParameterReader:
@@ -76,8 +76,8 @@ class ParameterReader:
     def _copy(self, parameter: nn.Parameter, copies: dict[nn.Parameter, tuple[tuple[int, int], Tensor]]) -> Tensor:
         value = local_of(parameter.detach())
         state = value._version, value.data_ptr()
-        known, copy = copies.get(parameter, (None, None))
-        if copy is None or known != state:
+        copied_state, copy = copies.get(parameter, (None, None))
+        if copy is None or copied_state != state:
             copy = value.to(self.dtype)
             copies[parameter] = state, copy
         return copy
@@ -111,7 +111,7 @@ def expect_products_of_one_dtype(program: Program) -> None:
     for node in program.graph.nodes:
         if contracts(program.axes.bound.get(node)) or has(node.target, Trait.ATTENTION):
             values = [x for x in (n.meta.get("val") for n in node.all_input_nodes) if isinstance(x, Tensor)]
-            found = sorted({str(x.dtype).removeprefix("torch.") for x in values if x.is_floating_point()})
-            if len(found) > 1:
-                problem = f"compute_dtype: a product of {' and '.join(found)}"
+            dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in values if x.is_floating_point()})
+            if len(dtypes) > 1:
+                problem = f"compute_dtype: a product of {' and '.join(dtypes)}"
                 raise Error(problem, at=line_of(node), fix="`buffer.to(x.dtype)` there: buffers are not cast")

@@ -107,8 +107,8 @@ def distribute(
         expect_timeout(timeout)
         return watched(Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
-    shown = f", cp={cp}" * (cp != 1)
-    return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp}{shown})", run)
+    cp_text = f", cp={cp}" * (cp != 1)
+    return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp}{cp_text})", run)
 
 
 def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:

@@ -61,8 +61,8 @@ def expect_values(tensors: Sequence[Tensor]) -> None:
     """Raises Error if a tensor of a batch is on meta or is not dense."""
     for tensor in tensors:
         if tensor.is_meta or tensor.layout is not torch.strided:
-            what = "has no values: it is on meta" if tensor.is_meta else f"is not dense: {tensor.layout}"
-            raise Error(f"a tensor of the batch {what}", fix="a dense tensor on the CPU or on the rank's device")
+            problem = "has no values: it is on meta" if tensor.is_meta else f"is not dense: {tensor.layout}"
+            raise Error(f"a tensor of the batch {problem}", fix="a dense tensor on the CPU or on the rank's device")
 
 
 def structure_of(args: Any, kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def structure_of(args: Any, kwargs: Any) -> Any:
     return spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else argument_key(x) for x in leaves)
 
 
-def places_of_rows(tensors: Sequence[Tensor], known: Iterable[Program]) -> frozenset[int]:
+def places_of_rows(tensors: Sequence[Tensor], programs: Iterable[Program]) -> frozenset[int]:
     """Returns the places, among the tensors of a batch, of those with its rows.
 
     They are as long as the first tensor. A mask `[seq seq]` may be so by chance, and positions `[1 seq]` are as long as
@@ -79,19 +79,19 @@ def places_of_rows(tensors: Sequence[Tensor], known: Iterable[Program]) -> froze
     be `[1 seq]` in one batch, and `[batch seq]` in the next.)
 
     Args:
-        known: programs for arguments of this structure.
+        programs: programs for arguments of this structure.
     """
     size = len(tensors[0])
-    told = [
-        (its.captured.example, its.call.rows or frozenset())
-        for its in known
-        if its.captured.example[0][0] > 1  # One row is as long as whatever is broadcast.
+    earlier = [
+        (program.captured.example, program.call.rows or frozenset())
+        for program in programs
+        if program.captured.example[0][0] > 1  # One row is as long as whatever is broadcast.
     ]
-    found = {i for i, x in enumerate(tensors) if x.dim() and len(x) == size}
-    if told:
-        found |= frozenset.intersection(*(rows for _, rows in told))  # `rows_of` raises if they differ now.
-    apart = {i for i in found for shapes, rows in told if i not in rows and (shapes[i][0] > 1 or size == 1)}
-    return frozenset(found - apart)
+    places = {i for i, x in enumerate(tensors) if x.dim() and len(x) == size}
+    if earlier:
+        places |= frozenset.intersection(*(rows for _, rows in earlier))  # `rows_of` raises if they differ now.
+    without_rows = {i for i in places for shapes, rows in earlier if i not in rows and (shapes[i][0] > 1 or size == 1)}
+    return frozenset(places - without_rows)
 
 
 def rows_of(tensors: Sequence[Tensor], parts: int, places: Iterable[int]) -> int:
@@ -106,8 +106,8 @@ def rows_of(tensors: Sequence[Tensor], parts: int, places: Iterable[int]) -> int
     """
     size = len(tensors[0])
     if len(sizes := {len(tensors[i]) for i in places}) > 1:
-        found = " and ".join(map(str, sorted(sizes, reverse=True)))
-        raise Error(f"inputs of {found} rows, and all inputs of a batch need the same number of rows")
+        row_counts = " and ".join(map(str, sorted(sizes, reverse=True)))
+        raise Error(f"inputs of {row_counts} rows, and all inputs of a batch need the same number of rows")
     if not size or size % parts:
         fits = max(size // parts, 1) * parts
         problem = f"a batch of {size} does not divide into {parts} microbatches"
@@ -125,15 +125,15 @@ def map_rows(arguments: Any, places: Collection[int], made: Callable[[Tensor], T
     return map_leaves(mapped, arguments)
 
 
-def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module, replicas: Any) -> dict[str, Tensor]:
+def totals_of(analysis: Program, inputs: Mapping[str, Tensor], holder: nn.Module, replicas: Any) -> dict[str, Tensor]:
     """Returns the totals of the whole batch, by placeholder: each replica counts its part, and the counts are summed.
 
     Args:
-        given: the replica's inputs, by name.
+        inputs: the replica's inputs, by name.
         holder: the module with the parameters and buffers that the counts read.
         replicas: the process group of the replicas.
     """
-    counts = counts_of(analysis, given, holder)
+    counts = counts_of(analysis, inputs, holder)
     if counts is None:
         return {}
     if replicas.size() > 1:  # NCCL would make a communicator of a single rank.
@@ -141,20 +141,20 @@ def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module,
     return named_totals(analysis, counts)
 
 
-def counts_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module) -> Tensor | None:
+def counts_of(analysis: Program, inputs: Mapping[str, Tensor], holder: nn.Module) -> Tensor | None:
     """Returns what a part of a batch adds to each total, in float64; None if the loss has no totals.
 
     Args:
-        given, holder: as for `totals_of`.
+        inputs, holder: as for `totals_of`.
     """
     graph = analysis.counts
     assert graph is not None
-    device = next(iter(given.values())).device
+    device = next(iter(inputs.values())).device
     captured = analysis.captured
-    known = {**captured.constants, **given}
+    values = {**captured.constants, **inputs}
     names = {x: name for x, name in (captured.parameters | captured.buffers).items() if x in placeholders(graph)}
-    known |= {x: value_at(place_of(holder, name)) for x, name in names.items()}
-    counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(known[x] for x in placeholders(graph)))
+    values |= {x: value_at(place_of(holder, name)) for x, name in names.items()}
+    counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(values[x] for x in placeholders(graph)))
     return torch.stack([count.to(torch.float64) for count in counts]) if counts else None
 
 

@@ -36,57 +36,59 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
     another model.
     """
     entries: dict[str, list[Any]] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, module in model.named_modules():
         path = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
         entries.setdefault(path, []).append(type(module).__name__)
-        for key, value in _entries_within({} if isinstance(module, _DropoutNd) else vars(module), path, seen, 0):
+        for key, value in _entries_within({} if isinstance(module, _DropoutNd) else vars(module), path, visited, 0):
             entries.setdefault(key, []).append(value)
     return {key: values[0] if values.count(values[0]) == len(values) else values for key, values in entries.items()}
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any], changed: Collection[str]) -> list[str]:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], changed: Collection[str]) -> list[str]:
     """Returns a text for each attribute that both models have with different values, except those in `changed`."""
-    names = [key for key in there if key in here and not {key, key.rpartition(".")[2]} & set(changed)]
-    pairs = ((key, json.dumps(there[key]), json.dumps(here[key])) for key in names)
+    names = [key for key in saved if key in current and not {key, key.rpartition(".")[2]} & set(changed)]
+    pairs = ((key, json.dumps(saved[key]), json.dumps(current[key])) for key in names)
     return [f"`{key or 'model'}` is {_short(a)} there, and {_short(b)} here" for key, a, b in pairs if a != b]
 
 
-def _entries_within(attributes: Mapping[Any, Any], path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+def _entries_within(
+    attributes: Mapping[Any, Any], path: str, visited: set[int], depth: int
+) -> Iterator[tuple[str, Any]]:
     """Yields the plain values among an object's attributes or a dict's items, and among the objects that these hold."""
     for name, value in attributes.items():
         if not isinstance(name, str) or name.startswith("_") or name in NOT_OF_THE_MODEL:
             continue
         if not ("drop" in name and _is_rate(value)):
-            yield from _entries_of(value, f"{path}.{name}" if path else name, seen, depth)
+            yield from _entries_of(value, f"{path}.{name}" if path else name, visited, depth)
 
 
-def _entries_of(value: Any, key: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+def _entries_of(value: Any, key: str, visited: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     """Yields the entries of one value: the value if it is plain, else those of its items or attributes."""
     if isinstance(value, Enum | torch.dtype):
         yield key, str(value)
     elif _is_plain(value) or isinstance(value, list | tuple | set | frozenset | range):
         value = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        if value is None or (kept := _kept(list(value) if isinstance(value, range) else value)) is not None:
-            yield key, value if value is None else kept
+        if value is None or (plain := _kept(list(value) if isinstance(value, range) else value)) is not None:
+            yield key, value if value is None else plain
         elif depth < DEEPEST_OBJECT and not _is_plain(value):
             for i, item in enumerate(value[:LONGEST_VALUE]):
-                yield from _entries_of(item, f"{key}.{i}", seen, depth + 1)
+                yield from _entries_of(item, f"{key}.{i}", visited, depth + 1)
     elif isinstance(value, partial):
-        yield from _entries_of([value.func, *value.args], key, seen, depth + 1)
-        yield from _entries_within(value.keywords, key, seen, depth + 1)
+        yield from _entries_of([value.func, *value.args], key, visited, depth + 1)
+        yield from _entries_within(value.keywords, key, visited, depth + 1)
     elif hasattr(value, "__qualname__"):
         yield from [] if "<" in value.__qualname__ else [(key, value.__qualname__)]
-    elif not isinstance(value, Tensor | nn.Module) and id(value) not in seen and depth < DEEPEST_OBJECT:
-        seen.add(id(value))
-        yield from _entries_within(_attributes(value), key, seen, depth + 1)
+    elif not isinstance(value, Tensor | nn.Module) and id(value) not in visited and depth < DEEPEST_OBJECT:
+        visited.add(id(value))
+        yield from _entries_within(_attributes(value), key, visited, depth + 1)
 
 
 def _attributes(value: Any) -> Mapping[Any, Any]:
     """Returns a dict's items, or an object's attributes, with those of `__slots__`."""
     if isinstance(value, Mapping):
         return value
-    slots = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
+    slots = [name for base in type(value).__mro__ for name in _names(base.__dict__.get("__slots__", ()))]
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
@@ -96,8 +98,8 @@ def _names(slots: Any) -> Iterable[str]:
 
 def _is_rate(value: Any) -> bool:
     """Whether a value may be a dropout rate, or a list of them; another rate does not make another model."""
-    several = isinstance(value, list | tuple)
-    return value is None or all(isinstance(x, int | float) and 0 <= x <= 1 for x in (value if several else [value]))
+    rates = value if isinstance(value, list | tuple) else [value]
+    return value is None or all(isinstance(x, int | float) and 0 <= x <= 1 for x in rates)
 
 
 def _is_plain(value: Any) -> bool:

@@ -40,7 +40,9 @@ class OriginalModel:
 
     def _hooks(self) -> dict[str, list[Any]]:
         """Returns the hooks around forward, by module."""
-        return {path: [h for name in HOOKS for h in vars(one)[name].values()] for path, one in self.modules.items()}
+        return {
+            path: [h for name in HOOKS for h in vars(module)[name].values()] for path, module in self.modules.items()
+        }
 
     def guard(self, captured: Captured) -> Guard:
         """Returns the guard of a graph that was captured from the model as it is now."""
@@ -58,10 +60,10 @@ class OriginalModel:
                 f"{last} changed after autotp.distribute, and the trainer's graphs do not",
                 fix="a tensor among the arguments of forward, for what changes in a training",
             )
-        if other := [path for path, hooks in self._hooks().items() if hooks != self.hooks[path]]:
-            kind = type(self.modules[other[0]]).__name__
+        if changed := [path for path, hooks in self._hooks().items() if hooks != self.hooks[path]]:
+            class_name = type(self.modules[changed[0]]).__name__
             raise Error(
-                f"hooks of a {kind} of the original model changed after autotp.distribute",
+                f"hooks of a {class_name} of the original model changed after autotp.distribute",
                 fix="register it on the original model before autotp.distribute",
             )
         now = ((name, parameter.requires_grad) for name, parameter in self.model.named_parameters())
@@ -72,17 +74,17 @@ class OriginalModel:
             )
 
 
-def expect_one_mode(given: nn.Module, training: nn.Module) -> None:
+def expect_one_mode(original: nn.Module, training: nn.Module) -> None:
     """Raises Error if a part of a model in training mode is in evaluation mode, and a step would train it.
 
     Args:
-        given: the model in the modes that it had.
+        original: the model in the modes that it had.
         training: the same model after `train()`.
     """
-    pairs = zip(given.named_modules(), training.modules(), strict=True)
-    if given.training and (other := [path for (path, one), now in pairs if one.training != now.training]):
+    pairs = zip(original.named_modules(), training.modules(), strict=True)
+    if original.training and (evaluating := [path for (path, module), now in pairs if module.training != now.training]):
         raise Error(
-            f"`{other[0]}` is in evaluation mode and the model in training mode, and a step trains all of it",
+            f"`{evaluating[0]}` is in evaluation mode and the model in training mode, and a step trains all of it",
             fix="model.train() before; for a part that stays in evaluation mode, a method `train` of the model, which "
             "Trainer.step calls",
         )

@@ -41,12 +41,12 @@ def _group(groups: Sequence[Any], rows: torch.Tensor, timeout: timedelta, axis: 
         axis: the name of a new group in errors.
         backend: of a new group; None means that of the default group.
     """
-    mine = rows[(rows == dist.get_rank()).any(1)]
-    if not len(mine):
+    own_rows = rows[(rows == dist.get_rank()).any(1)]
+    if not len(own_rows):
         return None
-    ranks = sorted(mine[0].tolist())
-    same = (its for its in groups if dist.get_process_group_ranks(its) == ranks)
-    return next(same, None) or new_group(ranks, timeout, axis, backend)
+    ranks = sorted(own_rows[0].tolist())
+    matching = (group for group in groups if dist.get_process_group_ranks(group) == ranks)
+    return next(matching, None) or new_group(ranks, timeout, axis, backend)
 
 
 MANY = 64
@@ -63,10 +63,10 @@ def world_mesh(place: Mesh, mesh: DeviceMesh, timeout: timedelta) -> Mesh:
     nccl = place.device.type == "cuda" and backend_of(mesh.get_all_groups()[0].group_name, "cuda") == "nccl"
     backend = "cpu:gloo,cuda:nccl" if nccl else None
     every = _group(on_host, mesh.mesh.view(1, -1), timeout, "global", backend)
-    several = every.size() >= MANY and len(on_host) == len(mesh.get_all_groups())
+    along_axes = every.size() >= MANY and len(on_host) == len(mesh.get_all_groups())
     return replace(
         place.alone(), axis="global", size=every.size(), rank=every.rank(), group=every.group_name, runs=(),
-        axes=tuple(axis.group_name for axis in axes) if several else (),
+        axes=tuple(axis.group_name for axis in axes) if along_axes else (),
     )  # fmt: skip
 
 
@@ -88,22 +88,22 @@ def holders(
 ) -> dict[str, tuple[int, ...]]:
     """Returns parameter -> the ranks of the pipeline that hold it, where several do. The same on every rank."""
     home = {i: rank for rank in range(ranks) for i in stages_of(rank)}
-    found: dict[str, set[int]] = {}
+    ranks_by_name: dict[str, set[int]] = {}
     for i, stage in enumerate(stages):
         for name in parameters_of_stage(stage, names):
-            found.setdefault(name, set()).add(home[i])
-    return {name: tuple(sorted(some)) for name, some in found.items() if len(some) > 1}
+            ranks_by_name.setdefault(name, set()).add(home[i])
+    return {name: tuple(sorted(some)) for name, some in ranks_by_name.items() if len(some) > 1}
 
 
 def read_by_several_stages(
     stages: Sequence[Stage], names: Mapping[str, str], ranks: int, stages_of: Callable[[int], list[int]]
 ) -> set[str]:
     """Returns the parameters that several stages of one rank read: ZeRO does not divide these, on any rank."""
-    found = set[str]()
+    repeated = set[str]()
     for rank in range(ranks):
         reads = Counter(name for i in stages_of(rank) for name in parameters_of_stage(stages[i], names))
-        found |= {name for name, times in reads.items() if times > 1}
-    return found
+        repeated |= {name for name, times in reads.items() if times > 1}
+    return repeated
 
 
 def shared(

@@ -42,8 +42,8 @@ class Sampler(data.Sampler[list[int]]):
     """
 
     def __init__(self, size: int, batch_size: int, trainer: Trainer, seed: int | None = 0) -> None:
-        given = {"size": size, "batch_size": batch_size, "trainer": trainer, "seed": seed}
-        within("Sampler", lambda: expect_arguments(Sampler.__init__, **given))
+        arguments = {"size": size, "batch_size": batch_size, "trainer": trainer, "seed": seed}
+        within("Sampler", lambda: expect_arguments(Sampler.__init__, **arguments))
         dp = trainer.mesh["dp"].size()
         if batch_size < 1 or batch_size % dp:
             raise Error(f"Sampler: batch_size={batch_size} does not divide into {dp} replicas", fix=f"batch_size={dp}")
@@ -56,8 +56,8 @@ class Sampler(data.Sampler[list[int]]):
         while True:
             order, epoch = self.order(step // len(self)), step // len(self)
             while step // len(self) == epoch:
-                at = step % len(self) * self.batch_size
-                yield self._mine(order[at : at + self.batch_size])
+                start = step % len(self) * self.batch_size
+                yield self._mine(order[start : start + self.batch_size])
                 step += 1
 
     def __len__(self) -> int:

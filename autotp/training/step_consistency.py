@@ -172,7 +172,7 @@ class Agreed:
 def agree_on_step(
     mesh: Mesh,
     grid: DeviceMesh,
-    mine: StepState,
+    state: StepState,
     tied: Mapping[tuple[int, ...], int],
     problem: Exception | None,
     prints: Mapping[int, Sequence[int]] = NOTHING,
@@ -186,7 +186,7 @@ def agree_on_step(
     Args:
         mesh: all ranks.
         grid: all ranks, by "pp", "dp", perhaps "cp", and "tp".
-        mine: the state of this rank.
+        state: the state of this rank.
         tied: as `frozen_checksums` returns it.
         problem: the error of this rank's batch, if it has one.
         prints: number of a step, or `NOW` -> a fingerprint of its batch, `as_ints`.
@@ -199,15 +199,15 @@ def agree_on_step(
         Error: on every rank, if one rank cannot take its batch, or if the ranks of a replica have different batches.
     """
     weights = weights or weights_of(mesh.rank, grid, tied)
-    steps = max(mine.steps, 0)
-    differ, lengths, failed, captures, never, stepping, total, squares, here = sum_ints(
+    steps = max(state.steps, 0)
+    differ, lengths, failed, captures, never, stepping, total, squares, arrival_counts = sum_ints(
         [
-            _weighted(weights, mine, tied, prints),
-            weights.every * mine.lengths,
-            mine.failed,
-            mine.captures,
-            mine.steps == NEVER,
-            mine.steps >= 0,
+            _weighted(weights, state, tied, prints),
+            weights.every * state.lengths,
+            state.failed,
+            state.captures,
+            state.steps == NEVER,
+            state.steps >= 0,
             steps,
             steps * steps,
             sum(COUNT**i for i in range(arrived)),
@@ -217,13 +217,13 @@ def agree_on_step(
     agree = not differ and not failed and stepping * squares == total * total  # NOTE [Equal numbers of steps]
     idle = never > 0 and total > 0
     looks = not agree or gathers or (idle and names_idle)
-    rows = _compared_states(mesh, grid, mine, tied, problem, prints) if looks else ()
-    everywhere = sum(here // COUNT**i % COUNT == mesh.size for i in range(SHOWN))
+    rows = _compared_states(mesh, grid, state, tied, problem, prints) if looks else ()
+    everywhere = sum(arrival_counts // COUNT**i % COUNT == mesh.size for i in range(SHOWN))
     return Agreed(captures > 0, idle, everywhere, not lengths, rows)
 
 
 def _weighted(
-    weights: Weights, mine: StepState, tied: Mapping[tuple[int, ...], int], prints: Mapping[int, Sequence[int]]
+    weights: Weights, state: StepState, tied: Mapping[tuple[int, ...], int], prints: Mapping[int, Sequence[int]]
 ) -> int:
     """Returns this rank's part of the sum that is 0 if all ranks agree.
 
@@ -233,10 +233,10 @@ def _weighted(
     """
     of_batches = [(step, rounded(batch)) for step, batch in prints.items()]
     return (
-        weights.every * _digest(mine.mode)
-        + weights.stage * _digest(mine.frozen)
-        + weights.replica * _digest(mine.structure, mine.values, of_batches)
-        + weights.draws * _digest(mine.random)
+        weights.every * _digest(state.mode)
+        + weights.stage * _digest(state.frozen)
+        + weights.replica * _digest(state.structure, state.values, of_batches)
+        + weights.draws * _digest(state.random)
         + sum(weights.tied[ranks] * _digest(number) for ranks, number in tied.items())
     )
 
@@ -249,28 +249,28 @@ def _digest(*values: Any) -> int:
 def _compared_states(
     mesh: Mesh,
     grid: DeviceMesh,
-    mine: StepState,
+    state: StepState,
     tied: Mapping[tuple[int, ...], int],
     problem: Exception | None,
     prints: Mapping[int, Sequence[int]],
 ) -> list[StepState]:
     """Returns the states of all ranks; raises the Error of `agree_on_step` if they cannot run the step together."""
-    told = [number for step, batch in prints.items() for number in (step, len(batch), *batch)]
-    every = gather_ints([*map(int, mine), *tied.values(), *told], mesh)
-    rows = [StepState._make(row[: len(mine)]) for row in every]
+    fingerprints = [number for step, batch in prints.items() for number in (step, len(batch), *batch)]
+    every = gather_ints([*map(int, state), *tied.values(), *fingerprints], mesh)
+    rows = [StepState._make(row[: len(state)]) for row in every]
     if any(row.failed for row in rows):
         agreed(problem, mesh)
-    alike = "step or evaluate on all ranks alike"
-    compared(rows, StepState._fields.index("mode"), mesh, range(mesh.size), "was called in another mode", alike)
+    remedy = "step or evaluate on all ranks alike"
+    compared(rows, StepState._fields.index("mode"), mesh, range(mesh.size), "was called in another mode", remedy)
     _expect_same_steps(rows, mesh)
     for stage in grid.mesh.flatten(1).tolist():
         remedy = "requires_grad_ on all ranks alike"
         compared(rows, StepState._fields.index("frozen"), mesh, stage, "has other parameters frozen", remedy)
-    for column, ranks in enumerate(tied, len(mine)):
+    for column, ranks in enumerate(tied, len(state)):
         remedy = "requires_grad_ on all ranks that hold a parameter: it is tied over stages of the pipeline"
-        held = grid.mesh[list(ranks)].flatten().tolist()
-        compared(every, column, mesh, held, "has other tied parameters frozen", remedy)
-    of_ranks = [_prints_in(row[len(mine) + len(tied) :]) for row in every]
+        holders = grid.mesh[list(ranks)].flatten().tolist()
+        compared(every, column, mesh, holders, "has other tied parameters frozen", remedy)
+    of_ranks = [_prints_in(row[len(state) + len(tied) :]) for row in every]
     for replica in grid.mesh.transpose(0, 1).flatten(1).tolist():
         for column in (StepState._fields.index("structure"), StepState._fields.index("values")):
             compared(rows, column, mesh, replica, "got other inputs", SAME_BATCH)
@@ -283,31 +283,31 @@ def _compared_states(
 
 def _prints_in(numbers: Sequence[int]) -> dict[int, Sequence[int]]:
     """Returns the fingerprints in a row: each follows its step and its length."""
-    found, at = dict[int, Sequence[int]](), 0
-    while at < len(numbers):
-        end = at + 2 + numbers[at + 1]
-        found[numbers[at]], at = numbers[at + 2 : end], end
-    return found
+    prints, start = dict[int, Sequence[int]](), 0
+    while start < len(numbers):
+        end = start + 2 + numbers[start + 1]
+        prints[numbers[start]], start = numbers[start + 2 : end], end
+    return prints
 
 
 def _expect_one_batch(prints: Sequence[Mapping[int, Sequence[int]]], replica: Sequence[int], mesh: Mesh) -> None:
     """Raises Error if the fingerprint of a batch on some rank of a replica is not that of its first rank."""
     for step, first in prints[replica[0]].items():
-        if other := [rank for rank in replica if not may_be_one_batch(prints[rank].get(step, first), first)]:
+        if differing := [rank for rank in replica if not may_be_one_batch(prints[rank].get(step, first), first)]:
             when = "now or in the last step" if step == NOW else f"in step {step}"
-            told = f"{mesh.named(other)} got another batch than {mesh.named(replica[:1])}, {when}"
-            raise Error(told, fix=SAME_BATCH)
+            problem = f"{mesh.named(differing)} got another batch than {mesh.named(replica[:1])}, {when}"
+            raise Error(problem, fix=SAME_BATCH)
 
 
 def _expect_same_steps(rows: Sequence[StepState], mesh: Mesh) -> None:
     """Raises Error if a rank that trains parameters took another number of optimizer steps than the others."""
     steps = {rank: row.steps for rank, row in enumerate(rows) if row.steps >= 0}
     first = next(iter(steps.values()), 0)
-    if other := [rank for rank, taken in steps.items() if taken != first]:
+    if differing := [rank for rank, count in steps.items() if count != first]:
         raise Error(
             "ranks took different numbers of optimizer steps since the last call of the trainer",
             expected=f"{first}, as on {mesh.named([next(iter(steps))])}",
-            got=f"{steps[other[0]]} on {mesh.named(other)}",
+            got=f"{steps[differing[0]]} on {mesh.named(differing)}",
             fix="optimizer.step() on all ranks alike, also on those of other stages",
             alternative="of optimizers that take turns, step all, and zero_grad those whose turn it is not",
         )
@@ -343,8 +343,8 @@ def equal_replicas(rows: Sequence[StepState], grid: DeviceMesh) -> bool:
 
 
 def _first_of_replicas(grid: DeviceMesh) -> list[int]:
-    found: list[int] = grid.mesh[0].flatten(1)[:, 0].tolist()
-    return found
+    ranks: list[int] = grid.mesh[0].flatten(1)[:, 0].tolist()
+    return ranks
 
 
 SAME_BATCH = "give every rank of a replica the same batch"

@@ -81,8 +81,8 @@ class LateFacts:
     def count(self) -> int:
         """Returns the number of steps, from the oldest on, whose facts have arrived on this rank; `SHOWN` at most."""
         late = len(self._coming) - MOST
-        here = [facts.have_arrived(wait=i < late) for i, facts in enumerate(self._coming)]
-        return min(SHOWN, sum(1 for _ in takewhile(bool, here)))
+        arrived = [facts.have_arrived(wait=i < late) for i, facts in enumerate(self._coming)]
+        return min(SHOWN, sum(1 for _ in takewhile(bool, arrived)))
 
     def prints(self) -> dict[int, list[int]]:
         """Returns the fingerprints, by step, of the batches that have arrived on all ranks since the last call."""
@@ -128,13 +128,13 @@ def finite_tensors(model: nn.Module) -> tuple[list[str], Tensor]:
     parameters = dict(model.named_parameters())
     named: dict[str, Tensor] = {f"`{name}`": parameter for name, parameter in parameters.items()}
     named |= {f"the gradient of `{name}`": p.grad for name, p in parameters.items() if p.grad is not None}
-    held = {name: _values_of(tensor) for name, tensor in named.items()}
+    values = {name: _values_of(tensor) for name, tensor in named.items()}
     by_dtype: dict[torch.dtype, list[str]] = {}
-    for name, tensor in held.items():
+    for name, tensor in values.items():
         if tensor.numel() and tensor.dtype.is_floating_point:
             by_dtype.setdefault(tensor.dtype, []).append(name)
     largest = [
-        torch.stack(torch._foreach_norm([held[name] for name in names], torch.inf)) for names in by_dtype.values()
+        torch.stack(torch._foreach_norm([values[name] for name in names], torch.inf)) for names in by_dtype.values()
     ]
     names = [name for some in by_dtype.values() for name in some]
     return names, torch.cat([x.isfinite() for x in largest]) if largest else torch.ones(0, dtype=torch.bool)

@@ -215,7 +215,13 @@ class Trainer(InGraphs, HasHoldings):
     thread: Thread | None
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any, timeout: timedelta
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        training: Training,
+        example_inputs: Any,
+        scaler: Any,
+        timeout: timedelta,
     ) -> None:
         super().__init__()
         self._watchers: list[Callable[[], bool]] = []
@@ -235,11 +241,15 @@ class Trainer(InGraphs, HasHoldings):
         for tensor in self.skeleton.parameters() if training.compute_dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
-        args, kwargs = cast_arguments(self._signature.by_name(*find_inputs(model, given)), training.compute_dtype)
+        args, kwargs = cast_arguments(
+            self._signature.by_name(*find_inputs(model, example_inputs)), training.compute_dtype
+        )
         tensors = batch_tensors(args, kwargs)
         rows = places_of_rows(tensors, [])
         analysis = agree_on_graph(
-            self.everyone, lambda: self._first_analysis(args, kwargs, rows), lambda it: f"{digest(it)} {training}"
+            self.everyone,
+            lambda: self._first_analysis(args, kwargs, rows),
+            lambda program: f"{digest(program)} {training}",
         )
         self.layouts = dict(analysis.layouts)
         lowered = agree(self._ranks, lambda: rank_graph(analysis, self.place.rank, training.randomness))
@@ -277,8 +287,8 @@ class Trainer(InGraphs, HasHoldings):
     def _in_graphs(self) -> Mapping[str, Any]:
         """Returns the settings of the original model that have no name of the trainer's own."""
         settings = vars(self.__dict__.get("skeleton", nn.Module()))
-        own = Trainer.__annotations__
-        return {name: value for name, value in settings.items() if name not in own and not name.startswith("_")}
+        declared = Trainer.__annotations__
+        return {name: value for name, value in settings.items() if name not in declared and not name.startswith("_")}
 
     def _every_tensor(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named_parameters(remove_duplicate=False)
@@ -300,13 +310,13 @@ class Trainer(InGraphs, HasHoldings):
         Raises:
             Error: on every rank, if it has other names or shapes on one. Nothing is changed.
         """
-        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
-        parts = {name: self._own_part(name, tensor, own.get(name)) for name, tensor in state_dict.items()}
+        parts = {name: self._own_part(name, tensor, tensors.get(name)) for name, tensor in state_dict.items()}
 
         def expect_own_parts() -> None:
             for name, tensor in parts.items():
-                if name not in own or _shapes(tensor) != _shapes(own[name]):
+                if name not in tensors or _shapes(tensor) != _shapes(tensors[name]):
                     raise Error(
                         f"Trainer.load_state_dict: `{name}` is not this rank's part, as trainer.state_dict() has it",
                         fix="autotp.load_full_state_dict(trainer, state), for the state dict of the whole model",
@@ -315,34 +325,34 @@ class Trainer(InGraphs, HasHoldings):
         agree(self._ranks, expect_own_parts)
         return super().load_state_dict(parts, *args, **kwargs)
 
-    def _own_part(self, name: str, tensor: Any, own: Tensor | None) -> Any:
+    def _own_part(self, name: str, tensor: Any, local: Tensor | None) -> Any:
         """Returns what this rank has of a whole tensor; other values as they are."""
         layout = self.layouts.get(name)
-        if layout is None or not isinstance(own, CutTensor) or isinstance(tensor, DTensor):
+        if layout is None or not isinstance(local, CutTensor) or isinstance(tensor, DTensor):
             return tensor
         if tuple(tensor.shape) != layout.shape:
             return tensor
         part = tensor if layout.dim is None else part_in(tensor, layout, self.place.rank)
-        return rows_of_part(part, own) if isinstance(own, DTensor) else part
+        return rows_of_part(part, local) if isinstance(local, DTensor) else part
 
     # ---- the tensors of this rank
 
     def holdings(self) -> Holdings:
         """Returns this rank's tensors, their layouts, and the ranks that share them."""
-        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         rank, ranks = self.mesh["pp"].get_local_rank(), self.mesh["pp"].size()
         later = {name for name, (holders, _) in self.shared.items() if holders[0] != rank}
         group = self.mesh.get_group("pp").group_name if ranks > 1 else None
         place = self.place
         replica = self.mesh["dp"].get_local_rank() * place.cp + place.cp_rank
-        alike = [(place, uncut(held, self.layouts)), (self.replicas, frozenset(held))]
-        alike += [] if place.sequence is None else [(place.sequence, frozenset(held))]
+        replicated = [(place, uncut(tensors, self.layouts)), (self.replicas, frozenset(tensors))]
+        replicated += [] if place.sequence is None else [(place.sequence, frozenset(tensors))]
         for mesh in dict.fromkeys(self.tied.values()):
-            alike.append((mesh, frozenset(name for name, its in self.tied.items() if its is mesh)))
+            replicated.append((mesh, frozenset(name for name, tied_mesh in self.tied.items() if tied_mesh is mesh)))
         saved, shapes, beside, left_out = saved_names(self.skeleton)
         return Holdings(
-            held, frozenset(held) - later, saved, shapes, self.layouts, place, self.everyone,
-            group, replica, alike=tuple(alike), beside=beside, left_out=left_out,
+            tensors, frozenset(tensors) - later, saved, shapes, self.layouts, place, self.everyone,
+            group, replica, alike=tuple(replicated), beside=beside, left_out=left_out,
         )  # fmt: skip
 
     @property
@@ -359,15 +369,15 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the model's program in one mode; once this rank holds parameters, in their layouts."""
         self.skeleton.train(training)
         layouts = getattr(self, "layouts", None)
-        place, kind = self.place, self.place.device.type
+        place, device_type = self.place, self.place.device.type
         return analyse_microbatch(
-            self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank, kind=kind,
-            padded=padded,
+            self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank,
+            device_type=device_type, padded=padded,
         )  # fmt: skip
 
     def _first_analysis(self, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
-        given = copy.deepcopy(self.skeleton)
-        expect_one_mode(given, self.skeleton.train())
+        original = copy.deepcopy(self.skeleton)
+        expect_one_mode(original, self.skeleton.train())
         return self._analyse(True, args, kwargs, rows)
 
     def _divide(self, analysis: Program, lowered: fx.Graph) -> Division:
@@ -382,19 +392,19 @@ class Trainer(InGraphs, HasHoldings):
         read = {name for stage in stages for name in placeholders(stage.graph)}
         read |= set(placeholders(analysis.counts)) if analysis.counts is not None else set()
         unread = set(names) - {name for stage in every for name in placeholders(stage.graph)}
-        wanted = list(dict.fromkeys(name for at, name in names.items() if at in read | unread))
+        needed = list(dict.fromkeys(name for placeholder, name in names.items() if placeholder in read | unread))
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         parameters = {name for name, _ in model.named_parameters()}
         for name in (name for stage in stages for name in stage.blocks):
             module_at(self, name, Owner)
         for name, tensor in shard_parameters(
-            model, self.layouts, self.place.rank, self.everyone, wanted=wanted
+            model, self.layouts, self.place.rank, self.everyone, wanted=needed
         ).items():
             path, _, key = name.rpartition(".")
             module = module_at(self, path)
             if name in parameters:
-                held = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, name not in frozen)
-                module._parameters[key] = held
+                parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, name not in frozen)
+                module._parameters[key] = parameter
             else:
                 module._buffers[key] = tensor
         originals = dict(self.skeleton.named_modules(remove_duplicate=False))
@@ -405,9 +415,9 @@ class Trainer(InGraphs, HasHoldings):
             as_module_of(module, originals[path])
         for path, module in self.named_modules():  # Parameters come in the model's order, as for its optimizers.
             for table in ("_modules", "_parameters", "_buffers"):
-                held, order = vars(module)[table], vars(originals[path])[table]
-                for key in (key for key in order if key in held):
-                    held[key] = held.pop(key)
+                entries, order = vars(module)[table], vars(originals[path])[table]
+                for key in (key for key in order if key in entries):
+                    entries[key] = entries.pop(key)
 
     def _tied(self) -> dict[str, Mesh]:
         """Returns, for each parameter in `shared`, the mesh of the ranks that hold it."""
@@ -437,10 +447,10 @@ class Trainer(InGraphs, HasHoldings):
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
         for i, work in self._works.items():
             read = set(parameters_of_stage(stages[i], names)) - self._several
-            mine = {parameter for name in read if (parameter := value_at(place_of(self, name))).dim()} - empty
+            parameters = {parameter for name in read if (parameter := value_at(place_of(self, name))).dim()} - empty
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
-            blocks = [block for block in blocks if empty.union(mine).issuperset(block.parameters())]
-            shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
+            blocks = [block for block in blocks if empty.union(parameters).issuperset(block.parameters())]
+            shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - parameters)
         replicate(self, self.mesh["dp"])
         now = dict(self.named_parameters())
         for name, parameter in whole.items():
@@ -477,12 +487,12 @@ class Trainer(InGraphs, HasHoldings):
         owners = {name: module_at(self, name) for name in stage.blocks}
         bound = emitted(stage.graph, analysis, self._training, place.device, place.groups)
         module = attach_parameters(bound, captured.parameters, places, owners.get, self._read)
-        left = placeholders(module.graph)
+        inputs = placeholders(module.graph)
         return StageGraph(
             module,
             stage.received,
-            {x: (names[x], places[names[x]]) for x in left if x in names},
-            {x: captured.constants[x].to(place.device) for x in left if x in captured.constants},
+            {x: (names[x], places[names[x]]) for x in inputs if x in names},
+            {x: captured.constants[x].to(place.device) for x in inputs if x in captured.constants},
         )
 
     def _seed(self) -> None:
@@ -522,14 +532,14 @@ class Trainer(InGraphs, HasHoldings):
                 names: NOTE [No rank waits for its device].
         """
         self._watchers = [watcher for watcher in self._watchers if watcher()]
-        pipeline, given = self._begin(True, args, kwargs)
+        pipeline, inputs = self._begin(True, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}  # Summed over the ranks already.
         try:
             with without_hooks(before):
                 self.zero_grad(set_to_none=True)
                 self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also without a loss.
                 sums = self._gradient_sums()
-                losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, given))
+                losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, inputs))
                 self._named_if_lost("Trainer.step", lambda: self._sum_gradients(sums))
                 self._note_learning()
                 self._drop_zeros(pipeline.learning)
@@ -573,10 +583,10 @@ class Trainer(InGraphs, HasHoldings):
         if not self._training.engine.evaluates and self.mesh["pp"].size() > 1:
             problem = f'Trainer.evaluate: torch\'s schedule "{schedule}" always runs backward'
             raise Error(problem, fix='schedule="zero-bubble"')
-        pipeline, given = self._begin(False, args, kwargs)
+        pipeline, inputs = self._begin(False, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}
         try:
-            losses = self._named_if_lost("Trainer.evaluate", lambda: self._run(pipeline, given))
+            losses = self._named_if_lost("Trainer.evaluate", lambda: self._run(pipeline, inputs))
         finally:  # torch's schedules drop the gradients of sharded parameters when they find out the stages' shapes.
             for parameter, grad in before.items():
                 parameter.grad = grad
@@ -585,15 +595,15 @@ class Trainer(InGraphs, HasHoldings):
                 module.reshard()
         return self._named_if_lost("Trainer.evaluate", lambda: self._sum_losses(pipeline, losses))
 
-    def _named_if_lost(self, what: str, run: Callable[[], T]) -> T:
+    def _named_if_lost(self, method: str, run: Callable[[], T]) -> T:
         """Returns what `run` returns; raises Error if a rank is lost meanwhile."""
-        with calling(what):  # An exception that is no Error is noted for the other ranks.
+        with calling(method):  # An exception that is no Error is noted for the other ranks.
             try:
                 return run()
             except Error:
                 raise
             except RuntimeError as error:
-                raise peer_error(what, str(self._ranks.group), error, self._ranks) or error from error
+                raise peer_error(method, str(self._ranks.group), error, self._ranks) or error from error
 
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """Returns the graphs for a batch, ready to run, and the batch's tensors by name."""
@@ -605,11 +615,11 @@ class Trainer(InGraphs, HasHoldings):
         pipeline, tensors = self._graphs_for(training, args, kwargs)
         names = pipeline.analysis.captured.inputs
         stay = [name in pipeline.on_host for name in names]
-        given = dict(zip(names, to_device(tensors, self.place.device, stay), strict=True))
-        totals = totals_of(pipeline.analysis, given, self, self.mesh.get_group("dp"))
+        inputs = dict(zip(names, to_device(tensors, self.place.device, stay), strict=True))
+        totals = totals_of(pipeline.analysis, inputs, self, self.mesh.get_group("dp"))
         for i, work in self._works.items():
             work.use(pipeline.stages[i], totals)
-        return pipeline, given
+        return pipeline, inputs
 
     def _graphs_for(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, list[Tensor]]:
         """Returns the graphs for a batch and the batch's tensors; where a rank has no graphs, all ranks capture.
@@ -617,19 +627,19 @@ class Trainer(InGraphs, HasHoldings):
         Raises:
             Error: on every rank. A rank cannot take its batch or has another than its replica, or the capture failed.
         """
-        taken, problem = tried(lambda: self._as_batch(training, args, kwargs))
+        attempt, problem = tried(lambda: self._as_batch(training, args, kwargs))
         self._calls += 1
         values = self._calls <= CHECKED_CALLS
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
-        arguments = taken[0].arguments if taken else None
-        mine = step_state(training, frozen, arguments, self.place, values, steps_taken(self))
-        found = self._fitting_graphs(taken[0]) if taken else None
-        mine = mine._replace(captures=found is None)
-        now = fingerprint(taken[0].arguments) if taken else Fingerprint()
+        arguments = attempt[0].arguments if attempt else None
+        state = step_state(training, frozen, arguments, self.place, values, steps_taken(self))
+        pipeline = self._fitting_graphs(attempt[0]) if attempt else None
+        state = state._replace(captures=pipeline is None)
+        now = fingerprint(attempt[0].arguments) if attempt else Fingerprint()
         prints = self.late.prints() | ({NOW: now.as_ints()} if now.arrived is None else {})
         tied = frozen_checksums(frozen, self._holders)
         agreed = agree_on_step(
-            self._ranks, self.mesh, mine, tied, problem, prints, self.late.count(), self._weights,
+            self._ranks, self.mesh, state, tied, problem, prints, self.late.count(), self._weights,
             values, not self._idle,
         )  # fmt: skip
         self.late.take(agreed.arrived, self.everyone)
@@ -643,15 +653,15 @@ class Trainer(InGraphs, HasHoldings):
         if agreed.idle and not self._idle:
             self._idle = True
             warnings.warn(NO_OPTIMIZER.format(without_optimizer(agreed.rows, self._ranks)), stacklevel=5)
-        (batch,) = taken
+        (batch,) = attempt
         if agreed.captures:
-            found = agree(self._ranks, lambda: found or self._capture(training, batch))
-            agree_on_new_graph(self._ranks, self.mesh, *found.checksums)
-            self._keep(found)
-        assert found is not None  # Captured above otherwise.
-        if found.analysis.by_rows and not agreed.lengths:
-            warnings.warn(OTHER_LENGTHS.format(found.analysis.by_rows[0]), stacklevel=5)
-        return found, batch.tensors
+            pipeline = agree(self._ranks, lambda: pipeline or self._capture(training, batch))
+            agree_on_new_graph(self._ranks, self.mesh, *pipeline.checksums)
+            self._keep(pipeline)
+        assert pipeline is not None  # Captured above otherwise.
+        if pipeline.analysis.by_rows and not agreed.lengths:
+            warnings.warn(OTHER_LENGTHS.format(pipeline.analysis.by_rows[0]), stacklevel=5)
+        return pipeline, batch.tensors
 
     def _as_batch(self, training: bool, args: Any, kwargs: Any) -> Batch:
         """Returns the arguments as a batch.
@@ -664,12 +674,14 @@ class Trainer(InGraphs, HasHoldings):
                 f"an earlier call failed in the middle, and stages or shards are left there: {self._failed}",
                 fix="mend the batch that failed, and start again from a checkpoint",
             )
-        for it in self._pipelines:
-            self._original.expect_unchanged(it.guard)
+        for pipeline in self._pipelines:
+            self._original.expect_unchanged(pipeline.guard)
         args, kwargs = cast_arguments(self._signature.by_name(args, kwargs), self._training.compute_dtype)
         expect_values(batch_tensors(args, kwargs))
         tensors, structure = batch_tensors(args, kwargs), structure_of(args, kwargs)
-        places = places_of_rows(tensors, [it.analysis for it in self._pipelines if it.key[-1] == structure])
+        places = places_of_rows(
+            tensors, [pipeline.analysis for pipeline in self._pipelines if pipeline.key[-1] == structure]
+        )
         size = rows_of(tensors, self._training.microbatches, places) // self._training.microbatches
         micro, key = map_rows((args, kwargs), places, lambda x: x[:size]), (training, places, structure)
         return Batch((args, kwargs), micro, tensors, places, key, [x.shape for x in batch_tensors(*micro)])
@@ -677,58 +689,60 @@ class Trainer(InGraphs, HasHoldings):
     def _fitting_graphs(self, batch: Batch, of_size: bool = True) -> Pipeline | None:
         """Returns the graphs for a batch, or None; with `of_size`, only graphs whose engine fits the batch's size."""
         fitting = []
-        for it in self._pipelines:
-            same = it.engine is None or list(it.shapes) == batch.shapes or not of_size
-            if it.key == batch.key and same and it.analysis.captured.fits(batch.shapes):
-                fitting.append(it)
-        without_masks = [it for it in fitting if it.masks_left_out]
-        full = [it for it in without_masks if are_full(batch.tensors, it.masks_left_out)]
-        others = (it for it in fitting if not it.masks_left_out)
-        rest = (it for it in others if without_masks or it.analysis.captured.looks or batch.padded)
+        for pipeline in self._pipelines:
+            fits = pipeline.engine is None or list(pipeline.shapes) == batch.shapes or not of_size
+            if pipeline.key == batch.key and fits and pipeline.analysis.captured.fits(batch.shapes):
+                fitting.append(pipeline)
+        without_masks = [pipeline for pipeline in fitting if pipeline.masks_left_out]
+        full = [pipeline for pipeline in without_masks if are_full(batch.tensors, pipeline.masks_left_out)]
+        with_masks = (pipeline for pipeline in fitting if not pipeline.masks_left_out)
+        rest = (
+            pipeline for pipeline in with_masks if without_masks or pipeline.analysis.captured.looks or batch.padded
+        )
         return next(itertools.chain(full, rest), None)
 
     def _capture(self, training: bool, batch: Batch) -> Pipeline:
         """Returns new graphs for a batch; if only the size differs from known graphs, these with a new engine."""
         fit = self._fitting_graphs(batch, of_size=False)
         if fit is not None:
-            new = replace(fit, shapes=batch.shapes, engine=self._engine(fit.analysis, self._works))
+            pipeline = replace(fit, shapes=batch.shapes, engine=self._engine(fit.analysis, self._works))
         else:
             args, kwargs = batch.micro
             analysis = self._analyse(training, args, kwargs, batch.rows, batch.padded)
             lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
             stages = self._cut(analysis, lowered)
-            new = self._pipeline(batch.key, batch.shapes, analysis, stages, checksums_of(analysis, lowered))
-        return new
+            pipeline = self._pipeline(batch.key, batch.shapes, analysis, stages, checksums_of(analysis, lowered))
+        return pipeline
 
     def _keep(self, pipeline: Pipeline) -> None:
         """Keeps new graphs for later calls. Warns of those in which no sequence is cut over cp."""
-        if any(pipeline is it for it in self._pipelines):
+        if any(pipeline is existing for existing in self._pipelines):
             return
-        if all(pipeline.analysis is not it.analysis for it in self._pipelines):
+        if all(pipeline.analysis is not existing.analysis for existing in self._pipelines):
             warn_of_whole_sequences(pipeline.analysis, f"Trainer.{'step' if pipeline.training else 'evaluate'}")
         self._pipelines.append(pipeline)
 
-    def _run(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
+    def _run(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """Runs forward, and in training backward; returns the microbatches' losses on ranks with the last stage."""
         try:
             with self._read.one_step():
-                return self._run_microbatches(pipeline, given)
+                return self._run_microbatches(pipeline, inputs)
         except BaseException as error:  # Other ranks wait for a stage, or FSDP holds a part of the gradients.
             divided = self.mesh["pp"].size() > 1 or (self._training.zero and self.mesh["dp"].size() > 1)
             self._failed = f"{type(error).__name__}: {error}".splitlines()[0] if divided else ""
             raise
 
-    def _run_microbatches(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
+    def _run_microbatches(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         losses: list[Tensor] = []
         if len(self._works) == 1:  # With several stages on a rank, torch's schedule gathers the next ones.
             gather_ahead(next(iter(self._works.values())).units(), self._training.zero)
         if pipeline.engine is not None:
             last = len(self.plan.blocks) - 1 in self._my_stages
             run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
-            run(**given, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
+            run(**inputs, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
             return losses
         (work,), rows, parts = self._works.values(), pipeline.analysis.rows, self._training.microbatches
-        divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in given.items()}
+        divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in inputs.items()}
         for i in range(parts):
             pace(work, self._training.zero, i == parts - 1)
             loss = self._scale(work(**{name: values[i] for name, values in divided.items()}).sum())
@@ -765,9 +779,9 @@ class Trainer(InGraphs, HasHoldings):
         that several stages read, or that `fully_shard` divides.
         """
         learning = self._learning.get(self._trained(), []) if self._sums_under_backward else []
-        apart = {*self.shared, *self._several}
+        excluded = {*self.shared, *self._several}
         names = {parameter: name for name, parameter in self.named_parameters()} if learning else {}
-        sums = GradientSums([p for p in learning if names[p] not in apart], self.mesh.get_group("dp"))
+        sums = GradientSums([p for p in learning if names[p] not in excluded], self.mesh.get_group("dp"))
         for work in self._works.values():
             work.sums = sums
         return sums

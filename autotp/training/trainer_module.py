@@ -21,10 +21,10 @@ class InGraphs(nn.Module):
     """A module whose settings are in graphs already: to set one, or to add a hook, would change nothing."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        known = self._in_graphs()
-        if not is_internal(name) and name in known and _differs(known[name], value):
+        settings = self._in_graphs()
+        if not is_internal(name) and name in settings and _differs(settings[name], value):
             raise Error(
-                f"`{name}` is {known[name]!r} in the graphs of the trainer, and setting it would change nothing",
+                f"`{name}` is {settings[name]!r} in the graphs of the trainer, and setting it would change nothing",
                 fix="set it on the original model before autotp.distribute",
             )
         super().__setattr__(name, value)
@@ -33,29 +33,29 @@ class InGraphs(nn.Module):
         """Returns the settings of the original module, by name."""
         return vars(self)
 
-    def _register(self, kind: str, hook: Any, args: Any, given: Any) -> Any:
+    def _register(self, method: str, hook: Any, args: Any, kwargs: Any) -> Any:
         if not getattr(hook, "__module__", "").startswith("torch.distributed."):  # That of `fully_shard`, on a block.
             raise Error(
                 "a hook on a trainer, or on a part of it, would never run: its work is part of the stages' graphs",
                 fix="register it on the original model before autotp.distribute",
             )
-        return getattr(super(), kind)(hook, *args, **given)
+        return getattr(super(), method)(hook, *args, **kwargs)
 
-    def register_forward_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
+    def register_forward_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         """Registers a hook of torch.distributed; raises Error for other hooks."""
-        return self._register("register_forward_hook", hook, args, given)
+        return self._register("register_forward_hook", hook, args, kwargs)
 
-    def register_forward_pre_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
+    def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         """Registers a hook of torch.distributed; raises Error for other hooks."""
-        return self._register("register_forward_pre_hook", hook, args, given)
+        return self._register("register_forward_pre_hook", hook, args, kwargs)
 
-    def register_full_backward_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
+    def register_full_backward_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         """Registers a hook of torch.distributed; raises Error for other hooks."""
-        return self._register("register_full_backward_hook", hook, args, given)
+        return self._register("register_full_backward_hook", hook, args, kwargs)
 
-    def register_full_backward_pre_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
+    def register_full_backward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         """Registers a hook of torch.distributed; raises Error for other hooks."""
-        return self._register("register_full_backward_pre_hook", hook, args, given)
+        return self._register("register_full_backward_pre_hook", hook, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Error(
@@ -64,10 +64,10 @@ class InGraphs(nn.Module):
         )
 
 
-def _differs(known: Any, value: Any) -> bool:
+def _differs(setting: Any, value: Any) -> bool:
     """True unless two values are equal; tensors and arrays are equal to themselves only."""
     try:
-        return known is not value and bool(known != value)
+        return setting is not value and bool(setting != value)
     except (RuntimeError, ValueError):
         return True
 
@@ -79,9 +79,9 @@ class TrainerModule(InGraphs):
 def as_module_of(module: nn.Module, original: nn.Module) -> None:
     """Makes `module` an instance of the original's class, with the original's plain attributes."""
     vars(module).update({name: value for name, value in vars(original).items() if not is_internal(name)})
-    kind: Any = type(original)
+    original_class: Any = type(original)
     role: Any = type(module)
-    module.__class__ = _trainer_class(kind, role)
+    module.__class__ = _trainer_class(original_class, role)
     module.training = original.training
 
 

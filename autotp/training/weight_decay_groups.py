@@ -29,8 +29,8 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
         [(0.01, [[6, 4]]), (0.0, [[6]])]
         >>> optimizer = torch.optim.AdamW(groups, lr=1e-3)
     """
-    given = {"model": model, "weight_decay": weight_decay}
-    within("weight_decay_groups", lambda: expect_arguments(weight_decay_groups, **given))
+    arguments = {"model": model, "weight_decay": weight_decay}
+    within("weight_decay_groups", lambda: expect_arguments(weight_decay_groups, **arguments))
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},

@@ -28,24 +28,24 @@ from autotp.source_location import line_of
 aten = torch.ops.aten
 
 
-def autocast(graph: fx.Graph, around: Autocast) -> fx.Graph:
+def autocast(graph: fx.Graph, enclosing: Autocast) -> fx.Graph:
     """Returns the graph with every cast as an operator, and without the autocast regions of the captured device.
 
     Args:
-        around: the settings of autocast around the captured call.
+        enclosing: the settings of autocast around the captured call.
 
     Raises:
         Error: autocast casts in the middle of an operator.
     """
-    builder, states = Builder(fake_mode_of(graph)), [around]
+    builder, states = Builder(fake_mode_of(graph)), [enclosing]
     # Sizes are numbers here, since some versions of torch ask for a number of elements. Only a size that depends on the
     # values of a tensor is a symbol.
     trial = FakeTensorMode(shape_env=ShapeEnv())
     for node in graph.nodes:
         builder.origin = node
-        if node.target is enter_autocast and node.args[0] == around.device:
+        if node.target is enter_autocast and node.args[0] == enclosing.device:
             states.append(_entered(node))
-        elif node.target is exit_autocast and node.args[0].args[0] == around.device:
+        elif node.target is exit_autocast and node.args[0].args[0] == enclosing.device:
             states.pop()
         elif states[-1].dtype is not None and isinstance(node.target, OpOverload):
             _visit(builder, node, states[-1], trial)
@@ -65,8 +65,8 @@ def _visit(builder: Builder, node: fx.Node, state: Autocast, trial: FakeTensorMo
         builder.copy(node)
         return
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda old: _as(builder, old, dtype))
-    new = builder.env[node] = builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-    if [v.dtype for v in outputs_of(new)] != [v.dtype for v in outputs_of(node)]:
+    result = builder.env[node] = builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    if [v.dtype for v in outputs_of(result)] != [v.dtype for v in outputs_of(node)]:
         raise Error(
             f"autocast casts in the middle of {node.target}", at=line_of(node),
             fix="torch.autocast(..., enabled=False) around it",
@@ -75,11 +75,11 @@ def _visit(builder: Builder, node: fx.Node, state: Autocast, trial: FakeTensorMo
 
 def _as(builder: Builder, old: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Returns an operand in `dtype`, if autocast casts it: it does not cast float64 and non-floating tensors."""
-    value, new = old.meta.get("val"), builder.env[old]
+    value, operand = old.meta.get("val"), builder.env[old]
     fixed = (
         not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in (torch.float64, dtype)
     )
-    return new if fixed else builder.call(aten.to.dtype, new, dtype)
+    return operand if fixed else builder.call(aten.to.dtype, operand, dtype)
 
 
 def _target(node: fx.Node, state: Autocast, trial: FakeTensorMode) -> torch.dtype | None:
@@ -90,18 +90,18 @@ def _target(node: fx.Node, state: Autocast, trial: FakeTensorMode) -> torch.dtyp
     run without autocast.)
     """
     args, kwargs = at_captured_sizes(fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]), trial)
-    seen = _casts(node.target, args, kwargs, state, trial)
-    if not seen:
+    casts = _casts(node.target, args, kwargs, state, trial)
+    if not casts:
         return None
     dtypes = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if _castable(t)}
     if len(dtypes) > 1:
         with torch.no_grad(), trial:
-            args, kwargs = pytree.tree_map(lambda t: t.to(seen[0]) if _castable(t) else t, (args, kwargs))
+            args, kwargs = pytree.tree_map(lambda t: t.to(casts[0]) if _castable(t) else t, (args, kwargs))
     try:
-        own = _casts(node.target, args, kwargs, Autocast(state.device), trial)
+        own_casts = _casts(node.target, args, kwargs, Autocast(state.device), trial)
     except RuntimeError:  # It runs in this dtype only where autocast casts: a Fourier transform of bfloat16.
-        own = []
-    return next(iter(Counter(seen) - Counter(own)), None)
+        own_casts = []
+    return next(iter(Counter(casts) - Counter(own_casts)), None)
 
 
 def _castable(value: Any) -> bool:
@@ -110,9 +110,9 @@ def _castable(value: Any) -> bool:
 
 
 def _casts(op: Any, args: Any, kwargs: Any, state: Autocast, mode: Any) -> list[torch.dtype]:
-    with torch.no_grad(), mode, _Casts() as seen, state.on():
+    with torch.no_grad(), mode, _Casts() as casts, state.on():
         op(*args, **kwargs)
-    return seen.to
+    return casts.to
 
 
 class _Casts(TorchDispatchMode):

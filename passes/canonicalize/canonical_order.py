@@ -75,9 +75,9 @@ def _outputs(graph: fx.Graph) -> list[fx.Node]:
 
 def _unread(graph: fx.Graph, constants: Collection[str]) -> list[fx.Node]:
     """Returns unread operators, ordered by what they compute; their rules may still unify axes."""
-    left = [node for node in graph.nodes if node.op == "call_function" and not node.users]
+    unread = [node for node in graph.nodes if node.op == "call_function" and not node.users]
     text: dict[fx.Node, str] = {}
-    for node in graph.nodes if left else ():
+    for node in graph.nodes if unread else ():
         # Each rank has a device of its own, and all ranks have one order.
         called = fx.map_arg(on_device((node.args, node.kwargs), torch.device("meta")), text.__getitem__)
         if node.op == "placeholder":
@@ -85,7 +85,7 @@ def _unread(graph: fx.Graph, constants: Collection[str]) -> list[fx.Node]:
         else:
             target = node.target if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", node.op)
         text[node] = hashlib.sha256(f"{target} {called}".encode()).hexdigest()
-    return sorted(left, key=text.__getitem__)
+    return sorted(unread, key=text.__getitem__)
 
 
 def _visited(roots: Iterable[T], reads: Callable[[T], Iterable[T]]) -> list[T]:
@@ -113,13 +113,13 @@ def _parts(work: Sequence[fx.Node]) -> list[OperatorRun]:
     run, name = OperatorRun(), ""
     inside: set[fx.Node] = set()
     for node in work:
-        mine = block_of(node)
+        block = block_of(node)
         size = isinstance(node.meta.get("val"), int | torch.SymInt)
         if size and not any(n in inside for n in node.all_input_nodes):
             parts.append(OperatorRun([node]))
             continue
-        if not mine or mine != name:
-            run, name, inside = OperatorRun(), mine, set()
+        if not block or block != name:
+            run, name, inside = OperatorRun(), block, set()
             parts.append(run)
         run.nodes.append(node)
         inside.add(node)
@@ -136,31 +136,31 @@ def _chain(parts: Sequence[OperatorRun]) -> None:
 
 def _inside(part: OperatorRun, home: dict[fx.Node, OperatorRun], number: dict[fx.Node, int]) -> list[fx.Node]:
     """Returns a part's operators in order: random draws, then those that other parts read, after their operands."""
-    seen = [node for node in part.nodes if not node.users or any(home.get(user) is not part for user in node.users)]
-    roots = [*filter(draws, part.nodes), *sorted(seen, key=number.__getitem__)]
+    outputs = [node for node in part.nodes if not node.users or any(home.get(user) is not part for user in node.users)]
+    roots = [*filter(draws, part.nodes), *sorted(outputs, key=number.__getitem__)]
     return _visited(roots, lambda node: [n for n in node.all_input_nodes if home.get(n) is part])
 
 
 def _reads(part: OperatorRun, home: dict[fx.Node, OperatorRun]) -> list[OperatorRun]:
     """Returns the parts that must stand before a part."""
     operands = (n for node in part.nodes for n in node.all_input_nodes)
-    found = dict.fromkeys(home[n] for n in operands if n in home and home[n] is not part)
-    return [*([part.before] if part.before is not None else []), *found]
+    producers = dict.fromkeys(home[n] for n in operands if n in home and home[n] is not part)
+    return [*([part.before] if part.before is not None else []), *producers]
 
 
 def _before_blocks(
     parts: Sequence[OperatorRun], home: dict[fx.Node, OperatorRun], inputs: Collection[str]
 ) -> list[OperatorRun]:
     """Returns the parts that depend on inputs but on no block, such as masks and embeddings: they come first."""
-    behind, given = set[OperatorRun](), set[OperatorRun]()
+    after_blocks, from_inputs = set[OperatorRun](), set[OperatorRun]()
     for part in parts:
         reads = _reads(part, home)
-        if any(block_of(node) for node in part.nodes) or any(one in behind for one in reads):
-            behind.add(part)
+        if any(block_of(node) for node in part.nodes) or any(read in after_blocks for read in reads):
+            after_blocks.add(part)
         operands = [n for node in part.nodes for n in node.all_input_nodes]
-        if any(n.name in inputs for n in operands) or any(one in given for one in reads):
-            given.add(part)
-    return [part for part in parts if part in given and part not in behind]
+        if any(n.name in inputs for n in operands) or any(read in from_inputs for read in reads):
+            from_inputs.add(part)
+    return [part for part in parts if part in from_inputs and part not in after_blocks]
 
 
 def _rebuilt(graph: fx.Graph, work: Sequence[fx.Node], constants: Collection[str]) -> fx.Graph:

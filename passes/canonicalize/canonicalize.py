@@ -45,11 +45,11 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         builder.origin = node
         rewrite = _grouped if _is_loop_of_products(node.target) else REWRITES.get(node.target)
-        new = rewrite(builder, builder.map(arguments_of(node))) if rewrite else None
-        if new is None:
+        result = rewrite(builder, builder.map(arguments_of(node))) if rewrite else None
+        if result is None:
             builder.copy(node)
         else:
-            builder.env[node] = new
+            builder.env[node] = result
     return builder.graph
 
 
@@ -73,11 +73,11 @@ def _linear(builder: Builder, args: dict[str, Any]) -> Any:
     return product if bias is None else builder.call(aten.add.Tensor, product, bias)
 
 
-def _addmm(product: Any, left: str, right: str) -> Rewrite:
+def _addmm(product: Any, left_name: str, right_name: str) -> Rewrite:
     """Returns the rewrite of `beta * input + alpha * left @ right` with the product as a separate operator."""
 
     def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
-        multiplied = builder.call(product, args[left], args[right])
+        multiplied = builder.call(product, args[left_name], args[right_name])
         added = args["self"]
         if args["alpha"] != 1:
             multiplied = builder.call(aten.mul.Tensor, multiplied, args["alpha"])
@@ -97,8 +97,8 @@ def _dropout(builder: Builder, args: dict[str, Any]) -> Any:
 def _cast(builder: Builder, args: dict[str, Any]) -> Any:
     """Removes a cast to the value's own dtype. (The dtypes of inputs are part of the graph's key.)"""
     value = args["self"].meta["val"]
-    same = args.get("dtype") in (None, value.dtype) and args.get("device") in (None, value.device)
-    return args["self"] if same and not args.get("copy") and args.get("memory_format") is None else None
+    unchanged = args.get("dtype") in (None, value.dtype) and args.get("device") in (None, value.device)
+    return args["self"] if unchanged and not args.get("copy") and args.get("memory_format") is None else None
 
 
 def _repeat_interleave(builder: Builder, args: dict[str, Any]) -> Any:
@@ -114,8 +114,8 @@ def _repeat_interleave(builder: Builder, args: dict[str, Any]) -> Any:
 
 def _type_as(builder: Builder, args: dict[str, Any]) -> Any:
     """Replaces the other tensor by its dtype."""
-    wanted = args["other"].meta["val"].dtype
-    return _cast(builder, {**args, "dtype": wanted}) or builder.call(aten.to.dtype, args["self"], wanted)
+    dtype = args["other"].meta["val"].dtype
+    return _cast(builder, {**args, "dtype": dtype}) or builder.call(aten.to.dtype, args["self"], dtype)
 
 
 def _masked(builder: Builder, args: dict[str, Any]) -> Any:
@@ -142,8 +142,8 @@ def _slice(builder: Builder, args: dict[str, Any]) -> Any:
 
 def _view(builder: Builder, args: dict[str, Any]) -> Any:
     """Writes a view as a reshape: a view depends on strides, and a cut may change them."""
-    same = _same_shape(builder, args)
-    return builder.call(aten.reshape.default, args["self"], args["size"]) if same is None else same
+    unchanged = _same_shape(builder, args)
+    return builder.call(aten.reshape.default, args["self"], args["size"]) if unchanged is None else unchanged
 
 
 def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
@@ -152,9 +152,9 @@ def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
     sizes = args.get("size", args.get("shape"))
     if sizes is None or len(sizes) != x.dim():
         return None
-    wanted = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
-    known = [(isinstance(n, int) and n == -1) or Size.of(n) == Size.of(m) for n, m in zip(wanted, x.shape, strict=True)]
-    return args["self"] if all(known) and sum(n == -1 for n in wanted if isinstance(n, int)) <= 1 else None
+    shape = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
+    equal = [(isinstance(n, int) and n == -1) or Size.of(n) == Size.of(m) for n, m in zip(shape, x.shape, strict=True)]
+    return args["self"] if all(equal) and sum(n == -1 for n in shape if isinstance(n, int)) <= 1 else None
 
 
 def _made(creation: Any, *values: str) -> Rewrite:
@@ -210,13 +210,13 @@ def _instance_norm(builder: Builder, args: dict[str, Any]) -> Any:
 
 
 def _by_group(builder: Builder, args: dict[str, Any], sizes: list[Any]) -> fx.Node:
-    apart = [
+    grouped = [
         None if x is None else builder.call(aten.unflatten.int, x, dim, sizes)
         for x, dim in ((args["input"], 1), (args["weight"], 0), (args["bias"], 0))
     ]
-    new = builder.call(aten.flatten.using_ints, builder.call(channels.group_norm, *apart, args["eps"]), 1, 2)
-    new.meta["val"] = builder.origin.meta["val"]  # type: ignore[union-attr]
-    return new  # (Of a symbolic number of channels, `flatten` gives groups times channels of a group.)
+    result = builder.call(aten.flatten.using_ints, builder.call(channels.group_norm, *grouped, args["eps"]), 1, 2)
+    result.meta["val"] = builder.origin.meta["val"]  # type: ignore[union-attr]
+    return result  # (Of a symbolic number of channels, `flatten` gives groups times channels of a group.)
 
 
 def _by_channel(op: Any, places: int) -> Rewrite:
@@ -224,9 +224,9 @@ def _by_channel(op: Any, places: int) -> Rewrite:
 
     def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
         x, *rest = args.values()
-        new = builder.raw(channels.by_channel, (x, op, x.meta["val"].dim() - places - 1, tuple(rest)))
-        new.meta["val"] = builder.origin.meta["val"]  # type: ignore[union-attr]
-        return new  # (torch cannot evaluate interpolation with symbolic sizes.)
+        result = builder.raw(channels.by_channel, (x, op, x.meta["val"].dim() - places - 1, tuple(rest)))
+        result.meta["val"] = builder.origin.meta["val"]  # type: ignore[union-attr]
+        return result  # (torch cannot evaluate interpolation with symbolic sizes.)
 
     return rewrite
 

@@ -89,20 +89,20 @@ def causal_attention(graph: fx.Graph) -> fx.Graph:
         if node not in masked:
             builder.copy(node)
             continue
-        given = builder.map(_with_own_heads(arguments_of(node))) | {"attn_mask": None, "is_causal": True}
-        named = {name: given.pop(name) for name in ("scale", "enable_gqa")}
-        builder.env[node] = builder.call(ATTENTION, *given.values(), **named)
+        operands = builder.map(_with_own_heads(arguments_of(node))) | {"attn_mask": None, "is_causal": True}
+        named = {name: operands.pop(name) for name in ("scale", "enable_gqa")}
+        builder.env[node] = builder.call(ATTENTION, *operands.values(), **named)
     return builder.graph
 
 
-def _with_own_heads(given: dict[str, Any]) -> dict[str, Any]:
+def _with_own_heads(args: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of an attention without a mask, with keys and values that are not repeated for heads."""
-    key, value = (_not_repeated(given[name]) for name in ("key", "value"))
+    key, value = (_not_repeated(args[name]) for name in ("key", "value"))
     if key is None or value is None or key.meta["val"].dtype not in GROUPED:
-        return given
+        return args
     widths = [Size.of(x.meta["val"].shape[-1]) for x in (key, value)]
     fused = widths[0] == widths[1] and not widths[0].symbols and widths[0].number <= WIDEST
-    return given | {"key": key, "value": value, "enable_gqa": True} if fused else given
+    return args | {"key": key, "value": value, "enable_gqa": True} if fused else args
 
 
 def _not_repeated(node: fx.Node) -> fx.Node | None:
@@ -132,10 +132,10 @@ def _spans(fact: Fact, value: torch.Tensor) -> bool:
 
 def _is_causal(node: fx.Node, facts: dict[fx.Node, Fact]) -> bool:
     """True for an attention with a causal mask alone, of as many queries as keys."""
-    given = arguments_of(node)
-    sizes = tuple(Size.of(given[name].meta["val"].shape[-2]) for name in ("query", "key"))
-    mask = facts.get(given["attn_mask"]) if isinstance(given["attn_mask"], fx.Node) else None
-    return mask == NoLaterKey(sizes) and not given["is_causal"] and sizes[0] == sizes[1]  # type: ignore[arg-type]
+    args = arguments_of(node)
+    sizes = tuple(Size.of(args[name].meta["val"].shape[-2]) for name in ("query", "key"))
+    mask = facts.get(args["attn_mask"]) if isinstance(args["attn_mask"], fx.Node) else None
+    return mask == NoLaterKey(sizes) and not args["is_causal"] and sizes[0] == sizes[1]  # type: ignore[arg-type]
 
 
 def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact | None:
@@ -143,32 +143,32 @@ def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact | None:
     meaning = MEANINGS.get(getattr(node.target, "overloadpacket", None))
     if meaning is None:
         return None
-    given = {name: facts.get(x) if isinstance(x, fx.Node) else x for name, x in arguments_of(node).items()}
-    return meaning(node.meta["val"], given)
+    args = {name: facts.get(x) if isinstance(x, fx.Node) else x for name, x in arguments_of(node).items()}
+    return meaning(node.meta["val"], args)
 
 
-Given = dict[str, Any]
+Arguments = dict[str, Any]
 """The arguments of a call, with what is known of its operands in their place."""
 
 
-def _counted(value: Tensor, given: Given) -> Fact | None:
-    counts = given.get("start", 0) == 0 and given.get("step", 1) == 1 and value.dtype in WIDE
+def _counted(value: Tensor, args: Arguments) -> Fact | None:
+    counts = args.get("start", 0) == 0 and args.get("step", 1) == 1 and value.dtype in WIDE
     return Positions(-1, Size.of(value.shape[0])) if counts else None
 
 
-def _filled(value: Tensor, given: Given) -> Fact | None:
-    return ALWAYS if value.dtype == torch.bool and given.get("fill_value", True) is True else None
+def _filled(value: Tensor, args: Arguments) -> Fact | None:
+    return ALWAYS if value.dtype == torch.bool and args.get("fill_value", True) is True else None
 
 
-def _lower(value: Tensor, given: Given) -> Fact | None:
+def _lower(value: Tensor, args: Arguments) -> Fact | None:
     sizes = Size.of(value.shape[-2]), Size.of(value.shape[-1])
-    return NoLaterKey(sizes) if given["self"] == ALWAYS and given["diagonal"] == 0 else None
+    return NoLaterKey(sizes) if args["self"] == ALWAYS and args["diagonal"] == 0 else None
 
 
-def _both(value: Tensor, given: Given) -> Fact | None:
-    known = given["self"], given["other"]
-    masks = {one for one in known if isinstance(one, NoLaterKey)}
-    if len(masks) > 1 or not all(isinstance(one, NoLaterKey) or one == ALWAYS for one in known):
+def _both(value: Tensor, args: Arguments) -> Fact | None:
+    facts = args["self"], args["other"]
+    masks = {fact for fact in facts if isinstance(fact, NoLaterKey)}
+    if len(masks) > 1 or not all(isinstance(fact, NoLaterKey) or fact == ALWAYS for fact in facts):
         return None
     return next(iter(masks), ALWAYS)
 
@@ -181,40 +181,40 @@ def _no_later(key: Any, query: Any, more: int) -> Fact | None:
     return NoLaterKey((query.size, key.size)) if causal else None
 
 
-def _shifted(value: Tensor, given: Given, sign: int) -> Fact | None:
-    x, by = given["self"], given["other"]
-    plain = isinstance(x, Positions) and type(by) is int and given.get("alpha", 1) == 1
+def _shifted(value: Tensor, args: Arguments, sign: int) -> Fact | None:
+    x, by = args["self"], args["other"]
+    plain = isinstance(x, Positions) and type(by) is int and args.get("alpha", 1) == 1
     return replace(x, offset=x.offset + sign * by) if plain else None
 
 
-def _same(value: Tensor, given: Given) -> Fact | None:
-    x = given["self"]
+def _same(value: Tensor, args: Arguments) -> Fact | None:
+    x = args["self"]
     holds = value.dtype == torch.bool if isinstance(x, NoLaterKey) or x == ALWAYS else value.dtype in WIDE
     return x if holds else None
 
 
-def _unsqueezed(value: Tensor, given: Given) -> Fact | None:
-    x, behind = given["self"], value.dim() - 1 - given["dim"] % value.dim()  # The dimensions behind the new one.
+def _unsqueezed(value: Tensor, args: Arguments) -> Fact | None:
+    x, trailing = args["self"], value.dim() - 1 - args["dim"] % value.dim()  # The dimensions behind the new one.
     if isinstance(x, Positions):
-        return replace(x, dim=x.dim - (behind < -x.dim))
-    return x if isinstance(x, Everywhere) or behind >= 2 else None
+        return replace(x, dim=x.dim - (trailing < -x.dim))
+    return x if isinstance(x, Everywhere) or trailing >= 2 else None
 
 
-def _first(value: Tensor, given: Given) -> Fact | None:
+def _first(value: Tensor, args: Arguments) -> Fact | None:
     """What is known of positions from `start` on."""
-    x = given["self"]
-    if not isinstance(x, Positions) or given["dim"] % value.dim() != value.dim() + x.dim or given.get("step", 1) != 1:
+    x = args["self"]
+    if not isinstance(x, Positions) or args["dim"] % value.dim() != value.dim() + x.dim or args.get("step", 1) != 1:
         return x if isinstance(x, Everywhere) else None
-    start = given.get("start") or 0
+    start = args.get("start") or 0
     counts = type(start) is int and start >= 0
     return Positions(x.dim, Size.of(value.shape[x.dim]), x.offset + start) if counts else None
 
 
-def _stepped(value: Tensor, given: Given) -> Fact | None:
+def _stepped(value: Tensor, args: Arguments) -> Fact | None:
     """Positions that follow one another differ by one; so do those of `prepend`, if they end right before them."""
-    x, before = given["self"], given.get("prepend")
-    along = isinstance(x, Positions) and given.get("dim", -1) % value.dim() == value.dim() + x.dim
-    if not along or given.get("n", 1) != 1 or given.get("append") is not None:
+    x, before = args["self"], args.get("prepend")
+    along = isinstance(x, Positions) and args.get("dim", -1) % value.dim() == value.dim() + x.dim
+    if not along or args.get("n", 1) != 1 or args.get("append") is not None:
         return None
     follows = before is None or (
         isinstance(before, Positions)
@@ -224,23 +224,25 @@ def _stepped(value: Tensor, given: Given) -> Fact | None:
     return Everywhere(1) if follows else None
 
 
-def _compared(value: Tensor, given: Given, equal: bool) -> Fact | None:
-    sides = [it.number if isinstance(it, Everywhere) else it for it in (given["self"], given["other"])]
-    return Everywhere((sides[0] == sides[1]) is equal) if all(type(it) in (int, bool) for it in sides) else None
+def _compared(value: Tensor, args: Arguments, equal: bool) -> Fact | None:
+    sides = [
+        operand.number if isinstance(operand, Everywhere) else operand for operand in (args["self"], args["other"])
+    ]
+    return Everywhere((sides[0] == sides[1]) is equal) if all(type(side) in (int, bool) for side in sides) else None
 
 
-def _summed(value: Tensor, given: Given) -> Fact | None:
+def _summed(value: Tensor, args: Arguments) -> Fact | None:
     """Sums of zeros, however many, are zero."""
-    x = given["self"]
+    x = args["self"]
     return Everywhere(0) if isinstance(x, Everywhere) and x.number == 0 and value.dtype in WIDE else None
 
 
-def _anywhere(value: Tensor, given: Given) -> Fact | None:
-    x = given["self"]
+def _anywhere(value: Tensor, args: Arguments) -> Fact | None:
+    x = args["self"]
     return x if isinstance(x, Everywhere) else None
 
 
-MEANINGS: dict[Any, Callable[[Tensor, Given], Fact | None]] = {
+MEANINGS: dict[Any, Callable[[Tensor, Arguments], Fact | None]] = {
     aten.arange: _counted,
     aten.ones: _filled,
     aten.full: _filled,
@@ -248,21 +250,21 @@ MEANINGS: dict[Any, Callable[[Tensor, Given], Fact | None]] = {
     aten.__and__: _both,
     aten.bitwise_and: _both,
     aten.logical_and: _both,
-    aten.le: lambda value, given: _no_later(given["self"], given["other"], 0),
-    aten.lt: lambda value, given: _no_later(given["self"], given["other"], -1),
-    aten.ge: lambda value, given: _no_later(given["other"], given["self"], 0),
-    aten.gt: lambda value, given: _no_later(given["other"], given["self"], -1),
-    aten.add: lambda value, given: _shifted(value, given, 1),
-    aten.sub: lambda value, given: _shifted(value, given, -1),
+    aten.le: lambda value, args: _no_later(args["self"], args["other"], 0),
+    aten.lt: lambda value, args: _no_later(args["self"], args["other"], -1),
+    aten.ge: lambda value, args: _no_later(args["other"], args["self"], 0),
+    aten.gt: lambda value, args: _no_later(args["other"], args["self"], -1),
+    aten.add: lambda value, args: _shifted(value, args, 1),
+    aten.sub: lambda value, args: _shifted(value, args, -1),
     aten.to: _same,
     aten.alias: _same,
     aten.detach: _same,
-    aten.expand: lambda value, given: given["self"],
+    aten.expand: lambda value, args: args["self"],
     aten.unsqueeze: _unsqueezed,
     aten.slice: _first,
     aten.diff: _stepped,
-    aten.ne: lambda value, given: _compared(value, given, False),
-    aten.eq: lambda value, given: _compared(value, given, True),
+    aten.ne: lambda value, args: _compared(value, args, False),
+    aten.eq: lambda value, args: _compared(value, args, True),
     aten.cumsum: _summed,
     aten.index: _anywhere,
 }

@@ -25,7 +25,7 @@ def constant_index(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> fx
         constants: placeholder name -> constant tensor.
     """
     lookups = graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    slices = {node: found for node in lookups if (found := _slice(node, constants)) is not None}
+    slices = {node: bounds for node in lookups if (bounds := _slice(node, constants)) is not None}
     if not slices:
         return graph
     builder = Builder(fake_mode_of(graph))
@@ -42,10 +42,10 @@ def _slice(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> tuple[int, i
     """Returns dimension, start and end of the slice that an index picks; None if it is no constant slice."""
     x: Any = node.args[0]
     indices: Any = node.args[1]
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1:
+    indexed = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(indexed) != 1:
         return None
-    dim, index = given[0]
+    dim, index = indexed[0]
     while has(index.target, Trait.SAME) and not has(index.target, Trait.CAST):
         index = index.args[0]
     constant, length = constants.get(index.name), x.meta["val"].shape[dim]

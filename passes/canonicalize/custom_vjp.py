@@ -57,13 +57,13 @@ def _mark(builder: Builder, node: fx.Node, target: Any, args: tuple[Any, ...], v
 
 def _expect_no_draws(group: FunctionCall) -> None:
     """Raises Error if backward draws random numbers itself (it may read numbers that forward drew and saved)."""
-    seen, queue = set[fx.Node](), [*group.inside, *group.saved]
+    visited, queue = set[fx.Node](), [*group.inside, *group.saved]
     kept_values = {node.args[0] for node in group.inside if node.target is kept}
     while queue:
         node = queue.pop()
-        if node in seen or node in kept_values or node.target is output:
+        if node in visited or node in kept_values or node.target is output:
             continue
-        seen.add(node)
+        visited.add(node)
         queue += [] if node.target is kept or is_gradient(node) else node.all_input_nodes
         if draws(node):
             raise Error(
@@ -75,12 +75,12 @@ def _expect_no_draws(group: FunctionCall) -> None:
 
 def backward_of(graph: fx.Graph) -> set[fx.Node]:
     """Returns the operators of a graph that belong to backward: they depend on kept values or on a gradient."""
-    found: set[fx.Node] = set()
+    backward: set[fx.Node] = set()
     for node in graph.nodes:
-        reads = any(n in found for n in node.all_input_nodes) and node.target not in (sent, output, result)
+        reads = any(n in backward for n in node.all_input_nodes) and node.target not in (sent, output, result)
         if node.target is kept or is_gradient(node) or (reads and outputs_of(node)):  # A size is not backward's.
-            found.add(node)
-    return found
+            backward.add(node)
+    return backward
 
 
 @dataclass(frozen=True)
@@ -139,30 +139,30 @@ def _groups(graph: fx.Graph) -> list[FunctionCall]:
 def _group(
     marks: tuple[fx.Node, ...], made: Sequence[fx.Node], backward: set[fx.Node], order: dict[fx.Node, int]
 ) -> FunctionCall:
-    found, queue = set[fx.Node](), [mark.args[1] for mark in marks]
+    members, queue = set[fx.Node](), [mark.args[1] for mark in marks]
     while queue:
         node: Any = queue.pop()
-        if node not in found:
-            found.add(node)
+        if node not in members:
+            members.add(node)
             queue += [] if node not in backward or node.target is kept or is_gradient(node) else node.all_input_nodes
-    outputs = {*made, *(node.args[0] for node in found if is_gradient(node))}
-    read = (node for node in found if node.target is kept or node not in backward)
+    outputs = {*made, *(node.args[0] for node in members if is_gradient(node))}
+    read = (node for node in members if node.target is kept or node not in backward)
     saved = {node.args[0] if node.target is kept else node for node in read}
-    inside = (node for node in found if node in backward)
+    inside = (node for node in members if node in backward)
     return FunctionCall(marks, *(tuple(sorted(part, key=order.__getitem__)) for part in (outputs, inside, saved)))  # type: ignore[arg-type]
 
 
 def _call(builder: Builder, group: FunctionCall) -> None:
     """Writes the operator `Vjp` for a call, and its results."""
     parts = [node.args[0] for node in group.outputs], [node.args[0] for node in group.sent], group.saved
-    given: list[Any] = list(dict.fromkeys(node for part in parts for node in part))
-    places = Places(*(tuple(map(given.index, part)) for part in parts))
+    operands: list[Any] = list(dict.fromkeys(node for part in parts for node in part))
+    places = Places(*(tuple(map(operands.index, part)) for part in parts))
     name = str(group.outputs[0].args[1])
-    new = builder.raw(Vjp(_backward_graph(group), places, name), builder.map(tuple(given)))
-    new.meta["val"] = tuple(node.meta["val"][0] for node in group.outputs)
+    call = builder.raw(Vjp(_backward_graph(group), places, name), builder.map(tuple(operands)))
+    call.meta["val"] = tuple(node.meta["val"][0] for node in group.outputs)
     for i, node in enumerate(group.outputs):
         for user in [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]:
-            item = builder.raw(operator.getitem, (new, i))
+            item = builder.raw(operator.getitem, (call, i))
             item.meta["val"] = node.meta["val"][0]
             builder.env[user] = item
 

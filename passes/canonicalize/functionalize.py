@@ -73,8 +73,8 @@ def functionalize(
     for node in graph.nodes:
         if node.op == "output":
             updated = [n for n in graph.nodes if n.op == "placeholder" and n.name in buffers and state.changed(n)]
-            found = tuple(state.read(n) for n in node.args[0])
-            state.builder.graph.output((*found, *(state.read(n) for n in updated)))
+            outputs = tuple(state.read(n) for n in node.args[0])
+            state.builder.graph.output((*outputs, *(state.read(n) for n in updated)))
         elif writes(node):
             state.mutate(node, {*buffers, *owned})
         elif updates_statistics(node):
@@ -135,24 +135,24 @@ class _Versions:
         if root.op == "placeholder" and root.name not in writable:
             raise _refused(node, "writes into an input or a parameter of the model")
         args = fx.map_arg((node.args, node.kwargs), lambda n: self.read(n))
-        new = self._functional(node, *args)
-        self._write(written, new)
+        result = self._functional(node, *args)
+        self._write(written, result)
         self.version[root] = self.version.get(root, 0) + 1
         self.current[node], self.base[node], self.seen[node] = self.current[written], [written], self._version(written)
 
     def move(self, node: fx.Node, writable: Collection[str]) -> None:
         """Replaces a batch norm in training: it updates running statistics, although its schema does not say so."""
         self.builder.origin = node
-        given = arguments_of(node)
+        arguments = arguments_of(node)
         names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
-        args = [self.read(x) if isinstance(x := given[name], fx.Node) else x for name in names]
-        new = self.builder.call(batch_norm_moving, *args)
-        made, *moved = (self.builder.call(operator.getitem, new, i) for i in range(3))
+        args = [self.read(x) if isinstance(x := arguments[name], fx.Node) else x for name in names]
+        result = self.builder.call(batch_norm_moving, *args)
+        made, *moved = (self.builder.call(operator.getitem, result, i) for i in range(3))
         for name, value in zip(names[3:5], moved, strict=True):
-            root = self._root(given[name])
+            root = self._root(arguments[name])
             if root.op == "placeholder" and root.name not in writable:
                 raise _refused(node, "updates running statistics that are not buffers of the model")
-            self._write(given[name], value)
+            self._write(arguments[name], value)
             self.version[root] = self.version.get(root, 0) + 1
         self.current[node] = made
 
@@ -176,32 +176,32 @@ class _Versions:
         if form is None:
             raise _refused(node, f"{op} has no form that returns a new tensor")
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-        new = self.builder.call(form, *args, *_defaults(op, form)[len(args) :], **kwargs)
+        result = self.builder.call(form, *args, *_defaults(op, form)[len(args) :], **kwargs)
         dtype = _written(node).meta["val"].dtype
-        return new if new.meta["val"].dtype == dtype else self.builder.call(aten.to.dtype, new, dtype)
+        return result if result.meta["val"].dtype == dtype else self.builder.call(aten.to.dtype, result, dtype)
 
-    def _write(self, node: fx.Node, new: fx.Node) -> None:
-        """Sets the value of `node` to `new`, and updates the tensor that `node` is a view of."""
+    def _write(self, node: fx.Node, value: fx.Node) -> None:
+        """Sets the value of `node` to `value`, and updates the tensor that `node` is a view of."""
         source = self._source(node)
         if source is not None:
             rest = fx.map_arg(node.args[1:], lambda n: self.read(n))
-            passed = self._without_gradient(source, node, new) if has(node.target, Trait.NO_GRADIENT) else new
+            passed = self._without_gradient(source, node, value) if has(node.target, Trait.NO_GRADIENT) else value
             self._write(source, _scattered(self.builder, node, rest, self.read(source, detached=True), passed))
-        self.current[node] = new
+        self.current[node] = value
         if source is not None:
             self.seen[node] = self._version(node) + 1
 
-    def _without_gradient(self, base: fx.Node, view: fx.Node, new: fx.Node) -> fx.Node:
+    def _without_gradient(self, base: fx.Node, view: fx.Node, value: fx.Node) -> fx.Node:
         """Returns what a base gets of a value that is written through `view`, its `detach()`."""
         before, writer = self.read(base, detached=True), self.builder.origin
         assert writer is not None
         if carries_gradient(before, self.plain, self.fixed):
             self.lost.setdefault(self._tracked_root(base), writer)
             self.before.setdefault(base, before)
-        if not carries_gradient(new, self.plain, self.fixed):
-            return new
+        if not carries_gradient(value, self.plain, self.fixed):
+            return value
         self.straight.setdefault(view, writer)
-        return self.builder.call(aten.detach.default, new)
+        return self.builder.call(aten.detach.default, value)
 
     def _tracked_root(self, node: fx.Node) -> fx.Node:
         """Returns the last base of a node that autograd knows as one: `detach()` ends that."""
@@ -238,8 +238,8 @@ class _Versions:
         """Returns the nodes whose memory a node shares."""
         # An item of a split shares memory with its base, an item of a topk does not.
         if node.target is operator.getitem:
-            several: Any = node.args[0]
-            return [several] if several in self.base else []
+            parent: Any = node.args[0]
+            return [parent] if parent in self.base else []
         return _sharing(node, self.fixed, self.builder.mode)
 
     def _source(self, node: fx.Node) -> fx.Node | None:
@@ -267,12 +267,12 @@ def _defaults(op: OpOverload, form: OpOverload) -> list[Any]:
 
 def _written(node: fx.Node) -> fx.Node:
     """Returns the tensor that an in-place operator writes into: its first operand, or its argument `out`."""
-    found = written_operand(node)
-    if not isinstance(found, fx.Node):
+    operand = written_operand(node)
+    if not isinstance(operand, fx.Node):
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         name = [arg.name for arg in schema if arg.alias_info is not None and arg.alias_info.is_write][-1]
         raise _refused(node, f"{node.target} writes into `{name}`")
-    return found
+    return operand
 
 
 def _sharing(node: fx.Node, fixed: FakeTensorMode, symbolic: FakeTensorMode) -> list[fx.Node]:
@@ -285,8 +285,8 @@ def _sharing(node: fx.Node, fixed: FakeTensorMode, symbolic: FakeTensorMode) -> 
     target = node.target
     if not isinstance(target, OpOverload):
         return []
-    told = has(target, Trait.MAY_ALIAS) or any(r.alias_info is not None for r in target._schema.returns)
-    if not told and not _is_composed(target):
+    may_alias = has(target, Trait.MAY_ALIAS) or any(r.alias_info is not None for r in target._schema.returns)
+    if not may_alias and not _is_composed(target):
         return []
     operands = [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
     examples = {n: n.meta["val"] for n in node.all_input_nodes}
@@ -311,24 +311,24 @@ def _lie_in(target: Any, operands: Sequence[torch.Tensor], args: Any, kwargs: An
     """Returns the places of the operands whose memory the result of a call shares; a tuple may share several."""
     result = target(*args, **kwargs)
     memory = {x.untyped_storage()._cdata for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)}
-    found = [i for i, x in enumerate(operands) if x.untyped_storage()._cdata in memory]
-    return found[:1] if isinstance(result, torch.Tensor) else found
+    places = [i for i, x in enumerate(operands) if x.untyped_storage()._cdata in memory]
+    return places[:1] if isinstance(result, torch.Tensor) else places
 
 
-def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.Node) -> fx.Node:
-    """Returns the base of `view` with the view's part replaced by `new`; `rest` are the view's other arguments."""
+def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, value: fx.Node) -> fx.Node:
+    """Returns the base of `view` with the view's part replaced by `value`; `rest` are the view's other arguments."""
     target: Any = view.target
     if target in SCATTERS:
-        return builder.call(SCATTERS[target], base, new, *rest)
+        return builder.call(SCATTERS[target], base, value, *rest)
     if has(target, Trait.RESHAPE):
-        return builder.call(aten.reshape.default, new, _sizes(builder, base))
+        return builder.call(aten.reshape.default, value, _sizes(builder, base))
     if has(target, Trait.SAME | Trait.MAY_ALIAS) or writes(view):
-        return new  # The result of an in-place operator is the tensor that it wrote to.
+        return value  # The result of an in-place operator is the tensor that it wrote to.
     if has(target, Trait.SWAP):
-        return builder.call(target, new, *rest)
+        return builder.call(target, value, *rest)
     if target is aten.permute.default:
         order = [d % len(rest[0]) for d in rest[0]]
-        return builder.call(aten.permute.default, new, [order.index(d) for d in range(len(order))])
+        return builder.call(aten.permute.default, value, [order.index(d) for d in range(len(order))])
     raise _refused(
         view,
         f"an in-place operator writes through `{target if isinstance(target, OpOverload) else 'one of several views'}`",

@@ -37,15 +37,15 @@ def with_gradient(node: fx.Node, mode: FakeTensorMode) -> frozenset[str]:
 
 def _sources(node: fx.Node, mode: FakeTensorMode) -> Iterator[str]:
     """Yields the placeholders, by name, from which a value has a gradient."""
-    queue, known = [node], {node}
+    queue, visited = [node], {node}
     while queue:
-        one = queue.pop()
-        if one.op == "placeholder" and _is_floating(one.meta.get("val")):
-            yield one.name
-        if one.op == "call_function" and _passes_gradient(one, mode):
-            before = set(one.all_input_nodes) - known
+        source = queue.pop()
+        if source.op == "placeholder" and _is_floating(source.meta.get("val")):
+            yield source.name
+        if source.op == "call_function" and _passes_gradient(source, mode):
+            before = set(source.all_input_nodes) - visited
             queue += before
-            known |= before
+            visited |= before
 
 
 def _is_floating(value: Any) -> bool:
@@ -73,11 +73,11 @@ def _wants_gradient(target: Any, args: Any, kwargs: Any) -> bool:
     floating = [i for i, x in enumerate(leaves) if _is_floating(x)]
 
     def wants(places: Collection[int]) -> bool:
-        given = [x.detach().requires_grad_(i in places) if i in floating else x for i, x in enumerate(leaves)]
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        operands = [x.detach().requires_grad_(i in places) if i in floating else x for i, x in enumerate(leaves)]
+        args, kwargs = pytree.tree_unflatten(operands, spec)
         with torch.enable_grad():
-            found = pytree.tree_leaves(target(*args, **kwargs))
-        return any(x.requires_grad for x in found if isinstance(x, torch.Tensor))
+            results = pytree.tree_leaves(target(*args, **kwargs))
+        return any(x.requires_grad for x in results if isinstance(x, torch.Tensor))
 
     def may_want(place: int) -> bool:
         try:

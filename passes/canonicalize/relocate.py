@@ -21,23 +21,23 @@ from autotp.rules.traits import draws
 CPU = torch.device("cpu")
 
 
-def relocate(graph: fx.Graph, kind: str) -> fx.Graph:
-    """Returns the same function with all values on this process's device of a kind, such as "cuda"."""
-    if kind == "cpu":
+def relocate(graph: fx.Graph, device_type: str) -> fx.Graph:
+    """Returns the same function with all values on this process's device of a type, such as "cuda"."""
+    if device_type == "cpu":
         return graph
     builder = Builder(fake_mode_of(graph))
     with builder.mode:
-        device = torch.empty((), device=kind).device
+        device = torch.empty((), device=device_type).device
     for node in graph.nodes:
         builder.origin = node
-        new = builder.copy(node)
+        copy = builder.copy(node)
         if drawn_on_cpu(node):
             if node.users:
-                builder.env[node] = builder.call(torch.ops.aten.to.device, new, device, new.meta["val"].dtype)
+                builder.env[node] = builder.call(torch.ops.aten.to.device, copy, device, copy.meta["val"].dtype)
             continue
-        new.args, new.kwargs = on_device((new.args, new.kwargs), device)
-        if "val" in new.meta:
-            new.meta["val"] = pytree.tree_map(lambda x: _moved(x, device, builder), new.meta["val"])
+        copy.args, copy.kwargs = on_device((copy.args, copy.kwargs), device)
+        if "val" in copy.meta:
+            copy.meta["val"] = pytree.tree_map(lambda x: _moved(x, device, builder), copy.meta["val"])
     return builder.graph
 
 

@@ -30,25 +30,27 @@ def value_reads(graph: fx.Graph, captured: Captured, updated: int, cut: Collecti
         cut: placeholder names of inputs of which each rank has a part: their values are activations.
     """
     results = returned(graph)
-    known = {*captured.inputs, *captured.constants} - {*cut}
-    of_inputs = {at: _follows(results[at], known) for at in captured.read_at}
-    before = [at for read in captured.asked if _is_known(read, of_inputs) for at in _positions(read)]
-    after = [at for read in captured.asked if not _is_known(read, of_inputs) for at in _positions(read)]
+    input_names = {*captured.inputs, *captured.constants} - {*cut}
+    of_inputs = {index: _follows(results[index], input_names) for index in captured.read_at}
+    before = [index for read in captured.asked if _is_known(read, of_inputs) for index in _positions(read)]
+    after = [index for read in captured.asked if not _is_known(read, of_inputs) for index in _positions(read)]
     first = len(results) - updated - len(of_inputs)
-    where = {at: i for i, at in enumerate(before)} | {at: first + i for i, at in enumerate(after)}
+    where = {index: i for i, index in enumerate(before)} | {index: first + i for i, index in enumerate(after)}
 
     def moved(read: ValueRead) -> ValueRead:
-        given = tuple(OutputAt(where[x.at]) if isinstance(x, OutputAt) else x for x in read.given)
-        return replace(read, given=given, of_inputs=_is_known(read, of_inputs))
+        args = tuple(OutputAt(where[x.at]) if isinstance(x, OutputAt) else x for x in read.given)
+        return replace(read, given=args, of_inputs=_is_known(read, of_inputs))
 
-    kept = [*results[:first], *(results[at] for at in after), *results[len(results) - updated :]]
+    outputs = [*results[:first], *(results[index] for index in after), *results[len(results) - updated :]]
     facts = replace(
         captured,
         asked=tuple(map(moved, captured.asked)),
-        input_values=part_of(graph, [results[at] for at in before], ancestors(results[at] for at in before)),
+        input_values=part_of(
+            graph, [results[index] for index in before], ancestors(results[index] for index in before)
+        ),
         owned=frozenset() if after else captured.owned,  # A call whose outcomes are others runs again.
     )
-    return part_of(graph, kept, set(graph.nodes)), facts  # Draws stay, read or not: they move the random stream.
+    return part_of(graph, outputs, set(graph.nodes)), facts  # Draws stay, read or not: they move the random stream.
 
 
 def _positions(read: ValueRead) -> list[int]:
@@ -56,10 +58,10 @@ def _positions(read: ValueRead) -> list[int]:
 
 
 def _is_known(read: ValueRead, of_inputs: dict[int, bool]) -> bool:
-    return not read.outcome.assumed and all(of_inputs[at] for at in _positions(read))
+    return not read.outcome.assumed and all(of_inputs[index] for index in _positions(read))
 
 
-def _follows(node: Any, known: Collection[str]) -> bool:
+def _follows(node: Any, names: Collection[str]) -> bool:
     """True if a value is the same in each call with these placeholders' values."""
     nodes = ancestors([node])
-    return all(n.name in known if n.op == "placeholder" else not draws(n) for n in nodes)
+    return all(n.name in names if n.op == "placeholder" else not draws(n) for n in nodes)

@@ -124,16 +124,16 @@ def has_collectives(graph: fx.Graph) -> bool:
     )
 
 
-def inductor_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def inductor_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of Inductor among arguments of `torch.compile`, those of a mode included."""
     from torch._inductor import list_mode_options
 
-    return {**(list_mode_options(given["mode"]) if given.get("mode") else {}), **(given.get("options") or {})}
+    return {**(list_mode_options(kwargs["mode"]) if kwargs.get("mode") else {}), **(kwargs.get("options") or {})}
 
 
-def with_inductor_options(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def with_inductor_options(kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of `torch.compile` with these options; it takes no mode beside options."""
-    return {key: value for key, value in given.items() if key != "mode"} | {"options": dict(options)}
+    return {key: value for key, value in kwargs.items() if key != "mode"} | {"options": dict(options)}
 
 
 class BlockFusion:
@@ -148,7 +148,7 @@ class BlockFusion:
     def __init__(self, model: FusedPairs) -> None:
         self.model, self.own, self.told = model, FusedPairs(), 0
 
-    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of `torch.compile` with torch's pass switched on.
 
         torch keeps no compiled code on disk for later jobs: it would not run the pass again, and nothing were counted.
@@ -156,16 +156,18 @@ class BlockFusion:
         from torch._inductor import config
         from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
-        theirs = inductor_options(given)
-        before, behind = (get_custom_graph_passes(theirs.get(name, getattr(config, name))) for name in (BEFORE, BEHIND))
-        ours = {SWITCH: True, BEFORE: [*before, without_bias], BEHIND: [*behind, self.count]}
-        return with_inductor_options(given, theirs | ours)
+        user_options = inductor_options(kwargs)
+        before, after = (
+            get_custom_graph_passes(user_options.get(name, getattr(config, name))) for name in (BEFORE, BEHIND)
+        )
+        pass_options = {SWITCH: True, BEFORE: [*before, without_bias], BEHIND: [*after, self.count]}
+        return with_inductor_options(kwargs, user_options | pass_options)
 
     def count(self, graph: fx.Graph) -> None:
         """Counts the collectives of a graph behind torch's pass."""
         fused = fused_pairs(graph)
-        for found in (self.own, self.model):
-            found.graphs.append((fused, fused + collectives(graph)))
+        for pairs in (self.own, self.model):
+            pairs.graphs.append((fused, fused + collectives(graph)))
 
     def expect_some(self) -> None:
         """Raises Error if torch has compiled a graph of this block since the last call, and has fused nothing in any.
@@ -206,8 +208,8 @@ def _users(node: fx.Node, target: Callable[..., Any]) -> list[fx.Node]:
 
 def _are_rows(view: fx.Node, whole: fx.Node) -> bool:
     """True if two values have the same dimensions, but for the last."""
-    found, read = view.meta["val"].shape, whole.meta["val"].shape
-    return len(found) == len(read) and all(map(operator.eq, found[:-1], read[:-1]))
+    view_shape, whole_shape = view.meta["val"].shape, whole.meta["val"].shape
+    return len(view_shape) == len(whole_shape) and all(map(operator.eq, view_shape[:-1], whole_shape[:-1]))
 
 
 def _add_behind(graph: fx.Graph, node: fx.Node, view: fx.Node) -> None:
@@ -225,9 +227,9 @@ def _add_behind(graph: fx.Graph, node: fx.Node, view: fx.Node) -> None:
 
 
 def _written(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
-    new = graph.call_function(target, args)
-    new.meta["val"] = target(*fx.node.map_aggregate(args, lambda a: a.meta["val"] if isinstance(a, fx.Node) else a))
-    return new
+    call = graph.call_function(target, args)
+    call.meta["val"] = target(*fx.node.map_aggregate(args, lambda a: a.meta["val"] if isinstance(a, fx.Node) else a))
+    return call
 
 
 def fused_pairs(graph: fx.Graph) -> Pairs:

@@ -46,47 +46,47 @@ class BlockCall(nn.Module):
         self.read_places = [x for x in operands if not isinstance(x, int)]
         self.owner = (owner,)  # In a tuple, so that it is no submodule of this module.
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *inputs: Any) -> Any:
         """Calls the block's module, which calls `run`; an nn.ModuleList cannot be called, so then `run` is called."""
         if torch.autograd.profiler._is_profiler_enabled and not torch.compiler.is_compiling():
             with record_function(self.name):
-                return self._called(given)
-        return self._called(given)
+                return self._called(inputs)
+        return self._called(inputs)
 
-    def _called(self, given: tuple[Any, ...]) -> Any:
+    def _called(self, inputs: tuple[Any, ...]) -> Any:
         owner = self.owner[0]
-        return self.run(given) if type(owner).forward is CONTAINER else owner(self, *given)
+        return self.run(inputs) if type(owner).forward is CONTAINER else owner(self, *inputs)
 
-    def run(self, given: tuple[Any, ...]) -> Any:
+    def run(self, inputs: tuple[Any, ...]) -> Any:
         """Runs the block on the present parameters of its module."""
         work = self.work
         run = work.forward if isinstance(work, fx.GraphModule) else work  # Nothing is registered on a shared graph.
         if isinstance(self.owner[0], FSDPModule):  # It reads the gradients when the block's backward ends.
             with sums_at_once():
-                return run(*self.operands_of(given))
-        return run(*self.operands_of(given))
+                return run(*self.operands_of(inputs))
+        return run(*self.operands_of(inputs))
 
-    def operands_of(self, given: Sequence[Any]) -> list[Any]:
+    def operands_of(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the arguments for `work`."""
         read = values_at(self.read_places) if self.read is value_at else list(map(self.read, self.read_places))
         values = iter(read)
-        return [next(values) if x is None else given[x] for x in self.given]
+        return [next(values) if x is None else inputs[x] for x in self.given]
 
 
 class Owner(nn.Module):
     """A module that holds a block's parameters, and runs the block when it is called with its `BlockCall`."""
 
-    def forward(self, call: BlockCall, *given: Any) -> Any:
+    def forward(self, call: BlockCall, *inputs: Any) -> Any:
         """Runs the block."""
-        return call.run(given)
+        return call.run(inputs)
 
 
 def value_at(place: ParameterPlace) -> Tensor:
     """Returns the present tensor at a place: functional_call replaces parameters. (Other names are looked up.)"""
     module, key = place
     parameter = module._parameters.get(key)
-    found: Tensor = getattr(module, key) if parameter is None else parameter
-    return found
+    tensor: Tensor = getattr(module, key) if parameter is None else parameter
+    return tensor
 
 
 def values_at(places: Iterable[ParameterPlace]) -> list[Tensor]:
@@ -115,14 +115,14 @@ def places(root: nn.Module) -> tuple[dict[str, str], dict[str, ParameterPlace]]:
     """Returns two dicts: every name of a parameter or buffer -> its first name, and first name -> its place."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
-    found: dict[str, ParameterPlace] = {}
+    places_by_name: dict[str, ParameterPlace] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
         for key, tensor in {**module._parameters, **module._buffers}.items():
             if tensor is not None:
                 name = f"{prefix}.{key}" if prefix else key
                 names[name] = first.setdefault(id(tensor), name)
-                found.setdefault(names[name], (module, key))
-    return names, found
+                places_by_name.setdefault(names[name], (module, key))
+    return names, places_by_name
 
 
 def ties(
@@ -133,10 +133,10 @@ def ties(
     Args:
         names, places: as `places` returns them.
     """
-    found = {name: (place_of(root, name), first) for name, first in names.items() if name != first}
+    tied = {name: (place_of(root, name), first) for name, first in names.items() if name != first}
     return {
         name: ((module, key), first)
-        for name, ((module, key), first) in found.items()
+        for name, ((module, key), first) in tied.items()
         if key in module._parameters and (module, key) != places[first]
     }
 
@@ -147,14 +147,14 @@ def place_of(root: nn.Module, name: str) -> ParameterPlace:
     return module_at(root, path), key
 
 
-def module_at(root: nn.Module, path: str, kind: type[nn.Module] = nn.Module) -> nn.Module:
+def module_at(root: nn.Module, path: str, module_class: type[nn.Module] = nn.Module) -> nn.Module:
     """Returns the module of this name; makes one of this kind if there is none.
 
     It reads `_modules`, because a submodule may have the name of one of our attributes, such as `plan`.
     """
     for key in path.split(".") if path else ():
         last, above = path.endswith(f".{key}") or path == key, root
-        root = above._modules.setdefault(key, kind() if last else nn.Module())  # type: ignore[assignment]
+        root = above._modules.setdefault(key, module_class() if last else nn.Module())  # type: ignore[assignment]
     return root
 
 
@@ -180,26 +180,26 @@ def attach_parameters(
         owner_of: name of a block, such as `h.0` -> the module of that name, or None.
         read: returns the tensor at a place.
     """
-    root, new, env = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node]()
+    root, attached, env = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node]()
     for node in outlined.graph.nodes:
         if node.op == "placeholder" and owner_of(_reader(node, names)) is not None:
             continue
         owner = owner_of(block_of(node)) if node.op == "call_module" else None
         if owner is None:
-            env[node] = copied(new, node, env.__getitem__)
+            env[node] = copied(attached, node, env.__getitem__)
             if node.op == "call_module":
                 root.add_module(str(node.target), outlined.get_submodule(str(node.target)))
             continue
-        given = [n for n in node.args if n in env]
+        passed = [n for n in node.args if n in env]
         operands: list[int | ParameterPlace] = [
-            given.index(n) if n in env else places[names[n.name]] for n in node.args
+            passed.index(n) if n in env else places[names[n.name]] for n in node.args
         ]
         name = f"{block_of(node).replace('.', '_')}_{len(root._modules)}"
         work = outlined.get_submodule(str(node.target))
         root.add_module(name, BlockCall(work, owner, operands, read, block_of(node)))
-        env[node] = new.call_module(name, tuple(env[n] for n in given))
+        env[node] = attached.call_module(name, tuple(env[n] for n in passed))
         env[node].meta = dict(node.meta)
-    return fx.GraphModule(root, new)
+    return fx.GraphModule(root, attached)
 
 
 def _reader(node: fx.Node, names: Mapping[str, str]) -> str:

@@ -48,22 +48,22 @@ def bind(
     bound, in_place, into_input = fx.Graph(), fresh(graph) if reuse else set(), written(graph, owned)
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        new = copied(bound, node, env.__getitem__)
-        env[node] = new
+        copy = copied(bound, node, env.__getitem__)
+        env[node] = copy
         if not drawn_on_cpu(node):
-            new.args, new.kwargs = on_device((new.args, new.kwargs), device)
+            copy.args, copy.kwargs = on_device((copy.args, copy.kwargs), device)
         if isinstance(node.target, Vjp):
-            new.target = node.target.on(bind(node.target.graph, device, groups, reuse=False))
+            copy.target = node.target.on(bind(node.target.graph, device, groups, reuse=False))
         if node.target in COMMUNICATING and node.args[1] in groups:
-            new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
+            copy.args = (copy.args[0], groups[str(node.args[1])], *copy.args[2:])
         if node.target is torch.ops.aten.sym_size.int:
-            new.target = torch.Tensor.size  # vmap has no rule for the operator.
+            copy.target = torch.Tensor.size  # vmap has no rule for the operator.
         if _is_empty_attention(node):
-            new.target = attention
+            copy.target = attention
         if node in into_input:
-            new.target = in_place_of(node.target)  # type: ignore[assignment]
+            copy.target = in_place_of(node.target)  # type: ignore[assignment]
         if node in in_place:
-            new.kwargs = {"fresh": True}
+            copy.kwargs = {"fresh": True}
     return bound
 
 

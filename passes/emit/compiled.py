@@ -71,7 +71,7 @@ class Compiled(nn.Module):
         plain = [x.as_subclass(Tensor) if isinstance(x, Tensor) and _has_class(x) else x for x in args]
         try:
             with torch._C._EnableTorchFunction():
-                found = self.inner(*plain)
+                result = self.inner(*plain)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise Error(
                 "torch has compiled a block for other sizes as often as it may, and would run it uncompiled from here "
@@ -81,7 +81,7 @@ class Compiled(nn.Module):
             ) from error
         if self.fusion is not None:
             self.fusion.expect_some()
-        return found
+        return result
 
 
 def _has_class(x: Tensor) -> bool:
@@ -137,13 +137,15 @@ def _compiled(work: nn.Module, options: Mapping[str, Any], fused: FusedPairs | N
     if isinstance(work, Recomputed):
         work.inner = _compiled(work.inner, options, fused)
         return work
-    found = work if isinstance(work, Compiled) else Compiled(work)
-    fusible = fused is not None and isinstance(found.inner, fx.GraphModule) and has_collectives(found.inner.graph)
-    found.fusion = BlockFusion(fused) if fusible else None  # type: ignore[arg-type]
+    compiled = work if isinstance(work, Compiled) else Compiled(work)
+    fusible = fused is not None and isinstance(compiled.inner, fx.GraphModule) and has_collectives(compiled.inner.graph)
+    compiled.fusion = BlockFusion(fused) if fusible else None  # type: ignore[arg-type]
     if fusible:
-        _separate(found.inner)
-    found.inner.compile(**_overlapping(found.inner, options) if found.fusion is None else found.fusion.options(options))
-    return found
+        _separate(compiled.inner)
+    compiled.inner.compile(
+        **_overlapping(compiled.inner, options) if compiled.fusion is None else compiled.fusion.options(options)
+    )
+    return compiled
 
 
 def _overlapping(block: nn.Module, options: Mapping[str, Any]) -> Mapping[str, Any]:

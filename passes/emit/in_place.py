@@ -33,17 +33,17 @@ def fresh(graph: fx.Graph) -> set[fx.Node]:
 
     The output of another block is not overwritten: under `fully_shard` a hook may be registered on it.
     """
-    found = set()
+    nodes = set()
     for node in graph.nodes:
         if any(block_of(n) != block_of(node) for n in node.all_input_nodes[:1]) and node.target is not collectives.copy:
             continue
         if node.target is collectives.reduce and len(node.args) == 2 and _is_new(node.args[0]):
-            found.add(node)
+            nodes.add(node)
         if node.target is collectives.copy and _gradient_is_new(node):
-            found.add(node)
+            nodes.add(node)
         if node.target is cross_entropy.class_terms and _is_new(node.args[0], PRODUCTS | Trait.SUM, 2):
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
 def written(graph: fx.Graph, owned: Collection[str]) -> set[fx.Node]:
@@ -52,8 +52,8 @@ def written(graph: fx.Graph, owned: Collection[str]) -> set[fx.Node]:
     Args:
         owned: placeholder names of such inputs.
     """
-    found = (node for node in graph.nodes if has(node.target, Trait.UPDATE))
-    return {n for n in found if n.args[0].op == "placeholder" and n.args[0].name in owned and _count(n.args[0]) == 1}
+    updates = (node for node in graph.nodes if has(node.target, Trait.UPDATE))
+    return {n for n in updates if n.args[0].op == "placeholder" and n.args[0].name in owned and _count(n.args[0]) == 1}
 
 
 def _is_new(node: fx.Node, makers: Trait = PRODUCTS | Trait.UNSAVED, readers: int = 1) -> bool:

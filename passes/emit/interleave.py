@@ -83,12 +83,12 @@ class _Turns:
         """Returns the operators up to the first that reads what this turn has started, if the other half has work."""
         turn: Turn = []
         self.started.clear()
-        left, others = self.halves[half], self.halves[1 - half]
-        while left:
-            needed = self._needed(left[-1])
-            if others and any(n in self.started for node in needed for n in node.all_input_nodes):
+        remaining, other_half = self.halves[half], self.halves[1 - half]
+        while remaining:
+            needed = self._needed(remaining[-1])
+            if other_half and any(n in self.started for node in needed for n in node.all_input_nodes):
                 break
-            left.pop()
+            remaining.pop()
             turn += needed
             self.done.update(needed)
             self.started |= {node for node in needed if _is_sum(node)}
@@ -96,28 +96,28 @@ class _Turns:
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """Returns a node and all that must run before it, in an order in which they can run."""
-        found, stack = dict[fx.Node, None](), [(node, False)]
+        needed, stack = dict[fx.Node, None](), [(node, False)]
         while stack:
-            one, ready = stack.pop()
-            if one in self.done or one in found:
+            current, ready = stack.pop()
+            if current in self.done or current in needed:
                 continue
             if ready:
-                found[one] = None
+                needed[current] = None
             else:
-                stack.append((one, True))
-                stack += [(before, False) for before in (*one.all_input_nodes, *self.behind.get(one, ()))]
-        return list(found)
+                stack.append((current, True))
+                stack += [(before, False) for before in (*current.all_input_nodes, *self.behind.get(current, ()))]
+        return list(needed)
 
 
 def _order(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Yields nodes with other nodes that must run before them although they do not read these."""
-    at = {node: i for i, node in enumerate(graph.nodes)}
+    order = {node: i for i, node in enumerate(graph.nodes)}
     drawn: dict[int | None, fx.Node] = {}
     for node in graph.nodes:
-        before = [user for x in _overwritten(node) for user in x.users if at[user] < at[node]]
+        before = [user for x in _overwritten(node) for user in x.users if order[user] < order[node]]
         if draws(node):
             half = node.meta.get(HALF)
-            before += [one for key, one in drawn.items() if half is None or key in (half, None)]
+            before += [draw for key, draw in drawn.items() if half is None or key in (half, None)]
             drawn[half] = node
         if before:
             yield node, before
@@ -179,26 +179,26 @@ class _Writing:
             self._write(node)
 
     def _write(self, node: fx.Node) -> None:
-        new = self.env[node] = copied(self.graph, node, self.env.__getitem__)
+        copy = self.env[node] = copied(self.graph, node, self.env.__getitem__)
         if _is_sum(node):
-            new.target = start_reduce
+            copy.target = start_reduce
             self.running.add(node)
         elif _sums_in_backward(node) and self.anchor is not None:
             x: Any = node.args[0]
-            with self.graph.inserting_before(new):
+            with self.graph.inserting_before(copy):
                 read = self._call(wait_in_backward, node, x, self.env[x], node.args[1], self.anchor)
-            new.args = (read, *new.args[1:])
-            new.target = start_copy if node.target is collectives.copy else new.target
+            copy.args = (read, *copy.args[1:])
+            copy.target = start_copy if node.target is collectives.copy else copy.target
         elif self.first is None and HALF in node.meta and _is_floating(node):
-            self.first = new
+            self.first = copy
 
     def _call(self, target: Callable[..., Any], reader: fx.Node, x: fx.Node, *args: Any) -> fx.Node:
         """Writes a call in the block of its reader, with the example value of `x`."""
-        new = self.graph.call_function(target, args)
-        new.meta = {**reader.meta, "val": x.meta["val"]}
+        call = self.graph.call_function(target, args)
+        call.meta = {**reader.meta, "val": x.meta["val"]}
         if self.first is None:
-            self.first = new
-        return new
+            self.first = call
+        return call
 
 
 def _sums_in_backward(node: fx.Node) -> bool:

@@ -20,11 +20,11 @@ def late_sums(graph: fx.Graph) -> fx.Graph:
     if not graph.find_nodes(op="call_function", target=together):
         return graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    result, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node is first:
-            new.call_function(begin_sums)
-        env[node] = copied(new, node, env.__getitem__)
+            result.call_function(begin_sums)
+        env[node] = copied(result, node, env.__getitem__)
         if node.target is together:
             env[node].args = (*env[node].args, True)
-    return new
+    return result

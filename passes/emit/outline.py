@@ -29,25 +29,25 @@ def outlined(graph: fx.Graph, regions: Sequence[Sequence[fx.Node]], name: str) -
         regions: consecutive operators, in order.
         name: the name of the submodules.
     """
-    root, new, env = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node]()
+    root, caller, env = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node]()
     last = {region[-1]: region for region in regions}
     inside = {node for region in regions for node in region}
-    known: dict[str, str] = {}
+    names: dict[str, str] = {}
     for node in graph.nodes:
         if node not in inside:
-            env[node] = copied(new, node, env.__getitem__)
+            env[node] = copied(caller, node, env.__getitem__)
         if node not in last:
             continue
         inputs, results, text = _interface(last[node])
-        if text not in known:
-            known[text] = f"{name}_{len(known)}" if known else name
-            root.add_module(known[text], fx.GraphModule(nn.Module(), _extracted(last[node], inputs, results)))
-        call = new.call_module(known[text], tuple(env[n] for n in inputs))
+        if text not in names:
+            names[text] = f"{name}_{len(names)}" if names else name
+            root.add_module(names[text], fx.GraphModule(nn.Module(), _extracted(last[node], inputs, results)))
+        call = caller.call_module(names[text], tuple(env[n] for n in inputs))
         call.meta = {"nn_module_stack": last[node][0].meta.get("nn_module_stack")}  # Names the block.
         for i, result in enumerate(results):
-            env[result] = call if len(results) == 1 else new.call_function(operator.getitem, (call, i))
+            env[result] = call if len(results) == 1 else caller.call_function(operator.getitem, (call, i))
             env[result].meta = dict(result.meta)
-    return fx.GraphModule(root, new)
+    return fx.GraphModule(root, caller)
 
 
 def blocks(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -118,6 +118,6 @@ def _extracted(region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Se
         env[node].meta = {key: value for key, value in node.meta.items() if key == "val"}
     for node in region:
         env[node] = copied(graph, node, env.__getitem__)
-    found = tuple(env[node] for node in results)
-    graph.output(found[0] if len(found) == 1 else found)
+    outputs = tuple(env[node] for node in results)
+    graph.output(outputs[0] if len(outputs) == 1 else outputs)
     return graph

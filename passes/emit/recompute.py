@@ -238,13 +238,13 @@ def _cores(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     Fused attention without dropout keeps no scores, and is not recomputed.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    taken: set[fx.Node] = set()
+    in_cores: set[fx.Node] = set()
     for node in graph.nodes:
         fused = has(node.target, Trait.ATTENTION) and draws(node)
         core = [node] if fused else _around(node, order) if has(node.target, Trait.SOFTMAX) else []
-        users = {user for one in core for user in one.users} - set(core)
-        if core and not taken & set(core) and all(order[user] > order[core[-1]] for user in users):
-            taken.update(core)
+        users = {user for op in core for user in op.users} - set(core)
+        if core and not in_cores & set(core) and all(order[user] > order[core[-1]] for user in users):
+            in_cores.update(core)
             yield core
 
 
@@ -261,11 +261,11 @@ def _around(softmax: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
 
 def _until_product(start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     """Returns a node and all nodes reached from it by `step`, up to products."""
-    found, queue = {start}, [start]
+    reached, queue = {start}, [start]
     while queue:
         for node in step(queue.pop()):
-            if node.op == "call_function" and node not in found:
-                found.add(node)
+            if node.op == "call_function" and node not in reached:
+                reached.add(node)
                 if not has(node.target, Trait.BATCHED):
                     queue.append(node)
-    return found
+    return reached

@@ -26,7 +26,7 @@ def weight_sums(graph: fx.Graph) -> fx.Graph:
     weights = {w: readers for w in graph.find_nodes(op="placeholder") if (readers := _readers(w)) is not None}
     if not weights:
         return graph
-    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    result, env = fx.Graph(), dict[fx.Node, fx.Node]()
     read: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
     first = dict[fx.Node, list[fx.Node]]()
@@ -34,13 +34,13 @@ def weight_sums(graph: fx.Graph) -> fx.Graph:
         first.setdefault(min(readers, key=order.__getitem__), []).append(w)
     for node in graph.nodes:
         for w in first.get(node, ()):
-            both = _call(new, read_twice, node, (env[w],), [w.meta["val"]] * 2)
+            pair = _call(result, read_twice, node, (env[w],), [w.meta["val"]] * 2)
             for half, reader in enumerate(weights[w]):
-                read[w, reader] = _call(new, operator.getitem, node, (both, half), w.meta["val"])
-        env[node] = copied(new, node, lambda x, node=node: read.get((x, node), env[x]))  # type: ignore[misc]
+                read[w, reader] = _call(result, operator.getitem, node, (pair, half), w.meta["val"])
+        env[node] = copied(result, node, lambda x, node=node: read.get((x, node), env[x]))  # type: ignore[misc]
         if node.target is LINEAR and (node.args[1], node) in read:
             env[node].target = linear
-    return new
+    return result
 
 
 def _readers(w: fx.Node) -> list[fx.Node] | None:
@@ -59,6 +59,6 @@ def _is_weight_of(w: fx.Node, node: fx.Node) -> bool:
 
 def _call(graph: fx.Graph, target: object, reader: fx.Node, args: tuple[object, ...], value: object) -> fx.Node:
     """Writes a call in the block of its reader."""
-    new = graph.call_function(target, args)  # type: ignore[arg-type]
-    new.meta = {key: x for key, x in reader.meta.items() if key != HALF} | {"val": value}
-    return new
+    call = graph.call_function(target, args)  # type: ignore[arg-type]
+    call.meta = {key: x for key, x in reader.meta.items() if key != HALF} | {"val": value}
+    return call

@@ -52,16 +52,16 @@ def block_costs(graph: fx.Graph, axes: Axes, blocks: Sequence[str], parameters: 
     Args:
         parameters: placeholder names of the parameters.
     """
-    found = [Cost()] * max(len(blocks), 1)
-    read: list[set[fx.Node]] = [set() for _ in found]
-    at = 0
+    costs = [Cost()] * max(len(blocks), 1)
+    read: list[set[fx.Node]] = [set() for _ in costs]
+    index = 0
     for node in (node for node in graph.nodes if node.op == "call_function"):
         name = block_of(node)
-        at = blocks.index(name) if name in blocks else at
-        its = {n for n in node.all_input_nodes if n.name in parameters}
-        found[at] += Cost(multiplications(node, axes), sum(map(_numbers, its - read[at])), _made(node))
-        read[at] |= its
-    return found
+        index = blocks.index(name) if name in blocks else index
+        weights = {n for n in node.all_input_nodes if n.name in parameters}
+        costs[index] += Cost(multiplications(node, axes), sum(map(_numbers, weights - read[index])), _made(node))
+        read[index] |= weights
+    return costs
 
 
 def multiplications(node: fx.Node, axes: Axes) -> float:

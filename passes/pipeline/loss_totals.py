@@ -78,50 +78,50 @@ def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals
     kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
     divided = _divided(loss, kinds)
     _expect_divisors_only(loss, divided)
-    builder, counts, given = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+    builder, counts, totals = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         builder.origin = node
-        if node.op != "placeholder" and not given:
-            given = {one: _total(builder, i, one) for i, one in enumerate(divided)}
-            rows = next(new for old, new in builder.env.items() if old.name == inputs[0])
-        if node in given:
-            builder.env[node], count = _by_total(builder, node, given[node], None if divided[node] else rows)
+        if node.op != "placeholder" and not totals:
+            totals = {term: _total(builder, i, term) for i, term in enumerate(divided)}
+            rows = next(copy for old, copy in builder.env.items() if old.name == inputs[0])
+        if node in totals:
+            builder.env[node], count = _by_total(builder, node, totals[node], None if divided[node] else rows)
             counts[node] = builder.call(aten.to.dtype, count, torch.float64)
         elif node.op != "output":
             _copy(builder, node)
-    ordered = [counts[one] for one in divided]  # As their placeholders; the graph may compute them in another order.
+    ordered = [counts[term] for term in divided]  # As their placeholders; the graph may compute them in another order.
     batch = next(node for node in graph.nodes if node.name == inputs[0]).meta["val"].shape[0]
     by_rows = tuple(line_of(node) for node in divided if _is_over_places(node, symbols(batch)))
     of_loss = returning(builder.graph, [builder.env[loss]], draw=True)
     return Totals(of_loss, returning(builder.graph, ordered, places=False), by_rows)
 
 
-def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True, draw: bool = False) -> fx.Graph:
+def returning(graph: fx.Graph, outputs: Sequence[fx.Node], places: bool = True, draw: bool = False) -> fx.Graph:
     """Returns the part of a graph that these values need, with them as outputs.
 
     Args:
         places: whether to keep placeholders that are not needed.
         draw: whether to keep random numbers that are not needed: those behind them are others without them.
     """
-    needed = {*wanted, *(node for node in graph.nodes if draw and draws(node))}
+    needed = {*outputs, *(node for node in graph.nodes if draw and draws(node))}
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    part, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node in needed or (places and node.op == "placeholder"):
-            env[node] = copied(new, node, env.__getitem__)
-    new.output(tuple(env[node] for node in wanted))
-    return new
+            env[node] = copied(part, node, env.__getitem__)
+    part.output(tuple(env[node] for node in outputs))
+    return part
 
 
 def _copy(builder: Builder, node: fx.Node) -> None:
     """Copies a node. Behind a mean that is computed in a wider dtype, its example value is in that dtype, too."""
-    new = builder.copy(node)
+    copy = builder.copy(node)
     if any(_dtype(builder.env[x]) != _dtype(x) for x in node.all_input_nodes):
         target: Any = node.target
-        args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
-        new.meta["val"] = evaluated(builder.mode, target, *args, **kwargs)
+        args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+        copy.meta["val"] = evaluated(builder.mode, target, *args, **kwargs)
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -154,12 +154,12 @@ def _places(graph: fx.Graph) -> set[str]:
 
 def _made_of(graph: fx.Graph, names: Collection[str], sizes: bool = False) -> set[fx.Node]:
     """Returns the nodes that depend on these placeholders and constants only; `sizes`: or on sizes of any tensor."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in graph.nodes:
-        made = node.name in names if node.op == "placeholder" else all(n in found for n in node.all_input_nodes)
+        made = node.name in names if node.op == "placeholder" else all(n in nodes for n in node.all_input_nodes)
         if made or (sizes and node.target is aten.sym_size.int):
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
 def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
@@ -187,10 +187,10 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
             at=line_of(node),
             fix="cross_entropy, mse_loss, ... with reduction='mean', x.mean(), or x.sum() / counts.sum()",
         )
-    found = dict.fromkeys(counts, True)
+    divided = dict.fromkeys(counts, True)
     for term in terms or [x]:
-        found |= _divided(term, kinds)  # type: ignore[arg-type]
-    return found
+        divided |= _divided(term, kinds)  # type: ignore[arg-type]
+    return divided
 
 
 def _expect_divisors_only(loss: fx.Node, divided: Mapping[fx.Node, bool]) -> None:
@@ -243,11 +243,11 @@ def _expect_no_branches(graph: fx.Graph, rows: Collection[Any]) -> None:
     """Raises Error if the model compared the number of rows, and the result differs for other numbers."""
     environment: Any = getattr(fake_mode_of(graph), "shape_env", None)
     for made in environment.guards if environment is not None else ():
-        guard, known = environment.replace(made.expr), environment.backed_var_to_val
+        guard, values = environment.replace(made.expr), environment.backed_var_to_val
         if not guard.free_symbols & set(rows):
             continue
-        others = {symbol: known[symbol] for symbol in guard.free_symbols - set(rows) if symbol in known}
-        if not all(guard.xreplace({**others, **dict.fromkeys(rows, sympy.Integer(n))}) for n in NUMBERS):
+        substitution = {symbol: values[symbol] for symbol in guard.free_symbols - set(rows) if symbol in values}
+        if not all(guard.xreplace({**substitution, **dict.fromkeys(rows, sympy.Integer(n))}) for n in NUMBERS):
             raise Error(
                 "the model branches on the number of rows, which differs in each part of a batch",
                 at=str(made.sloc),
@@ -282,8 +282,8 @@ def _counts(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     """Returns the sums that a divisor is made of; an empty list if it is not made of sums over inputs."""
     if _is_sum(node) and not _of_a_number(node):
         return [node] if node in kinds.free else []
-    found = [_counts(n, kinds) for n in node.all_input_nodes if kinds.varies(n)]
-    return [n for some in found for n in some] if all(found) else []
+    counts = [_counts(n, kinds) for n in node.all_input_nodes if kinds.varies(n)]
+    return [n for some in counts for n in some] if all(counts) else []
 
 
 def _of_a_number(node: fx.Node) -> bool:
@@ -352,6 +352,6 @@ def _counted(builder: Builder, arguments: dict[str, Any]) -> fx.Node:
     counts = builder.call(aten.ne.Scalar, target, ignored)
     if weight is None:
         return builder.call(aten.sum.default, counts)
-    known = builder.call(aten.where.ScalarOther, counts, target, 0)
-    weights = builder.call(aten.mul.Tensor, builder.call(aten.index.Tensor, weight, [known]), counts)
+    classes = builder.call(aten.where.ScalarOther, counts, target, 0)
+    weights = builder.call(aten.mul.Tensor, builder.call(aten.index.Tensor, weight, [classes]), counts)
     return builder.call(aten.sum.default, weights)

@@ -54,8 +54,8 @@ def batched(inputs: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]
 
 def one_batch(graph: fx.Graph, inputs: Collection[str]) -> None:
     """Tells torch that these placeholders have the same number of rows, so that their axes are unified."""
-    first, *others = (n.meta["val"].shape[0] for n in graph.nodes if n.op == "placeholder" and n.name in inputs)
-    for size in others:
+    first, *sizes = (n.meta["val"].shape[0] for n in graph.nodes if n.op == "placeholder" and n.name in inputs)
+    for size in sizes:
         torch._check(size == first)
 
 
@@ -65,10 +65,10 @@ def expect_rows(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
     Args:
         inputs: placeholder names of the inputs that are a batch.
     """
-    given = [node for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
-    if given[0].meta["val"].shape[0] == 1:  # A single row shows nothing: the caller captures a batch of two.
+    batch_inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
+    if batch_inputs[0].meta["val"].shape[0] == 1:  # A single row shows nothing: the caller captures a batch of two.
         return
-    proof = _Proof(axes, given)
+    proof = _Proof(axes, batch_inputs)
     for node in graph.nodes:
         if node.op == "call_function" and outputs_of(node):
             proof.visit(node)
@@ -81,10 +81,10 @@ def expect_sums(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
         graph: returns the counts (`loss_totals.py`).
         inputs: placeholder names of the inputs that are a batch.
     """
-    given = [node for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
-    if not given or given[0].meta["val"].shape[0] == 1:
+    batch_inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
+    if not batch_inputs or batch_inputs[0].meta["val"].shape[0] == 1:
         return
-    proof = _Proof(axes, given)
+    proof = _Proof(axes, batch_inputs)
     for node in graph.nodes:
         if node.op == "call_function" and outputs_of(node):
             proof.visit(node)
@@ -108,8 +108,10 @@ class _Proof:
         self.axes = axes
         self.sizes = {symbol for node in inputs for symbol in symbols(node.meta["val"].shape[0])}
         named = {str(symbol) for symbol in self.sizes}
-        found = {find(leaf) for dims in axes.dims.values() for each in dims for axis in each for leaf in leaves(axis)}
-        self.batch = {leaf for leaf in found if named & set(re.findall(r"\w+", " ".join(leaf.size.symbols)))}
+        axis_leaves = {
+            find(leaf) for outputs in axes.dims.values() for dims in outputs for axis in dims for leaf in leaves(axis)
+        }
+        self.batch = {leaf for leaf in axis_leaves if named & set(re.findall(r"\w+", " ".join(leaf.size.symbols)))}
         self.batch |= {find(leaf) for node in inputs for leaf in leaves(axes.of(node)[0])}
         self.rows, self.sums = set(inputs), set[fx.Node]()
         self.numbers: dict[fx.Node, int | None] = {}
@@ -165,8 +167,8 @@ class _Proof:
 
     def _along(self, dims: Dims) -> int | None:
         """Returns the dimension along which a tensor has rows; None if there is none, or several."""
-        found = [d for d, axis in enumerate(dims) for _ in range(self._has(axis))]
-        return found[0] if len(found) == 1 else None
+        row_dims = [d for d, axis in enumerate(dims) for _ in range(self._has(axis))]
+        return row_dims[0] if len(row_dims) == 1 else None
 
     def _leads(self, axis: Axis) -> bool:
         """True for an axis whose outermost part is the batch."""
@@ -186,18 +188,18 @@ class _Proof:
         if value.dtype not in (torch.int64, torch.int32):
             return None
         if operator_name(node) == "aten::arange":
-            given = arguments_of(node)
-            return 0 if given.get("start", 0) == 0 and given.get("step", 1) == 1 else None
+            args = arguments_of(node)
+            return 0 if args.get("start", 0) == 0 and args.get("step", 1) == 1 else None
         if node.target is apart:  # Only its axes are others.
             return self.numbers[node.args[0]]  # type: ignore[index]
-        before, at = self.numbers[node.args[0]], self._along(self.axes.of(node))  # type: ignore[index]
-        kept = [
+        before, dim = self.numbers[node.args[0]], self._along(self.axes.of(node))  # type: ignore[index]
+        factors = [
             factor
             for factor in self.axes.bound[node].factors
-            if factor.mark == "" and factor.ins.get(0) == before and factor.outs.get(0) == at
+            if factor.mark == "" and factor.ins.get(0) == before and factor.outs.get(0) == dim
         ]
-        alone = at is not None and before is not None and _lengths(node)[at] == _lengths(node.args[0])[before]
-        return at if alone and kept else None
+        alone = dim is not None and before is not None and _lengths(node)[dim] == _lengths(node.args[0])[before]
+        return dim if alone and factors else None
 
     def _picks(self, node: fx.Node) -> bool:
         """True for `x[numbers, ...]`, and a write to it, in which row `i` of the result uses row `i` of `x`.
@@ -206,28 +208,29 @@ class _Proof:
         """
         if not has(node.target, Trait.INDICES):
             return False
-        given = arguments_of(node)
-        x, indices, rest = given["self"], given["indices"], given.get("values")
-        own = [i for i, index in enumerate(indices) if index in self.numbers]
-        if len(own) != 1 or {x, rest} & set(self.numbers) or x not in self.rows:
+        args = arguments_of(node)
+        x, indices, rest = args["self"], args["indices"], args.get("values")
+        numbered = [i for i, index in enumerate(indices) if index in self.numbers]
+        if len(numbered) != 1 or {x, rest} & set(self.numbers) or x not in self.rows:
             return False
-        counted = self.numbers[indices[own[0]]]
-        if counted is None or self._along(self.axes.of(x)) != own[0] or not self._leads(self.axes.of(x)[own[0]]):
+        place = numbered[0]
+        counted = self.numbers[indices[place]]
+        if counted is None or self._along(self.axes.of(x)) != place or not self._leads(self.axes.of(x)[place]):
             return False
-        if _lengths(x)[own[0]] != _lengths(indices[own[0]])[counted]:
+        if _lengths(x)[place] != _lengths(indices[place])[counted]:
             return False
         used = [i for i, index in enumerate(indices) if index is not None]
         ranks = {i: indices[i].meta["val"].dim() for i in used}
-        at = counted + max(ranks.values()) - ranks[own[0]]  # Indices are broadcast, aligned right.
-        beside = [self._lies_at(indices[i], at, max(ranks.values())) for i in used if i != own[0]]
+        dim = counted + max(ranks.values()) - ranks[place]  # Indices are broadcast, aligned right.
+        beside = [self._lies_at(indices[i], dim, max(ranks.values())) for i in used if i != place]
         front = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
         picked = x.meta["val"].dim() - len(used) + max(ranks.values())
-        return all(beside) and (rest is None or self._lies_at(rest, front + at, picked))
+        return all(beside) and (rest is None or self._lies_at(rest, front + dim, picked))
 
-    def _lies_at(self, node: fx.Node, at: int, rank: int) -> bool:
-        """True if a value has no rows, or has them along dimension `at` of the `rank` dimensions it is broadcast to."""
+    def _lies_at(self, node: fx.Node, dim: int, rank: int) -> bool:
+        """True if a value has no rows, or has them along `dim` of the `rank` dimensions it is broadcast to."""
         dims = self.axes.of(node)
-        return not self._has_rows(node) or (self._along(dims) == at - (rank - len(dims)))
+        return not self._has_rows(node) or (self._along(dims) == dim - (rank - len(dims)))
 
     # ---- rows
 
@@ -246,11 +249,11 @@ class _Proof:
             return all(self._side_by_side(dims, bound.dims[1][0]) for dims in bound.dims[0])
         return self._passes(bound, node, False)
 
-    def _side_by_side(self, dims: Dims, others: Dims) -> bool:
+    def _side_by_side(self, dims: Dims, other_dims: Dims) -> bool:
         """True if two tensors have rows along the same dimensions, as the outermost factor."""
         if not any(self._has(axis) for axis in dims):
             return True
-        pairs = [(a, b) for a, b in zip(dims[::-1], others[::-1], strict=False) if self._has(a) or self._has(b)]
+        pairs = [(a, b) for a, b in zip(dims[::-1], other_dims[::-1], strict=False) if self._has(a) or self._has(b)]
         return all(self._leads(axis) for pair in pairs for axis in pair)
 
     def _passes(self, bound: Bound, node: fx.Node, added: bool) -> bool:
@@ -280,10 +283,10 @@ def _lengths(node: Any) -> list[Any]:
     return [size if isinstance(size, int) else size.node.expr for size in node.meta["val"].shape]
 
 
-def _refuse(node: fx.Node, what: str, fix: str = "") -> None:
+def _refuse(node: fx.Node, problem: str, fix: str = "") -> None:
     whole = "autotp.parallelize, for whole batches"
     raise Error(
-        f"`{node.target}` {what}, which cannot be computed in parts",
+        f"`{node.target}` {problem}, which cannot be computed in parts",
         at=line_of(node),
         fix=fix or whole,
         alternative=whole if fix else (),

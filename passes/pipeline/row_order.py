@@ -78,10 +78,10 @@ class RowOrder:
             return True
         if self._back(node):
             return True
-        found = self._product(node) or self._kind(node, by_row, counts_from_zero)
-        if found is not None:
-            self.kinds[node] = found
-        return found is not None
+        ordered = self._product(node) or self._kind(node, by_row, counts_from_zero)
+        if ordered is not None:
+            self.kinds[node] = ordered
+        return ordered is not None
 
     def has_rows(self, node: fx.Node) -> bool:
         """True for a visited node whose result has rows in the batch's own order."""
@@ -97,23 +97,25 @@ class RowOrder:
     def _back(self, node: fx.Node) -> bool:
         """True for a permuted value at the inverse order."""
         x, index = _taken(node)
-        mine, its = self.kinds.get(x), self.kinds.get(index)
-        return mine is not None and its is not None and (mine.kind, its.kind) == ("permuted", "inverse") and (
-            mine.by is its.by
-        )  # fmt: skip
+        x_order, index_order = self.kinds.get(x), self.kinds.get(index)
+        if x_order is None or index_order is None:
+            return False
+        return (x_order.kind, index_order.kind) == ("permuted", "inverse") and x_order.by is index_order.by
 
     def _product(self, node: fx.Node) -> Ordered | None:
         """Returns the kind of a product of groups of sorted rows, if its groups are those of the same sort."""
         if not is_grouped(node.target):
             return None
         x, weight, ends = operand_nodes(node)[:3]
-        mine, its = self.kinds.get(x), self.kinds.get(ends)  # type: ignore[arg-type]
+        x_order, ends_order = self.kinds.get(x), self.kinds.get(ends)  # type: ignore[arg-type]
         chosen = sorted_choice(node)
-        if mine is None or its is None or chosen is None or weight in self.kinds or weight in self.rows:
+        if x_order is None or ends_order is None or chosen is None or weight in self.kinds or weight in self.rows:
             return None
-        same = mine.kind == "permuted" and its.kind == "ends" and mine.by is its.by
-        known = self.kinds.get(chosen)
-        return mine if same and known is not None and (known.kind, known.by) == ("permuted", mine.by) else None
+        matches = x_order.kind == "permuted" and ends_order.kind == "ends" and x_order.by is ends_order.by
+        choice_order = self.kinds.get(chosen)
+        if choice_order is None or (choice_order.kind, choice_order.by) != ("permuted", x_order.by):
+            return None
+        return x_order if matches else None
 
     def _kind(self, node: fx.Node, by_row: bool, counts_from_zero: Callable[[Any], bool]) -> Ordered | None:
         """Returns the kind of another operator's result."""
@@ -124,47 +126,47 @@ class RowOrder:
             return Ordered("permuted", place.by) if fits else None
         read = [n for n in node.all_input_nodes if n in self.kinds or n in self.rows]
         kinds = {self.kinds.get(n) for n in read}
-        if None in kinds or len({kind.by for kind in kinds if kind}) != 1:
+        if None in kinds or len({order.by for order in kinds if order}) != 1:
             return self._inverse(node, counts_from_zero)
         if node.target in LIKE:
-            return Ordered("blank", next(kind.by for kind in kinds if kind))
-        (kind, *others) = {kind for kind in kinds if kind}
-        if others:
+            return Ordered("blank", next(order.by for order in kinds if order))
+        (order, *rest) = {order for order in kinds if order}
+        if rest:
             return self._inverse(node, counts_from_zero)
-        if kind.kind == "permuted":
-            return Ordered("ends", kind.by) if node.target is aten.histc.default else kind if by_row else None
-        if kind.kind == "order" and node.target is aten.floor_divide.default and isinstance(node.args[1], int):
-            return kind._replace(choices=kind.choices * node.args[1]) if node.args[0] in self.kinds else None
-        if kind.kind == "order" and has(node.target, Trait.SORT) and kind.choices == 1:
-            return Ordered("inverse", kind.by) if not isinstance(node.meta["val"], tuple | list) else None
-        if kind.kind == "ends" and (node.target is aten.cumsum.default or has(node.target, Trait.SAME)):
-            return kind
+        if order.kind == "permuted":
+            return Ordered("ends", order.by) if node.target is aten.histc.default else order if by_row else None
+        if order.kind == "order" and node.target is aten.floor_divide.default and isinstance(node.args[1], int):
+            return order._replace(choices=order.choices * node.args[1]) if node.args[0] in self.kinds else None
+        if order.kind == "order" and has(node.target, Trait.SORT) and order.choices == 1:
+            return Ordered("inverse", order.by) if not isinstance(node.meta["val"], tuple | list) else None
+        if order.kind == "ends" and (node.target is aten.cumsum.default or has(node.target, Trait.SAME)):
+            return order
         return None
 
     def _inverse(self, node: fx.Node, counts_from_zero: Callable[[Any], bool]) -> Ordered | None:
         """Returns the inverse of an order, if a node writes the numbers 0, 1, ... to its places."""
         if node.target is not aten.index_put.default:
             return None
-        given = arguments_of(node)
-        indices, values = given["indices"], given["values"]
+        args = arguments_of(node)
+        indices, values = args["indices"], args["values"]
         values = values.args[0] if values.target is apart else values
-        kind = self.kinds.get(indices[0]) if len(indices) == 1 else None
-        if kind is None or (kind.kind, kind.choices) != ("order", 1) or given.get("accumulate"):
+        order = self.kinds.get(indices[0]) if len(indices) == 1 else None
+        if order is None or (order.kind, order.choices) != ("order", 1) or args.get("accumulate"):
             return None
-        into = self.kinds.get(given["self"])
-        if given["self"] in self.rows or (into is not None and into.kind != "blank"):
+        into = self.kinds.get(args["self"])
+        if args["self"] in self.rows or (into is not None and into.kind != "blank"):
             return None
-        whole = _length(given["self"]) == _length(values) == _length(indices[0])
-        return Ordered("inverse", kind.by) if whole and counts_from_zero(values) else None
+        whole = _length(args["self"]) == _length(values) == _length(indices[0])
+        return Ordered("inverse", order.by) if whole and counts_from_zero(values) else None
 
 
 def _taken(node: fx.Node) -> tuple[Any, Any]:
     """Returns a tensor and the index of its first dimension that an operator reads it at; None, None for others."""
-    given = arguments_of(node) if has(node.target, Trait.INDICES) or node.target is aten.index_select.default else {}
+    args = arguments_of(node) if has(node.target, Trait.INDICES) or node.target is aten.index_select.default else {}
     if node.target is aten.index_select.default:
-        return (given["self"], given["index"]) if given["dim"] == 0 else (None, None)
-    indices = given.get("indices", ())
-    return (given["self"], indices[0]) if len(indices) == 1 and "values" not in given else (None, None)
+        return (args["self"], args["index"]) if args["dim"] == 0 else (None, None)
+    indices = args.get("indices", ())
+    return (args["self"], indices[0]) if len(indices) == 1 and "values" not in args else (None, None)
 
 
 def _length(node: Any, times: int = 1) -> Any:

@@ -75,14 +75,16 @@ class Division(Shown):
         """Returns a row for each stage; costs and memory are shares of all stages'."""
         names = [f"{some[0]} to {some[-1]}" if len(some) > 1 else "".join(some) for some in self.blocks]
         rows = zip(self.ranks, names, _shares(self.costs), _shares(self.memory), strict=True)
-        texts = tuple((str(i), str(at), *others) for i, (at, *others) in enumerate(rows))
+        texts = tuple((str(i), str(rank), *cells) for i, (rank, *cells) in enumerate(rows))
         head = ("stage", "pp rank", "blocks", "multiplications", "memory")
         return Sheet(self.summary(), (Table(head, texts, ("", "note", "cut", "", "")),))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the division as plain data, for JSON."""
         rows = zip(self.ranks, self.blocks, self.costs, self.memory, strict=True)
-        return {"stages": [{"rank": at, "blocks": list(x), "multiplications": c, "memory": m} for at, x, c, m in rows]}
+        return {
+            "stages": [{"rank": rank, "blocks": list(x), "multiplications": c, "memory": m} for rank, x, c, m in rows]
+        }
 
 
 def _shares(parts: Sequence[float]) -> list[str]:
@@ -162,8 +164,8 @@ def staged(graph: fx.Graph, parts: Sequence[Collection[str]], parameters: Collec
 def blocks_in_order(graph: fx.Graph, parameters: Collection[str]) -> list[str]:
     """Returns the numbered blocks with operators that are computed once, in the order of their first operator."""
     again = _again(graph, parameters)
-    found = (block_of(node) for node in graph.nodes if node.op == "call_function" and node not in again)
-    return list(dict.fromkeys(name for name in found if name))
+    names = (block_of(node) for node in graph.nodes if node.op == "call_function" and node not in again)
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def balanced(items: int, count: int, cost: Callable[[int, range], float]) -> list[range]:
@@ -177,19 +179,19 @@ def balanced(items: int, count: int, cost: Callable[[int, range], float]) -> lis
     for run in range(count):
         now, chosen = [math.inf] * (items + 1), [0] * (items + 1)
         for stop in range(run + 1, items - (count - run - 1) + 1):
-            for at in range(stop - 1, run - 1, -1):  # The earlier the last run starts, the more it costs.
-                own = cost(run, range(at, stop))
-                if own > now[stop]:
+            for start in range(stop - 1, run - 1, -1):  # The earlier the last run starts, the more it costs.
+                run_cost = cost(run, range(start, stop))
+                if run_cost > now[stop]:
                     break
-                if max(best[at], own) <= now[stop]:
-                    now[stop], chosen[stop] = max(best[at], own), at
+                if max(best[start], run_cost) <= now[stop]:
+                    now[stop], chosen[stop] = max(best[start], run_cost), start
         best = now
         starts.append(chosen)
-    found, stop = [], items
+    runs, stop = [], items
     for chosen in reversed(starts):
-        found.append(range(chosen[stop], stop))
+        runs.append(range(chosen[stop], stop))
         stop = chosen[stop]
-    return found[::-1]
+    return runs[::-1]
 
 
 def _again(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
@@ -212,10 +214,10 @@ def _homes(graph: fx.Graph, again: Collection[fx.Node], of_block: dict[str, int]
         Error: a stage would need a value of a later stage.
     """
     homes: dict[fx.Node, int] = {}
-    behind: set[fx.Node] = set()
+    from_blocks: set[fx.Node] = set()
     once = [node for node in graph.nodes if node.op == "call_function" and node not in again]
     for node in once:
-        before = max((homes[n] for n in node.all_input_nodes if n in behind), default=0)
+        before = max((homes[n] for n in node.all_input_nodes if n in from_blocks), default=0)
         if (stage := of_block.get(block_of(node))) is not None:
             if stage < before:
                 raise Error(
@@ -224,32 +226,32 @@ def _homes(graph: fx.Graph, again: Collection[fx.Node], of_block: dict[str, int]
                     fix="fewer stages",
                 )
             homes[node] = stage
-            behind.add(node)
-        elif any(n in behind for n in node.all_input_nodes):
+            from_blocks.add(node)
+        elif any(n in from_blocks for n in node.all_input_nodes):
             homes[node] = before
-            behind.add(node)
+            from_blocks.add(node)
     for node in reversed(once):  # Before the first block: an embedding.
-        if node not in behind:
+        if node not in from_blocks:
             homes[node] = min((homes.get(user, count - 1) for user in node.users), default=0)
     return {node: homes[node] for node in once}
 
 
 def _cut(
-    graph: fx.Graph, homes: dict[fx.Node, int], at: int, received: Sequence[fx.Node], sent: Sequence[fx.Node]
+    graph: fx.Graph, homes: dict[fx.Node, int], stage: int, received: Sequence[fx.Node], sent: Sequence[fx.Node]
 ) -> fx.Graph:
     """Returns the graph of one stage."""
-    known = set(received)
+    inputs = set(received)
     needed = set[fx.Node]()
     for node in reversed(graph.nodes):  # Adds the nodes that are computed again here.
-        mine = node in sent or homes.get(node) == at or node in needed
-        if mine and node not in known:
+        included = node in sent or homes.get(node) == stage or node in needed
+        if included and node not in inputs:
             needed.update([node, *(n for n in node.all_input_nodes if n not in homes)])
-    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    result, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in received:
-        env[node] = new.placeholder(node.name)
+        env[node] = result.placeholder(node.name)
         env[node].meta = dict(node.meta)
     for node in graph.nodes:
         if node in needed and node not in env:
-            env[node] = copied(new, node, env.__getitem__)
-    new.output(tuple(fx.map_arg(node, lambda old: env[old]) for node in sent))
-    return new
+            env[node] = copied(result, node, env.__getitem__)
+    result.output(tuple(fx.map_arg(node, lambda old: env[old]) for node in sent))
+    return result

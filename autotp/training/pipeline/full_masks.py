@@ -23,7 +23,7 @@ from autotp.runtime.graph_entry import input_values_on
 
 
 def analyse_for_masks(
-    padded: bool, skeleton: Any, args: Any, kwargs: Any, tp: int, training: Any, call: CallState, **given: Any
+    padded: bool, skeleton: Any, args: Any, kwargs: Any, tp: int, training: Any, call: CallState, **options: Any
 ) -> Program:
     """Returns the program without masks, if the batch has no padding and it is right for each such batch.
 
@@ -32,11 +32,11 @@ def analyse_for_masks(
     Args:
         padded: whether some part of the batch has padding.
     """
-    analysis = analyse(skeleton, args, kwargs, tp, training, replace(call, looks=not padded), **given)
+    analysis = analyse(skeleton, args, kwargs, tp, training, replace(call, looks=not padded), **options)
     tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     if padded or _is_right_for_ones(analysis.captured, tensors):
         return analysis
-    with_masks = analyse(skeleton, args, kwargs, tp, training, replace(call, looks=False), **given)
+    with_masks = analyse(skeleton, args, kwargs, tp, training, replace(call, looks=False), **options)
     return replace(with_masks, captured=replace(with_masks.captured, looks=True))  # Nothing is left to try.
 
 

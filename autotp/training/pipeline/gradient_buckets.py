@@ -58,14 +58,14 @@ class GradientSums:
     @contextmanager
     def under_backward(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """A region around the last backward that adds to these parameters' gradients."""
-        mine = [parameter for parameter in parameters if parameter in self._missing]
-        handles = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in mine]
+        missing = [parameter for parameter in parameters if parameter in self._missing]
+        handles = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in missing]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-        for parameter in mine:  # Backward in halves calls no hooks.
+        for parameter in missing:  # Backward in halves calls no hooks.
             self._add(parameter)
 
     @torch.no_grad()
@@ -115,14 +115,14 @@ def _sum_together(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 def buckets_of(gradients: Sequence[T], size: int) -> Iterator[list[T]]:
     """Yields tensors of one dtype that take at most `size` bytes together; a larger tensor comes alone."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        bucket, held = list[T](), 0
+        bucket, nbytes = list[T](), 0
         for gradient in gradients:
             if gradient.dtype != dtype:
                 continue
-            if bucket and held + gradient.nbytes > size:
+            if bucket and nbytes + gradient.nbytes > size:
                 yield bucket
-                bucket, held = [], 0
+                bucket, nbytes = [], 0
             bucket.append(gradient)
-            held += gradient.nbytes
+            nbytes += gradient.nbytes
         if bucket:
             yield bucket

@@ -39,17 +39,17 @@ class WeightHalf:
     Attributes:
         starts: node -> the weights that it leads to; forks, and outputs that lead to weights only.
         noted: fork -> the gradients that reach it.
-        given: the edges of outputs that lead to weights only, each with its gradient.
+        weight_edges: the edges of outputs that lead to weights only, each with its gradient.
     """
 
     starts: dict[Node, Nodes]
     noted: dict[Node, Gradients]
-    given: list[tuple[GradientEdge, Tensor]]
+    weight_edges: list[tuple[GradientEdge, Tensor]]
 
     def run(self) -> None:
         """Adds the gradients of the weights to their `grad`."""
         reached = {node: weights for node, weights in self.starts.items() if node in self.noted}
-        reached |= {edge.node: self.starts[edge.node] for edge, _ in self.given}
+        reached |= {edge.node: self.starts[edge.node] for edge, _ in self.weight_edges}
         for nodes, weights in _with_common_weights(reached):
             for leaf, grad in zip(weights, self._gradients(nodes, weights), strict=True):
                 weight: Tensor = leaf.variable  # type: ignore[attr-defined]
@@ -59,15 +59,15 @@ class WeightHalf:
     def _gradients(self, nodes: Sequence[Node], weights: Nodes) -> Gradients:
         """Returns the gradients of `weights` that come by way of `nodes`."""
         forks = [node for node in nodes if node in self.noted]
-        known = [(GradientEdge(fork, i), x) for fork in forks for i, x in enumerate(self.noted[fork]) if x is not None]
-        known += [(edge, grad) for edge, grad in self.given if edge.node in nodes]
+        edges = [(GradientEdge(fork, i), x) for fork in forks for i, x in enumerate(self.noted[fork]) if x is not None]
+        edges += [(edge, grad) for edge, grad in self.weight_edges if edge.node in nodes]
         # A fork that leads to another one would add to the gradients that the first half noted for that one.
         handles = [_fix(fork, self.noted[fork]) for fork in forks if len(forks) > 1]
         try:
             return torch.autograd.grad(
-                [edge for edge, _ in known],
+                [edge for edge, _ in edges],
                 [GradientEdge(leaf, 0) for leaf in weights],
-                [grad for _, grad in known],
+                [grad for _, grad in edges],
                 retain_graph=True,  # The nodes between two forks may be between others, too.
                 allow_unused=True,
             )
@@ -89,32 +89,34 @@ def input_half(
     Returns:
         The gradients of `inputs`, which their `grad` has as well; None for what needs none. And the second half.
     """
-    known = [(x, torch.ones_like(x) if grads is None else grads[i]) for i, x in enumerate(outputs) if x.requires_grad]
-    given = [(x, get_gradient_edge(x), grad) for x, grad in known if grad is not None]
+    outputs_and_grads = [
+        (x, torch.ones_like(x) if grads is None else grads[i]) for i, x in enumerate(outputs) if x.requires_grad
+    ]
+    edges = [(x, get_gradient_edge(x), grad) for x, grad in outputs_and_grads if grad is not None]
     learn = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    path = _leading_to([get_gradient_edge(x).node for x in learn], [edge.node for _, edge, _ in given])
-    aside = [(edge, grad) for _, edge, grad in given if edge.node not in path]
+    path = _leading_to([get_gradient_edge(x).node for x in learn], [edge.node for _, edge, _ in edges])
+    aside = [(edge, grad) for _, edge, grad in edges if edge.node not in path]
     half = WeightHalf(_forks(path) | {edge.node: _leaves([edge.node]) for edge, _ in aside}, {}, aside)
     handles = [fork.register_prehook(_noting(half.noted, fork)) for fork in half.starts if fork in path]
     try:
-        found = _gradients_of(learn, [(x, grad) for x, edge, grad in given if edge.node in path])
+        results = _gradients_of(learn, [(x, grad) for x, edge, grad in edges if edge.node in path])
     finally:
         for handle in handles:
             handle.remove()
-    for x, grad in zip(learn, found, strict=True):
+    for x, grad in zip(learn, results, strict=True):
         if grad is not None:
             x.grad = grad if x.grad is None else x.grad + grad
     for x in outputs:
         if not x._is_view():
             x.detach_()  # Frees what only the first half reads.
-    by_id = {id(x): grad for x, grad in zip(learn, found, strict=True)}
+    by_id = {id(x): grad for x, grad in zip(learn, results, strict=True)}
     return tuple(by_id.get(id(x)) for x in inputs), half
 
 
-def _gradients_of(inputs: Sequence[Tensor], given: Sequence[tuple[Tensor, Tensor]]) -> Gradients:
-    if not given or not inputs:
+def _gradients_of(inputs: Sequence[Tensor], outputs_and_grads: Sequence[tuple[Tensor, Tensor]]) -> Gradients:
+    if not outputs_and_grads or not inputs:
         return (None,) * len(inputs)
-    outputs, grads = [x for x, _ in given], [grad for _, grad in given]
+    outputs, grads = [x for x, _ in outputs_and_grads], [grad for _, grad in outputs_and_grads]
     return torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
 
 
@@ -167,8 +169,8 @@ def _forks(path: Nodes) -> dict[Node, Nodes]:
     off = {
         node: [after for after, _ in node.next_functions if after is not None and after not in path] for node in path
     }
-    found = {node: _leaves(after) for node, after in off.items() if after}
-    return {node: weights for node, weights in found.items() if weights}
+    weights_by_fork = {node: _leaves(after) for node, after in off.items() if after}
+    return {node: weights for node, weights in weights_by_fork.items() if weights}
 
 
 def _with_common_weights(reached: dict[Node, Nodes]) -> list[tuple[list[Node], Nodes]]:

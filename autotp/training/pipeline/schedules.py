@@ -88,12 +88,12 @@ class Engine:
         """
         if stages == 1:
             return 1
-        ranks, behind = stages // self.rounds, stages - stage
+        ranks, in_flight = stages // self.rounds, stages - stage
         if self.kind == "ScheduleInterleaved1F1B":
-            behind = _interleaved(stage % ranks, ranks, self.rounds, microbatches)[stage // ranks]
+            in_flight = _interleaved(stage % ranks, ranks, self.rounds, microbatches)[stage // ranks]
         elif self.kind == "ScheduleInterleavedZeroBubble":
-            behind = ranks * (self.rounds - stage // ranks)
-        return microbatches if self.kind == "ScheduleGPipe" else min(microbatches, behind)
+            in_flight = ranks * (self.rounds - stage // ranks)
+        return microbatches if self.kind == "ScheduleGPipe" else min(microbatches, in_flight)
 
 
 def _interleaved(rank: int, ranks: int, rounds: int, microbatches: int) -> list[int]:
@@ -103,14 +103,14 @@ def _interleaved(rank: int, ranks: int, rounds: int, microbatches: int) -> list[
     `ahead` steps ahead, it also runs backward, in the same way from its last stage on.
     """
     ahead = min(microbatches * rounds, (rounds - 1) * ranks + 2 * (ranks - 1 - rank))
-    held, most = [0] * rounds, [0] * rounds
+    in_flight, peak = [0] * rounds, [0] * rounds
     for step in range(microbatches * rounds):
-        at = step // ranks % rounds
-        held[at] += 1
-        most[at] = max(most[at], held[at])
+        index = step // ranks % rounds
+        in_flight[index] += 1
+        peak[index] = max(peak[index], in_flight[index])
         if step >= ahead:
-            held[rounds - 1 - (step - ahead) // ranks % rounds] -= 1
-    return most
+            in_flight[rounds - 1 - (step - ahead) // ranks % rounds] -= 1
+    return peak
 
 
 ENGINES: dict[str, Engine] = {
@@ -130,9 +130,9 @@ def engine_of(schedule: str, interleave: int | None = None) -> Engine:
     """
     if schedule not in ENGINES:
         raise Error(f"schedule={schedule!r}", expected=", ".join(map(repr, ENGINES)))
-    kind = ENGINES[schedule]
+    chosen = ENGINES[schedule]
     if interleave is None:
-        return kind
+        return chosen
     if type(interleave) is not int or interleave < 2:
         raise Error(
             f"interleave={interleave!r} is not a whole number of 2 or more",
@@ -144,7 +144,7 @@ def engine_of(schedule: str, interleave: int | None = None) -> Engine:
             f'interleave={interleave} is for schedule="interleaved", and the schedule is "{schedule}"',
             fix=f'schedule="interleaved", interleave={interleave}',
         )
-    return replace(kind, rounds=interleave)
+    return replace(chosen, rounds=interleave)
 
 
 def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
@@ -160,10 +160,10 @@ def costed(analysis: Program) -> tuple[fx.Graph, Axes]:
 def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
     """Returns how a model's blocks are divided among the stages of `ranks` ranks: alike on all ranks."""
     homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
-    names, kind = list(analysis.captured.parameters), training.engine
+    names, schedule = list(analysis.captured.parameters), training.engine
     blocks = blocks_in_order(lowered, names)
-    kept = training.recompute != "full"  # With "full" a block keeps its inputs only.
-    flights = [kept * kind.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
+    keeps_activations = training.recompute != "full"  # With "full" a block keeps its inputs only.
+    flights = [keeps_activations * schedule.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
     costs = block_costs(*costed(analysis), blocks, names)
     return divided(blocks, costs, [homes[i] for i in range(len(homes))], flights)
 
@@ -233,21 +233,21 @@ class StageModule(nn.Module):
         """Returns a region for the last backward of a step."""
         return self.sums.under_backward(self.parameters())
 
-    def forward(self, *received: Tensor, **given: Tensor) -> Any:
+    def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         """Returns the tensors that the stage sends, or the loss in shape [1]: the engine concatenates the losses."""
         arrived = [ContiguousGradient.apply(x) for x in received]
-        known = {
+        values = {
             **self.graph.constants,
             **self.totals,
-            **given,
+            **inputs,
             **dict(zip(self.graph.received, arrived, strict=True)),
         }
         with (
             torch._C.DisableTorchFunctionSubclass()
         ):  # Inside, the tensors are local parts, in the layouts of the plan.
-            for at, (name, place) in self.graph.places.items():
-                known[at] = expect_whole(name, self.read(place))
-            results = self.graph.module(*(known[name] for name in placeholders(self.graph.module.graph)))
+            for placeholder, (name, place) in self.graph.places.items():
+                values[placeholder] = expect_whole(name, self.read(place))
+            results = self.graph.module(*(values[name] for name in placeholders(self.graph.module.graph)))
         results = tuple(torch.stack([value]) if value.dim() == 0 else value.contiguous() for value in results)
         return results[0] if len(results) == 1 else results
 
@@ -274,11 +274,11 @@ def engine(
     from torch.distributed import pipelining  # It takes a second, and most models have no pipeline.
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
-    kind, inputs = training.engine, analysis.captured.inputs
-    stages = _torch_stages(kind, works, device, group)
+    schedule, inputs = training.engine, analysis.captured.inputs
+    stages = _torch_stages(schedule, works, device, group)
     try:
-        return getattr(pipelining, kind.kind)(
-            stages if kind.rounds > 1 else stages[0],
+        return getattr(pipelining, schedule.kind)(
+            stages if schedule.rounds > 1 else stages[0],
             training.microbatches,
             loss_fn=loss,
             kwargs_chunk_spec={x: TensorChunkSpec(0) if x in analysis.rows else _Replicate() for x in inputs},
@@ -292,7 +292,7 @@ def engine(
         ) from error
 
 
-def _torch_stages(kind: Engine, works: Mapping[int, nn.Module], device: torch.device, group: Any) -> list[Any]:
+def _torch_stages(schedule: Engine, works: Mapping[int, nn.Module], device: torch.device, group: Any) -> list[Any]:
     """Returns torch's object of each stage of this rank.
 
     NOTE [Sums under the last backward]
@@ -345,13 +345,13 @@ def _torch_stages(kind: Engine, works: Mapping[int, nn.Module], device: torch.de
         def perform_reduce_grad(self, grad_scale_factor: int) -> None:
             """Waits for the sums of all stages of this rank, once the last of them has run backward."""
             ended.append(self)
-            if not kind.halves and len(ended) < len(works):
+            if not schedule.halves and len(ended) < len(works):
                 return
             for stage in ended:
                 PipelineStage.perform_reduce_grad(stage, grad_scale_factor)
             ended.clear()
 
-    count = group.size() * kind.rounds
+    count = group.size() * schedule.rounds
     return [Stage(work, i, count, device, group=group) for i, work in works.items()]
 
 
@@ -374,7 +374,7 @@ def analyse_microbatch(
     rows: frozenset[int],
     cp_rank: int = 0,
     captures: Captures | None = None,
-    kind: str = "cpu",
+    device_type: str = "cpu",
     padded: bool | None = None,
 ) -> Program:
     """Returns the program of a microbatch; its parameters are cut as `layouts` says, if there are layouts.
@@ -382,22 +382,22 @@ def analyse_microbatch(
     Args:
         rows: as `places_of_rows` returns them.
         cp_rank, captures: as for `analyse`.
-        kind: the kind of device on which it will run.
+        device_type: the type of the device on which it will run.
         padded: whether some microbatch has padding; None: whether this one has.
 
     Raises:
         Error: as `expect_products_of_one_dtype`.
     """
     args, kwargs = cast_arguments((args, kwargs), training.compute_dtype)
-    call = CallState(autocast=Autocast(kind), layouts=layouts, rows=rows)
+    call = CallState(autocast=Autocast(device_type), layouts=layouts, rows=rows)
     padded = not without_padding(kwargs) if padded is None else padded
     if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
         two = map_rows((args, kwargs), rows, repeat_rows)
         analyse_for_masks(
             padded, skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank, last="row_independence"
         )
-    around = {"cp_rank": cp_rank, "captures": captures}
-    analysis = analyse_for_masks(padded, skeleton, args, kwargs, tp, training, call, **around)
+    options = {"cp_rank": cp_rank, "captures": captures}
+    analysis = analyse_for_masks(padded, skeleton, args, kwargs, tp, training, call, **options)
     if training.compute_dtype:
         expect_products_of_one_dtype(analysis)
     return analysis
@@ -408,8 +408,8 @@ def learning_of(analysis: Program) -> frozenset[str] | None:
     graph, names = analysis.graph, analysis.captured.parameters
     if not any(node.target is torch.ops.aten.detach.default for node in graph.nodes):
         return None
-    found = with_gradient(returned(graph)[0], FakeTensorMode(allow_non_fake_inputs=True))
-    return frozenset(names[x] for x in found if x in names)
+    learning = with_gradient(returned(graph)[0], FakeTensorMode(allow_non_fake_inputs=True))
+    return frozenset(names[x] for x in learning if x in names)
 
 
 def parameters_of_stage(stage: Stage, names: Mapping[str, str]) -> list[str]:
