@@ -106,7 +106,7 @@ def note_lost(group: str) -> None:
     _lost.add(process_group(group))
 
 
-def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
+def peer_error(operation: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
     """Returns an Error that names the axis and the lost rank; None if `error` has another cause.
 
     Args:
@@ -114,11 +114,11 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
     """
     text = str(error).lower()
     if "timed out" in text or "timeout" in text:
-        seen = "a peer did not answer within the group's timeout"
+        reason = "a peer did not answer within the group's timeout"
     elif any(sign in text for sign in ("connection", "peer", "gloo/transport", "nccl", "socket", "broken pipe")):
-        seen = "a peer closed its connection"
+        reason = "a peer closed its connection"
     elif text.startswith(APART):
-        seen = str(error)
+        reason = str(error)
     else:
         return None
 
@@ -126,14 +126,15 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
         return called(rank, group) if mesh is None else mesh.named([rank])
 
     ranks = dist.get_process_group_ranks(process_group(group))
-    return lost_error(what, group, next((said for ask in _informed if (said := ask(named, ranks))), seen))
+    return lost_error(operation, group, next((answer for ask in _informed if (answer := ask(named, ranks))), reason))
 
 
-def lost_error(what: str, group: str, why: str) -> Error:
+def lost_error(operation: str, group: str, why: str) -> Error:
     """Returns the Error of a collective, or of a call, that fails since other ranks do not come."""
     rank, size = seat(group)
     return Error(
-        f"{what} over axis `{axis_of(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",
+        f"{operation} over axis `{axis_of(group)}` failed on rank {rank} of {size} "
+        f"(global rank {dist.get_rank()}): {why}",
         fix="every call is made by all ranks (none under `if rank == 0`); read the logs of the others",
         alternative="if it was only slow: timeout= of autotp.parallelize, or of init_process_group",
     )

@@ -41,10 +41,10 @@ class one_thread:
     It is a class, because a step enters many such regions, and entering a generator takes longer.
     """
 
-    __slots__ = ("group", "nested", "thread", "what")
+    __slots__ = ("group", "nested", "operation", "thread")
 
-    def __init__(self, what: str, group: str) -> None:
-        self.what, self.group = what, group
+    def __init__(self, operation: str, group: str) -> None:
+        self.operation, self.group = operation, group
 
     def __enter__(self) -> None:
         self.thread = get_ident()
@@ -57,10 +57,10 @@ class one_thread:
         if user != self.thread:
             self._refuse_or_begin_anew()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if _users.get(self.group) != self.thread:
             if error is None:
-                raise _two_threads(self.group).within(self.what)
+                raise _two_threads(self.group).within(self.operation)
         elif not self.nested:
             del _users[self.group]
         if error is not None:
@@ -77,7 +77,7 @@ class one_thread:
             _users[self.group], self.nested = self.thread, False
             return
         _shared[self.group], _users[self.group] = weakref.ref(process_group(self.group)), SHARED
-        raise _two_threads(self.group).within(self.what)
+        raise _two_threads(self.group).within(self.operation)
 
 
 def _two_threads(group: str) -> Error:
@@ -95,7 +95,7 @@ class in_collective(one_thread):
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, Error):
-            named = fatal_error(self.group) or peer_error(self.what, self.group, error)
+            named = fatal_error(self.group) or peer_error(self.operation, self.group, error)
             if named is not None:
                 note_lost(self.group)
                 raise named from error

@@ -58,18 +58,18 @@ def axis_of(group: str) -> str:
 def called(rank: int, group: str) -> str:
     """Returns the name of a global rank, with its place in the group if it belongs to it."""
     ranks, world = dist.get_process_group_ranks(process_group(group)), f"global rank {rank}"
-    here = f"{axis_of(group)} rank {ranks.index(rank)}" if rank in ranks else world
-    return world if here == world else f"{here} ({world})"
+    place = f"{axis_of(group)} rank {ranks.index(rank)}" if rank in ranks else world
+    return world if place == world else f"{place} ({world})"
 
 
 def backend_of(group: str, device_type: str) -> str:
     """Returns the name of a process group's backend for devices of this type, such as "nccl"."""
-    found = process_group(group)
-    known = _backends.get((group, device_type))
-    if known is None or known[0]() is not found:  # A later group may have the same name.
-        name = found._get_backend(torch.device(device_type)).name()
-        known = _backends[group, device_type] = weakref.ref(found), name
-    return known[1]
+    current = process_group(group)
+    cached = _backends.get((group, device_type))
+    if cached is None or cached[0]() is not current:  # A later group may have the same name.
+        name = current._get_backend(torch.device(device_type)).name()
+        cached = _backends[group, device_type] = weakref.ref(current), name
+    return cached[1]
 
 
 _backends: dict[tuple[str, str], tuple[weakref.ref[ProcessGroup], str]] = {}

@@ -131,9 +131,9 @@ class Channel:
         torch.cat(parts, out=out.data.view(-1))
         return True
 
-    def leave_to_torch(self, group: ProcessGroup, x: Tensor, kind: str) -> None:
+    def leave_to_torch(self, group: ProcessGroup, x: Tensor, op: str) -> None:
         """Tells the other ranks to call torch's operator. NOTE [All ranks choose one way]"""
-        self._exchanged(group, x, kind, other_way=True)
+        self._exchanged(group, x, op, other_way=True)
 
     def forbid(self) -> None:
         """Makes each later collective an error, in a process that was forked: its parent uses the memory."""
@@ -146,7 +146,7 @@ class Channel:
             with suppress(OSError):
                 os.close(process)
 
-    def _exchanged(self, group: ProcessGroup, x: Tensor, kind: str, other_way: bool = False) -> list[Tensor] | None:
+    def _exchanged(self, group: ProcessGroup, x: Tensor, op: str, other_way: bool = False) -> list[Tensor] | None:
         """Returns the operands of all ranks, flat; None if some rank takes the other way.
 
         NOTE [An exception may come anywhere]
@@ -164,39 +164,39 @@ class Channel:
         parts = None if other_way else self._parts(slot, x.numel(), x.dtype)  # A mode sees no operator but torch's.
         if parts is not None:
             parts[self.rank].view(x.shape).copy_(x.detach())
-        says = _description(kind, x)
+        says = _description(op, x)
         words[self._mine + SAYS + slot] = says | other_way
         words[self._mine + HERE] = count
-        asked = other_way
+        by_torch = other_way
         for place in self._others:
             self._await(group, place, count)
-            theirs = words[place + SAYS + slot]
-            if theirs & ~OTHER_WAY != says:
-                self._fail(f"{APART}: {_said(says)} here, and {_said(theirs)} on {_rank(place)}")
-            asked = asked or bool(theirs & OTHER_WAY)
+            peer_says = words[place + SAYS + slot]
+            if peer_says & ~OTHER_WAY != says:
+                self._fail(f"{APART}: {_said(says)} here, and {_said(peer_says)} on {_rank(place)}")
+            by_torch = by_torch or bool(peer_says & OTHER_WAY)
         self._seen = count
-        return None if asked else parts
+        return None if by_torch else parts
 
     def _parts(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         key = slot, numel, dtype
-        found = self._views.get(key)
-        if found is None:
+        views = self._views.get(key)
+        if views is None:
             if len(self._views) >= KEPT_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):
-                found = list(self._slots[slot, :, : numel * dtype.itemsize].view(dtype).unbind())
-            self._views[key] = found
-        return found
+                views = list(self._slots[slot, :, : numel * dtype.itemsize].view(dtype).unbind())
+            self._views[key] = views
+        return views
 
     def _await(self, group: ProcessGroup, place: int, count: int) -> None:
         """Waits until another rank has come to this number."""
-        words, at = self._words, place + HERE
+        words, index = self._words, place + HERE
         for _ in range(SPINS):
-            if words[at] >= count:
+            if words[index] >= count:
                 return
         began = time.monotonic()
         limit, look, pause = None, began + LOOK, FIRST_SLEEP
-        while words[at] < count:
+        while words[index] < count:
             time.sleep(pause)
             pause = min(2 * pause, LAST_SLEEP)
             if (now := time.monotonic()) > look:
@@ -242,14 +242,14 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         return _channels[group]
     except KeyError:
         with _disable_current_modes():  # A mode that counts collectives counts those of the model.
-            found = _channels[group] = _opened(group)
-        return found
+            channel = _channels[group] = _opened(group)
+        return channel
 
 
 def started_here(group: ProcessGroup) -> int:
     """Returns the number of collectives of a group that went through shared memory."""
-    found = _channels.get(group)
-    return 0 if found is None else found.started
+    channel = _channels.get(group)
+    return 0 if channel is None else channel.started
 
 
 def shared_addresses() -> set[int]:
@@ -261,12 +261,12 @@ def _opened(group: ProcessGroup) -> Channel | None:
     if group._get_backend(torch.device("cpu")).name() != "gloo":
         return None
     rank, size = group.rank(), group.size()
-    own = _memory(size) if rank == 0 else None
-    told = torch.zeros(size, 3 + CPUS // 64, dtype=torch.int64, device="cpu")
-    told[rank, :3] = torch.tensor([os.getpid(), -1 if own is None else own, _machine()], device="cpu")
-    told[rank, 3:] = torch.tensor(_cores(), device="cpu")
-    group.allreduce([told]).wait()
-    everyone: list[list[int]] = told.tolist()
+    descriptor = _memory(size) if rank == 0 else None
+    facts = torch.zeros(size, 3 + CPUS // 64, dtype=torch.int64, device="cpu")
+    facts[rank, :3] = torch.tensor([os.getpid(), -1 if descriptor is None else descriptor, _machine()], device="cpu")
+    facts[rank, 3:] = torch.tensor(_cores(), device="cpu")
+    group.allreduce([facts]).wait()
+    everyone: list[list[int]] = facts.tolist()
     memory, processes = None, dict[int, int]()
     if _is_one_machine(everyone):
         memory = _mapped(f"/proc/{everyone[0][0]}/fd/{everyone[0][1]}", size)
@@ -275,8 +275,8 @@ def _opened(group: ProcessGroup) -> Channel | None:
                 processes[r] = os.pidfd_open(everyone[r][0])
     ready = torch.tensor([int(memory is not None and len(processes) == size - 1)], device="cpu")
     group.allreduce([ready], dist.ReduceOp.MIN).wait()
-    if own is not None:
-        os.close(own)
+    if descriptor is not None:
+        os.close(descriptor)
     if memory is None or not ready.item():
         for process in processes.values():
             os.close(process)
@@ -317,9 +317,9 @@ def _memory(size: int) -> int | None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None
     with suppress(OSError, AttributeError):
-        found = os.memfd_create("autotp")
-        os.ftruncate(found, _header(size) + 2 * size * LIMIT)
-        return found
+        descriptor = os.memfd_create("autotp")
+        os.ftruncate(descriptor, _header(size) + 2 * size * LIMIT)
+        return descriptor
     return None
 
 
@@ -357,8 +357,8 @@ def _is_one_machine(everyone: list[list[int]]) -> bool:
     for row in everyone:
         union = [a | b % 2**64 for a, b in zip(union, row[3:], strict=True)]
     cores = sum(word.bit_count() for word in union)
-    same = len({row[2] for row in everyone}) == 1 and everyone[0][2] != 0
-    return same and everyone[0][1] >= 0 and cores >= dist.get_world_size()
+    same_machine = len({row[2] for row in everyone}) == 1 and everyone[0][2] != 0
+    return same_machine and everyone[0][1] >= 0 and cores >= dist.get_world_size()
 
 
 def _rank(place: int) -> str:
@@ -371,12 +371,12 @@ def _has_ended(process: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _description(kind: str, x: Tensor) -> int:
-    return ((x.numel() * len(KINDS) + KINDS.index(kind)) * len(DTYPES) + DTYPES.index(x.dtype)) << 1
+def _description(op: str, x: Tensor) -> int:
+    return ((x.numel() * len(KINDS) + KINDS.index(op)) * len(DTYPES) + DTYPES.index(x.dtype)) << 1
 
 
 def _said(description: int) -> str:
     """Returns a description as text."""
     rest, dtype = divmod(description >> 1, len(DTYPES))
-    numel, kind = divmod(rest, len(KINDS))
-    return f"`{KINDS[kind]}` of {numel} x {str(DTYPES[dtype]).removeprefix('torch.')}"
+    numel, op = divmod(rest, len(KINDS))
+    return f"`{KINDS[op]}` of {numel} x {str(DTYPES[dtype]).removeprefix('torch.')}"

@@ -42,11 +42,11 @@ def async_linear(
     if group is None or not torch.is_grad_enabled() or seat(group)[1] == 1:
         return separate_products(x, group, gathered, flattened, weights, biases, turned)
     if no_transform(x, *weights):
-        found: tuple[Tensor, ...] = apply_plain(AsyncLinear, group, gathered, flattened, turned, x, *weights, *biases)
-        return found
+        outputs: tuple[Tensor, ...] = apply_plain(AsyncLinear, group, gathered, flattened, turned, x, *weights, *biases)
+        return outputs
     if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
-        found = CompiledLinear.apply(group, gathered, flattened, turned, x, *weights, *biases)
-        return found[: len(turned)]
+        outputs = CompiledLinear.apply(group, gathered, flattened, turned, x, *weights, *biases)
+        return outputs[: len(turned)]
     return separate_products(x, group, gathered, flattened, weights, biases, turned)
 
 
@@ -97,10 +97,10 @@ class CompiledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        group: str, gathered: Gathered, flattened: Any, turned: tuple[bool, ...], x: Tensor, *given: Any
+        group: str, gathered: Gathered, flattened: Any, turned: tuple[bool, ...], x: Tensor, *parameters: Any
     ) -> tuple[Tensor, ...]:
         whole, n = () if gathered is None else (start_gather(x, group, *gathered)(),), len(turned)
-        return *products(whole[0] if whole else x, flattened, given[:n], given[n:], turned), *whole
+        return *products(whole[0] if whole else x, flattened, parameters[:n], parameters[n:], turned), *whole
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -124,11 +124,11 @@ class AsyncLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        group: str, gathered: Gathered, flattened: Any, turned: tuple[bool, ...], x: Tensor, *given: Tensor | None
+        group: str, gathered: Gathered, flattened: Any, turned: tuple[bool, ...], x: Tensor, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         whole = x if gathered is None else start_gather(x, group, *gathered)()
         n = len(turned)
-        return products(whole, flattened, given[:n], given[n:], turned)  # type: ignore[arg-type]
+        return products(whole, flattened, parameters[:n], parameters[n:], turned)  # type: ignore[arg-type]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
@@ -145,8 +145,8 @@ class AsyncLinear(torch.autograd.Function):
         plain = not torch.is_grad_enabled() and no_transform(*[grad for grad in grads if grad is not None])
         gradients = _overlapped if plain else _differentiable
         with torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
-            found = gradients(ctx, x, weights, [None if grad is None else rows_of(grad) for grad in grads])
-        return None, None, None, None, *found
+            input_grads = gradients(ctx, x, weights, [None if grad is None else rows_of(grad) for grad in grads])
+        return None, None, None, None, *input_grads
 
 
 def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
@@ -210,15 +210,15 @@ def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) ->
     into_rows = ctx.flattened is None or ctx.flattened[1] in (-2, whole.dim() - 2)
     rows = rows_of(whole if into_rows else whole.flatten(*ctx.flattened))
     n, needed = len(grads), ctx.needs_input_grad[5:]
-    found: list[Tensor | None] = [None] * (2 * n)
+    result: list[Tensor | None] = [None] * (2 * n)
     for i, grad in enumerate(grads):
         if grad is not None:
             if needed[i]:
                 a, b = (rows.t(), grad) if ctx.turned[i] else (grad.t(), rows)
                 if ctx.totals[i] is None or torch.is_grad_enabled():
-                    found[i] = a.mm(b)
+                    result[i] = a.mm(b)
                 else:
                     ctx.totals[i].add(a, b)
             if needed[n + i]:
-                found[n + i] = grad.sum(0)
-    return found
+                result[n + i] = grad.sum(0)
+    return result

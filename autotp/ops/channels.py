@@ -68,8 +68,8 @@ def convolution_like(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilat
     sizes = []
     for i, length in enumerate(x.shape[x.dim() - places :]):
         reach = _of(dilation, i) * (weight.shape[2 + i] - 1)
-        around = {"same": reach, "valid": 0}[padding] if isinstance(padding, str) else 2 * _of(padding, i)
-        sizes.append((length + around - reach - 1) // _of(stride, i) + 1)
+        total_padding = {"same": reach, "valid": 0}[padding] if isinstance(padding, str) else 2 * _of(padding, i)
+        sizes.append((length + total_padding - reach - 1) // _of(stride, i) + 1)
     return x.new_empty((*x.shape[: x.dim() - places - 1], weight.shape[0], *sizes))
 
 
@@ -87,8 +87,8 @@ def conv_transpose_like(
 
 def _of(numbers: Any, i: int) -> int:
     """Returns the number of a dimension; a single number is that of all."""
-    found: int = numbers if isinstance(numbers, int) else numbers[i if len(numbers) > 1 else 0]
-    return found
+    number: int = numbers if isinstance(numbers, int) else numbers[i if len(numbers) > 1 else 0]
+    return number
 
 
 def by_channel(x: Tensor, op: Callable[..., Tensor], dim: int, args: tuple[Any, ...]) -> Any:
@@ -139,9 +139,11 @@ def _normalised(
     x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, Any, Any]:
     none = x.shape[1] == 0
-    given: list[Any] = [one if one is None or not none else _at_least(one, 0, 1) for one in (weight, bias, mean, var)]
+    operands: list[Any] = [
+        operand if operand is None or not none else _at_least(operand, 0, 1) for operand in (weight, bias, mean, var)
+    ]
     how = training, momentum, eps, torch.backends.cudnn.enabled
-    made = torch.batch_norm(_at_least(x, 1, 1), given[0], given[1], given[2], given[3], *how)
+    made = torch.batch_norm(_at_least(x, 1, 1), operands[0], operands[1], operands[2], operands[3], *how)
     return (made.narrow(1, 0, 0) if none else made), mean, var
 
 
@@ -153,7 +155,7 @@ def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         weight, bias: [groups channels], or None.
     """
     full = _at_least(x, 1, 1)
-    scale, shift = (None if one is None else _at_least(one, 0, 1).flatten() for one in (weight, bias))
+    scale, shift = (None if operand is None else _at_least(operand, 0, 1).flatten() for operand in (weight, bias))
     made = F.group_norm(full.flatten(1, 2), full.shape[1], scale, shift, eps).unflatten(1, full.shape[1:3])
     return made if x.shape[1] else made.narrow(1, 0, 0)
 

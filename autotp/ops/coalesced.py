@@ -49,14 +49,14 @@ def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where], la
         return tuple(xs)
     if torch.compiler.is_compiling():
         pairs = zip(xs, where, strict=True)
-        return tuple(copy(x, group) if at is None else share(x, group, *at) for x, at in pairs)
+        return tuple(copy(x, group) if place is None else share(x, group, *place) for x, place in pairs)
     learns = [x.requires_grad or not is_plain(x) for x in xs]
-    places = tuple(at for at, learnt in zip(where, learns, strict=True) if learnt)
-    given = [x for x, learnt in zip(xs, learns, strict=True) if learnt]
-    goes_on = late and not _at_once and torch.is_grad_enabled() and no_transform(*given)
+    places = tuple(place for place, learnt in zip(where, learns, strict=True) if learnt)
+    operands = [x for x, learnt in zip(xs, learns, strict=True) if learnt]
+    goes_on = late and not _at_once and torch.is_grad_enabled() and no_transform(*operands)
     apply = _late if goes_on else Together.apply
-    found = iter(apply(False, group, places, *given) if given else ())
-    return tuple(next(found) if learnt else x for x, learnt in zip(xs, learns, strict=True))
+    outputs = iter(apply(False, group, places, *operands) if operands else ())
+    return tuple(next(outputs) if learnt else x for x, learnt in zip(xs, learns, strict=True))
 
 
 def begin_sums() -> None:
@@ -87,9 +87,9 @@ def _late(_: bool, group: str, where: tuple[Where, ...], *xs: Tensor) -> tuple[T
     global _before
     running, number = _Running(), torch.autograd._get_sequence_nr()
     read = apply_plain(WaitTogether, running, _before, *xs)
-    found: tuple[Tensor, ...] = apply_plain(StartedTogether, running, group, where, *read)
+    outputs: tuple[Tensor, ...] = apply_plain(StartedTogether, running, group, where, *read)
     _before = number
-    return found
+    return outputs
 
 
 class _Running:
@@ -142,8 +142,8 @@ class StartedTogether(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         sent = _complete(ctx.like, grads)
         if waits_now() or not all(map(is_plain, sent)):
-            found = Together.apply(True, ctx.group, ctx.where, *sent)
-            return None, None, None, *_without_nothing(grads, found)
+            input_grads = Together.apply(True, ctx.group, ctx.where, *sent)
+            return None, None, None, *_without_nothing(grads, input_grads)
         sums = running_sums()
         wait = sums[ctx.running] = _start_sum(ctx.group, ctx.where, sent)
         ctx.running.waits[torch._C._current_graph_task_id()] = lambda: _without_nothing(grads, wait())
@@ -165,13 +165,13 @@ class Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        found = Together.apply(not ctx.summed, ctx.group, ctx.where, *_complete(ctx.like, grads))
-        return None, None, None, *_without_nothing(grads, found)
+        input_grads = Together.apply(not ctx.summed, ctx.group, ctx.where, *_complete(ctx.like, grads))
+        return None, None, None, *_without_nothing(grads, input_grads)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = Together.apply(ctx.summed, ctx.group, ctx.where, *_complete(ctx.like, tangents))
-        return found
+        outputs: tuple[Tensor, ...] = Together.apply(ctx.summed, ctx.group, ctx.where, *_complete(ctx.like, tangents))
+        return outputs
 
     @staticmethod
     def vmap(
@@ -179,8 +179,8 @@ class Together(torch.autograd.Function):
     ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
         mapped = in_dims[3:]
         moved = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, mapped, strict=True)]
-        behind = zip(where, mapped, strict=True)
-        places = tuple(at if at is None or d is None else (at[0] + 1, at[1]) for at, d in behind)
+        pairs = zip(where, mapped, strict=True)
+        places = tuple(place if place is None or d is None else (place[0] + 1, place[1]) for place, d in pairs)
         return Together.apply(summed, group, places, *moved), tuple(None if d is None else 0 for d in mapped)
 
 
@@ -199,13 +199,13 @@ def _start_sum(group: str, where: Sequence[Where], xs: Sequence[Tensor]) -> Call
 
 def _chosen(where: Sequence[Where], xs: Sequence[Tensor]) -> tuple[list[Where], list[Tensor]]:
     """Returns the positions of each tensor that are summed (None: all), and the values there."""
-    places = [None if _is_all(x, at) else at for x, at in zip(xs, where, strict=True)]
-    return places, [x if at is None else chosen(x, *at).contiguous() for x, at in zip(xs, places, strict=True)]
+    places = [None if _is_all(x, place) else place for x, place in zip(xs, where, strict=True)]
+    return places, [x if place is None else chosen(x, *place).contiguous() for x, place in zip(xs, places, strict=True)]
 
 
 def _put_back(xs: Sequence[Tensor], places: Sequence[Where], sums: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the tensors, with these sums at these positions."""
-    return tuple(y if at is None else replaced(x, *at, y) for x, at, y in zip(xs, places, sums, strict=True))
+    return tuple(y if place is None else replaced(x, *place, y) for x, place, y in zip(xs, places, sums, strict=True))
 
 
 Like = tuple[torch.Size, dict[str, Any]]
@@ -221,9 +221,9 @@ def _complete(like: Sequence[Like], grads: Sequence[Tensor | None]) -> list[Tens
     return [torch.full(x[0], -0.0, **x[1]) if grad is None else grad for x, grad in zip(like, grads, strict=True)]
 
 
-def _without_nothing(grads: Sequence[Tensor | None], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def _without_nothing(grads: Sequence[Tensor | None], sums: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """Returns the sums, and None where all ranks lack the gradient; `grads`: those of this rank."""
-    pairs = zip(grads, found, strict=True)
+    pairs = zip(grads, sums, strict=True)
     return tuple(None if grad is None and _is_nothing(x) else x for grad, x in pairs)
 
 
@@ -238,5 +238,5 @@ def _is_nothing(x: Tensor) -> bool:
     return bool((x.signbit() & (x == 0)).all())
 
 
-def _is_all(x: Tensor, at: Where) -> bool:
-    return at is None or at[1] == ((0, x.shape[at[0]]),)
+def _is_all(x: Tensor, place: Where) -> bool:
+    return place is None or place[1] == ((0, x.shape[place[0]]),)

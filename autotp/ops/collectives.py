@@ -100,8 +100,8 @@ def _apply(name: str, x: Tensor, group: str, dim: int, size: Any, block: int, fr
     compiling = torch.compiler.is_compiling()
     if not compiling and torch._C._functorch.is_legacy_batchedtensor(x):
         return _apply_to_batch(name, x, group, dim, size, block)
-    kind = Conjugate if compiling else LinearConjugate
-    out = kind.apply(name, x, group, dim, size, block)
+    function = Conjugate if compiling else LinearConjugate
+    out = function.apply(name, x, group, dim, size, block)
     return out
 
 
@@ -251,7 +251,7 @@ def _put_together(
         order: the dimensions lie in memory in this order.
     """
     joined = joined.view(part.dtype) if part.dtype in _AS_BYTES else joined
-    shape, length, at = part.shape, part.shape[dim], order.index(dim)
+    shape, length, memory_dim = part.shape, part.shape[dim], order.index(dim)
     in_order, even = list(order) == list(range(part.dim())), length * tp == size
     if in_order and _is_outermost(part, dim):
         whole = joined.view(*shape[:dim], tp * length, *shape[dim + 1 :])
@@ -259,11 +259,13 @@ def _put_together(
     if in_order and even:
         return torch.cat(joined.chunk(tp), dim)
     laid = joined.view(tp, *shape).permute(0, *(d + 1 for d in order))
-    if at == 0 or even:
-        whole = laid.movedim(0, at).flatten(at, at + 1).narrow(at, 0, size)
+    if memory_dim == 0 or even:
+        whole = laid.movedim(0, memory_dim).flatten(memory_dim, memory_dim + 1).narrow(memory_dim, 0, size)
     else:
         sizes = chunk_sizes(size // block, tp)
-        whole = torch.cat([piece.narrow(at, 0, n * block) for piece, n in zip(laid.unbind(), sizes, strict=True)], at)
+        whole = torch.cat(
+            [piece.narrow(memory_dim, 0, n * block) for piece, n in zip(laid.unbind(), sizes, strict=True)], memory_dim
+        )
     return whole.contiguous().permute(inverse(order))
 
 
@@ -442,22 +444,22 @@ def _start_compiled(name: str, x: Tensor, *rest: Any) -> Started:
 
 def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
-    own, x, rest = _GROUP_METHODS.get(name), args[0], args[1:]
-    if own is not None and is_bare(x) and not x.is_complex() and not x.is_neg():
+    method, x, rest = _GROUP_METHODS.get(name), args[0], args[1:]
+    if method is not None and is_bare(x) and not x.is_complex() and not x.is_neg():
         group = process_group(rest[-1])
         if x.is_cpu and (result := _through_memory(name, x, rest, group, False)) is not None:
             return result, ARRIVED
-        return own(group, x, *rest[:-1])
+        return method(group, x, *rest[:-1])
     x = in_memory(x)
-    observed = own is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex()
+    observed = method is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex()
     group = process_group(rest[-1])
     if x.is_cpu and (result := _through_memory(name, x, rest, group, observed)) is not None:
         return result, ARRIVED
     if observed:
         name = "all_reduce" if name == "all_reduce_" and is_kept(x) else name  # A broadcast has to be in place.
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
-    assert own is not None
-    return own(group, x, *rest[:-1])
+    assert method is not None
+    return method(group, x, *rest[:-1])
 
 
 def _through_memory(name: str, x: Tensor, rest: tuple[Any, ...], group: ProcessGroup, observed: bool) -> Tensor | None:
@@ -467,19 +469,19 @@ def _through_memory(name: str, x: Tensor, rest: tuple[Any, ...], group: ProcessG
     shared = channel_of(group)
     if shared is None:
         return None
-    kind = _SMALL.get(name)
-    if kind is None or not shared.takes(x):
+    op = _SMALL.get(name)
+    if op is None or not shared.takes(x):
         shared.pass_by()
         return None
-    kind = kind or rest[0]
+    op = op or rest[0]
     if observed:
-        shared.leave_to_torch(group, x, kind)
+        shared.leave_to_torch(group, x, op)
         return None
-    if kind == "gather":
+    if op == "gather":
         result = x.new_empty((rest[0] * x.shape[0], *x.shape[1:]))
         return result if shared.gather(group, x, result) else None
     result = x if name == "all_reduce_" else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return result if shared.reduce(group, x, kind, result) else None
+    return result if shared.reduce(group, x, op, result) else None
 
 
 def in_memory(x: Tensor) -> Tensor:

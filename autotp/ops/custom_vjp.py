@@ -128,35 +128,35 @@ class Vjp:
         rows = [(n.op, str(n.target) * (n.op != "placeholder"), n.args, n.kwargs) for n in self.graph.nodes]
         return "\n".join([self.name, *(str(fx.map_arg(row, number.__getitem__)) for row in rows)])
 
-    def __call__(self, *given: Any) -> tuple[Tensor, ...]:
-        kind = CustomVjp if torch.compiler.is_compiling() else NotForward
-        found: tuple[Tensor, ...] = kind.apply(self, *given)
-        return found
+    def __call__(self, *args: Any) -> tuple[Tensor, ...]:
+        function = CustomVjp if torch.compiler.is_compiling() else NotForward
+        outputs: tuple[Tensor, ...] = function.apply(self, *args)
+        return outputs
 
     def on(self, graph: fx.Graph) -> Vjp:
         """Returns the same operator with another backward graph."""
         return Vjp(graph, self.places, self.name)
 
-    def part(self, wanted: tuple[bool, ...]) -> tuple[nn.Module, tuple[int, ...]]:
+    def part(self, needs_grad: tuple[bool, ...]) -> tuple[nn.Module, tuple[int, ...]]:
         """Returns a module that computes the wanted gradients only, and the positions of saved values that it reads."""
-        if wanted not in self._parts:
-            self._parts[wanted] = _part(self.graph, wanted)
-        return self._parts[wanted]
+        if needs_grad not in self._parts:
+            self._parts[needs_grad] = _part(self.graph, needs_grad)
+        return self._parts[needs_grad]
 
 
-def _part(graph: fx.Graph, wanted: Sequence[bool]) -> tuple[nn.Module, tuple[int, ...]]:
-    found: Any = graph.output_node().args[0]
-    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    needed = {node for node, one in zip(found, wanted, strict=True) if one}
+def _part(graph: fx.Graph, needs_grad: Sequence[bool]) -> tuple[nn.Module, tuple[int, ...]]:
+    gradients: Any = graph.output_node().args[0]
+    part, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = {node for node, is_needed in zip(gradients, needs_grad, strict=True) if is_needed}
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
     for node in graph.nodes:
         if node.op == "placeholder" or node in needed:
-            env[node] = new.node_copy(node, lambda old: env[old])
-    new.output(tuple(env[node] if one else None for node, one in zip(found, wanted, strict=True)))
+            env[node] = part.node_copy(node, lambda old: env[old])
+    part.output(tuple(env[node] if is_needed else None for node, is_needed in zip(gradients, needs_grad, strict=True)))
     places = [node for node in graph.nodes if node.op == "placeholder"]
-    return fx.GraphModule(nn.Module(), new), tuple(i for i, node in enumerate(places) if node in needed)
+    return fx.GraphModule(nn.Module(), part), tuple(i for i, node in enumerate(places) if node in needed)
 
 
 class CustomVjp(torch.autograd.Function):
@@ -165,42 +165,42 @@ class CustomVjp(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(vjp: Vjp, *given: Any) -> tuple[Tensor, ...]:
-        return tuple(given[i].view_as(given[i]) for i in vjp.places.outputs)
+    def forward(vjp: Vjp, *args: Any) -> tuple[Tensor, ...]:
+        return tuple(args[i].view_as(args[i]) for i in vjp.places.outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        vjp, *given = inputs
-        ctx.vjp, ctx.count = vjp, len(given)
+        vjp, *args = inputs
+        ctx.vjp, ctx.count = vjp, len(args)
         ctx.work, read = vjp.part(tuple(ctx.needs_input_grad[1 + i] for i in vjp.places.operands))
         outs = len(vjp.places.outputs)
-        wanted = [given[i] if outs + k in read else None for k, i in enumerate(vjp.places.saved)]
-        ctx.numbers = [None if isinstance(x, Tensor) else x for x in wanted]
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in wanted))
+        saved = [args[i] if outs + k in read else None for k, i in enumerate(vjp.places.saved)]
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in saved]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = [number if x is None else x for x, number in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
-        found = ctx.work(*grads, *saved)
+        input_grads = ctx.work(*grads, *saved)
         if torch.is_grad_enabled():
-            found = _once(ctx.vjp.name, found, (*grads, *saved))
-        return (None, *_placed(found, ctx.vjp.places.operands, ctx.count))
+            input_grads = _once(ctx.vjp.name, input_grads, (*grads, *saved))
+        return (None, *_placed(input_grads, ctx.vjp.places.operands, ctx.count))
 
 
-def _placed(found: Sequence[Tensor | None], operands: Sequence[int], count: int) -> list[Tensor | None]:
+def _placed(gradients: Sequence[Tensor | None], operands: Sequence[int], count: int) -> list[Tensor | None]:
     """Returns the gradients of all arguments of a `Vjp`."""
     row: list[Tensor | None] = [None] * count
-    for i, grad in zip(operands, found, strict=True):
+    for i, grad in zip(operands, gradients, strict=True):
         before = row[i]
         row[i] = grad if before is None else before if grad is None else before + grad
     return row
 
 
-def _once(name: str, found: Sequence[Tensor | None], of: Sequence[Any]) -> list[Tensor | None]:
+def _once(name: str, gradients: Sequence[Tensor | None], of: Sequence[Any]) -> list[Tensor | None]:
     """Returns the gradients; differentiating them by `of` raises an Error."""
-    there = [x for x in found if x is not None]
-    made = iter(Once.apply(name, len(there), *there, *(x for x in of if isinstance(x, Tensor))))
-    return [None if x is None else next(made) for x in found]
+    defined = [x for x in gradients if x is not None]
+    made = iter(Once.apply(name, len(defined), *defined, *(x for x in of if isinstance(x, Tensor))))
+    return [None if x is None else next(made) for x in gradients]
 
 
 class NotForward(CustomVjp):
@@ -217,8 +217,8 @@ class Once(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(name: str, count: int, *given: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in given[:count])
+    def forward(name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
@@ -237,27 +237,29 @@ def _no_derivative(name: str, how: str) -> Error:
     )
 
 
-def run_vjps_in_lockstep(vjps: Sequence[Vjp], given: Sequence[Sequence[Any]], run: Any) -> Sequence[tuple[Tensor, ...]]:
-    """Returns the results of `vjp(*given)` on all ranks of a simulation; backward runs all ranks' graphs with `run`."""
-    found = iter(_Lockstep.apply(vjps, run, len(given[0]), *(x for row in given for x in row)))
-    return [tuple(next(found) for _ in vjp.places.outputs) for vjp in vjps]
+def run_vjps_in_lockstep(
+    vjps: Sequence[Vjp], args_by_rank: Sequence[Sequence[Any]], run: Any
+) -> Sequence[tuple[Tensor, ...]]:
+    """Returns the results of `vjp(*args)` on all ranks of a simulation; backward runs all ranks' graphs with `run`."""
+    outputs = iter(_Lockstep.apply(vjps, run, len(args_by_rank[0]), *(x for row in args_by_rank for x in row)))
+    return [tuple(next(outputs) for _ in vjp.places.outputs) for vjp in vjps]
 
 
 class _Lockstep(torch.autograd.Function):
     """`CustomVjp` on the tensors of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, vjps: Sequence[Vjp], run: Any, count: int, *given: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, vjps: Sequence[Vjp], run: Any, count: int, *args: Any) -> tuple[Tensor, ...]:
         ctx.vjps, ctx.run, ctx.count = vjps, run, count
-        ctx.given = [given[i * count : (i + 1) * count] for i in range(len(vjps))]
-        found = [row[i] for vjp, row in zip(vjps, ctx.given, strict=True) for i in vjp.places.outputs]
-        return tuple(y.view_as(y) for y in found)
+        ctx.args_by_rank = [args[i * count : (i + 1) * count] for i in range(len(vjps))]
+        outputs = [row[i] for vjp, row in zip(vjps, ctx.args_by_rank, strict=True) for i in vjp.places.outputs]
+        return tuple(y.view_as(y) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         queue, rows = iter(grads), []
-        for vjp, given in zip(ctx.vjps, ctx.given, strict=True):
-            rows.append([*(next(queue) for _ in vjp.places.outputs), *(given[i] for i in vjp.places.saved)])
-        found = ctx.run([vjp.graph for vjp in ctx.vjps], rows)
-        pairs = zip(found, ctx.vjps, strict=True)
+        for vjp, args in zip(ctx.vjps, ctx.args_by_rank, strict=True):
+            rows.append([*(next(queue) for _ in vjp.places.outputs), *(args[i] for i in vjp.places.saved)])
+        input_grads = ctx.run([vjp.graph for vjp in ctx.vjps], rows)
+        pairs = zip(input_grads, ctx.vjps, strict=True)
         return (None, None, None, *(x for row, vjp in pairs for x in _placed(row, vjp.places.operands, ctx.count)))

@@ -47,8 +47,8 @@ def fast_dropout(input: Tensor, p: float, rank: int) -> Tensor:
     if has_own_stream(input):
         with own_stream(input.device, rank):
             return torch.native_dropout(input, p, True)[0]  # On CPUs, too, it keeps one byte an element.
-    kept = keep(input.detach(), p, torch.randint(2**62, (), device=input.device), rank)
-    return input * kept * (1 / (1 - p) if p < 1 else 0.0)
+    mask = keep(input.detach(), p, torch.randint(2**62, (), device=input.device), rank)
+    return input * mask * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def has_own_stream(x: Tensor) -> bool:
@@ -87,9 +87,9 @@ def keep(x: Tensor, p: float, seed: Tensor, rank: int) -> Tensor:
         x: only its sizes and device are used.
         seed: a number on the device of `x`.
     """
-    own = seed + rank * ODD
+    rank_seed = seed + rank * ODD
     mixed = torch.arange(x.numel(), device=x.device).view(x.shape)
-    for half in (own & LOW, (own >> 32) & LOW):
+    for half in (rank_seed & LOW, (rank_seed >> 32) & LOW):
         mixed = (mixed * ODD + half) & LOW
         mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & LOW
         mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & LOW

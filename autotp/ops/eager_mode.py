@@ -62,8 +62,8 @@ _function_modes = torch._C._len_torch_function_stack
 
 def is_observed(x: Tensor) -> bool:
     """True if other code than torch's own sees each operator on `x`: a mode, a transform, or a subclass."""
-    own = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
-    if not own or torch._C._len_torch_dispatch_stack() > 0:
+    plain = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
+    if not plain or torch._C._len_torch_dispatch_stack() > 0:
         return True
     depth = torch._C._len_torch_function_stack()
     return depth > 0 and _has_function_mode(depth)

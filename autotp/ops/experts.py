@@ -50,11 +50,11 @@ def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) 
 def counts(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
     """Returns the number of rows of each expert from `start` to `stop`; see `dispatch`. -> [experts], int64"""
     within = (_wrapped(chosen, number, grouped).long() - start + 1).clamp(0, stop - start + 1)
-    found = torch.zeros(stop - start + 2, dtype=torch.int64, device=chosen.device)
-    found = found.index_add(0, within, torch.ones_like(within))[1:-1]
+    row_counts = torch.zeros(stop - start + 2, dtype=torch.int64, device=chosen.device)
+    row_counts = row_counts.index_add(0, within, torch.ones_like(within))[1:-1]
     if begins := BEGINS.of(chosen):
-        READ.keep(found, [end - begin for begin, end in pairwise(begins[start : stop + 1])])
-    return found
+        READ.keep(row_counts, [end - begin for begin, end in pairwise(begins[start : stop + 1])])
+    return row_counts
 
 
 def _wrapped(chosen: Tensor, number: int, grouped: bool) -> Tensor:
@@ -80,7 +80,7 @@ def grouped_mm(x: Tensor, weight: Tensor, count: Tensor, fused: bool) -> Tensor:
     """
     if fused and x.shape[0] and x.dtype != torch.float64:
         return F.grouped_mm(x, weight, offs=count.cumsum(0, dtype=torch.int32))
-    return torch.cat([part @ own for part, own in zip(x.split(host_values(count)), weight.unbind(), strict=True)])
+    return torch.cat([part @ matrix for part, matrix in zip(x.split(host_values(count)), weight.unbind(), strict=True)])
 
 
 def combine(x: Tensor, places: Tensor, chosen: Tensor) -> Tensor:

@@ -61,10 +61,10 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [rows out]
     """
-    found = x.new_zeros(x.shape[0], weight.shape[-1])
+    result = x.new_zeros(x.shape[0], weight.shape[-1])
     for (start, stop), matrix in zip(_groups(ends), weight, strict=True):
-        found[start:stop] = x[start:stop] @ matrix
-    return found
+        result[start:stop] = x[start:stop] @ matrix
+    return result
 
 
 def _groups(ends: Tensor) -> list[tuple[int, int]]:
@@ -84,8 +84,8 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     (x, weight), ends = ctx.saved_tensors, ctx.ends
-    own = [x[start:stop].mT @ grad[start:stop] for start, stop in _groups(ends)]
-    return grouped_mm(grad, weight.mT, ends), torch.stack(own), None
+    weight_grads = [x[start:stop].mT @ grad[start:stop] for start, stop in _groups(ends)]
+    return grouped_mm(grad, weight.mT, ends), torch.stack(weight_grads), None
 
 
 grouped_mm.register_autograd(_backward, setup_context=_keep)

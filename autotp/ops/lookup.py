@@ -28,8 +28,8 @@ def embedding(weight: Tensor, indices: Tensor, start: int, size: int, padding_id
         return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
     local, outside = local_index(indices, start, rows)
     padding = padding_idx - start if start <= padding_idx < start + rows else None
-    found = F.embedding(local, weight, padding)
-    return found.masked_fill(outside.unsqueeze(-1), 0)
+    result = F.embedding(local, weight, padding)
+    return result.masked_fill(outside.unsqueeze(-1), 0)
 
 
 def gather(x: Tensor, dim: int, index: Tensor, start: int, size: int) -> Tensor:

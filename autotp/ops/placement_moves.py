@@ -35,11 +35,11 @@ def chosen(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 def replaced(x: Tensor, dim: int, ranges: Ranges, values: Tensor) -> Tensor:
     """Returns `x` with `values` [... m ...] at the positions `ranges` along `dim`. x: [... n ...]"""
-    pieces, at, taken = [values.narrow(dim, 0, 0)], 0, 0  # With no range, the result depends on the values, too.
+    pieces, position, offset = [values.narrow(dim, 0, 0)], 0, 0  # With no range, the result depends on the values, too.
     for start, stop in ranges:
-        pieces += [x.narrow(dim, at, start - at), values.narrow(dim, taken, stop - start)]
-        at, taken = stop, taken + stop - start
-    return torch.cat([*pieces, x.narrow(dim, at, x.shape[dim] - at)], dim)
+        pieces += [x.narrow(dim, position, start - position), values.narrow(dim, offset, stop - start)]
+        position, offset = stop, offset + stop - start
+    return torch.cat([*pieces, x.narrow(dim, position, x.shape[dim] - position)], dim)
 
 
 def place(x: Tensor, axis: str, dim: int, ranges: Ranges, places: Ranges, size: int) -> Tensor:
@@ -65,8 +65,8 @@ def first(x: Tensor, axis: str, dim: int, ranges: Ranges | None) -> Tensor:
         return x
     if not ranges:
         return x.detach() + x.flatten()[:0].sum()
-    pieces, at = [], 0
+    pieces, position = [], 0
     for start, stop in ranges:
-        pieces += [x.narrow(dim, at, start - at).detach(), x.narrow(dim, start, stop - start)]
-        at = stop
-    return torch.cat([*pieces, x.narrow(dim, at, x.shape[dim] - at).detach()], dim)
+        pieces += [x.narrow(dim, position, start - position).detach(), x.narrow(dim, start, stop - start)]
+        position = stop
+    return torch.cat([*pieces, x.narrow(dim, position, x.shape[dim] - position).detach()], dim)

@@ -36,11 +36,11 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 def numpy_state() -> Tensor:
     """Returns the state of `numpy.random`; zeros for another generator than numpy's own. uint8 [bytes]"""
-    found = np.random.get_state(legacy=False)
-    if found["bit_generator"] != MERSENNE:
+    state = np.random.get_state(legacy=False)
+    if state["bit_generator"] != MERSENNE:
         return torch.zeros(struct.calcsize(OF_NUMPY), dtype=torch.uint8)
-    words, place = found["state"]["key"].tobytes(), int(found["state"]["pos"])
-    packed = struct.pack(OF_NUMPY, words, place, int(found["has_gauss"]), float(found["gauss"]))
+    words, place = state["state"]["key"].tobytes(), int(state["state"]["pos"])
+    packed = struct.pack(OF_NUMPY, words, place, int(state["has_gauss"]), float(state["gauss"]))
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 

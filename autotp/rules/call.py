@@ -104,11 +104,11 @@ def _operands(node: fx.Node) -> Iterator[fx.Node | None]:
 
 def tensor_arguments(op: OpOverload, bound: Mapping[str, Any], is_tensor: Callable[[Any], bool]) -> Iterator[Any]:
     """Yields the arguments of a call that are tensors, lists flattened; None for an optional one that is absent."""
-    for name, _, _, kind in _schema(op):
+    for name, _, _, category in _schema(op):
         value = bound[name]
-        if kind == "tensor" and (value is None or is_tensor(value)):
+        if category == "tensor" and (value is None or is_tensor(value)):
             yield value
-        elif kind == "tensors" and value is not None:
+        elif category == "tensors" and value is not None:
             yield from (v if v is None or is_tensor(v) else None for v in value)
 
 
@@ -124,8 +124,8 @@ def placeholders(graph: fx.Graph) -> list[str]:
 
 def returned(graph: fx.Graph) -> tuple[Any, ...]:
     """Returns the outputs of a graph."""
-    found: Any = graph.output_node().args[0]
-    return tuple(found)
+    outputs: Any = graph.output_node().args[0]
+    return tuple(outputs)
 
 
 def writes(node: fx.Node) -> bool:
@@ -137,8 +137,8 @@ def updates_statistics(node: fx.Node) -> bool:
     """True for a batch norm that updates its running mean and variance, although its schema does not say so."""
     if node.target is not torch.ops.aten.batch_norm.default:
         return False
-    given = arguments_of(node)
-    return bool(given["training"]) and given["running_mean"] is not None
+    arguments = arguments_of(node)
+    return bool(arguments["training"]) and arguments["running_mean"] is not None
 
 
 def written_operand(node: fx.Node) -> Any:
@@ -163,10 +163,10 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 @cache
 def _schema(op: OpOverload) -> tuple[tuple[str, Any, bool, str], ...]:
-    """Returns name, default, keyword-only and kind (tensor, tensors, plain) of each argument."""
+    """Returns name, default, keyword-only and category (tensor, tensors, plain) of each argument."""
     rows = []
     for arg in op._schema.arguments:
         text = str(arg.type)
-        kind = "plain" if "Tensor" not in text else "tensors" if text.startswith("List") else "tensor"
-        rows.append((arg.name, arg.default_value if arg.has_default_value() else None, arg.kwarg_only, kind))
+        category = "plain" if "Tensor" not in text else "tensors" if text.startswith("List") else "tensor"
+        rows.append((arg.name, arg.default_value if arg.has_default_value() else None, arg.kwarg_only, category))
     return tuple(rows)

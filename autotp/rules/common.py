@@ -56,11 +56,11 @@ def fixed(text: str, linear: Linear = ()) -> RuleFunction:
     terms = ins.split(",")
 
     def of(call: Call) -> Rule:
-        at = [i for i, operand in enumerate(call.operands[: len(terms)]) if operand is not None]
+        positions = [i for i, operand in enumerate(call.operands[: len(terms)]) if operand is not None]
         groups = linear
         if not isinstance(linear, str):
-            groups = tuple(tuple(at.index(i) for i in group) for group in linear if set(group) <= set(at))
-        return Rule.of(",".join(terms[i] for i in at) + "->" + outs, groups)
+            groups = tuple(tuple(positions.index(i) for i in group) for group in linear if set(group) <= set(positions))
+        return Rule.of(",".join(terms[i] for i in positions) + "->" + outs, groups)
 
     return of
 
@@ -70,12 +70,12 @@ def exact(text: str) -> RuleFunction:
     return lambda call: replace(Rule.of(text), exact=True)
 
 
-def either(argument: str, there: RuleFunction, absent: RuleFunction) -> RuleFunction:
-    """Returns a rule function that is `there` if `argument` is given and true, else `absent`."""
+def either(argument: str, if_true: RuleFunction, if_false: RuleFunction) -> RuleFunction:
+    """Returns a rule function that is `if_true` if `argument` is given and true, else `if_false`."""
 
     def of(call: Call) -> Rule | None:
-        given = call.get(argument)
-        return (there if given is not None and given is not False and given != 0 else absent)(call)
+        value = call.get(argument)
+        return (if_true if value is not None and value is not False and value != 0 else if_false)(call)
 
     return of
 
@@ -113,7 +113,7 @@ def copy(call: Call) -> Rule | None:
 def where(call: Call) -> Rule | None:
     """`where` is linear in the two values together, if each is a tensor or zero."""
     chosen = [call.get("self"), call.get("other")]
-    zero = all(isinstance(one, torch.Tensor) or one == 0 for one in chosen)
+    zero = all(isinstance(value, torch.Tensor) or value == 0 for value in chosen)
     return pointwise((tuple(range(1, len(call.operands))),) if zero else ())(call)
 
 
@@ -212,8 +212,8 @@ def resized(call: Call) -> Rule:
 
 def reduced_dims(call: Call) -> set[int]:
     """Returns the dimensions in a reduction's argument `dim`; all dimensions if it is absent or empty."""
-    ndim, given = call.operands[0].dim(), call.get("dim")
-    dims = [given] if isinstance(given, int) else given
+    ndim, dim = call.operands[0].dim(), call.get("dim")
+    dims = [dim] if isinstance(dim, int) else dim
     return {d % max(ndim, 1) for d in dims} & set(range(ndim)) if dims else set(range(ndim))
 
 
@@ -237,8 +237,8 @@ def paired(mark: str, linear: Linear = ()) -> RuleFunction:
         out = max(ins, key=len)
         dim = call.dim(ndim=len(out)) if "dim" in call.arguments else len(out) - 1
         ins = [[n + mark if n == out[dim] else n for n in term] for term in ins]
-        kept = ["1"] if call.get("keepdim") else []
-        return Rule.of(spell(ins, [[*out[:dim], *kept, *out[dim + 1 :]]]), linear)
+        reduced = ["1"] if call.get("keepdim") else []
+        return Rule.of(spell(ins, [[*out[:dim], *reduced, *out[dim + 1 :]]]), linear)
 
     return of
 

@@ -56,9 +56,9 @@ def _beside(call: Call) -> list[list[str]]:
     """Returns terms with a common factor in dimensions of equal length, and whole separate factors in the others."""
     terms: list[list[str]] = [[] for _ in call.operands]
     for n, *lengths in zip(letters(call.operands[0].dim()), *(operand.shape for operand in call.operands), strict=True):
-        same = len({Size.of(length) for length in lengths}) == 1
+        equal_lengths = len({Size.of(length) for length in lengths}) == 1
         for i, term in enumerate(terms):
-            term.append(n if same else f"x{i}{n}^")
+            term.append(n if equal_lengths else f"x{i}{n}^")
     return terms
 
 
@@ -76,8 +76,8 @@ def index_update(call: Call) -> Rule | None:
     if not x.dim() or any(value.dim() not in (0, x.dim()) for value in source):
         return None
     ns, dim = letters(x.dim()), call.dim()
-    into, what = ([*ns[:dim], name, *ns[dim + 1 :]] for name in ("v^", "k^"))
-    return Rule.of(spell([into, unread(index, 1), *(what if value.dim() else [] for value in source)], [into]))
+    into, source_term = ([*ns[:dim], name, *ns[dim + 1 :]] for name in ("v^", "k^"))
+    return Rule.of(spell([into, unread(index, 1), *(source_term if value.dim() else [] for value in source)], [into]))
 
 
 def index(call: Call) -> Rule | None:
@@ -98,8 +98,8 @@ def index_put(call: Call) -> Rule | None:
 
 def _integers(call: Call) -> bool:
     """True if all indices are integers; the length of a result picked by a mask depends on values."""
-    given = [value.dtype for value in call["indices"] if value is not None]
-    return bool(given) and all(dtype in (torch.int64, torch.int32) for dtype in given)
+    dtypes = [value.dtype for value in call["indices"] if value is not None]
+    return bool(dtypes) and all(dtype in (torch.int64, torch.int32) for dtype in dtypes)
 
 
 def _indexed(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[str]]:
@@ -111,19 +111,19 @@ def _indexed(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[st
     places = [i for i, value in enumerate(indices) if value is not None]
     ranks = [indices[i].dim() for i in places]
     picked = [f"k{i}{mark}" for i in range(max(ranks))]
-    at = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    start = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
     out = [n for i, n in enumerate(ns) if i not in places]
     terms = [picked[len(picked) - rank :] for rank in ranks]
-    return [n + "^" * (i in places) for i, n in enumerate(ns)], terms, [*out[:at], *picked, *out[at:]]
+    return [n + "^" * (i in places) for i, n in enumerate(ns)], terms, [*out[:start], *picked, *out[start:]]
 
 
 def searched(call: Call) -> Rule:
     """`searchsorted` and `bucketize`: the place of each number in a sorted list, one for all or one for each row."""
-    wanted = call["self"]
-    listed = next(operand for operand in present(call) if operand is not wanted)
+    numbers = call["self"]
+    listed = next(operand for operand in present(call) if operand is not numbers)
     rows = ["*"] if listed.dim() == 1 else [*letters(listed.dim() - 1), "k"]
     ranked = ["t^"] if listed.dim() == 1 else [*rows[:-1], "t^"]
-    return Rule.of(spell([rows if operand is wanted else ranked for operand in present(call)], [rows]))
+    return Rule.of(spell([rows if operand is numbers else ranked for operand in present(call)], [rows]))
 
 
 def membership(call: Call) -> Rule:

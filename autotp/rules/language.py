@@ -97,8 +97,8 @@ class Rule:
         everyone = tuple(range(len(ins)))
         named = {"each": tuple((i,) for i in everyone), "all": (everyone,)}
         groups = named[linear] if isinstance(linear, str) else linear
-        known = {name: Size.of(size) for name, size in sizes.items()}
-        return Rule(ins, outs, known, tuple(frozenset(group) for group in groups if group), reducer)
+        lengths = {name: Size.of(size) for name, size in sizes.items()}
+        return Rule(ins, outs, lengths, tuple(frozenset(group) for group in groups if group), reducer)
 
     def __str__(self) -> str:
         ins, outs = (", ".join(" ".join(map(str, term)) or "()" for term in side) for side in (self.ins, self.outs))
@@ -111,16 +111,15 @@ def parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     sides = text.split("->")
     if len(sides) != 2:
         raise _malformed(text, "one `->` between operands and outputs")
-    left, right = (side.split(",") if side.strip() else [] for side in sides)
-    if not right:
+    ins, outs = (side.split(",") if side.strip() else [] for side in sides)
+    if not outs:
         raise _malformed(text, "a term for each output behind `->`, `()` for a tensor without dimensions")
-    return tuple(_Parser(text, term).term() for term in left), tuple(_Parser(text, term).term() for term in right)
+    return tuple(_Parser(text, term).term() for term in ins), tuple(_Parser(text, term).term() for term in outs)
 
 
 def spell(ins: Iterable[Sequence[str]], outs: Iterable[Sequence[str]]) -> str:
     """Returns the factor string of terms, given by dimension: `[["a", "b"], []], [["a"]]` gives `a b, () -> a`."""
-    left, right = (", ".join(" ".join(term) or "()" for term in side) for side in (ins, outs))
-    return f"{left} -> {right}"
+    return " -> ".join(", ".join(" ".join(term) or "()" for term in side) for side in (ins, outs))
 
 
 def names(expr: Expr) -> list[Name]:
@@ -133,7 +132,7 @@ def names(expr: Expr) -> list[Name]:
 def _spread(expr: Expr) -> list[set[str]]:
     """Returns the factor names in an expression as sets that must be disjoint; a concatenation is one set."""
     if isinstance(expr, Group) and expr.kind == "product":
-        return [found for part in expr.parts for found in _spread(part)]
+        return [factors for part in expr.parts for factors in _spread(part)]
     return [{name.name for name in names(expr)}]
 
 
@@ -152,13 +151,13 @@ class _Parser:
 
     @staticmethod
     def _tokens(text: str, term: str) -> list[str]:
-        tokens, at = [], 0
-        while at < len(term.rstrip()):
-            match = _TOKEN.match(term, at)
+        tokens, position = [], 0
+        while position < len(term.rstrip()):
+            match = _TOKEN.match(term, position)
             if match is None:
-                raise _malformed(text, f"a factor name, `(`, `|`, `)`, `*` or `1` at `{term[at:].strip()}`")
+                raise _malformed(text, f"a factor name, `(`, `|`, `)`, `*` or `1` at `{term[position:].strip()}`")
             tokens.append(match.group(1))
-            at = match.end()
+            position = match.end()
         return tokens
 
     def term(self) -> Term:
@@ -175,11 +174,11 @@ class _Parser:
         return tuple(exprs)
 
     def _check_distinct(self, parts: list[set[str]]) -> None:
-        seen: set[str] = set()
+        used_names: set[str] = set()
         for part in parts:
-            if seen & part:
-                raise _malformed(self.text, f"`{min(seen & part)}` in one dimension of a term only")
-            seen |= part
+            if used_names & part:
+                raise _malformed(self.text, f"`{min(used_names & part)}` in one dimension of a term only")
+            used_names |= part
 
     def expr(self) -> Expr:
         token = self.tokens.pop(0)

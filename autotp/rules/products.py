@@ -25,17 +25,17 @@ def biased(text: str, bias: str) -> RuleFunction:
 
 def _whole_where_reduced(rule: Rule) -> list[str]:
     """Returns the operands' terms of a rule without groups, with `^` at factors that are missing from the output."""
-    kept = {str(expr) for expr in rule.outs[0]}
-    return [" ".join(f"{n}" if str(n) in kept else f"{n}^" for n in term) for term in rule.ins]
+    output_factors = {str(expr) for expr in rule.outs[0]}
+    return [" ".join(f"{n}" if str(n) in output_factors else f"{n}^" for n in term) for term in rule.ins]
 
 
 def matmul(call: Call) -> Rule:
     """`[... m i] @ [... i n]`; either operand may be a vector; `*` are the batches."""
     a, b = (operand.dim() for operand in call.operands)
     batched = ["*"] if max(a, b) > 2 else []
-    left = [*batched, "m", "i"] if a > 1 else ["i"]
-    right = [*batched, "i", "n"] if b > 1 else ["i"]
-    return Rule.of(spell([left, right], [[*batched, *["m"] * (a > 1), *["n"] * (b > 1)]]), "each")
+    lhs = [*batched, "m", "i"] if a > 1 else ["i"]
+    rhs = [*batched, "i", "n"] if b > 1 else ["i"]
+    return Rule.of(spell([lhs, rhs], [[*batched, *["m"] * (a > 1), *["n"] * (b > 1)]]), "each")
 
 
 def added(text: str) -> RuleFunction:
@@ -58,8 +58,8 @@ def inner(call: Call) -> Rule:
     a, b = (operand.dim() for operand in call.operands)
     if not a or not b:
         return Rule.of(spell([["*"], ["*"]], [["*"]]), "each")
-    left, right = ([f"{name}{i}" for i in range(n - 1)] for name, n in (("m", a), ("n", b)))
-    return Rule.of(spell([[*left, "i"], [*right, "i"]], [[*left, *right]]), "each")
+    lhs, rhs = ([f"{name}{i}" for i in range(n - 1)] for name, n in (("m", a), ("n", b)))
+    return Rule.of(spell([[*lhs, "i"], [*rhs, "i"]], [[*lhs, *rhs]]), "each")
 
 
 def einsum(call: Call) -> Rule | None:
@@ -94,8 +94,8 @@ def _convolved(x: torch.Tensor, places: int, weight: list[str], groups: int, ins
     many = {name: n != 1 for name, n in zip("gio", (groups, inside, outside), strict=True)}
 
     def channels(names: str) -> str:
-        there = [name for name in names if many[name]]
-        return f"({' '.join(there)})" if len(there) > 1 else "".join(there) or "1"
+        factors = [name for name in names if many[name]]
+        return f"({' '.join(factors)})" if len(factors) > 1 else "".join(factors) or "1"
 
     before, kernel, after = ([f"{name}{d}^" for d in range(places)] for name in "xky")
     front = ["n"] * (x.dim() - places - 1)

@@ -59,12 +59,12 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
                 raise Error("`!` is for operators that autotp has a parallel form of", fix="`^`")
     except Error as error:
         raise error.within(f"rule({op})") from None
-    found = overloads(op)
-    if not found or any(isinstance(one, OpOverload) and one._schema.is_mutable for one in found):
+    targets = overloads(op)
+    if not targets or any(isinstance(overload, OpOverload) and overload._schema.is_mutable for overload in targets):
         raise Error(f"{op} writes into its operands", fix="an operator that returns a new tensor").within("rule")
-    for one in found:
-        RULES[one] = f.fixed(factors, linear) if isinstance(factors, str) else factors
-        USER_RULES.add(one)
+    for overload in targets:
+        RULES[overload] = f.fixed(factors, linear) if isinstance(factors, str) else factors
+        USER_RULES.add(overload)
 
 
 @contextmanager
@@ -84,11 +84,11 @@ def rule_of(call: Call) -> Rule | None:
         Error: the terms of a user's rule do not match the call's tensors and their dimensions.
     """
     function = _function_of(call.target)
-    found = None if function is None else function(call)
-    if found is not None and call.target in USER_RULES and not _fits(found, call):
+    result = None if function is None else function(call)
+    if result is not None and call.target in USER_RULES and not _fits(result, call):
         shapes = [", ".join(str(list(t.shape)) for t in side) for side in (f.present(call), call.outputs)]
-        raise Error(f"the rule of {call.target} does not fit", rule=str(found), shapes=" -> ".join(shapes))
-    return found
+        raise Error(f"the rule of {call.target} does not fit", rule=str(result), shapes=" -> ".join(shapes))
+    return result
 
 
 def has_rule(op: Operator) -> bool:

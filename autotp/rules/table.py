@@ -225,8 +225,8 @@ def overloads(op: Callable[..., Any], only: str = "") -> list[Any]:
     """Returns the overloads of an operator packet (only the overload `only`, if given), or the operator itself."""
     if not isinstance(op, OpOverloadPacket):
         return [op]
-    found = [getattr(op, name) for name in op.overloads() if name == (only or name)]
-    return [one for one in found if not one._schema.is_mutable]
+    candidates = [getattr(op, name) for name in op.overloads() if name == (only or name)]
+    return [overload for overload in candidates if not overload._schema.is_mutable]
 
 
 OWN_ROWS: dict[Callable[..., Any], Row] = {

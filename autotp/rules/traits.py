@@ -80,11 +80,11 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     """
     namespace, _, written = op._schema.name.partition("::")
     name = f"__{written[3:]}" if written.startswith("__i") else written.removesuffix("_")  # `__ior__` of `x |= y`.
-    library, wanted = getattr(torch.ops, namespace), _types(op)
+    library, types = getattr(torch.ops, namespace), _types(op)
     packets = [getattr(library, n) for n in (name, f"{name}_functional") if hasattr(library, n)]
-    found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    fitting = [one for one in found if not one._schema.is_mutable and _types(one) == wanted]
-    return min(fitting, key=lambda one: one._overloadname != op._overloadname, default=None)
+    candidates = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    fitting = [candidate for candidate in candidates if not candidate._schema.is_mutable and _types(candidate) == types]
+    return min(fitting, key=lambda candidate: candidate._overloadname != op._overloadname, default=None)
 
 
 def _types(op: OpOverload) -> list[tuple[str, bool]]:

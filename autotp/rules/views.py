@@ -47,12 +47,12 @@ def regroup(before: Sequence[Any], after: Sequence[Any]) -> Rule:
         sizes[name] = part
         exprs[0][i].append(name)
         exprs[1][j].append(name)
-        for side, at, rest in ((0, i, rests[0]), (1, j, rests[1])):
-            queue[side][:1] = [(at, rest)] if rest is not None and rest != ONE else []
+        for side, dim, rest in ((0, i, rests[0]), (1, j, rests[1])):
+            queue[side][:1] = [(dim, rest)] if rest is not None and rest != ONE else []
     for side in (0, 1):  # Factors that do not line up are whole.
-        for at, rest in queue[side]:
-            exprs[side][at].append(f"{'xy'[side]}{at}^")
-            sizes[f"{'xy'[side]}{at}"] = rest
+        for dim, rest in queue[side]:
+            exprs[side][dim].append(f"{'xy'[side]}{dim}^")
+            sizes[f"{'xy'[side]}{dim}"] = rest
     terms = ([f"({' '.join(e)})" if len(e) > 1 else e[0] if e else "1" for e in side] for side in exprs)
     return Rule.of(spell(*([term] for term in terms)), "all", **sizes)
 
@@ -72,8 +72,8 @@ def _line_up(a: Size, b: Size) -> tuple[Size, tuple[Size | None, Size | None]]:
 
 def squeeze(call: Call) -> Rule:
     """Removes dimensions of size 1. A named dimension of another size stays, so it must not get size 1 on a rank."""
-    ndim, given = call.operands[0].dim(), call.get("dim")
-    dims = range(ndim) if given is None else [given] if isinstance(given, int) else given
+    ndim, dim = call.operands[0].dim(), call.get("dim")
+    dims = range(ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     named = {d % max(ndim, 1) for d in dims} & set(range(ndim))
     ns = [n + "^" * (i in named) for i, n in enumerate(letters(ndim))]
     gone = {i for i in named if Size.of(call.operands[0].shape[i]) == ONE}
@@ -122,16 +122,16 @@ def slice_(call: Call) -> Rule:
     """
     x, dim = call.operands[0], call.dim()
     ns, start = letters(x.dim()), 0 if call["start"] is None else call["start"]
-    length, taken = x.shape[dim], call.outputs[0].shape[dim]
-    if Size.of(length) == Size.of(taken):
+    length, out_length = x.shape[dim], call.outputs[0].shape[dim]
+    if Size.of(length) == Size.of(out_length):
         return Rule.of(spell([ns], [ns]), "all")
-    step, fixed = call.get("step", 1), all(isinstance(n, int) for n in (length, taken, start))
-    if fixed and length and 0 <= start < step and length == taken * step:
+    step, fixed = call.get("step", 1), all(isinstance(n, int) for n in (length, out_length, start))
+    if fixed and length and 0 <= start < step and length == out_length * step:
         return Rule.of(spell([_at(ns, dim, "(n k^)")], [_at(ns, dim, "n")]), "all", k=step)
-    if not fixed or step != 1 or not taken:
+    if not fixed or step != 1 or not out_length:
         return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim, "l^")]), "all")
     start = max(start + length, 0) if start < 0 else start
-    sizes = {name: n for name, n in zip("pqr", (start, taken, length - start - taken), strict=True) if n}
+    sizes = {name: n for name, n in zip("pqr", (start, out_length, length - start - out_length), strict=True) if n}
     return Rule.of(spell([_at(ns, dim, f"({' | '.join(sizes)})")], [_at(ns, dim, "q")]), "all", **sizes)
 
 
@@ -156,9 +156,9 @@ def split(call: Call) -> Rule:
 
 def _parts(lengths: Sequence[Any]) -> tuple[list[str], str]:
     """Returns the factors of a concatenation's parts, and the concatenation without empty parts (an empty cache)."""
-    there = [i for i, n in enumerate(lengths) if not (isinstance(n, int) and n == 0)]
-    if len(there) == 1:
-        return [f"p{i}{'^' * (i not in there)}" for i in range(len(lengths))], f"p{there[0]}"
+    nonempty = [i for i, n in enumerate(lengths) if not (isinstance(n, int) and n == 0)]
+    if len(nonempty) == 1:
+        return [f"p{i}{'^' * (i not in nonempty)}" for i in range(len(lengths))], f"p{nonempty[0]}"
     if not all(isinstance(n, int) for n in lengths):
         return [f"p{i}^" for i in range(len(lengths))], "k^"
     parts = [f"p{i}" for i in range(len(lengths))]
@@ -266,8 +266,8 @@ def updated_slice(call: Call) -> Rule:
     x, src = call.operands
     ns, dim = letters(x.dim()), call.dim()
     every = Size.of(x.shape[dim]) == Size.of(src.shape[dim]) and same_dtype(call)
-    into, what = ([ns] * 2) if every else (_at(ns, dim, "k^"), _at(ns, dim, "l^"))
-    return Rule.of(spell([into, what], [into]), "all")
+    into, source_term = ([ns] * 2) if every else (_at(ns, dim, "k^"), _at(ns, dim, "l^"))
+    return Rule.of(spell([into, source_term], [into]), "all")
 
 
 def updated_place(call: Call) -> Rule:

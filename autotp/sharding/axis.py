@@ -35,16 +35,16 @@ class Size:
     def __mul__(self, other: Size) -> Size:
         return Size(self.number * other.number, tuple(sorted(self.symbols + other.symbols)))
 
-    def divided(self, other: Size) -> Size | None:
+    def divided(self, divisor: Size) -> Size | None:
         """Returns `self / other` if it is whole, else None."""
         symbols = list(self.symbols)
-        for symbol in other.symbols:
+        for symbol in divisor.symbols:
             if symbol not in symbols:
                 return None
             symbols.remove(symbol)
-        if other.number == 0 or self.number % other.number:
+        if divisor.number == 0 or self.number % divisor.number:
             return None
-        return Size(self.number // other.number, tuple(symbols))
+        return Size(self.number // divisor.number, tuple(symbols))
 
     def common(self, other: Size) -> Size:
         """Returns the greatest common divisor."""
@@ -113,21 +113,21 @@ def find(axis: Axis) -> Axis:
 
 def product(parts: Sequence[Axis]) -> Axis:
     """Returns the product of `parts`, major to minor; parts of size 1 are dropped."""
-    kept = tuple(part for part in parts if part.size != ONE)
-    if len(kept) == 1:
-        return kept[0]
+    factors = tuple(part for part in parts if part.size != ONE)
+    if len(factors) == 1:
+        return factors[0]
     size = ONE
-    for part in kept:
+    for part in factors:
         size = size * part.size
-    return Axis(size, "product" if kept else "leaf", kept)
+    return Axis(size, "product" if factors else "leaf", factors)
 
 
 def concat(parts: Sequence[Axis]) -> Axis:
     """Returns the concatenation of `parts`. Their sizes must be numbers."""
-    kept = tuple(part for part in parts if part.size != Size(0))
-    if len(kept) == 1:
-        return kept[0]
-    return Axis(Size(sum(part.size.number for part in kept)), "concat", kept)
+    nonempty = tuple(part for part in parts if part.size != Size(0))
+    if len(nonempty) == 1:
+        return nonempty[0]
+    return Axis(Size(sum(part.size.number for part in nonempty)), "concat", nonempty)
 
 
 def unify(a: Axis, b: Axis) -> bool:
@@ -208,8 +208,8 @@ def _whole_in(axis: Axis, leaf: Axis) -> bool:
 def touches(axis: Axis, leaf: Axis) -> bool:
     """True if `leaf`, or a leaf of the grid, is anywhere in `axis`."""
     leaf = find(leaf)
-    wanted = {id(find(part)) for part in leaf.parts} if leaf.kind == "grid" else {id(leaf)}
-    return any(id(other) in wanted for other in leaves(axis))
+    leaf_ids = {id(find(part)) for part in leaf.parts} if leaf.kind == "grid" else {id(leaf)}
+    return any(id(part) in leaf_ids for part in leaves(axis))
 
 
 def open_product(axis: Axis, leaf: Axis) -> tuple[Size, Size] | None:
@@ -221,15 +221,15 @@ def open_product(axis: Axis, leaf: Axis) -> tuple[Size, Size] | None:
         return ONE, ONE
     if axis.kind != "product" or not holds(axis, leaf):
         return None
-    before, inner, behind = ONE, None, ONE
+    major, inner, minor = ONE, None, ONE
     for part in axis.parts:
         if holds(part, leaf):
             inner = open_product(part, leaf)
         elif inner is None:
-            before = before * part.size
+            major = major * part.size
         else:
-            behind = behind * part.size
-    return None if inner is None else (before * inner[0], inner[1] * behind)
+            minor = minor * part.size
+    return None if inner is None else (major * inner[0], inner[1] * minor)
 
 
 def is_major(axis: Axis, leaf: Axis) -> bool:

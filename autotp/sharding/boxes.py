@@ -42,7 +42,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def has_dtensors(tensors: Iterable[Tensor]) -> bool:
     """True if there is a DTensor among many tensors."""
-    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
+    return any(issubclass(cls, DTensor) for cls in set(map(type, tensors)))
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -61,26 +61,26 @@ def boxes(tensor: Tensor, layout: Layout, rank: int, first: bool = True) -> list
     shape, (low, high) = layout.local_shape(rank), _rows(tensor)
     if not shape:
         return [Box((), (), ())]
-    dim, found = layout.dim or 0, []
-    for (start, stop), at in [((0, shape[0]), 0)] if layout.dim is None else _runs(layout, rank, first):
+    dim, result = layout.dim or 0, []
+    for (start, stop), local_start in [((0, shape[0]), 0)] if layout.dim is None else _runs(layout, rank, first):
         whole, local, sizes = [0] * len(shape), [0] * len(shape), list(shape)
         whole[0], sizes[0] = low, high - low
         if dim:
-            whole[dim], local[dim], sizes[dim] = start, at, stop - start
+            whole[dim], local[dim], sizes[dim] = start, local_start, stop - start
         else:  # Dimension 0 is cut twice: this process holds some rows of the part.
-            after, before = max(at, low), min(at + stop - start, high)
-            whole[0], local[0], sizes[0] = start + after - at, after - low, before - after
-        found.append(Box(tuple(whole), tuple(local), tuple(sizes)))
-    return [box for box in found if all(size > 0 for size in box.sizes)]
+            after, before = max(local_start, low), min(local_start + stop - start, high)
+            whole[0], local[0], sizes[0] = start + after - local_start, after - low, before - after
+        result.append(Box(tuple(whole), tuple(local), tuple(sizes)))
+    return [box for box in result if all(size > 0 for size in box.sizes)]
 
 
-def inner(around: Sequence[Box], whole: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
-    """Returns a box of the whole tensor that is within one of the boxes `around`, with its place in the rank's part."""
-    for box in around:
-        start = [at - low for at, low in zip(whole, box.whole, strict=True)]
+def inner(outer_boxes: Sequence[Box], whole: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    """Returns a box of the whole tensor that is within one of `outer_boxes`, with its place in the rank's part."""
+    for box in outer_boxes:
+        start = [position - low for position, low in zip(whole, box.whole, strict=True)]
         sides = zip(start, sizes, box.sizes, strict=True)
         if all(low >= 0 and low + size <= length for low, size, length in sides):
-            return Box(whole, tuple(at + low for at, low in zip(box.local, start, strict=True)), sizes)
+            return Box(whole, tuple(offset + low for offset, low in zip(box.local, start, strict=True)), sizes)
     raise AssertionError("the box is not in this rank's part")
 
 
@@ -94,12 +94,12 @@ def _rows(tensor: Tensor) -> Range:
 
 def _runs(layout: Layout, rank: int, first: bool) -> list[tuple[Range, int]]:
     """Returns ranges of positions in the whole tensor, each with its start in the part."""
-    found, at = list[tuple[Range, int]](), 0
-    mine: Sequence[Range] = layout.first(rank) if first else [(0, layout.lengths()[rank])]
+    runs, local_start = list[tuple[Range, int]](), 0
+    local_ranges: Sequence[Range] = layout.first(rank) if first else [(0, layout.lengths()[rank])]
     for start, stop in layout.pieces[rank]:
-        for low, high in mine:
-            low, high = max(low, at), min(high, at + stop - start)
+        for low, high in local_ranges:
+            low, high = max(low, local_start), min(high, local_start + stop - start)
             if low < high:
-                found.append(((start + low - at, start + high - at), low))
-        at += stop - start
-    return found
+                runs.append(((start + low - local_start, start + high - local_start), low))
+        local_start += stop - start
+    return runs

@@ -51,7 +51,7 @@ def same_cut(a: Axis, b: Axis) -> bool:
     if a is b or "grid" not in (a.kind, b.kind):
         return a is b
     tp = a.tp or b.tp
-    return {_key(one) for one in slices_of(a, tp)} == {_key(one) for one in slices_of(b, tp)}
+    return {_key(cut) for cut in slices_of(a, tp)} == {_key(cut) for cut in slices_of(b, tp)}
 
 
 def cut_key(leaf: Axis) -> int:
@@ -70,12 +70,12 @@ def is_full(leaf: Axis) -> bool:
 
 def part_of(axis: Axis, leaf: Axis, tp: int, rank: int) -> tuple[Size, int]:
     """Returns the number of positions of the cut leaves in `axis`, and the number that this rank holds."""
-    whole, mine = ONE, 1
-    for one in slices_of(leaf, tp):
-        if touches(axis, one[0]):
-            start, stop = bounds(one, rank)
-            whole, mine = whole * find(one[0]).size, mine * (stop - start)
-    return whole, mine
+    whole, local = ONE, 1
+    for cut in slices_of(leaf, tp):
+        if touches(axis, cut[0]):
+            start, stop = bounds(cut, rank)
+            whole, local = whole * find(cut[0]).size, local * (stop - start)
+    return whole, local
 
 
 def holders_axis(axis: str, leaf: Axis, tp: int) -> str:
@@ -86,12 +86,12 @@ def holders_axis(axis: str, leaf: Axis, tp: int) -> str:
 
 def splits(kv: int, group: int, tp: int) -> tuple[int, int]:
     """Returns the factors of `tp`, for key/value heads and for groups, that leave the fullest rank the fewest heads."""
-    found = [(n, tp // n) for n in range(tp, 0, -1) if tp % n == 0]
-    return min(found, key=lambda pair: chunk_length(kv, pair[0]) * chunk_length(group, pair[1]))
+    pairs = [(n, tp // n) for n in range(tp, 0, -1) if tp % n == 0]
+    return min(pairs, key=lambda pair: chunk_length(kv, pair[0]) * chunk_length(group, pair[1]))
 
 
-def _key(one: Slice) -> tuple[int, int, int]:
-    return id(find(one[0])), one[1], one[2]
+def _key(cut: Slice) -> tuple[int, int, int]:
+    return id(find(cut[0])), cut[1], cut[2]
 
 
 def all_grids(leaves: Iterable[Axis], tp: int) -> Iterator[Axis]:

@@ -30,14 +30,14 @@ def ranges(axis: Axis, leaf: Axis, tp: int, rank: int) -> list[Range]:
 
 def _ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]:
     axis = find(axis)
-    for one in cuts:
-        if one[0] is axis:
-            return _nonempty([bounds(one, rank)])
+    for cut in cuts:
+        if cut[0] is axis:
+            return _nonempty([bounds(cut, rank)])
     if axis.kind == "concat":
-        starts, at = [], 0
+        starts, offset = [], 0
         for part in axis.parts:
-            starts += [(at + a, at + b) for a, b in _ranges(part, cuts, rank)]
-            at += part.size.number
+            starts += [(offset + a, offset + b) for a, b in _ranges(part, cuts, rank)]
+            offset += part.size.number
         return _joined(starts)
     if axis.kind == "product":
         return _product_ranges(axis, cuts, rank)
@@ -48,12 +48,15 @@ def _product_ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]
     """Combines the ranges of factors, the innermost first: all held inner ranges, at each held outer position."""
     pieces, size = [(0, 1)], 1
     for part in reversed(axis.parts):
-        held = _ranges(part, cuts, rank)
+        outer_ranges = _ranges(part, cuts, rank)
         if pieces == [(0, size)]:
-            pieces = [(a * size, b * size) for a, b in held]
+            pieces = [(a * size, b * size) for a, b in outer_ranges]
         else:
             pieces = [
-                (i * size + a, i * size + b) for start, stop in held for i in range(start, stop) for a, b in pieces
+                (i * size + a, i * size + b)
+                for start, stop in outer_ranges
+                for i in range(start, stop)
+                for a, b in pieces
             ]
         size *= part.size.number
     return _joined(pieces)
@@ -122,8 +125,10 @@ class Layout:
 
     def places(self, rank: int, positions: list[Range]) -> list[Range]:
         """Returns the positions in the whole tensor of a rank's local positions."""
-        held = self._marked(rank).nonzero().flatten()
-        return _joined([(int(held[i]), int(held[i]) + 1) for a, b in positions for i in range(a, b)])
+        held_positions = self._marked(rank).nonzero().flatten()
+        return _joined(
+            [(int(held_positions[i]), int(held_positions[i]) + 1) for a, b in positions for i in range(a, b)]
+        )
 
     def shared(self, rank: int) -> list[Range]:
         """Returns the local positions, along the cut dimension, that other ranks hold, too."""
@@ -131,7 +136,7 @@ class Layout:
 
     def first(self, rank: int) -> list[Range]:
         """Returns the local positions, along the cut dimension, that no earlier rank holds."""
-        before = sum((self._marked(other) for other in range(rank)), torch.zeros(self.size))
+        before = sum((self._marked(earlier_rank) for earlier_rank in range(rank)), torch.zeros(self.size))
         return _runs(before[self._marked(rank) > 0] == 0)
 
     @cached_property
@@ -155,10 +160,10 @@ class Layout:
         if self.dim is None:
             full.copy_(local)
             return
-        at = 0
+        start = 0
         for a, b in self.pieces[rank]:
-            full.narrow(self.dim, a, b - a).copy_(local.narrow(self.dim, at, b - a))
-            at += b - a
+            full.narrow(self.dim, a, b - a).copy_(local.narrow(self.dim, start, b - a))
+            start += b - a
 
     def __str__(self) -> str:
         dims = [f"{n}@tp" if d == self.dim else str(n) for d, n in enumerate(self.shape)]
@@ -167,11 +172,11 @@ class Layout:
 
 def layout_of(shape: tuple[int, ...], dims: tuple[Axis, ...], leaf: Axis | None, tp: int, name: str) -> Layout:
     """Returns the layout of a tensor with dimensions `dims` if `leaf` is cut on `tp` ranks."""
-    at = [d for d, axis in enumerate(dims) if leaf is not None and holds(axis, leaf)]
-    if leaf is None or len(at) != 1:
+    cut_dims = [d for d, axis in enumerate(dims) if leaf is not None and holds(axis, leaf)]
+    if leaf is None or len(cut_dims) != 1:
         return Layout(shape)
-    pieces = tuple(tuple(ranges(dims[at[0]], leaf, tp, rank)) for rank in range(tp))
-    return Layout(shape, at[0], pieces, name)
+    pieces = tuple(tuple(ranges(dims[cut_dims[0]], leaf, tp, rank)) for rank in range(tp))
+    return Layout(shape, cut_dims[0], pieces, name)
 
 
 def divided_as(axis: Axis, pieces: Sequence[Sequence[Range]], tp: int) -> Axis | None:

@@ -39,14 +39,14 @@ def size_form(expr: sympy.Expr) -> sympy.Expr:
         return expr
     args = [size_form(arg) for arg in expr.args]
     if isinstance(expr, ROUNDED):
-        found = _rounded(expr.func, args[0])
+        form = _rounded(expr.func, args[0])
     elif isinstance(expr, FloorDiv):
-        found = _floor(*args)
+        form = _floor(*args)
     elif isinstance(expr, Mod | PythonMod):
-        found = args[0] - args[1] * _floor(*args)
+        form = args[0] - args[1] * _floor(*args)
     else:
-        found = expr.func(*args)
-    return sympy.factor(found) if (found.is_Add or found.is_Mul) and not found.has(sympy.Float) else found
+        form = expr.func(*args)
+    return sympy.factor(form) if (form.is_Add or form.is_Mul) and not form.has(sympy.Float) else form
 
 
 def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:

@@ -22,7 +22,7 @@ def order_at_capture(x: Tensor) -> list[int]:
 def _by_strides(strides: Sequence[int]) -> list[int]:
     order: list[int] = []
     for d in range(len(strides)):  # Not `sorted`: torch.compile cannot trace its key of symbolic strides.
-        order.insert(len([other for other in order if strides[other] >= strides[d]]), d)
+        order.insert(len([outer for outer in order if strides[outer] >= strides[d]]), d)
     return order
 
 

@@ -53,15 +53,15 @@ def causal_pieces(
     if transformed or not query.numel() or stop > key.shape[-2]:
         return _masked(query, key, value, pieces, scale, enable_gqa)
     key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), alone(query)
-    own = query.device.type == "cpu" and query.dtype in FUSED
-    if not own or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+    on_cpu = query.device.type == "cpu" and query.dtype in FUSED
+    if not on_cpu or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
         return lower_right_pieces(query, key, value, pieces, scale, enable_gqa)
     if enable_gqa:
         repeats = query.shape[-3] // max(1, key.shape[-3])
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    found: Tensor = _OnCPU.apply(query, key, value, tuple(pieces), scale)[0]
-    return found
+    output: Tensor = _OnCPU.apply(query, key, value, tuple(pieces), scale)[0]
+    return output
 
 
 def alone(query: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ def _differentiable(
     with torch.enable_grad():
         q, k, v = (x if x.requires_grad else x.requires_grad_() for x in map(torch.clone, (query, key, value)))
         weights, values = attention_weights(q, k, v, _mask(k, pieces), False, scale, False)
-        found = weights @ values
-    return torch.autograd.grad(found, (q, k, v), gradient, create_graph=again)
+        output = weights @ values
+    return torch.autograd.grad(output, (q, k, v), gradient, create_graph=again)
 
 
 def _bias(query: Tensor, start: int, stop: int) -> Tensor:
@@ -133,12 +133,12 @@ def _of_pieces(
     pieces: Pieces, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor], tuple[int, int]]]:
     """Yields the rows of a piece, and the keys that they read, as views. [batch heads length width] each"""
-    at = 0
+    offset = 0
     for start, stop in pieces:
         if stop > start:
-            rows = [x.narrow(2, at, stop - start) for x in of_rows]
+            rows = [x.narrow(2, offset, stop - start) for x in of_rows]
             yield rows, [x.narrow(2, 0, stop) for x in of_keys], (start, stop)
-        at += stop - start
+        offset += stop - start
 
 
 class _OnCPU(torch.autograd.Function):
@@ -148,10 +148,10 @@ class _OnCPU(torch.autograd.Function):
     def forward(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Any:
         parts, totals = [], []
         for (q,), (k, v), bounds in _of_pieces(pieces, (query,), (key, value)):
-            found, total = aten._scaled_dot_product_flash_attention_for_cpu.default(
+            output, total = aten._scaled_dot_product_flash_attention_for_cpu.default(
                 q, k, v, 0.0, False, attn_mask=_bias(query, *bounds), scale=scale
             )
-            parts.append(found.transpose(1, 2))  # As it lies in memory.
+            parts.append(output.transpose(1, 2))  # As it lies in memory.
             totals.append(total)
         return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).transpose(1, 2), *totals
 
@@ -167,13 +167,13 @@ class _OnCPU(torch.autograd.Function):
         # Gradients that torch batches the old way cannot be written into tensors without a batch, as below.
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(gradient):
             return *_differentiable(query, key, value, gradient, ctx.pieces, ctx.scale), None, None
-        found = [torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)]
-        each = _of_pieces(ctx.pieces, (gradient, query, out, found[0]), (key, value, *found[1:]))
-        for ((g, q, o, of_q), (k, v, of_k, of_v), bounds), total in zip(each, totals, strict=True):
+        input_grads = [torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)]
+        views = _of_pieces(ctx.pieces, (gradient, query, out, input_grads[0]), (key, value, *input_grads[1:]))
+        for ((g, q, o, of_q), (k, v, of_k, of_v), bounds), total in zip(views, totals, strict=True):
             of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
                 g, q, k, v, o, total, 0.0, False, attn_mask=_bias(query, *bounds), scale=ctx.scale
             )
             of_q.copy_(of_query)
             of_k.add_(of_key)
             of_v.add_(of_value)
-        return *found, None, None
+        return *input_grads, None, None

@@ -34,10 +34,10 @@ def attention(
         dropout_p, is_causal, scale, enable_gqa: as for torch's attention.
     """
     if query.numel() and value.numel():
-        found: Tensor = _nn.scaled_dot_product_attention(
+        output: Tensor = _nn.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return found
+        return output
     weights, value = attention_weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return weights @ value
 

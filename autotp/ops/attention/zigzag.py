@@ -34,10 +34,10 @@ def positions(n: int, parts: int, device: torch.device | None = None) -> Tensor:
     longest = chunk_length(n, parts)
     place = torch.arange(n, device=device)
     rank = place // max(longest, 1)
-    length, at = (n - rank * longest).clamp(max=longest), place % max(longest, 1)
+    length, offset = (n - rank * longest).clamp(max=longest), place % max(longest, 1)
     front = (length + 1) // 2
-    from_back = n - rank * (longest // 2) - length + at
-    return torch.where(at < front, rank * ((longest + 1) // 2) + at, from_back)
+    from_back = n - rank * (longest // 2) - length + offset
+    return torch.where(offset < front, rank * ((longest + 1) // 2) + offset, from_back)
 
 
 def pieces(n: int, parts: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -41,8 +41,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     total = sum_of(w) if torch.is_grad_enabled() and no_transform(x) else None
     if total is None:
         return F.linear(x, w, bias)
-    found: Tensor = apply_plain(HalfLinear, total, x, w, bias)
-    return found
+    output: Tensor = apply_plain(HalfLinear, total, x, w, bias)
+    return output
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -103,10 +103,10 @@ class ReadTwice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
-        found: Tensor | None = ctx.total.take()
+        total: Tensor | None = ctx.total.take()
         for grad in grads:
-            found = grad if found is None else found if grad is None else found + grad
-        return found
+            total = grad if total is None else total if grad is None else total + grad
+        return total
 
 
 class HalfLinear(torch.autograd.Function):

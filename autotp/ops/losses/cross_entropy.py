@@ -67,15 +67,15 @@ class _ClassTerms(torch.autograd.Function):
         exponentials, classes = ctx.saved_tensors
         dim, length = ctx.dim, exponentials.shape[ctx.dim]
         if grad is None:
-            found = None if again is None else (exponentials * again).to(ctx.dtype)
-            return found, *[None] * 6
+            input_grad = None if again is None else (exponentials * again).to(ctx.dtype)
+            return input_grad, *[None] * 6
         total, picked = (g.unsqueeze(dim) for g in grad.unbind())
-        at, outside = local_index(classes.unsqueeze(dim), ctx.start, length)
+        index, outside = local_index(classes.unsqueeze(dim), ctx.start, length)
         picked = picked.masked_fill(outside, 0)
         if again is None and is_plain(grad) and is_last_backward() and not is_kept(grad):
-            found = exponentials.detach().mul_(total)
-            found = found.scatter_add_(dim, at, picked) if length else found
+            input_grad = exponentials.detach().mul_(total)
+            input_grad = input_grad.scatter_add_(dim, index, picked) if length else input_grad
         else:
-            found = exponentials * (total if again is None else total + again)
-            found = found.scatter_add(dim, at, picked) if length else found
-        return found.to(ctx.dtype), *[None] * 6
+            input_grad = exponentials * (total if again is None else total + again)
+            input_grad = input_grad.scatter_add(dim, index, picked) if length else input_grad
+        return input_grad.to(ctx.dtype), *[None] * 6

@@ -42,9 +42,9 @@ def ctc_backward(
     grad: Tensor, log_probs: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
     """Returns the gradient of `ctc` with respect to `log_probs`; arguments as there."""
-    given = log_probs, targets, steps, lengths
-    loss, table = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
-    return aten._ctc_loss_backward.Tensor(grad.contiguous(), *given, loss, table, blank, zero_infinity)
+    operands = log_probs, targets, steps, lengths
+    loss, table = aten._ctc_loss.Tensor(*operands, blank, zero_infinity)
+    return aten._ctc_loss_backward.Tensor(grad.contiguous(), *operands, loss, table, blank, zero_infinity)
 
 
 @ctc_backward.register_fake
@@ -80,22 +80,21 @@ def ctc_loss(
     alone = log_probs.dim() == 2
     probs = log_probs[:, None] if alone else log_probs
     steps, lengths = (_as_tensor(x, probs) for x in (input_lengths, target_lengths))
-    found: Tensor = OPERATOR(probs, targets, steps, lengths, blank, zero_infinity)
+    losses: Tensor = OPERATOR(probs, targets, steps, lengths, blank, zero_infinity)
     if zero_infinity:
-        found = torch.where(found == float("inf"), 0.0, found)
+        losses = torch.where(losses == float("inf"), 0.0, losses)
     match reduction:
         case "mean" | 1:
-            return (found / lengths.clamp(min=1)).mean()
+            return (losses / lengths.clamp(min=1)).mean()
         case "sum" | 2:
-            return found.sum()
+            return losses.sum()
         case _:
-            return found[0] if alone else found
+            return losses[0] if alone else losses
 
 
 def _as_tensor(lengths: Any, probs: Tensor) -> Tensor:
     """Returns lengths as a tensor [batch]: a list stands for one, and so does a number."""
-    found = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, device=probs.device)
-    return found.reshape(-1)
+    return (lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, device=probs.device)).reshape(-1)
 
 
 REPLACED = (F.ctc_loss, torch.ctc_loss)
