@@ -47,11 +47,11 @@ def names_held(parts: Holdings) -> list[str]:
 
 def names_of(optimizer: Optimizer | Optimizers, parts: Holdings) -> dict[nn.Parameter, str]:
     """Returns the optimizers' parameters with their names; raises Error if one is not the trainer's."""
-    known = {id(tensor): name for name, tensor in parts.held.items()}
+    names_by_id = {id(tensor): name for name, tensor in parts.held.items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(id(p) not in known for p in parameters):
+    if any(id(p) not in names_by_id for p in parameters):
         raise Error("the optimizer has parameters that the trainer does not have", fix="AdamW(trainer.parameters())")
-    return {p: known[id(p)] for p in parameters}
+    return {p: names_by_id[id(p)] for p in parameters}
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
@@ -62,12 +62,14 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 def expect_states(more: Mapping[str, Any], methods: Sequence[str]) -> None:
     """Raises Error if an object that is saved or loaded by name is a class, or lacks one of these methods."""
-    for name, thing in more.items():
-        lacks = [method for method in methods if not callable(getattr(thing, method, None))]
-        if lacks or isinstance(thing, type):
-            kind = f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
+    for name, stateful in more.items():
+        lacks = [method for method in methods if not callable(getattr(stateful, method, None))]
+        if lacks or isinstance(stateful, type):
+            description = (
+                f"the class {stateful.__name__}" if isinstance(stateful, type) else f"a {type(stateful).__name__}"
+            )
             remedy = f"an object with {' and '.join(methods)}, such as a schedule or a scaler"
-            raise Error(f"`{name}` is {kind}, which cannot be saved by name", fix=remedy)
+            raise Error(f"`{name}` is {description}, which cannot be saved by name", fix=remedy)
 
 
 def names_as_text(names: list[str]) -> str:

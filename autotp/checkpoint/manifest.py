@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise _other_format(folder, content.get("format"))
         files: list[int] = content["files"]
         tensors = {key: _pieces(files, *rows) for key, rows in content["tensors"].items()}
-        if sum(math.prod(it.shape) * it.dtype.itemsize for it in tensors.values()) > sum(files):
+        if sum(math.prod(pieces.shape) * pieces.dtype.itemsize for pieces in tensors.values()) > sum(files):
             raise ValueError("the tensors have more bytes than the files")
         for rank, size in enumerate(files):
             _expect_size(folder / file_of(rank), size)
@@ -146,10 +146,10 @@ def read_manifest(folder: Path) -> Manifest:
 def _expect_about(about: Mapping[str, Any]) -> None:
     """Raises ValueError, TypeError or KeyError if the manifest's `about` has an unexpected form."""
     kinds = {"step": int, "optimizer": str, "sizes": dict, "model": dict, "more": dict, "values": dict, "groups": list}
-    other = [name for name, kind in kinds.items() if type(about[name]) is not kind]
-    parameters = [(name, keys) for _, held in about["groups"] for name, keys in dict(held).items()]
-    if other or any(type(name) is not str or type(keys) is not list for name, keys in parameters):
-        raise ValueError(f"unexpected values of {', '.join(other) or 'groups'}")
+    mismatched = [name for name, cls in kinds.items() if type(about[name]) is not cls]
+    parameters = [(name, keys) for _, keys_by_name in about["groups"] for name, keys in dict(keys_by_name).items()]
+    if mismatched or any(type(name) is not str or type(keys) is not list for name, keys in parameters):
+        raise ValueError(f"unexpected values of {', '.join(mismatched) or 'groups'}")
 
 
 def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequence[Sequence[Any]]) -> StoredPieces:
@@ -166,8 +166,8 @@ def _expect_size(file: Path, size: int) -> None:
         raise Error(f"{file} is missing")
     if not file.is_file():
         raise Error(f"{file} is not a regular file")
-    if (found := file.stat().st_size) != size:
-        raise Error(f"{file} has {found:,} bytes, and had {size:,} when it was written")
+    if (actual := file.stat().st_size) != size:
+        raise Error(f"{file} has {actual:,} bytes, and had {size:,} when it was written")
 
 
 def _other_format(folder: Path, number: Any) -> Error:

@@ -47,7 +47,7 @@ class Optimizers:
 
     def state(self, parameter: Tensor) -> dict[str, Any]:
         """Returns the state of a parameter, empty if it has none."""
-        return next((one.state[parameter] for one in self.each if one.state.get(parameter)), {})
+        return next((optimizer.state[parameter] for optimizer in self.each if optimizer.state.get(parameter)), {})
 
     def steps_whole(self, parameter: Tensor) -> bool:
         """Whether the state of a parameter is of the whole."""
@@ -58,16 +58,18 @@ class Optimizers:
         return self._owns(parameter) is False
 
     def _owns(self, parameter: Tensor) -> bool | None:
-        for one in self.each:
-            if isinstance(one, WholeMatrices) and any(parameter is p for g in one.param_groups for p in g["params"]):
-                return one.owns(parameter)
+        for optimizer in self.each:
+            if isinstance(optimizer, WholeMatrices) and any(
+                parameter is p for g in optimizer.param_groups for p in g["params"]
+            ):
+                return optimizer.owns(parameter)
         return None
 
     def choose_owners(self) -> None:
         """Chooses the owners of whole matrices. Call it on every rank."""
-        for one in self.each:
-            if isinstance(one, WholeMatrices):
-                one.choose_owners()
+        for optimizer in self.each:
+            if isinstance(optimizer, WholeMatrices):
+                optimizer.choose_owners()
 
     def replace_states(self, states: dict[Any, dict[str, Any]]) -> None:
         """Replaces the states of all parameters; of cut ones they behave as wholes."""
@@ -80,27 +82,27 @@ class Optimizers:
 
     def beside(self) -> list[tuple[str, Any]]:
         """Returns what optimizers keep that is neither an option nor a parameter's state, with the optimizer's name."""
-        found = []
+        entries = []
         for optimizer in self.each:
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            keys: list[Any] = [key for key in optimizer.state if id(key) not in own]
+            parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            keys: list[Any] = [key for key in optimizer.state if id(key) not in parameter_ids]
             keys += [key for key in optimizer.state_dict() if key not in ("state", "param_groups", OF_RANK)]
-            found += [(type(optimizer).__name__, key) for key in keys]
-        return found
+            entries += [(type(optimizer).__name__, key) for key in keys]
+        return entries
 
 
-def optimizers_of(given: Any) -> Optimizers:
+def optimizers_of(argument: Any) -> Optimizers:
     """Returns the optimizers that a user gave: one, several in a list, or None.
 
     Raises:
         Error: something else was given, or two optimizers have the same parameter.
     """
-    every: Sequence[Any] = given if isinstance(given, list | tuple) else () if given is None else (given,)
-    for one in every:
-        if not isinstance(one, Optimizer):
-            problem = f"{type(one).__name__} is no optimizer"
+    every: Sequence[Any] = argument if isinstance(argument, list | tuple) else () if argument is None else (argument,)
+    for optimizer in every:
+        if not isinstance(optimizer, Optimizer):
+            problem = f"{type(optimizer).__name__} is no optimizer"
             raise Error(problem, fix="autotp.full_state_dict(trainer) for the parameters alone")
-    found = Optimizers(tuple(every))
-    if len({id(p) for p in found.parameters}) < len(found.parameters):
+    optimizers = Optimizers(tuple(every))
+    if len({id(p) for p in optimizers.parameters}) < len(optimizers.parameters):
         raise Error("two optimizers have the same parameter", fix="each parameter in one optimizer")
-    return found
+    return optimizers

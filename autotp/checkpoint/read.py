@@ -61,9 +61,9 @@ class ReadState:
 def expect_same_files(manifest: Manifest, trainer: Trainer) -> None:
     """Raises Error if ranks see different checkpoints under one name."""
     rows = gather_ints([manifest.crc32], trainer.everyone)
-    other = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if other:
-        problem = f"{manifest.folder} is another one on rank {other[0]} than on rank 0"
+    mismatched = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if mismatched:
+        problem = f"{manifest.folder} is another one on rank {mismatched[0]} than on rank 0"
         raise Error(problem, fix="one folder, that all machines share")
 
 
@@ -86,32 +86,32 @@ def expect_same_training(
         raise Error(f"{path} has no {', '.join(missing)}", expected=", ".join(about["more"]) or "nothing of this kind")
     names = names_of(optimizers, parts)
     _expect_model(manifest, parts)
-    if trainer.everyone.rank == 0 and (found := differences(about["model"], trainer.model_settings, changed)):
-        other = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in found))
-        remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={other})"
-        raise Error(f"{path} is another model's: {names_as_text(found)}", fix=remedy)
+    if trainer.everyone.rank == 0 and (lines := differences(about["model"], trainer.model_settings, changed)):
+        attributes = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in lines))
+        remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={attributes})"
+        raise Error(f"{path} is another model's: {names_as_text(lines)}", fix=remedy)
     _expect_state(manifest, list(names.values()))
 
 
 def _expect_model(manifest: Manifest, parts: Holdings) -> None:
     """Raises Error if the names, shapes or dtypes of a checkpoint's tensors are not the model's."""
     path, prefix = manifest.folder, f"model{SEPARATOR}"
-    known = {key.removeprefix(prefix): pieces for key, pieces in manifest.tensors.items() if key.startswith(prefix)}
+    stored = {key.removeprefix(prefix): pieces for key, pieces in manifest.tensors.items() if key.startswith(prefix)}
     names = set(parts.saved.values())
-    lines = [("missing", names - set(known)), ("unexpected", set(known) - names)]
+    lines = [("missing", names - set(stored)), ("unexpected", set(stored) - names)]
     if any(some for _, some in lines):
-        text = "; ".join(f"{kind}: {names_as_text(sorted(some))}" for kind, some in lines if some)
+        text = "; ".join(f"{label}: {names_as_text(sorted(some))}" for label, some in lines if some)
         raise Error(f"{path} is another model's; {text}")
     for name in names_held(parts):
-        there, shape, dtype = known[name], parts.shapes[name], parts.held[name].dtype
-        if there.shape != shape or there.dtype != dtype:
-            text = f"{there.dtype} {list(there.shape)}"
+        stored_pieces, shape, dtype = stored[name], parts.shapes[name], parts.held[name].dtype
+        if stored_pieces.shape != shape or stored_pieces.dtype != dtype:
+            text = f"{stored_pieces.dtype} {list(stored_pieces.shape)}"
             raise Error(f"{path} is another model's: `{name}` is {text} there, and {dtype} {list(shape)} here")
 
 
 def _expect_state(manifest: Manifest, names: Sequence[str]) -> None:
     """Raises Error if a checkpoint lacks the optimizer's state of a parameter."""
-    holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
+    holds = {name: keys for _, keys_by_name in manifest.about["groups"] for name, keys in keys_by_name.items()}
     lacking = [name for name in names if name not in holds]
     if lacking:
         problem = f"{manifest.folder} has no state of the optimizer for {names_as_text(lacking)}"
@@ -130,17 +130,17 @@ def parameter_of_groups(optimizers: Optimizers, parts: Holdings, everyone: Mesh)
     options, too, so they are loaded as those of the group on the other ranks.
     """
     names = agree(everyone, lambda: names_of(optimizers, parts))
-    mine = [next((names[p] for p in group["params"]), "") for group in optimizers.param_groups]
-    every = [json.loads(text) for text in gather_texts(json.dumps(mine), everyone)]
-    if any(len(row) != len(mine) for row in every):  # Which groups are the same is unknown.
-        return mine
-    return [next(filter(None, (name, *others)), "") for name, *others in zip(mine, *every, strict=True)]
+    local_names = [next((names[p] for p in group["params"]), "") for group in optimizers.param_groups]
+    every = [json.loads(text) for text in gather_texts(json.dumps(local_names), everyone)]
+    if any(len(row) != len(local_names) for row in every):  # Which groups are the same is unknown.
+        return local_names
+    return [next(filter(None, (name, *peer_names)), "") for name, *peer_names in zip(local_names, *every, strict=True)]
 
 
 def unread_state(manifest: Manifest, optimizers: Optimizers, parts: Holdings) -> list[str]:
     """Returns the parameters of this rank that these optimizers do not have, and whose state is in the checkpoint."""
     names = set(names_of(optimizers, parts).values())
-    holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
+    holds = {name: keys for _, keys_by_name in manifest.about["groups"] for name, keys in keys_by_name.items()}
     return [name for name in names_held(parts) if holds.get(name) and name not in names]
 
 
@@ -155,26 +155,28 @@ def read_state(
     """Reads this rank's part of a checkpoint. of_groups: as `parameter_of_groups` returns it"""
     random = {}
     if manifest.about["sizes"] == sizes(trainer):
-        for kind in random_states(trainer.place.device):
-            random[kind] = random_state(manifest, entry_key("random", trainer.everyone.rank, kind), kind)
+        for device_type in random_states(trainer.place.device):
+            random[device_type] = random_state(
+                manifest, entry_key("random", trainer.everyone.rank, device_type), device_type
+            )
     names = {name: parameter for parameter, name in names_of(optimizers, parts).items()}
-    holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
-    here = {name: p for name, p in names.items() if not optimizers.is_elsewhere(p)}
-    wanted = [(p, name, key) for name, p in here.items() for key in holds[name]]
+    holds = {name: keys for _, keys_by_name in manifest.about["groups"] for name, keys in keys_by_name.items()}
+    owned = {name: p for name, p in names.items() if not optimizers.is_elsewhere(p)}
+    entries = [(p, name, key) for name, p in owned.items() for key in holds[name]]
     model, moments = dict[str, Tensor](), {p: dict[str, Any]() for p in names.values()}
-    with progress(f"reading {manifest.folder}", len(names_held(parts)) + len(wanted)) as line:
+    with progress(f"reading {manifest.folder}", len(names_held(parts)) + len(entries)) as line:
         for name in names_held(parts):
             model[name] = _part(manifest, entry_key("model", name), parts, name)
             line.count()
-        for parameter, name, key in wanted:
+        for parameter, name, key in entries:
             moments[parameter][key] = _moment(manifest, parts, name, key, optimizers.steps_whole(parameter))
             line.count()
     options = _options(manifest, parts, optimizers, of_groups)
-    others = {name: manifest.value(manifest.about["more"][name]) for name in more}
-    return ReadState(model, moments, options, others, random)
+    named_states = {name: manifest.value(manifest.about["more"][name]) for name in more}
+    return ReadState(model, moments, options, named_states, random)
 
 
-def random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
+def random_state(manifest: Manifest, key: str, device_type: str) -> Tensor:
     """Reads the state of a generator on devices of this kind: [bytes], uint8.
 
     Raises:
@@ -182,7 +184,7 @@ def random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
     """
     try:
         state = manifest.whole(key)
-        torch.Generator(kind).set_state(state)
+        torch.Generator(device_type).set_state(state)
     except Error:
         raise
     except INVALID_CONTENT as error:
@@ -192,25 +194,25 @@ def random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
 
 def _part(manifest: Manifest, key: str, parts: Holdings, name: str) -> Tensor:
     """Reads this rank's part of a tensor that is cut like the parameter or buffer `name`."""
-    there = manifest.pieces(key)
-    part = torch.empty_like(parts.held[name].detach(), dtype=there.dtype)
+    pieces = manifest.pieces(key)
+    part = torch.empty_like(parts.held[name].detach(), dtype=pieces.dtype)
     for box in parts.boxes(name, part, first=False):
-        there.read(manifest.folder, key, box.whole, box.of(local_of(part)))
+        pieces.read(manifest.folder, key, box.whole, box.of(local_of(part)))
     return part
 
 
 def _moment(manifest: Manifest, parts: Holdings, name: str, key: str, whole: bool) -> Any:
     """Reads a value of the optimizer's state: this rank's part, or the whole."""
-    at = entry_key("optimizer", name, key)
-    if at in manifest.about["values"]:
-        return manifest.value(manifest.about["values"][at])
-    shape = manifest.pieces(at).shape
+    entry = entry_key("optimizer", name, key)
+    if entry in manifest.about["values"]:
+        return manifest.value(manifest.about["values"][entry])
+    shape = manifest.pieces(entry).shape
     if whole:
-        value = manifest.whole(at)
+        value = manifest.whole(entry)
         return _on_device(value, parts.held[name].device) if shape else value
     if shape not in (parts.shapes[name], ()):
-        raise Error(f"{manifest.folder} has {at} of {list(shape)}, and the parameter is {list(parts.shapes[name])}")
-    return _part(manifest, at, parts, name) if shape == parts.shapes[name] else manifest.whole(at)
+        raise Error(f"{manifest.folder} has {entry} of {list(shape)}, and the parameter is {list(parts.shapes[name])}")
+    return _part(manifest, entry, parts, name) if shape == parts.shapes[name] else manifest.whole(entry)
 
 
 def _decoded_options(manifest: Manifest, encoded: Any) -> dict[str, Any]:
@@ -229,29 +231,31 @@ def _options(
     Raises:
         Error: the parameters of a group had different options in the checkpoint.
     """
-    had = {name: options for options, held in manifest.about["groups"] for name in held}
+    had = {name: options for options, keys_by_name in manifest.about["groups"] for name in keys_by_name}
     names, result = names_of(optimizers, parts), list[dict[str, Any]]()
     for i, (group, defaults) in enumerate(zip(optimizers.param_groups, optimizers.defaults(), strict=True)):
-        known = [names[p] for p in group["params"]] or [name for name in of_groups[i : i + 1] if name in had]
-        mine = [_decoded_options(manifest, had[name]) for name in known]
+        group_names = [names[p] for p in group["params"]] or [name for name in of_groups[i : i + 1] if name in had]
+        saved_options = [_decoded_options(manifest, had[name]) for name in group_names]
         try:
-            several = any(options != mine[0] for options in mine)
+            differ = any(options != saved_options[0] for options in saved_options)
         except INVALID_CONTENT as error:  # Tensors where numbers were.
             raise invalid_content(manifest.folder / MANIFEST, error) from error
-        if several:
+        if differ:
             raise Error(f"{manifest.folder} has the parameters of group {i} in several groups", fix="the saved groups")
-        if mine:
-            _expect_options(manifest, mine[0], group, defaults)
-        result.append(mine[0] if mine else {})
+        if saved_options:
+            _expect_options(manifest, saved_options[0], group, defaults)
+        result.append(saved_options[0] if saved_options else {})
     return result
 
 
 def _expect_options(
-    manifest: Manifest, there: Mapping[str, Any], here: Mapping[str, Any], needed: Collection[str]
+    manifest: Manifest, saved: Mapping[str, Any], current: Mapping[str, Any], needed: Collection[str]
 ) -> None:
     """Raises Error if an option of this optimizer's class is missing, or has a value of another kind."""
-    wrong = [f"`{key}` is missing" for key in needed if key not in there]
-    wrong += [f"`{key}` is {there[key]!r}" for key in there if key in here and not _can_replace(there[key], here[key])]
+    wrong = [f"`{key}` is missing" for key in needed if key not in saved]
+    wrong += [
+        f"`{key}` is {saved[key]!r}" for key in saved if key in current and not _can_replace(saved[key], current[key])
+    ]
     if wrong:
         file = manifest.folder / MANIFEST
         raise Error(f"{file} is not valid: of the optimizer's options {names_as_text(wrong)}", fix="an older one")
@@ -262,8 +266,8 @@ def _can_replace(value: Any, current: Any) -> bool:
     if isinstance(current, bool):
         return value is None or isinstance(value, bool)
     if isinstance(current, list | tuple):
-        given = isinstance(value, list | tuple) and len(value) == len(current)
-        return given and all(map(_can_replace, value, current))
+        fits = isinstance(value, list | tuple) and len(value) == len(current)
+        return fits and all(map(_can_replace, value, current))
     if isinstance(current, int | float) or (isinstance(current, Tensor) and current.numel() == 1):
         if type(value) is int:
             return abs(value) < 2**63
@@ -295,30 +299,30 @@ def load_more(more: Mapping[str, Any], states: Mapping[str, Any], trainer: Train
         raise
 
 
-def load_state(found: ReadState, trainer: Trainer, parts: Holdings, optimizers: Optimizers) -> None:
+def load_state(state: ReadState, trainer: Trainer, parts: Holdings, optimizers: Optimizers) -> None:
     """Loads the state that was read into the model, the optimizer and the random generators."""
     with torch.no_grad():
-        for name, tensor in found.model.items():
+        for name, tensor in state.model.items():
             parts.held[name].copy_(tensor)
     states = dict[nn.Parameter, dict[str, Any]]()
-    for group, options in zip(optimizers.param_groups, found.options, strict=True):
+    for group, options in zip(optimizers.param_groups, state.options, strict=True):
         group.update({key: _on_device_of(group.get(key), value) for key, value in options.items()})
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             states[parameter] = {
                 key: _on_device(value, trainer.place.device) if on_device and isinstance(value, Tensor) else value
-                for key, value in found.optimizer[parameter].items()
+                for key, value in state.optimizer[parameter].items()
             }
     optimizers.replace_states(states)
-    if "cpu" in found.random:
-        torch.set_rng_state(found.random["cpu"])
-    if "cuda" in found.random:
-        torch.cuda.set_rng_state(found.random["cuda"], trainer.place.device)
+    if "cpu" in state.random:
+        torch.set_rng_state(state.random["cpu"])
+    if "cuda" in state.random:
+        torch.cuda.set_rng_state(state.random["cuda"], trainer.place.device)
 
 
-def _on_device_of(old: Any, new: Any) -> Any:
+def _on_device_of(old: Any, value: Any) -> Any:
     """Returns an option that was read, on the device of the option that it replaces."""
-    return _on_device(new, old.device) if isinstance(old, Tensor) and isinstance(new, Tensor) else new
+    return _on_device(value, old.device) if isinstance(old, Tensor) and isinstance(value, Tensor) else value
 
 
 def _on_device(value: Tensor, device: torch.device) -> Tensor:

@@ -98,13 +98,13 @@ def save_checkpoint(
         _expect_between_steps("save_checkpoint")
         _expect_own_thread(trainer)
         agree(trainer.everyone, lambda: _finish(trainer))
-        at = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
-        state = agree(trainer.everyone, lambda: state_to_write(at, trainer, optimizer, step, more))
+        root = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
+        state = agree(trainer.everyone, lambda: state_to_write(root, trainer, optimizer, step, more))
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
-        path = path_of(at, step)
-        new = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
+        path = path_of(root, step)
+        unfinished = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
         trainer.saving = Saving(
-            lambda: write_state(state, path, new, BackgroundExchange(trainer.everyone, trainer.files))
+            lambda: write_state(state, path, unfinished, BackgroundExchange(trainer.everyone, trainer.files))
         )
         return trainer.saving
 
@@ -154,16 +154,16 @@ def load_checkpoint(
         _expect_own_thread(trainer)
         everyone = trainer.everyone
         agree(everyone, lambda: _finish(trainer))
-        at = agree(everyone, lambda: _absolute(load_checkpoint, folder=folder, optimizer=optimizer, changed=changed))
+        root = agree(everyone, lambda: _absolute(load_checkpoint, folder=folder, optimizer=optimizer, changed=changed))
         optimizers = agree(everyone, lambda: optimizers_of(optimizer))
         arguments = optimizers.name, sorted(more), sorted(changed)
         expect_alike(arguments, everyone, "loads something else", "the same arguments of load_checkpoint")
         # The first rank's list decides: on another machine it may lag behind.
-        newest = agree(everyone, lambda: _newest_step(at) if everyone.rank == 0 else -1)
+        newest = agree(everyone, lambda: _newest_step(root) if everyone.rank == 0 else -1)
         step = gather_ints([newest], everyone)[0][0]
         if step < 0:
             return 0
-        path = path_of(at, step)
+        path = path_of(root, step)
         manifest = agree(everyone, lambda: _unless_removed(path, lambda: read_manifest(path)))
         expect_same_files(manifest, trainer)
         parts = holdings_of(trainer, "load_checkpoint")
@@ -190,10 +190,10 @@ def load_checkpoint(
     return within("load_checkpoint", run)
 
 
-def _expect_trainer(given: object) -> None:
-    if not isinstance(given, Trainer):
+def _expect_trainer(trainer: object) -> None:
+    if not isinstance(trainer, Trainer):
         raise Error(
-            f"a {type(given).__name__} in place of a trainer of autotp.distribute",
+            f"a {type(trainer).__name__} in place of a trainer of autotp.distribute",
             fix="trainer = autotp.distribute(model, tp=...), whose state is all that training needs",
             alternative=(
                 "accelerate's Accelerator().prepare(model, optimizer), with its save_state and load_state",
@@ -211,7 +211,7 @@ def _expect_between_steps(call: str) -> None:
     """
     frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name in ("step", "evaluate"))
     owners = [(frame.f_locals.get("self"), frame.f_code.co_name) for frame in frames]
-    steps = [f"{type(it).__name__}.{name}" for it, name in owners if isinstance(it, Optimizer | Trainer)]
+    steps = [f"{type(owner).__name__}.{name}" for owner, name in owners if isinstance(owner, Optimizer | Trainer)]
     inside = steps[0] if steps else call_in_progress()
     if inside != call or is_within_a_call():
         remedy = f"set a flag in the signal's handler or in the hook, and call {call} after the step, on all ranks"
@@ -220,22 +220,22 @@ def _expect_between_steps(call: str) -> None:
 
 def _expect_own_thread(trainer: Trainer) -> None:
     """Raises Error if another thread trains, which may change parameters meanwhile: the state would be of two steps."""
-    own, now = trainer.thread, threading.current_thread()
-    if own is not None and own is not now and own.is_alive():
+    owner, now = trainer.thread, threading.current_thread()
+    if owner is not None and owner is not now and owner.is_alive():
         raise Error(
-            f"thread {now.name!r} called it, and thread {own.name!r} trains",
+            f"thread {now.name!r} called it, and thread {owner.name!r} trains",
             fix="call it in the thread that trains; save_checkpoint(..., wait=False) writes while training goes on",
         )
     trainer.thread = now
 
 
-def _absolute(function: Callable[..., Any], folder: str | Path, **given: Any) -> Path:
+def _absolute(function: Callable[..., Any], folder: str | Path, **arguments: Any) -> Path:
     """Returns the folder as an absolute path: the program may change its folder while a thread still writes.
 
     Raises:
         Error: the folder or another argument is not what the function takes; or the present folder was removed.
     """
-    expect_arguments(function, folder=folder, **given)
+    expect_arguments(function, folder=folder, **arguments)
     try:
         return Path(folder).absolute()
     except OSError as error:
@@ -301,10 +301,10 @@ def _expect_no_other_name(folder: Path) -> None:
     """Raises Error if a folder is a checkpoint, or holds checkpoints under other names: a training would begin anew."""
     if _has_manifest(folder):
         raise Error(f"{folder} is a checkpoint", fix=f"the folder above: load_checkpoint({str(folder.parent)!r}, ...)")
-    others = sorted(path.name for path in folder.glob("[!.]*") if path.is_dir() and _has_manifest(path))
-    if others:
+    misnamed = sorted(path.name for path in folder.glob("[!.]*") if path.is_dir() and _has_manifest(path))
+    if misnamed:
         was = f"the name that `save_checkpoint` gave it, such as {path_of(Path(), 1000).name}"
-        raise Error(f"{folder} has checkpoints under other names: {names_as_text(others)}", fix=was)
+        raise Error(f"{folder} has checkpoints under other names: {names_as_text(misnamed)}", fix=was)
 
 
 def _has_manifest(path: Path) -> bool:

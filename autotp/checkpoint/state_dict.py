@@ -55,14 +55,14 @@ def _gather_state(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, 
         expect_arguments(full_state_dict, wanted=wanted)
         return {saved for saved in parts.saved if wanted(saved)}
 
-    asked = agree(parts.everyone, names_wanted)
-    names = list(dict.fromkeys(first for saved, first in parts.saved.items() if saved in asked))
+    selected = agree(parts.everyone, names_wanted)
+    names = list(dict.fromkeys(first for saved, first in parts.saved.items() if saved in selected))
     expect_alike(names, parts.everyone, "wants other names", "the same `wanted`")
     for name in names:
         whole[name] = gather_like(parts, name, parts.held.get(name))
     if parts.everyone.rank:
         return {}
-    return {name: cast(Tensor, whole[first]) for name, first in parts.saved.items() if name in asked}
+    return {name: cast(Tensor, whole[first]) for name, first in parts.saved.items() if name in selected}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -103,11 +103,11 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     agree(parts.everyone, expect_match)
     for name, saved in {first: saved for saved, first in parts.saved.items()}.items():
-        kind = [state[saved].dtype if first else None]
+        dtypes = [state[saved].dtype if first else None]
         if parts.everyone.size > 1:
             with in_collective("load_full_state_dict", str(parts.everyone.group)):
-                dist.broadcast_object_list(kind, group=group_of(parts.everyone), group_src=0)
-        whole = torch.empty(parts.shapes[name], dtype=kind[0], device=parts.place.device)
+                dist.broadcast_object_list(dtypes, group=group_of(parts.everyone), group_src=0)
+        whole = torch.empty(parts.shapes[name], dtype=dtypes[0], device=parts.place.device)
         if first:
             whole.copy_(state[saved])
         broadcast_from_first(whole, parts.everyone)
@@ -121,17 +121,17 @@ def gather_like(parts: Holdings, name: str, tensor: Tensor | None) -> Tensor | N
     Args:
         tensor: this rank's part; None if the rank does not hold the parameter.
     """
-    mine: list[tuple[Box, Tensor]] = []
+    own_parts: list[tuple[Box, Tensor]] = []
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if tensor is not None and not parts.replica:
-        mine = [(box, part.detach().cpu()) for box, part in parts.counts(name, tensor)]
+        own_parts = [(box, part.detach().cpu()) for box, part in parts.counts(name, tensor)]
     if parts.everyone.size == 1:
-        parts_by_rank = [mine]
+        parts_by_rank = [own_parts]
     else:
         parts_by_rank = [[] for _ in range(parts.everyone.size)]
         every, first = parts.everyone, parts.everyone.rank == 0
         with in_collective("full_state_dict", str(every.group)):
-            dist.gather_object(mine, parts_by_rank if first else None, group=group_of(every), group_dst=0)
+            dist.gather_object(own_parts, parts_by_rank if first else None, group=group_of(every), group_dst=0)
     if parts.everyone.rank:
         return None
     boxes = [pair for some in parts_by_rank for pair in some]
@@ -145,16 +145,18 @@ def _mismatch(parts: Holdings, state: Mapping[str, Tensor]) -> str:
     missing, unexpected = [n for n in parts.saved if n not in state], [n for n in state if n not in parts.saved]
     if missing or unexpected:
         lines = [
-            f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
+            f"{label}: {', '.join(names)}"
+            for label, names in (("missing", missing), ("unexpected", unexpected))
+            if names
         ]
         return "the state dict is another model's; " + "; ".join(lines)
     for name, first in parts.saved.items():
-        shape, given = parts.shapes[first], state[name]
-        if not isinstance(given, Tensor):
-            return f"`{name}` is a {type(given).__name__} in the state dict, and no tensor"
-        if tuple(given.shape) != shape:
-            return f"`{name}` is {list(given.shape)} in the state dict and {list(shape)} in the model"
-        if given.is_meta or given.layout is not torch.strided or given.is_quantized:
-            what = "on meta: it has no values" if given.is_meta else "not dense, or quantized"
-            return f"`{name}` in the state dict is {what}"
+        shape, tensor = parts.shapes[first], state[name]
+        if not isinstance(tensor, Tensor):
+            return f"`{name}` is a {type(tensor).__name__} in the state dict, and no tensor"
+        if tuple(tensor.shape) != shape:
+            return f"`{name}` is {list(tensor.shape)} in the state dict and {list(shape)} in the model"
+        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+            reason = "on meta: it has no values" if tensor.is_meta else "not dense, or quantized"
+            return f"`{name}` in the state dict is {reason}"
     return ""

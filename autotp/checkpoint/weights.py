@@ -45,15 +45,15 @@ def read_parts(sources: Mapping[str, Source], layouts: Mapping[str, Layout], mes
     Raises:
         Error: a tensor cannot be read; names the tensor and the file.
     """
-    held = {name: layouts.get(name) or Layout(source.shape) for name, source in sources.items()}
+    layout_by_name = {name: layouts.get(name) or Layout(source.shape) for name, source in sources.items()}
     # Allocate all parts first: between blocks, they would fragment the memory.
     parts = {
-        name: torch.empty(held[name].local_shape(mesh.rank), dtype=source.dtype, device=mesh.device)
+        name: torch.empty(layout_by_name[name].local_shape(mesh.rank), dtype=source.dtype, device=mesh.device)
         for name, source in sources.items()
     }
     with progress("reading", sum(map(nbytes, parts.values())), "B") as line:
         for name, source in sources.items():
-            read_part(parts[name], source, held[name], mesh.rank)
+            read_part(parts[name], source, layout_by_name[name], mesh.rank)
             line.count(nbytes(parts[name]))
     return parts
 
@@ -85,33 +85,33 @@ def write_checkpoint(
         return agree(mesh, lambda: _or_error(folder, run) if mesh.rank == 0 else None)
 
     with ExitStack() as stack:
-        new = on_first(lambda: stack.enter_context(replaced(folder, lambda name: bool(WEIGHTS.fullmatch(name)))))
-        on_first(lambda: beside(new))  # First: an error comes before the weights are written.
+        target = on_first(lambda: stack.enter_context(replaced(folder, lambda name: bool(WEIGHTS.fullmatch(name)))))
+        on_first(lambda: beside(target))  # First: an error comes before the weights are written.
         with progress("writing", sum(map(nbytes, tensors.values())), "B") as line:
-            files = [_write_shard(new, shard, tensors, mesh, line.count) for shard in shards]
-        on_first(lambda: _write_rest(new, shards, tensors, files, settings))
+            files = [_write_shard(target, shard, tensors, mesh, line.count) for shard in shards]
+        on_first(lambda: _write_rest(target, shards, tensors, files, settings))
         on_first(stack.pop_all().close)
 
 
 def _write_shard(
-    new: Path | None, shard: FileShard, tensors: Mapping[str, Source], mesh: Mesh, count: Callable[[int], None]
+    target: Path | None, shard: FileShard, tensors: Mapping[str, Source], mesh: Mesh, count: Callable[[int], None]
 ) -> SummedFile | None:
     """Writes one file; returns it on the first rank, and None on the others."""
     with ExitStack() as stack:
 
         def begin() -> SummedFile | None:
-            if new is None:
+            if target is None:
                 return None
-            file = SummedFile(stack.enter_context(_opened(new / shard.file)))
+            file = SummedFile(stack.enter_context(_opened(target / shard.file)))
             file.write(header_of(tensors, shard.names))
             return file
 
-        file = agree(mesh, lambda: _or_error(new, begin))
+        file = agree(mesh, lambda: _or_error(target, begin))
         writer = stack.enter_context(ThreadPoolExecutor(1, "autotp.save_pretrained"))
         for name in shard.names:
             agree(mesh, lambda name=name: _stream(file, tensors[name], writer))  # type: ignore[misc]
             count(nbytes(tensors[name]))
-        agree(mesh, lambda: _or_error(new, stack.close))
+        agree(mesh, lambda: _or_error(target, stack.close))
     return file
 
 
@@ -155,7 +155,7 @@ def _problem(written: Future[None] | None) -> OSError | None:
 
 
 def _write_rest(
-    new: Path,
+    target: Path,
     shards: Sequence[FileShard],
     tensors: Mapping[str, Source],
     files: Sequence[SummedFile | None],
@@ -163,23 +163,23 @@ def _write_rest(
 ) -> None:
     written = [file for file in files if file is not None]
     if len(shards) > 1:
-        with (new / INDEX).open("wb") as opened:
+        with (target / INDEX).open("wb") as opened:
             written.append(SummedFile(opened))
             written[-1].write(index_of(shards, sum(map(nbytes, tensors.values()))).encode())
     sums = {Path(file.name).name: (file.size, file.sums) for file in written}
-    write_whole(new / SIDE_FILE, side_file(sums, {name: settings_of(new / name) for name in settings}))
+    write_whole(target / SIDE_FILE, side_file(sums, {name: settings_of(target / name) for name in settings}))
 
 
-def _or_error(at: Path | None, run: Callable[[], Any]) -> Any:
+def _or_error(path: Path | None, run: Callable[[], Any]) -> Any:
     """Returns what `run` returns; raises Error if the file system fails."""
     try:
         return run()
     except OSError as error:
-        raise _failed(error, at or Path()) from error
+        raise _failed(error, path or Path()) from error
 
 
-def _failed(error: Exception, at: Path) -> Error:
-    return Error(f"the checkpoint cannot be written: {error}", at=str(at))
+def _failed(error: Exception, path: Path) -> Error:
+    return Error(f"the checkpoint cannot be written: {error}", at=str(path))
 
 
 def parse_size(text: int | str) -> int:

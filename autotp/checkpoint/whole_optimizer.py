@@ -52,25 +52,25 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {id(p): i for i, p in enumerate(parameters)}
-    held, _ = sorted_by_model(parameters)
-    if not held:
+    parameters_by_model, _ = sorted_by_model(parameters)
+    if not parameters_by_model:
         return None
     whole = optimizer.state_dict()
     whole.pop(OF_RANK, None)
     whole["state"] = {i: dict(values) for i, values in whole["state"].items()}
-    for model, named in held.items():
+    for model, named in parameters_by_model.items():
         parts = holdings_of(model, "state_dict")
         if isinstance(optimizer, WholeMatrices):
             states = _of_owners(parts, {name: optimizer.state.get(p, {}) for name, p in named.items()})
-            ours = {numbers[id(p)] for p in named.values()}
-            whole["state"] = {i: values for i, values in whole["state"].items() if i not in ours}
+            model_numbers = {numbers[id(p)] for p in named.values()}
+            whole["state"] = {i: values for i, values in whole["state"].items() if i not in model_numbers}
             whole["state"] |= {numbers[id(named[name])]: values for name, values in states.items()}
             continue
-        kept = {name: optimizer.state.get(p, {}) for name, p in named.items()}
-        cut = _cut_states(parts, kept, steps_elements(optimizer))
+        local_states = {name: optimizer.state.get(p, {}) for name, p in named.items()}
+        cut = _cut_states(parts, local_states, steps_elements(optimizer))
         expect_alike(cut, parts.everyone, "has another state of the optimizer", "the same steps of the optimizer")
         for name, key, as_parameter in cut:
-            value = kept[name][key]
+            value = local_states[name][key]
             gathered = gather_like(parts, name, value) if as_parameter else gather(value).cpu()
             if gathered is not None:
                 whole["state"][numbers[id(named[name])]][key] = gathered
@@ -79,40 +79,40 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
     return whole
 
 
-def _of_owners(parts: Holdings, kept: Mapping[str, State]) -> dict[str, State]:
+def _of_owners(parts: Holdings, local_states: Mapping[str, State]) -> dict[str, State]:
     """Returns the state of each parameter on the first rank, on the CPU, and nothing on the others.
 
     Args:
-        kept: this rank's states, of the parameters that it owns.
+        local_states: this rank's states, of the parameters that it owns.
     """
-    expect_alike(sorted(kept), parts.everyone, "has other parameters in the optimizer", "the same parameters")
+    expect_alike(sorted(local_states), parts.everyone, "has other parameters in the optimizer", "the same parameters")
     first = parts.everyone.rank == 0
-    found, group = dict[str, State](), None if parts.everyone.size == 1 else group_of(parts.everyone)
-    for name in sorted(kept):
-        mine = {key: x.detach().cpu() if isinstance(x, Tensor) else x for key, x in kept[name].items()}
+    states, group = dict[str, State](), None if parts.everyone.size == 1 else group_of(parts.everyone)
+    for name in sorted(local_states):
+        local_state = {key: x.detach().cpu() if isinstance(x, Tensor) else x for key, x in local_states[name].items()}
         every: list[Any] = [None] * parts.everyone.size if first else []
         if group is None:
-            every = [mine]
+            every = [local_state]
         else:
             with in_collective("state_dict", str(parts.everyone.group)):
-                dist.gather_object(mine, every if first else None, group=group, group_dst=0)
+                dist.gather_object(local_state, every if first else None, group=group, group_dst=0)
         if values := next(filter(None, every), None):
-            found[name] = values
-    return found
+            states[name] = values
+    return states
 
 
-def _cut_states(parts: Holdings, kept: dict[str, State], of_elements: bool) -> list[tuple[str, str, bool]]:
+def _cut_states(parts: Holdings, local_states: dict[str, State], of_elements: bool) -> list[tuple[str, str, bool]]:
     """Returns the parameter and the key of each state that is cut, and whether it is cut as its parameter is.
 
     Args:
         of_elements: whether a plain state with the shape of a part is a part.
     """
-    found = []
-    for name, key, value in ((name, key, x) for name, values in kept.items() for key, x in values.items()):
+    cut_states = []
+    for name, key, value in ((name, key, x) for name, values in local_states.items() for key, x in values.items()):
         if isinstance(value, Sharded | WholeView):  # Computed of wholes, such as a mean of each row.
-            found.append((name, key, False))
+            cut_states.append((name, key, False))
             continue
         may_be_part = isinstance(value, Tensor) and value.dim() > 0 and (of_elements or type(value) is not Tensor)
         if may_be_part and value.shape == parts.held[name].shape != parts.layout(name).shape:
-            found.append((name, key, True))
-    return found
+            cut_states.append((name, key, True))
+    return cut_states

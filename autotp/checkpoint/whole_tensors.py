@@ -82,23 +82,23 @@ class GatheredTensor:
         """Returns the elements of `box`, which is within one of this rank's ranges."""
         dim = self.layout.dim
         if dim is not None:
-            at = 0
+            offset = 0
             for a, b in self.layout.pieces[self.mesh.rank]:
                 if a <= box[dim][0] < b:
-                    at += box[dim][0] - a
+                    offset += box[dim][0] - a
                     break
-                at += b - a
-            box = (*box[:dim], (at, at + box[dim][1] - box[dim][0]), *box[dim + 1 :])
+                offset += b - a
+            box = (*box[:dim], (offset, offset + box[dim][1] - box[dim][0]), *box[dim + 1 :])
         return self.local.detach()[tuple(slice(a, b) for a, b in box)]
 
 
-def first_holders(layout: Layout, wanted: Range) -> list[tuple[int, Range]]:
-    """Divides the range `wanted` of the cut dimension into ranges, each with the first rank that holds it."""
-    left = [wanted]
+def first_holders(layout: Layout, requested: Range) -> list[tuple[int, Range]]:
+    """Divides the range `requested` of the cut dimension into ranges, each with the first rank that holds it."""
+    remaining = [requested]
     result: list[tuple[int, Range]] = []
     for rank, pieces in enumerate(layout.pieces):
         for a, b in pieces:
-            inside = [(max(a, c), min(b, d)) for c, d in left if max(a, c) < min(b, d)]
+            inside = [(max(a, c), min(b, d)) for c, d in remaining if max(a, c) < min(b, d)]
             result += [(rank, piece) for piece in inside]
-            left = [rest for c, d in left for rest in ((c, min(d, a)), (max(c, b), d)) if rest[0] < rest[1]]
+            remaining = [rest for c, d in remaining for rest in ((c, min(d, a)), (max(c, b), d)) if rest[0] < rest[1]]
     return result

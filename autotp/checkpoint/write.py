@@ -119,16 +119,16 @@ def _expect_nothing_beside(optimizers: Optimizers) -> None:
 def _claim(folder: Path) -> None:
     """Locks the folder, and removes the unfinished folders of jobs that were killed."""
     if claim(folder):
-        for left in folder.glob(f".step-*{UNFINISHED}"):
-            shutil.rmtree(left, ignore_errors=True)
+        for abandoned in folder.glob(f".step-*{UNFINISHED}"):
+            shutil.rmtree(abandoned, ignore_errors=True)
 
 
-def _or_error(at: Path, run: Callable[[], T]) -> T:
+def _or_error(path: Path, run: Callable[[], T]) -> T:
     """Returns what `run` returns; raises Error if the file system fails."""
     try:
         return run()
     except OSError as error:
-        raise Error(f"{at} cannot be written: {error}") from error
+        raise Error(f"{path} cannot be written: {error}") from error
 
 
 def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
@@ -138,10 +138,10 @@ def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
         Error: `step` or `more` differs between ranks.
     """
     rows = gather_ints([mark, step, more], trainer.everyone)
-    for at, what, remedy in ((1, "step", "trainer.steps"), (2, *SAVED_BY_NAME)):
-        other = [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]]
-        if other:
-            raise Error(f"{what} is not the same on rank {other[0]} as on rank 0", fix=remedy)
+    for column, name, remedy in ((1, "step", "trainer.steps"), (2, *SAVED_BY_NAME)):
+        mismatched = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
+        if mismatched:
+            raise Error(f"{name} is not the same on rank {mismatched[0]} as on rank 0", fix=remedy)
     return rows[0][0]
 
 
@@ -150,11 +150,11 @@ def _state(
 ) -> TrainingState:
     rank, items, staging = trainer.everyone.rank, list[Item](), Staging()
 
-    def keeper(at: str) -> Callable[[Tensor], str]:
+    def keeper(prefix: str) -> Callable[[Tensor], str]:
         count = itertools.count()  # Numbers the tensors of one value: the keys are the same on all ranks that hold it.
 
         def keep(tensor: Tensor) -> str:
-            key = entry_key(at, next(count))
+            key = entry_key(prefix, next(count))
             copied = staging.copy(tensor)
             items.append(Item(key, (0,) * copied.dim(), tuple(copied.shape), copied))
             return key
@@ -168,7 +168,9 @@ def _state(
         "model": trainer.model_settings,
     }
     keep = keeper("more")
-    shared = {name: encode(_state_dict(name, thing), f"the state of `{name}`", keep) for name, thing in more.items()}
+    shared = {
+        name: encode(_state_dict(name, stateful), f"the state of `{name}`", keep) for name, stateful in more.items()
+    }
     keep = keeper(entry_key("group", rank))
     groups = [_group(group, optimizers, parts, keep) for group in optimizers.param_groups]
     for name, tensor in random_states(trainer.place.device).items():
@@ -177,22 +179,22 @@ def _state(
         items += _items_of(entry_key("model", name), parts, name, parts.held[name], staging)
     values = {}
     for parameter, name, key, value in _moments(optimizers, parts):
-        at = entry_key("optimizer", name, key)
+        entry = entry_key("optimizer", name, key)
         if not isinstance(value, Tensor):
-            values[at] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(at))
+            values[entry] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(entry))
         elif value.dim() == 0 and value.shape != parts.held[name].shape:
-            items.append(Item(at, (), (), staging.copy(value)))
+            items.append(Item(entry, (), (), staging.copy(value)))
         elif optimizers.steps_whole(parameter):
-            items.append(Item(at, (0,) * value.dim(), tuple(value.shape), staging.copy(value)))
+            items.append(Item(entry, (0,) * value.dim(), tuple(value.shape), staging.copy(value)))
         else:
-            items += _items_of(at, parts, name, _as_parameter(value, name, key, parts, optimizers), staging)
+            items += _items_of(entry, parts, name, _as_parameter(value, name, key, parts, optimizers), staging)
     staging.end()
     return TrainingState(about, shared, groups, values, items, staging, trainer.late.coming())
 
 
-def _state_dict(name: str, thing: Any) -> Any:
+def _state_dict(name: str, stateful: Any) -> Any:
     try:
-        return thing.state_dict()
+        return stateful.state_dict()
     except Exception as error:
         raise Error(f"the state_dict() of `{name}` raised {type(error).__name__}: {error}") from error
 
@@ -202,8 +204,8 @@ def _group(
 ) -> list[Any]:
     names = names_of(optimizers, parts)
     options = {key: value for key, value in group.items() if key not in PARAMETER_ENTRIES}
-    here = [p for p in group["params"] if not optimizers.is_elsewhere(p)]
-    holds = {names[p]: list(optimizers.state(p)) for p in here}
+    owned = [p for p in group["params"] if not optimizers.is_elsewhere(p)]
+    holds = {names[p]: list(optimizers.state(p)) for p in owned}
     return [encode(options, "a group of the optimizer", keep), holds]
 
 
@@ -241,8 +243,8 @@ def _moments(optimizers: Optimizers, parts: Holdings) -> Iterator[tuple[nn.Param
 # ---- writing it, in a thread
 
 
-def write_state(state: TrainingState, path: Path, new: Path, peers: BackgroundExchange) -> None:
-    """Writes a checkpoint into the folder `new`, and renames it to `path`.
+def write_state(state: TrainingState, path: Path, unfinished: Path, peers: BackgroundExchange) -> None:
+    """Writes a checkpoint into the folder `unfinished`, and renames it to `path`.
 
     Raises:
         Error: on every rank; the folder is removed.
@@ -258,12 +260,14 @@ def write_state(state: TrainingState, path: Path, new: Path, peers: BackgroundEx
 
         def items() -> list[Any]:
             written = [state.items[i] for i in _chosen(holders, peers.mesh.size, rank)]
-            return [_or_error(new, lambda: _write_items(new, rank, written)), state.groups, state.values]
+            return [_or_error(unfinished, lambda: _write_items(unfinished, rank, written)), state.groups, state.values]
 
         every = peers.tell(items)
-        peers.agree(lambda: _or_error(path, lambda: _finish_folder(state, every, path, new)) if rank == 0 else None)
+        peers.agree(
+            lambda: _or_error(path, lambda: _finish_folder(state, every, path, unfinished)) if rank == 0 else None
+        )
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)  # On every rank: the ranks' disks may differ.
+        shutil.rmtree(unfinished, ignore_errors=True)  # On every rank: the ranks' disks may differ.
         raise
 
 
@@ -271,8 +275,8 @@ def _holders(every: Sequence[Sequence[Any]]) -> Holders:
     """Returns the ranks that have each item. every: for each rank, its items' `choice()`"""
     holders: Holders = {}
     for rank, rows in enumerate(every):
-        for i, (key, at, size, _) in enumerate(rows):
-            holders.setdefault((key, *at, size), []).append((rank, i))
+        for i, (key, offsets, size, _) in enumerate(rows):
+            holders.setdefault((key, *offsets, size), []).append((rank, i))
     return holders
 
 
@@ -283,8 +287,8 @@ def _several(holders: Holders) -> list[tuple[str, list[tuple[int, int]]]]:
 
 def _checksums(state: TrainingState, holders: Holders, rank: int) -> list[int]:
     """Returns the checksums of the items that this rank and others have."""
-    mine = (i for _, places in _several(holders) for other, i in places if other == rank)
-    return [zlib.crc32(bytes_of(state.items[i].tensor)) for i in mine]
+    indices = (i for _, places in _several(holders) for holder, i in places if holder == rank)
+    return [zlib.crc32(bytes_of(state.items[i].tensor)) for i in indices]
 
 
 def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_all: Sequence[Any]) -> None:
@@ -293,18 +297,18 @@ def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_al
     Args:
         told_by_all: for each rank, its `_checksums`, and the values of the optimizer's state that are not tensors.
     """
-    several, every = _several(holders), [(iter(sums), values) for sums, values in told_by_all]
+    shared_items, every = _several(holders), [(iter(sums), values) for sums, values in told_by_all]
     values_of: dict[str, dict[int, Any]] = {}
-    for at, (key, places) in enumerate(several):
-        for other, _ in places:
-            values_of.setdefault(f"{at}{SEPARATOR}{key}", {})[other] = next(every[other][0])
-    for other, (_, values) in enumerate(every):
-        pairs = [*values.items(), *((key, whole) for key, _, _, whole in choices[other])]
+    for number, (key, places) in enumerate(shared_items):
+        for rank, _ in places:
+            values_of.setdefault(f"{number}{SEPARATOR}{key}", {})[rank] = next(every[rank][0])
+    for rank, (_, values) in enumerate(every):
+        pairs = [*values.items(), *((key, whole) for key, _, _, whole in choices[rank])]
         for key, value in pairs:
-            values_of.setdefault(f"{SEPARATOR}{key}", {})[other] = json.dumps(value)
+            values_of.setdefault(f"{SEPARATOR}{key}", {})[rank] = json.dumps(value)
     for key, by_rank in values_of.items():
-        (first, value), *others = by_rank.items()
-        differ = [other for other, theirs in others if theirs != value]
+        (first, value), *rest = by_rank.items()
+        differ = [rank for rank, rank_value in rest if rank_value != value]
         if differ and key.partition(SEPARATOR)[2].startswith(f"more{SEPARATOR}"):
             raise Error(
                 f"{SAVED_BY_NAME[0]} is not the same on rank {differ[0]} as on rank {first}", fix=SAVED_BY_NAME[1]
@@ -317,31 +321,31 @@ def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_al
 
 def _entry_name(key: str) -> str:
     """Returns the name, for an error, of the entry of a key."""
-    kind, name, *rest = key.split(SEPARATOR)
-    return f"`{rest[0]}` of `{name}` in the optimizer" if kind == "optimizer" and rest else f"`{name}`"
+    section, name, *rest = key.split(SEPARATOR)
+    return f"`{rest[0]}` of `{name}` in the optimizer" if section == "optimizer" and rest else f"`{name}`"
 
 
 def _chosen(holders: Holders, ranks: int, rank: int) -> list[int]:
     """Returns the items that a rank writes; an item of several ranks is written by the rank with the least bytes."""
     load, chosen = [0] * ranks, list[int]()
     for (*_, size), places in sorted(holders.items(), key=lambda pair: len(pair[1])):
-        other, i = min(places, key=lambda place: load[place[0]])
-        load[other] += size
-        if other == rank:
+        writer, i = min(places, key=lambda place: load[place[0]])
+        load[writer] += size
+        if writer == rank:
             chosen.append(i)
     return sorted(chosen)
 
 
-def _write_items(new: Path, rank: int, items: Sequence[Item]) -> list[Any]:
+def _write_items(unfinished: Path, rank: int, items: Sequence[Item]) -> list[Any]:
     """Writes this rank's file; returns its bytes, and for each item its row and its piece's row."""
-    new.mkdir(parents=True, exist_ok=True)
-    with progress(f"writing {new.parent}", len(items)) as line:
-        pieces = write_pieces(new, rank, ((item.at, item.tensor) for item in items), line.count)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with progress(f"writing {unfinished.parent}", len(items)) as line:
+        pieces = write_pieces(unfinished, rank, ((item.at, item.tensor) for item in items), line.count)
     rows = [[item.row(), piece.row()] for item, piece in zip(items, pieces, strict=True)]
-    return [(new / file_of(rank)).stat().st_size, rows]
+    return [(unfinished / file_of(rank)).stat().st_size, rows]
 
 
-def _finish_folder(state: TrainingState, every: Sequence[Any], path: Path, new: Path) -> None:
+def _finish_folder(state: TrainingState, every: Sequence[Any], path: Path, unfinished: Path) -> None:
     """Writes the manifest, and renames the folder.
 
     Raises:
@@ -349,7 +353,7 @@ def _finish_folder(state: TrainingState, every: Sequence[Any], path: Path, new: 
     """
     ranks, groups, values = zip(*every, strict=True)
     for rank, (size, _) in enumerate(ranks):
-        file = new / file_of(rank)
+        file = unfinished / file_of(rank)
         if not file.exists() or file.stat().st_size != size:
             problem = f"rank 0 does not see what rank {rank} wrote: {file.name} is not in {path.parent}"
             raise Error(problem, fix="one folder, the same on all ranks and shared by all machines")
@@ -360,7 +364,7 @@ def _finish_folder(state: TrainingState, every: Sequence[Any], path: Path, new: 
         "groups": list(distinct_groups.values()),
         "values": {key: value for some in values for key, value in some.items()},
     }
-    write_whole(new / MANIFEST, manifest_content(about, ranks))
-    sync_path(new)
-    new.rename(path)
+    write_whole(unfinished / MANIFEST, manifest_content(about, ranks))
+    sync_path(unfinished)
+    unfinished.rename(path)
     sync_path(path.parent)

@@ -45,8 +45,8 @@ class Event:
     copy_of: int | None = None
 
     def __str__(self) -> str:
-        own = type(self.module).__name__
-        return f"{own}.{self.call}()" if self.owner is None else f"{type(self.owner).__name__}._init_weights({own})"
+        name = type(self.module).__name__
+        return f"{name}.{self.call}()" if self.owner is None else f"{type(self.owner).__name__}._init_weights({name})"
 
 
 @dataclass
@@ -73,12 +73,12 @@ Tied = list[list[TensorPlace]]  # For each tensor its places, in the order of re
 
 def places_of(model: nn.Module) -> Tied:
     """Returns the places of all parameters and buffers, by tensor."""
-    found: dict[int, list[TensorPlace]] = {}
+    places_by_tensor: dict[int, list[TensorPlace]] = {}
     for prefix, module in model.named_modules():
         for key, tensor in tensors_of(module).items():
             place = TensorPlace(f"{prefix}.{key}" if prefix else key, module, key, tensor)
-            found.setdefault(id(tensor), []).append(place)
-    return list(found.values())
+            places_by_tensor.setdefault(id(tensor), []).append(place)
+    return list(places_by_tensor.values())
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -109,12 +109,12 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 def how_to_fill(place: TensorPlace) -> dict[str, Any]:
     """Returns, as arguments of an Error, how to initialise a tensor that its initialisers leave empty."""
-    own, key = type(place.module).__name__, place.key
-    fix = f"fill self.{key} in {own}.reset_parameters(self) and call that in the constructor,"
-    others = ["in _init_weights(self, module) of the model, applied at the end of its constructor"]
+    class_name, key = type(place.module).__name__, place.key
+    fix = f"fill self.{key} in {class_name}.reset_parameters(self) and call that in the constructor,"
+    alternatives = ["in _init_weights(self, module) of the model, applied at the end of its constructor"]
     if not isinstance(place.tensor, nn.Parameter):
-        others.append('make it with device="cpu": tensors that are not on meta keep their values')
-    return {"fix": fix, "alternative": tuple(others)}
+        alternatives.append('make it with device="cpu": tensors that are not on meta keep their values')
+    return {"fix": fix, "alternative": tuple(alternatives)}
 
 
 # ---- the initialisers that ran
@@ -158,23 +158,23 @@ def is_hugging_face(owner: nn.Module) -> bool:
 
 def _mark_copies(events: list[Event], start: int, layers: int) -> None:
     """Marks the events from `start` on as those of `layers` copies of one layer, which is not in the model itself."""
-    each = (len(events) - start) // layers
+    stride = (len(events) - start) // layers
     for i in range(start, len(events)):
-        events[i] = replace(events[i], counted=False, copy_of=i - each if i - each >= start else None)
+        events[i] = replace(events[i], counted=False, copy_of=i - stride if i - stride >= start else None)
 
 
 def _own_initialiser(module: nn.Module) -> str | None:
-    own = [name for name in INITIALISERS if _arguments(module, name) == 0]
-    return own[0] if own else "__init__" if made_again(module) else None
+    initialisers = [name for name in INITIALISERS if _arguments(module, name) == 0]
+    return initialisers[0] if initialisers else "__init__" if made_again(module) else None
 
 
 def _arguments(module: nn.Module, method: str) -> int | None:
     """Returns the number of required arguments of a method; None if there is no such method."""
-    found = getattr(module, method, None)
-    if not callable(found):
+    function = getattr(module, method, None)
+    if not callable(function):
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(found).parameters.values())
+    return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(function).parameters.values())
 
 
 def made_again(module: nn.Module) -> nn.Module | None:

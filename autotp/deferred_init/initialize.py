@@ -45,14 +45,14 @@ def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, devic
     done: set[str] = set()
     with untied(tied):
         events = events_of(model)
-        kept = check_traces(model, tied, events)
+        names_by_id = check_traces(model, tied, events)
         # Allocated first and together (as the random states are): otherwise they would fragment the freed memory.
         parts = {p[0].name: _empty_part(p[0], layouts.get(p[0].name), rank, device) for p in tied}
 
-        def keep(i: int, place: TensorPlace, it: StandIn) -> None:
-            name = kept.get(id(place.tensor))
+        def keep(i: int, place: TensorPlace, stand_in: StandIn) -> None:
+            name = names_by_id.get(id(place.tensor))
             if name is not None:
-                _fill(parts[name], it.tensor.detach(), layouts.get(name), rank)
+                _fill(parts[name], stand_in.tensor.detach(), layouts.get(name), rank)
                 done.add(name)
 
         Replay(tied, events, device, keep).run()
@@ -73,7 +73,7 @@ def _fill(part: Tensor, full: Tensor, layout: Layout | None, rank: int) -> None:
     if layout is None or layout.dim is None:
         part.copy_(full)
         return
-    at = 0
+    offset = 0
     for start, stop in layout.pieces[rank]:
-        part.narrow(layout.dim, at, stop - start).copy_(full.narrow(layout.dim, start, stop - start))
-        at += stop - start
+        part.narrow(layout.dim, offset, stop - start).copy_(full.narrow(layout.dim, start, stop - start))
+        offset += stop - start

@@ -96,8 +96,8 @@ class Replay(TorchFunctionMode):
         for x in pytree.tree_leaves((args, kwargs)):
             key = self.aliases[id(x)][1] if id(x) in self.aliases else id(x)
             if key in self.places:
-                it = self._stand_in(key, name, x is target)
-                real[id(x)] = it.tensor if key == id(x) else x
+                stand_in = self._stand_in(key, name, x is target)
+                real[id(x)] = stand_in.tensor if key == id(x) else x
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: real.get(id(x), x), (args, kwargs))
         result = func(*args, **kwargs)
         if name in ("data", "detach") and id(target) in self.places:
@@ -109,12 +109,12 @@ class Replay(TorchFunctionMode):
         if key not in self.live:
             self._make_room(self.places[key].module)
             self.live[key] = StandIn(empty_like(self.places[key].tensor, self.device))
-        it = self.live[key]
-        if it.state == "empty" and function not in LOOKS:
-            it.state = "written" if target and function in OVERWRITES else "recalled"
-            if it.state == "recalled" and self.device.type != "meta":
-                self._recall(key, it.tensor)
-        return it
+        stand_in = self.live[key]
+        if stand_in.state == "empty" and function not in LOOKS:
+            stand_in.state = "written" if target and function in OVERWRITES else "recalled"
+            if stand_in.state == "recalled" and self.device.type != "meta":
+                self._recall(key, stand_in.tensor)
+        return stand_in
 
     def _make_room(self, module: nn.Module) -> None:
         """Releases the stand-ins of other modules, before tensors of `module` are allocated."""
@@ -132,20 +132,24 @@ class Replay(TorchFunctionMode):
         if tensor.is_floating_point():
             tensor.data.fill_(torch.nan)
         for i in past:
-            again = Replay(self.tied, self.events, self.device, lambda i, place, it: None)
+            again = Replay(self.tied, self.events, self.device, lambda i, place, stand_in: None)
             again.states, again.pinned, again.live = self.states, key, {key: StandIn(tensor, "written")}
             again.call(i)
         set_random_state(self.device, now)
 
     def _release(self, key: int) -> None:
-        it, place = self.live.pop(key), self.places[key]
+        stand_in, place = self.live.pop(key), self.places[key]
         self.aliases = {i: alias for i, alias in self.aliases.items() if alias[1] != key}
-        if it.state == "empty":
+        if stand_in.state == "empty":
             return
-        if it.state == "recalled" and not it.tensor.is_meta and bool(it.tensor.detach().sum().isnan()):
+        if (
+            stand_in.state == "recalled"
+            and not stand_in.tensor.is_meta
+            and bool(stand_in.tensor.detach().sum().isnan())
+        ):
             raise Error(f"{self.events[self.at]} leaves `{place.name}` or a part of it empty", **how_to_fill(place))
-        self.history[key] = [*(self.history.get(key, []) if it.state == "recalled" else []), self.at]
-        self.sink(self.at, place, it)
+        self.history[key] = [*(self.history.get(key, []) if stand_in.state == "recalled" else []), self.at]
+        self.sink(self.at, place, stand_in)
 
 
 def _function_name(func: Any) -> str:

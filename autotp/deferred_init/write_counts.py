@@ -33,31 +33,35 @@ def check_traces(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[
     _expect_traces(model, events)
     writes: dict[int, list[CountedWrite]] = {id(place.tensor): [] for places in tied for place in places}
     now = torch.get_rng_state()
-    Replay(tied, events, torch.device("meta"), lambda i, place, it: writes[id(place.tensor)].append((i, it))).run()
+    Replay(
+        tied, events, torch.device("meta"), lambda i, place, stand_in: writes[id(place.tensor)].append((i, stand_in))
+    ).run()
     torch.set_rng_state(now)
-    kept: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     for places in [places for places in tied if places[0].tensor.is_meta]:
-        own = [writes[id(place.tensor)] for place in places]
-        expect_all([places], {places[0].name} if any(own) else ())
-        kept[id(places[_settle(places, own, events, _ways(model, places))].tensor)] = places[0].name
-    return kept
+        by_place = [writes[id(place.tensor)] for place in places]
+        expect_all([places], {places[0].name} if any(by_place) else ())
+        names_by_id[id(places[_settle(places, by_place, events, _ways(model, places))].tensor)] = places[0].name
+    return names_by_id
 
 
-def _settle(places: list[TensorPlace], own: list[list[CountedWrite]], events: Sequence[Event], ways: list[Tie]) -> int:
+def _settle(
+    places: list[TensorPlace], by_place: list[list[CountedWrite]], events: Sequence[Event], ways: list[Tie]
+) -> int:
     """Returns the place whose tensor has the value of the tied tensor: then the writes are as many as it has counted.
 
     Args:
-        own: for each place the writes to its separate tensor.
+        by_place: for each place the writes to its separate tensor.
     """
     counts: list[int] = []
     fitting: dict[tuple[int, ...], int] = {}  # Events that the value depends on -> place.
     for origin, shared in ways:
-        writes = [w for k, mine in enumerate(own) for w in mine if k == origin or (shared and events[w[0]].owner)]
+        writes = [w for k, row in enumerate(by_place) for w in row if k == origin or (shared and events[w[0]].owner)]
         writes.sort(key=lambda write: write[0])
-        counts.append(sum(it.tensor._version for i, it in writes if events[i].counted))
-        last = max((n for n, (_, it) in enumerate(writes) if it.state == "written"), default=0)
+        counts.append(sum(stand_in.tensor._version for i, stand_in in writes if events[i].counted))
+        last = max((n for n, (_, stand_in) in enumerate(writes) if stand_in.state == "written"), default=0)
         value = tuple(i for i, _ in writes[last:])
-        holders = [k for k, mine in enumerate(own) if value and set(value) <= {i for i, _ in mine}]
+        holders = [k for k, row in enumerate(by_place) if value and set(value) <= {i for i, _ in row}]
         if holders and (counts[-1] == places[0].tensor._version or not isinstance(places[0].tensor, nn.Parameter)):
             fitting[value] = holders[0]
     if len(fitting) > 1:
@@ -66,7 +70,7 @@ def _settle(places: list[TensorPlace], own: list[list[CountedWrite]], events: Se
             fix="tie them in the constructor that has both: self.head.weight = self.embedding.weight",
         )
     if not fitting:
-        raise _other_writes(places[0], counts[0], [str(events[i]) for mine in own for i, _ in mine])
+        raise _other_writes(places[0], counts[0], [str(events[i]) for row in by_place for i, _ in row])
     return next(iter(fitting.values()))
 
 
@@ -74,7 +78,7 @@ def _ways(model: nn.Module, places: list[TensorPlace]) -> list[Tie]:
     """Returns how the places may have been tied: as the source says; if it does not say, all possibilities."""
     if len(places) == 1 or not isinstance(places[0].tensor, nn.Parameter):
         return [(0, False)]
-    homes, found = [place.module for place in places], []
+    homes, ties = [place.module for place in places], []
     above = [module for module in model.modules() if set(homes) <= set(module.modules())]
     if any(map(is_hugging_face, above)):
         return [(0, False)]
@@ -85,8 +89,8 @@ def _ways(model: nn.Module, places: list[TensorPlace]) -> list[Tie]:
             for line, to, origin in _ties(body, module):
                 if to in homes and origin in homes:
                     times = [line < applied[0]] if applied else [True, False]
-                    found += [(homes.index(origin), shared) for shared in times]
-    return found or [(k, shared) for shared in (True, False) for k in range(len(homes))]
+                    ties += [(homes.index(origin), shared) for shared in times]
+    return ties or [(k, shared) for shared in (True, False) for k in range(len(homes))]
 
 
 def _ties(body: ast.Module, module: nn.Module) -> Iterator[tuple[int, nn.Module | None, nn.Module | None]]:
@@ -130,28 +134,28 @@ def _expect_traces(model: nn.Module, events: Sequence[Event]) -> None:
     """Raises Error if a constructor draws random numbers that a replay would miss."""
     again = {event.module for event in events if event.call == "__init__"}
     for name, module in model.named_modules():
-        draws, own = sorted(UNSEEN.intersection(mentioned(module))), type(module).__name__
+        draws, class_name = sorted(UNSEEN.intersection(mentioned(module))), type(module).__name__
         if draws and module not in again:
             raise Error(
-                f"the constructor of {own}, `{name or 'the model'}`, draws random numbers itself: {draws[0]}",
-                fix=f"draw them in {own}.reset_parameters(self), and call that in the constructor",
+                f"the constructor of {class_name}, `{name or 'the model'}`, draws random numbers itself: {draws[0]}",
+                fix=f"draw them in {class_name}.reset_parameters(self), and call that in the constructor",
             )
 
 
-def expect_all(tied: Tied, found: Collection[str]) -> None:
-    """Raises Error for the first tensor whose name is not among those `found`."""
-    for place in [places[0] for places in tied if places[0].name not in found]:
-        kind = "parameter" if isinstance(place.tensor, nn.Parameter) else "buffer"
-        problem = f"nothing initialises the {kind} `{place.name}`, whose values are lost on meta"
+def expect_all(tied: Tied, initialised: Collection[str]) -> None:
+    """Raises Error for the first tensor whose name is not among those `initialised`."""
+    for place in [places[0] for places in tied if places[0].name not in initialised]:
+        role = "parameter" if isinstance(place.tensor, nn.Parameter) else "buffer"
+        problem = f"nothing initialises the {role} `{place.name}`, whose values are lost on meta"
         raise Error(problem, **how_to_fill(place))
 
 
 def _other_writes(place: TensorPlace, count: int, events: list[str]) -> Error:
-    seen = place.tensor._version
+    version = place.tensor._version
     not_a_copy = {"fix": 'the model built under torch.device("meta") itself, not a copy of it'}
     return Error(
         f"the constructors wrote `{place.name}` differently from its initialisers",
         expected=f"{count} writes: {', '.join(events)}",
-        got=f"{seen} writes",
-        **(how_to_fill(place) if seen else not_a_copy),
+        got=f"{version} writes",
+        **(how_to_fill(place) if version else not_a_copy),
     )

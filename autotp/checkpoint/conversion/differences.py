@@ -66,8 +66,8 @@ def _of(first: Mapping[str, Source], second: Mapping[str, Source], atol: float) 
 def _compared(a: Tensor, b: Tensor, atol: float) -> tuple[float, int]:
     """Returns the largest difference, and the number of elements that differ by more than `atol`."""
     unlike = ~((a == b) | ((a != a) & (b != b)))
-    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    gap = torch.nan_to_num((a.to(kind) - b.to(kind)).abs()[unlike], nan=float("inf"))
+    dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    gap = torch.nan_to_num((a.to(dtype) - b.to(dtype)).abs()[unlike], nan=float("inf"))
     gap = gap[gap > atol] if atol else gap  # Large whole numbers that differ may be one number in float64.
     return (float(gap.max()), gap.numel()) if gap.numel() else (0.0, 0)
 

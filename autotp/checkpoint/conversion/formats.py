@@ -67,12 +67,12 @@ def read_content(path: Path) -> Content:
 def config_in(file: Path) -> Mapping[str, object]:
     """Returns the JSON object in a configuration's file."""
     try:
-        found = json.loads(read_regular(file))
+        config = json.loads(read_regular(file))
     except (*INVALID_CONTENT, OSError) as error:
         raise Error(f"the configuration cannot be read: {error}", at=str(file)) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise Error("the configuration is no JSON object", at=str(file))
-    return found
+    return config
 
 
 def _training(path: Path) -> Content:
@@ -117,7 +117,9 @@ def write_content(
             case "torch":
                 _write_torch(path, content)
             case "safetensors":
-                write_checkpoint(path, content.tensors, Mesh(), largest, lambda new: _beside(new, content, beside))
+                write_checkpoint(
+                    path, content.tensors, Mesh(), largest, lambda folder: _beside(folder, content, beside)
+                )
     except OSError as error:
         raise Error(f"the checkpoint cannot be written: {error}", at=str(path)) from error
 
@@ -130,40 +132,40 @@ def _beside(folder: Path, content: Content, more: Callable[[Path], None]) -> Non
 
 def _write_torch(path: Path, content: Content) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{uuid4().hex[:8]}.new")
+    unfinished = path.with_name(f".{path.name}.{uuid4().hex[:8]}.new")
     try:
-        torch.save({name: read_whole(source).contiguous() for name, source in content.tensors.items()}, new)
-        os.replace(new, path)
+        torch.save({name: read_whole(source).contiguous() for name, source in content.tensors.items()}, unfinished)
+        os.replace(unfinished, path)
     finally:
-        new.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _write_training(path: Path, content: Content) -> None:
     """Writes a checkpoint of parameters alone, for `load_checkpoint(folder, trainer)` without an optimizer."""
-    at = path_of(path, content.step)
-    if at.exists():
-        raise Error(f"{at} is there already", fix="another folder")
-    new = at.with_name(f".{at.name}.{uuid4().hex[:16]}.new")
-    new.mkdir(parents=True)
+    step_folder = path_of(path, content.step)
+    if step_folder.exists():
+        raise Error(f"{step_folder} is there already", fix="another folder")
+    unfinished = step_folder.with_name(f".{step_folder.name}.{uuid4().hex[:16]}.new")
+    unfinished.mkdir(parents=True)
     items = (
         Item(entry_key("model", name), (0,) * len(source.shape), tuple(source.shape), read_whole(source))
         for name, source in content.tensors.items()
     )
-    told = []
+    item_rows = []
 
     def parts() -> object:
         for item in items:
-            told.append(item.row())
+            item_rows.append(item.row())
             yield item.at, item.tensor
 
-    pieces = write_pieces(new, 0, parts())  # type: ignore[arg-type]
-    rows = [[row, piece.row()] for row, piece in zip(told, pieces, strict=True)]
+    pieces = write_pieces(unfinished, 0, parts())  # type: ignore[arg-type]
+    rows = [[row, piece.row()] for row, piece in zip(item_rows, pieces, strict=True)]
     about = {"step": content.step, "optimizer": "no optimizer", "sizes": {}, "model": {}, "more": {}, "values": {},
              "groups": []}  # fmt: skip
-    write_whole(new / MANIFEST, manifest_content(about, [((new / file_of(0)).stat().st_size, rows)]))
-    new.rename(at)
+    write_whole(unfinished / MANIFEST, manifest_content(about, [((unfinished / file_of(0)).stat().st_size, rows)]))
+    unfinished.rename(step_folder)
 
 
 def cast(tensors: Mapping[str, Source], dtype: torch.dtype) -> dict[str, Source]:
     """Returns the sources with floating tensors in another dtype."""
-    return {name: Cast(it, dtype) if it.dtype.is_floating_point else it for name, it in tensors.items()}
+    return {name: Cast(source, dtype) if source.dtype.is_floating_point else source for name, source in tensors.items()}

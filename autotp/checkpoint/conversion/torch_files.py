@@ -47,9 +47,9 @@ def read_torch_file(file: Path) -> Any:
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror or error}") from error
     except Exception as error:
-        told = next((line for line in str(error).splitlines() if "GLOBAL" in line), type(error).__name__)
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), type(error).__name__)
         raise Error(
-            f"{file} is no file that can be read without running code: {' '.join(told.split())[:200]}",
+            f"{file} is no file that can be read without running code: {' '.join(reason.split())[:200]}",
             fix="a file that torch.save wrote with torch 1.6 or newer, of tensors and plain data",
         ) from error
 
@@ -80,13 +80,13 @@ def state_dict_in(file: Path) -> dict[str, Tensor]:
     Raises:
         Error: the file has something else.
     """
-    found = read_torch_file(file)
+    content = read_torch_file(file)
     for key in ("state_dict", "model"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         raise Error(f"{file} has no state dict", expected="a dict: name -> tensor")
-    other = [name for name, value in found.items() if not isinstance(value, Tensor)]
-    if other:
-        raise Error(f"{file}: `{other[0]}` is a {type(found[other[0]]).__name__}, and no tensor")
-    return {name: _elements_of(name, tensor, file) for name, tensor in found.items()}
+    non_tensors = [name for name, value in content.items() if not isinstance(value, Tensor)]
+    if non_tensors:
+        raise Error(f"{file}: `{non_tensors[0]}` is a {type(content[non_tensors[0]]).__name__}, and no tensor")
+    return {name: _elements_of(name, tensor, file) for name, tensor in content.items()}

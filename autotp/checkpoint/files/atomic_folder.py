@@ -21,15 +21,15 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of fcntl.h and linux/fs.h
 
 
 @contextmanager
-def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
+def replaced(folder: Path, is_replaced: Callable[[str], bool]) -> Iterator[Path]:
     """Yields an empty folder next to `folder`, to be filled; at the end of the block it replaces `folder`.
 
     If the block raises an exception, or the process dies, `folder` is unchanged. On Linux the two folders exchange
     their names in one step. Elsewhere there are two renames, and between them no folder has the name of `folder`.
 
     Args:
-        ours: whether an entry of the old folder is replaced; other entries move into the new folder, if their names are
-            free there.
+        is_replaced: whether an entry of the old folder is replaced; other entries move into the new folder, if their
+            names are free there.
 
     Raises:
         OSError: the file system fails.
@@ -40,35 +40,35 @@ def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         raise NotADirectoryError(f"{folder} is a file")
     if folder.is_mount():
         raise OSError(errno.EBUSY, "a mount point cannot be replaced as a whole; a folder in it can", str(folder))
-    new = folder.parent / f".{folder.name}.{uuid4().hex[:8]}.new"
-    new.mkdir()
+    sibling = folder.parent / f".{folder.name}.{uuid4().hex[:8]}.new"
+    sibling.mkdir()
     try:
         if folder.exists():
-            new.chmod(folder.stat().st_mode)
-        yield new
-        for path in (*new.rglob("*"), new):
+            sibling.chmod(folder.stat().st_mode)
+        yield sibling
+        for path in (*sibling.rglob("*"), sibling):
             sync_path(path)
         if replaces := folder.exists():
-            _exchange(folder, new)
+            _exchange(folder, sibling)
         else:
-            new.rename(folder)
+            sibling.rename(folder)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(sibling, ignore_errors=True)
         raise
     if replaces:
-        _clear(new, folder, ours)
+        _clear(sibling, folder, is_replaced)  # After the exchange `sibling` has the old content.
     sync_path(folder.parent)
 
 
-def _clear(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
-    """Moves entries that are not ours into the new folder, and removes the old folder.
+def _clear(old: Path, folder: Path, is_replaced: Callable[[str], bool]) -> None:
+    """Moves entries that are not replaced into the new folder, and removes the old folder.
 
     If an entry cannot be moved, all are moved back, and `folder` is the old folder again.
     """
     moved = list[str]()
     try:
         for entry in list(old.iterdir()):
-            if not ours(entry.name) and not (folder / entry.name).exists():
+            if not is_replaced(entry.name) and not (folder / entry.name).exists():
                 entry.rename(folder / entry.name)
                 moved.append(entry.name)
     except OSError:

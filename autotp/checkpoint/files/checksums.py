@@ -60,15 +60,15 @@ MOST_JSON = 10**8
 """The most bytes of another file that is read as a whole: a configuration, an index, the header of tensors."""
 
 
-def read_regular(file: Path, most: int = MOST_JSON) -> bytes:
+def read_regular(file: Path, limit: int = MOST_JSON) -> bytes:
     """Returns the content of a regular file. A file with holes has many more bytes than it has on the disk.
 
     Raises:
-        OSError: the file has more than `most` bytes, it is not a regular file, or the file system fails.
+        OSError: the file has more than `limit` bytes, it is not a regular file, or the file system fails.
     """
     with open_regular(file) as source:
-        if (size := os.fstat(source.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} are read")
+        if (size := os.fstat(source.fileno()).st_size) > limit:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {limit:,} are read")
         return source.read()
 
 
@@ -127,9 +127,9 @@ class SummedFile:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         self.opened.write(view)
         while len(view):
-            at = self.size % BLOCK_BYTES
-            part = view[: BLOCK_BYTES - at]
-            if at:
+            offset = self.size % BLOCK_BYTES
+            part = view[: BLOCK_BYTES - offset]
+            if offset:
                 self.sums[-1] = zlib.crc32(part, self.sums[-1])
             else:
                 self.sums.append(zlib.crc32(part))
@@ -179,9 +179,9 @@ def changed_settings(folder: Path, names: Sequence[str]) -> list[str]:
     absent = object()
     return [
         f"`{key}` in {name}"
-        for name, there, here in pairs
-        for key in {**there, **here}
-        if there.get(key, absent) != here.get(key, absent)
+        for name, written, current in pairs
+        for key in {**written, **current}
+        if written.get(key, absent) != current.get(key, absent)
     ]
 
 
@@ -197,10 +197,10 @@ def expect_unchanged(folder: Path, rank: int, ranks: int) -> None:
     for name, (size, sums, block) in checksums_in(folder).items():
         file = folder / name
         try:
-            same = _same_blocks(file, size, sums, block, rank, ranks)
+            unchanged = _same_blocks(file, size, sums, block, rank, ranks)
         except OSError as error:
             raise Error(f"{file} cannot be read: {error.strerror}") from error
-        if not same:
+        if not unchanged:
             stale = STALE.format(folder / SIDE_FILE)
             raise Error(f"{name} is not what was written, according to {SIDE_FILE}", at=str(file), fix=stale)
 
@@ -218,10 +218,11 @@ def fingerprint(folder: Path) -> tuple[int, list[Any]]:
         files = sorted(file for file in folder.iterdir() if file.name == "config.json" or _of_tensors(file.name))
         stats = [file.stat() for file in files]
         identities = [
-            (file.name, it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns) for file, it in zip(files, stats, strict=True)
+            (file.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            for file, status in zip(files, stats, strict=True)
         ]
         number = 0
-        for file, size in zip(files, (it.st_size for it in stats), strict=True):
+        for file, size in zip(files, (status.st_size for status in stats), strict=True):
             number = zlib.crc32(f"{file.name} {size}".encode(), number)
             with open_regular(file) as source:
                 for i in range(SAMPLES):

@@ -82,9 +82,9 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
         return None
     dim %= tensors[0].dim()
     lengths = [(*x.shape[:dim], *x.shape[dim + 1 :]) for x in tensors]
-    other = next((i for i, n in enumerate(lengths) if n != lengths[0]), None)
-    if other is not None:
-        raise Error(f"{source_text(sources[0])} and {source_text(sources[other])} cannot be joined")
+    mismatch = next((i for i, n in enumerate(lengths) if n != lengths[0]), None)
+    if mismatch is not None:
+        raise Error(f"{source_text(sources[0])} and {source_text(sources[mismatch])} cannot be joined")
     return Joined(sources, dim)
 
 
@@ -104,7 +104,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
 
 def _split(x: Lazy, size: int, dim: int = 0) -> list[Source]:
     length = x.shape[dim]
-    return _split_with_sizes(x, [min(size, length - at) for at in range(0, length, size)] or [0], dim)
+    return _split_with_sizes(x, [min(size, length - start) for start in range(0, length, size)] or [0], dim)
 
 
 def _split_with_sizes(x: Lazy, sizes: Sequence[int], dim: int = 0) -> list[Source]:
@@ -117,8 +117,8 @@ def _slice(x: Lazy, dim: int = 0, start: int | None = None, stop: int | None = N
 
 
 def _select(x: Lazy, dim: int, index: int) -> Source:
-    dim, at = dim % x.dim(), index % x.shape[dim]
-    return Squeezed(Narrowed(x.source, dim, at, 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
+    dim, start = dim % x.dim(), index % x.shape[dim]
+    return Squeezed(Narrowed(x.source, dim, start, 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
 
 
 def _unbind(x: Lazy, dim: int = 0) -> list[Source]:
@@ -136,8 +136,8 @@ def _transpose(x: Lazy, a: int = 0, b: int = 1) -> Source:
 
 
 def _squeeze(x: Lazy, dim: int | Sequence[int] | None = None) -> Source:
-    given = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    dims = {d % x.dim() for d in given}
+    raw_dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    dims = {d % x.dim() for d in raw_dims}
     return Squeezed(x.source, tuple(n for d, n in enumerate(x.shape) if n != 1 or d not in dims))
 
 
@@ -147,10 +147,10 @@ def _unsqueeze(x: Lazy, dim: int) -> Source:
 
 
 def _view(x: Lazy, shape: Sequence[int]) -> Source | None:
-    known = -math.prod(shape)
-    sizes = tuple(x.numel() // known if n == -1 else n for n in shape)
-    same = [n for n in sizes if n != 1] == [n for n in x.shape if n != 1]
-    return Squeezed(x.source, sizes) if same else None
+    known_numel = -math.prod(shape)  # One size of -1 makes the product negative.
+    sizes = tuple(x.numel() // known_numel if n == -1 else n for n in shape)
+    only_ones = [n for n in sizes if n != 1] == [n for n in x.shape if n != 1]
+    return Squeezed(x.source, sizes) if only_ones else None
 
 
 RECORDED_VIEWS: dict[Any, Callable[..., Source | list[Source] | None]] = {
@@ -193,10 +193,10 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_unflatten(outputs, spec)
 
 
-def _output(func: Any, args: Any, kwargs: Any, at: int) -> Tensor:
+def _output(func: Any, args: Any, kwargs: Any, index: int) -> Tensor:
     """Computes one output from whole operands, which are contiguous, as they were when torch chose `func`."""
     args, kwargs = pytree.tree_map_only(Lazy, lambda x: read_whole(x.source).contiguous(), (args, kwargs))
-    output: Tensor = pytree.tree_leaves(func(*args, **kwargs))[at]
+    output: Tensor = pytree.tree_leaves(func(*args, **kwargs))[index]
     return output
 
 
@@ -210,4 +210,4 @@ def _equal(a: Tensor, b: Tensor) -> bool:
         return False
     reads = [x.source.read if isinstance(x, Lazy) else partial(cut, x) for x in (a, b)]
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
-    return all(torch.equal(*(one(block) for one in reads)) for block in blocks_of_box(whole_box(a.shape), itemsize))
+    return all(torch.equal(*(read(block) for read in reads)) for block in blocks_of_box(whole_box(a.shape), itemsize))

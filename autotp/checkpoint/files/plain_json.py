@@ -22,46 +22,46 @@ SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset
 MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 PLAIN = "a state_dict() of tensors, numbers, texts, and lists, tuples, sets and dicts of these"
 PLACE_LENGTH = 60  # The most characters of a value's place in an error.
-KIND_NAMES = {kind: name for name, kind in {**SEQUENCES, **MAPPINGS}.items()}
+KIND_NAMES = {cls: name for name, cls in {**SEQUENCES, **MAPPINGS}.items()}
 
 
 MOST_LEVELS = 100  # The most levels of nested values; the JSON reader has a limit, too.
 MOST_DIGITS = 4000  # The most digits of a number: Python reads at most 4,300.
 
 
-def encode(value: Any, at: str, keep: Callable[[Tensor], str], depth: int = 0) -> Any:
+def encode(value: Any, place: str, keep: Callable[[Tensor], str], depth: int = 0) -> Any:
     """Returns a value in the form of JSON.
 
     Args:
-        at: the name of the value in the error.
+        place: the name of the value in the error.
         keep: stores a tensor of the value, and returns the key that is written in its place.
 
     Raises:
         Error: the value contains an object of another kind; says where.
     """
-    kind = type(value)
+    cls = type(value)
     if depth > MOST_LEVELS:
-        raise Error(f"{at[:PLACE_LENGTH]}... is nested more than {MOST_LEVELS} deep, or holds itself", fix=PLAIN)
-    if kind is int and abs(value) >= 10**MOST_DIGITS:
-        raise Error(f"{at} is a number of more than {MOST_DIGITS:,} digits", fix="its str()")
-    if value is None or kind in (bool, int, float, str):
+        raise Error(f"{place[:PLACE_LENGTH]}... is nested more than {MOST_LEVELS} deep, or holds itself", fix=PLAIN)
+    if cls is int and abs(value) >= 10**MOST_DIGITS:
+        raise Error(f"{place} is a number of more than {MOST_DIGITS:,} digits", fix="its str()")
+    if value is None or cls in (bool, int, float, str):
         return value
-    if kind is list:
-        return [encode(item, f"{at}[{i}]", keep, depth + 1) for i, item in enumerate(value)]
-    if kind in KIND_NAMES and _is_object(value):
-        return {key: encode(item, f"{at}[{key!r}]", keep, depth + 1) for key, item in value.items()}
-    if kind in KIND_NAMES:
-        more = {"longest": value.maxlen} if kind is deque else {}
-        return {KIND: KIND_NAMES[kind], "of": _items(value, at, keep, depth + 1), **more}
-    if kind in (Tensor, nn.Parameter) and _has_elements(value):
-        learns = {"learns": value.requires_grad} if kind is nn.Parameter else {}
+    if cls is list:
+        return [encode(item, f"{place}[{i}]", keep, depth + 1) for i, item in enumerate(value)]
+    if cls in KIND_NAMES and _is_object(value):
+        return {key: encode(item, f"{place}[{key!r}]", keep, depth + 1) for key, item in value.items()}
+    if cls in KIND_NAMES:
+        more = {"longest": value.maxlen} if cls is deque else {}
+        return {KIND: KIND_NAMES[cls], "of": _items(value, place, keep, depth + 1), **more}
+    if cls in (Tensor, nn.Parameter) and _has_elements(value):
+        learns = {"learns": value.requires_grad} if cls is nn.Parameter else {}
         return {KIND: "parameter" if learns else "tensor", "of": keep(value.detach()), **learns}
     if (array := _array(value)) is not None:
-        return {KIND: "array", "of": keep(array), "scalar": kind is not numpy.ndarray}
+        return {KIND: "array", "of": keep(array), "scalar": cls is not numpy.ndarray}
     if (text := _text(value)) is not None:
         return {KIND: text[0], "of": text[1]}
     raise Error(
-        f"{at} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
+        f"{place} is a {cls.__module__}.{cls.__qualname__}, which a checkpoint cannot hold",
         fix=PLAIN,
     )
 
@@ -81,19 +81,19 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return value
     if KIND not in value:
         return {key: decode(item, tensor) for key, item in value.items()}
-    kind, of = value[KIND], value["of"]
-    if kind == "deque":
+    tag, of = value[KIND], value["of"]
+    if tag == "deque":
         return deque(decode(of, tensor), value.get("longest"))
-    if kind == "parameter":
+    if tag == "parameter":
         return nn.Parameter(tensor(of), value["learns"])
-    if kind in SEQUENCES:
-        return SEQUENCES[kind](decode(of, tensor))
-    if kind in MAPPINGS:
-        return MAPPINGS[kind]({decode(key, tensor): decode(item, tensor) for key, item in of})
-    if kind == "array":
+    if tag in SEQUENCES:
+        return SEQUENCES[tag](decode(of, tensor))
+    if tag in MAPPINGS:
+        return MAPPINGS[tag]({decode(key, tensor): decode(item, tensor) for key, item in of})
+    if tag == "array":
         array = tensor(of).numpy()
         return array[()] if value["scalar"] else array
-    return tensor(of) if kind == "tensor" else READERS[kind](of)
+    return tensor(of) if tag == "tensor" else READERS[tag](of)
 
 
 def _is_object(value: Any) -> bool:
@@ -109,8 +109,8 @@ def _has_elements(tensor: Tensor) -> bool:
 
 def _array(value: Any) -> Tensor | None:
     """Returns the elements of a numpy array or number; None if reading would not return an equal value."""
-    kind = type(value)
-    if kind is not numpy.ndarray and not (isinstance(value, numpy.generic) and value.dtype.type is kind):
+    cls = type(value)
+    if cls is not numpy.ndarray and not (isinstance(value, numpy.generic) and value.dtype.type is cls):
         return None
     if value.dtype.kind not in "biufc" or not value.dtype.isnative:
         return None
@@ -120,15 +120,16 @@ def _array(value: Any) -> Tensor | None:
         return None
 
 
-def _items(value: Any, at: str, keep: Callable[[Tensor], str], depth: int) -> list[Any]:
+def _items(value: Any, place: str, keep: Callable[[Tensor], str], depth: int) -> list[Any]:
     if isinstance(value, Mapping):
         pairs = value.items()
         return [
-            [encode(key, f"a key of {at}", keep, depth), encode(x, f"{at}[{key!r}]", keep, depth)] for key, x in pairs
+            [encode(key, f"a key of {place}", keep, depth), encode(x, f"{place}[{key!r}]", keep, depth)]
+            for key, x in pairs
         ]
     # A set has no order, and all ranks must write the same.
     items: Iterable[Any] = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-    return [encode(item, f"{at}[{i}]", keep, depth) for i, item in enumerate(items)]
+    return [encode(item, f"{place}[{i}]", keep, depth) for i, item in enumerate(items)]
 
 
 def _text(value: Any) -> tuple[str, Any] | None:

@@ -95,9 +95,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         Error: the folder has no checkpoint, a file is missing, truncated or corrupt, or lacks a tensor of the index;
             names the file, and the tensor.
     """
-    one, index, reader = folder / ONE_FILE, folder / INDEX, Reader()
-    if one.is_file():
-        return _opened(one, reader)
+    single, index, reader = folder / ONE_FILE, folder / INDEX, Reader()
+    if single.is_file():
+        return _opened(single, reader)
     if not index.is_file():
         raise _no_checkpoint(folder)
     places = _index(index)
@@ -106,11 +106,11 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         if not (folder / file).is_file():
             name = next(name for name, where in places.items() if where == file)
             raise Error(f"`{name}` is listed in {file}, which is not there", at=str(index))
-        here = _opened(folder / file, reader)
-        if twice := [name for name in here if name in tensors and name not in places]:
+        file_tensors = _opened(folder / file, reader)
+        if twice := [name for name in file_tensors if name in tensors and name not in places]:
             files = f"{tensors[twice[0]].file.name} and in {file}"
             raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", at=str(index))
-        tensors |= {name: tensor for name, tensor in here.items() if places.get(name, file) == file}
+        tensors |= {name: tensor for name, tensor in file_tensors.items() if places.get(name, file) == file}
     for name, file in places.items():
         if name not in tensors:
             raise Error(f"`{name}` is listed in {file}, which has no such tensor", at=str(index))
@@ -217,14 +217,14 @@ def shards_of(tensors: Mapping[str, Any], largest: int) -> list[FileShard]:
         tensors: name -> tensor or source, with a shape and a dtype.
     """
     groups: list[list[str]] = [[]]
-    held = 0
+    group_bytes = 0
     for name, tensor in tensors.items():
         size = nbytes(tensor)
-        if groups[-1] and held + size > largest:
+        if groups[-1] and group_bytes + size > largest:
             groups.append([])
-            held = 0
+            group_bytes = 0
         groups[-1].append(name)
-        held += size
+        group_bytes += size
     files = (
         [ONE_FILE]
         if len(groups) == 1
@@ -249,14 +249,14 @@ def header_of(tensors: Mapping[str, Any], names: Sequence[str]) -> bytes:
         Error: the format does not have the dtype of a tensor.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    start = 0
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in DTYPE_NAMES:
             raise Error(f"`{name}` is of dtype {tensor.dtype}, which safetensors does not have")
-        end = at + nbytes(tensor)
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
+        end = start + nbytes(tensor)
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -49,10 +49,10 @@ class Piece:
         Raises:
             ValueError, TypeError: `row` did not make this list.
         """
-        at, sizes, rank, start, crc32 = row
-        if not all(isinstance(n, int) and n >= 0 for n in (*at, *sizes, rank, start, crc32)):
+        offsets, sizes, rank, start, crc32 = row
+        if not all(isinstance(n, int) and n >= 0 for n in (*offsets, *sizes, rank, start, crc32)):
             raise ValueError(f"no piece: {row}")
-        return cls(tuple(at), tuple(sizes), rank, start, crc32)
+        return cls(tuple(offsets), tuple(sizes), rank, start, crc32)
 
     def row(self) -> list[Any]:
         """Returns the piece as a list, for JSON."""
@@ -67,26 +67,26 @@ class StoredPieces:
     shape: Shape
     pieces: tuple[Piece, ...]
 
-    def read(self, folder: Path, name: str, at: Shape, into: Tensor) -> None:
-        """Reads the box of the tensor that begins at `at` into `into`.
+    def read(self, folder: Path, name: str, offsets: Shape, into: Tensor) -> None:
+        """Reads the box of the tensor that begins at `offsets` into `into`.
 
         Raises:
             Error: a file has changed since it was written, or the pieces do not cover the box; names the path.
         """
-        left = into.numel()
+        remaining = into.numel()
         for piece in self.pieces:
-            low = [max(a, b) for a, b in zip(at, piece.at, strict=True)]
-            ends = zip(at, into.shape, piece.at, piece.sizes, strict=True)
+            low = [max(a, b) for a, b in zip(offsets, piece.at, strict=True)]
+            ends = zip(offsets, into.shape, piece.at, piece.sizes, strict=True)
             high = [min(a + n, b + m) for a, n, b, m in ends]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            here, there = (
+            into_slices, piece_slices = (
                 tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-                for origin in (at, piece.at)
+                for origin in (offsets, piece.at)
             )
-            copy_into(into[here], read_piece(folder, name, piece, self.dtype, into.is_cuda)[there])
-            left -= math.prod(b - a for a, b in zip(low, high, strict=True))
-        if left:
+            copy_into(into[into_slices], read_piece(folder, name, piece, self.dtype, into.is_cuda)[piece_slices])
+            remaining -= math.prod(b - a for a, b in zip(low, high, strict=True))
+        if remaining:
             raise Error(f"{folder} does not have all of `{name}`")
 
     def whole(self, folder: Path, name: str) -> Tensor:
@@ -109,10 +109,10 @@ def tiled(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
     dim = max(range(len(shape)), key=lambda d: len({low[d] for low, _ in boxes}), default=-1)
     boxes.sort(key=lambda box: box[0][dim:][:1])
     for i, (low, high) in enumerate(boxes):
-        for other, end in islice(boxes, i + 1, None):
-            if dim >= 0 and other[dim] >= high[dim]:
+        for begin, end in islice(boxes, i + 1, None):
+            if dim >= 0 and begin[dim] >= high[dim]:
                 break
-            if all(a < d and c < b for a, b, c, d in zip(low, high, other, end, strict=True)):
+            if all(a < d and c < b for a, b, c, d in zip(low, high, begin, end, strict=True)):
                 return False
     return True
 
@@ -136,10 +136,10 @@ def write_pieces(
     """
     pieces, start = list[Piece](), 0
     with (folder / file_of(rank)).open("xb") as target:
-        for at, tensor in tensors:
+        for offsets, tensor in tensors:
             data = bytes_of(tensor)
             target.write(data)
-            pieces.append(Piece(at, tuple(tensor.shape), rank, start, zlib.crc32(data)))
+            pieces.append(Piece(offsets, tuple(tensor.shape), rank, start, zlib.crc32(data)))
             start += len(data)
             written()
         sync_file(target)

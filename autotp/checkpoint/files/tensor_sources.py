@@ -59,13 +59,13 @@ class Joined:
     def read(self, box: Box) -> Tensor:
         start, stop = box[self.dim]
         parts: list[Tensor] = []
-        at = 0
+        offset = 0
         for part in self.parts:
             length = part.shape[self.dim]
-            a, b = max(start - at, 0), min(stop - at, length)
+            a, b = max(start - offset, 0), min(stop - offset, length)
             if a < b:
                 parts.append(part.read((*box[: self.dim], (a, b), *box[self.dim + 1 :])))
-            at += length
+            offset += length
         if not parts:
             return torch.empty(_sizes(box), dtype=self.dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
@@ -213,12 +213,14 @@ def read_part(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
         return
     dim = layout.dim or 0
     ranges = whole_box(source.shape)[:1] if layout.dim is None else layout.pieces[rank]
-    at = 0
+    offset = 0
     for start, stop in ranges:
         box = tuple((start, stop) if d == dim else (0, n) for d, n in enumerate(source.shape))
         for block in blocks_of_box(box, source.dtype.itemsize):
-            here = tuple((a + at - start, b + at - start) if d == dim else (a, b) for d, (a, b) in enumerate(block))
-            copy_into(cut(part, here), source.read(block))
-        at += stop - start
+            local_block = tuple(
+                (a + offset - start, b + offset - start) if d == dim else (a, b) for d, (a, b) in enumerate(block)
+            )
+            copy_into(cut(part, local_block), source.read(block))
+        offset += stop - start
     if not source.shape:
         copy_into(part, read_whole(source))
