@@ -67,8 +67,8 @@ def _halve(suspects: list[T], differs: Callable[[Sequence[T]], bool], beside: li
         return _halve(first, differs, beside)
     if differs([*beside, *second]):
         return _halve(second, differs, beside)
-    mine = _halve(first, differs, [*beside, *second])  # Only both halves together make the difference.
-    return mine + _halve(second, differs, [*beside, *mine])
+    guilty = _halve(first, differs, [*beside, *second])  # Only both halves together make the difference.
+    return guilty + _halve(second, differs, [*beside, *guilty])
 
 
 class _Trials:
@@ -119,8 +119,8 @@ def _reduced(program: Program, only: Sequence[int] | None, stored: Collection[st
             accept(program.decision.chosen[number], decision)
     if stored is None:
         return decision
-    held = {node: leaf for node, leaf in decision.held.items() if names.get(node.name, node.name) in stored}
-    return replace(decision, held=held)
+    stored_leaves = {node: leaf for node, leaf in decision.held.items() if names.get(node.name, node.name) in stored}
+    return replace(decision, held=stored_leaves)
 
 
 def bisect(model: nn.Module, inputs: Inputs, tp: int, settings: Options) -> Blame | None:
@@ -152,8 +152,8 @@ def _weights(trials: _Trials, program: Program) -> tuple[tuple[str, ...], str]:
     guilty = halve(range(len(chosen)), lambda only: trials.differs(settings, only))
     if not guilty:
         return (), ""
-    found = {program.captured.parameters[node.name] for i in guilty for node in chosen[i].parameters}
-    names = [name for name in dict.fromkeys(program.captured.parameters.values()) if name in found]
+    cut_names = {program.captured.parameters[node.name] for i in guilty for node in chosen[i].parameters}
+    names = [name for name in dict.fromkeys(program.captured.parameters.values()) if name in cut_names]
     itself = halve(names, lambda stored: trials.differs(settings, guilty, stored))
     errors = {row.name: row.error for row in trials.report(settings, guilty).gradients}
     first = chosen[guilty[0]]

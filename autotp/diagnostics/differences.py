@@ -36,37 +36,37 @@ RankTensors = dict[str, Tensor]
 
 def rank_tensors(model: nn.Module, layouts: Mapping[str, Layout], rank: int) -> RankTensors:
     """Returns copies of the parameters' parts that a rank holds, and of the model's buffers."""
-    own = {name: model.get_parameter(name) for name in layouts}
-    parts = {n: layout.take(own[n].detach(), rank) for n, layout in layouts.items()}
+    parameters = {name: model.get_parameter(name) for name in layouts}
+    parts = {n: layout.take(parameters[n].detach(), rank) for n, layout in layouts.items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return {n: part.requires_grad_(own[n].requires_grad) for n, part in parts.items()} | buffers
+    return {n: part.requires_grad_(parameters[n].requires_grad) for n, part in parts.items()} | buffers
 
 
 def gradient_differences(
     whole: Mapping[str, Tensor], ranks: Sequence[RankTensors], analysis: Program
 ) -> list[Difference]:
     """Compares the gradients of one device with those of the ranks."""
-    wanted = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
-    scale = largest([t.grad for t in wanted.values() if t.grad is not None])
-    layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in wanted.items()}
-    found = []
-    for n, t in wanted.items():
+    floating = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
+    scale = largest([t.grad for t in floating.values() if t.grad is not None])
+    layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in floating.items()}
+    differences = []
+    for n, t in floating.items():
         parts = [r[n].grad for r in ranks]
         missing = t.grad is not None and any(part is None for part in parts)
-        found.append(Difference(n, float("inf") if missing else difference(t.grad, parts, layouts[n], scale)))
-    return found
+        differences.append(Difference(n, float("inf") if missing else difference(t.grad, parts, layouts[n], scale)))
+    return differences
 
 
 def step_differences(whole: Mapping[str, Tensor], ranks: Sequence[RankTensors], analysis: Program) -> list[Difference]:
     """Takes a step of an optimizer, on one device and on the ranks."""
-    for held in (whole, *ranks):
-        trained = [held[name] for name in analysis.layouts if held[name].requires_grad]
+    for tensors in (whole, *ranks):
+        trained = [tensors[name] for name in analysis.layouts if tensors[name].requires_grad]
         if trained:
             torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.1).step()
-    after = [{name: held[name].detach() for name in analysis.layouts} for held in (whole, *ranks)]
+    after = [{name: tensors[name].detach() for name in analysis.layouts} for tensors in (whole, *ranks)]
     scale = largest(list(after[0].values()))
-    found = {n: (after[0][n], [rank[n] for rank in after[1:]], layout) for n, layout in analysis.layouts.items()}
-    return [Difference(name, difference(*row, scale)) for name, row in found.items()]
+    rows = {n: (after[0][n], [rank[n] for rank in after[1:]], layout) for n, layout in analysis.layouts.items()}
+    return [Difference(name, difference(*row, scale)) for name, row in rows.items()]
 
 
 def largest(tensors: Sequence[Tensor]) -> float:
@@ -74,9 +74,9 @@ def largest(tensors: Sequence[Tensor]) -> float:
     return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0) or 1.0
 
 
-def descending(found: Difference) -> float:
+def descending(row: Difference) -> float:
     """Returns the key that sorts differences, the largest or an undefined one first."""
-    return -float("inf") if found.error != found.error else -found.error
+    return -float("inf") if row.error != row.error else -row.error
 
 
 def difference(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Layout, scale: float) -> float:
@@ -85,16 +85,16 @@ def difference(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Lay
         return 0.0 if all(part is None or not part.any() for part in parts) else float("inf")
     ranks = len(layout.pieces) or 1
     zeros = [torch.zeros(layout.local_shape(r % ranks), dtype=whole.dtype) for r in range(len(parts))]
-    given = [zero if part is None else part for zero, part in zip(zeros, parts, strict=True)]
+    filled = [zero if part is None else part for zero, part in zip(zeros, parts, strict=True)]
     if layout.dim is None:
-        return max(_distance(part, whole) for part in given) / scale
-    found = 0.0
-    for first in range(0, len(given), ranks):  # Each context-parallel rank has all the parts.
+        return max(_distance(part, whole) for part in filled) / scale
+    distance = 0.0
+    for first in range(0, len(filled), ranks):  # Each context-parallel rank has all the parts.
         joined = torch.full_like(whole, float("nan")) if whole.is_floating_point() else torch.zeros_like(whole)
         for rank in range(ranks):
-            layout.put(joined, given[first + rank], rank)
-        found = max(found, _distance(joined, whole))
-    return found / scale
+            layout.put(joined, filled[first + rank], rank)
+        distance = max(distance, _distance(joined, whole))
+    return distance / scale
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -22,8 +22,8 @@ class _Double(TorchFunctionMode):
     """A mode that turns casts to float32 and below into casts to float64, so that round-off does not hide a bug."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in GROUPED and (found := _grouped(*args, **(kwargs or {}))) is not None:
-            return found
+        if func in GROUPED and (product := _grouped(*args, **(kwargs or {}))) is not None:
+            return product
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
         return func(*(_raised(arg) for arg in args), **{name: _raised(arg) for name, arg in (kwargs or {}).items()})

@@ -70,8 +70,8 @@ class Installed:
         """One of: missing, tested, untested."""
         if not self.found:
             return "missing"
-        same = self.found.partition("+")[0] == self.tested
-        return "tested" if same else "untested"
+        is_tested = self.found.partition("+")[0] == self.tested
+        return "tested" if is_tested else "untested"
 
 
 @dataclass(frozen=True)
@@ -142,35 +142,37 @@ def examine() -> Environment:
 
 def _installed(name: str) -> Installed:
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
-        found = ""
-    return Installed(name, found, TESTED.get(name, ""))
+        installed = ""
+    return Installed(name, installed, TESTED.get(name, ""))
 
 
 def problems_of(variables: dict[str, str], gpus: int) -> list[str]:
     """Returns what will not work with these variables of the environment, and this number of GPUs."""
-    found = []
+    problems = []
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < OLDEST_TORCH:
-        found.append(f"torch {torch.__version__} is too old: pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'")
+        problems.append(
+            f"torch {torch.__version__} is too old: pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'"
+        )
     lacking = [name for name in TORCHRUN if name not in variables]
     if 0 < len(lacking) < len(TORCHRUN) and {"RANK", "WORLD_SIZE"} & variables.keys():
-        found.append(f"some of torchrun's variables are set, but not {', '.join(lacking)}: use torchrun")
+        problems.append(f"some of torchrun's variables are set, but not {', '.join(lacking)}: use torchrun")
     numbers = [name for name in VARIABLES if name.endswith(("RANK", "SIZE", "PROCID", "LOCALID")) and name in variables]
     wrong = [f"{name}={variables[name]}" for name in numbers if not variables[name].isdecimal()]
     if wrong:
-        found.append(f"{', '.join(wrong)} is no number: start the script with torchrun, srun or mpirun")
+        problems.append(f"{', '.join(wrong)} is no number: start the script with torchrun, srun or mpirun")
     ranks = {"SLURM_PROCID", "RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"}
     if "SLURM_JOB_ID" in variables and not ranks & variables.keys():
-        found.append("in a SLURM allocation, but not started by srun: this process is alone; srun python train.py")
+        problems.append("in a SLURM allocation, but not started by srun: this process is alone; srun python train.py")
     local = variables.get("LOCAL_WORLD_SIZE") or variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
     if gpus and local.isdecimal() and int(local) > gpus:
-        found.append(f"{local} processes here share {gpus} GPUs: start as many processes as GPUs")
+        problems.append(f"{local} processes here share {gpus} GPUs: start as many processes as GPUs")
     shared = Path("/dev/shm")
     if shared.is_dir() and os.statvfs(shared).f_bavail * os.statvfs(shared).f_frsize < 2**26 and gpus:
-        found.append("/dev/shm has less than 64 MB, which NCCL needs: docker run --shm-size 1g")
-    return found
+        problems.append("/dev/shm has less than 64 MB, which NCCL needs: docker run --shm-size 1g")
+    return problems
 
 
 BLACKWELL = 10

@@ -30,20 +30,20 @@ TypeText = Callable[[fx.Node], str]
 
 def graph_text(
     graph: fx.Graph,
-    held: Mapping[str, str],
-    given: Mapping[str, str] = MappingProxyType({}),
+    parameter_names: Mapping[str, str],
+    input_names: Mapping[str, str] = MappingProxyType({}),
     types: TypeText | None = None,
     block: str | None = None,
 ) -> str:
     """Returns a graph as text, with letters for symbolic sizes, and items of a tuple as `split[0]`.
 
     Args:
-        held: placeholder -> name of a parameter or buffer.
-        given: placeholder -> name of an input.
+        parameter_names: placeholder -> name of a parameter or buffer.
+        input_names: placeholder -> name of an input.
         types: returns the text of a node's type; None: dtype and shape of its example value.
         block: the name of a block, such as `h.0`, if the graph is that of a block; None: the graph may contain blocks.
     """
-    return "\n".join(_Page(graph, held, given, types, block).lines())
+    return "\n".join(_Page(graph, parameter_names, input_names, types, block).lines())
 
 
 class _Page:
@@ -52,12 +52,12 @@ class _Page:
     def __init__(
         self,
         graph: fx.Graph,
-        held: Mapping[str, str],
-        given: Mapping[str, str],
+        parameter_names: Mapping[str, str],
+        input_names: Mapping[str, str],
         types: TypeText | None,
         block: str | None,
     ) -> None:
-        self.graph, self.held, self.given, self.block = graph, held, given, block
+        self.graph, self.held, self.given, self.block = graph, parameter_names, input_names, block
         self.letters = sizes_of(graph)
         self.types = types or self.shape_of
         self.called: dict[fx.Node, str] = {}
@@ -70,29 +70,29 @@ class _Page:
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the text."""
-        known: dict[tuple[str, ...], str] = {}
-        alike: list[str] = []
-        shown = [node for node in self.graph.nodes if not self._is_inline(node)]
+        printed_blocks: dict[tuple[str, ...], str] = {}
+        repeated: list[str] = []
+        visible = [node for node in self.graph.nodes if not self._is_inline(node)]
         if self.block is not None:
-            yield from self._region(self.block, shown)
+            yield from self._region(self.block, visible)
             return
-        printed = ""  # The printed block with the same text as the blocks in `alike`.
-        for block, nodes in _regions(shown):
+        printed = ""  # The printed block with the same text as the blocks in `repeated`.
+        for block, nodes in _regions(visible):
             text = tuple(self._region(block, nodes))
-            same = known.get(text, "") if block else ""
-            if alike and same != printed:
-                yield _alike_text(alike, printed)
-                alike.clear()
-            printed = same
-            if same:
-                alike.append(block)
+            original = printed_blocks.get(text, "") if block else ""
+            if repeated and original != printed:
+                yield _alike_text(repeated, printed)
+                repeated.clear()
+            printed = original
+            if original:
+                repeated.append(block)
                 continue
             if block:
-                known[text] = block
+                printed_blocks[text] = block
                 yield f"{block}:"
             yield from (INDENT * bool(block) + line for line in text)
-        if alike:
-            yield _alike_text(alike, printed)
+        if repeated:
+            yield _alike_text(repeated, printed)
 
     def _is_inline(self, node: fx.Node) -> bool:
         """True for a node without its own line: a parameter (printed before its reader), a size, an item of a tuple."""
@@ -105,7 +105,7 @@ class _Page:
         Each block has its own names; the values that it reads are `x`, `x1`, ...
         """
         local = {} if block else dict(self.called)
-        taken: dict[str, int] = {}
+        counts: dict[str, int] = {}
         outside = 0
         for node in nodes:
             for read in dict.fromkeys(map(_source, node.all_input_nodes)):
@@ -121,7 +121,7 @@ class _Page:
             if node.op == "placeholder":
                 local[node] = self.given.get(node.name, "x" if self.block else node.name)
             elif node.op != "output":
-                local[node] = _fresh(_base(node), taken, set(local.values()))
+                local[node] = _fresh(_base(node), counts, set(local.values()))
             self.called[node] = f"{block}.{local[node]}" if block and node in local else local.get(node, "")
             yield self._line(node, local)
 
@@ -131,10 +131,10 @@ class _Page:
         if node.op == "output":
             return f"return {_value(node.args[0], local, self.letters)}"
         args = [a for a in node.args if node.op != "call_module" or not self._is_inline(_source(a))]
-        given = [_value(a, local, self.letters) for a in args]
-        given += [f"{key}={_value(a, local, self.letters)}" for key, a in node.kwargs.items()]
+        operands = [_value(a, local, self.letters) for a in args]
+        operands += [f"{key}={_value(a, local, self.letters)}" for key, a in node.kwargs.items()]
         typed = self.types(node)
-        return f"{local[node]} = {operator_text(node)}({', '.join(given)})" + (f": {typed}" if typed else "")
+        return f"{local[node]} = {operator_text(node)}({', '.join(operands)})" + (f": {typed}" if typed else "")
 
 
 def operators_of(graph: fx.Graph) -> list[fx.Node]:
@@ -165,11 +165,11 @@ def _regions(nodes: Sequence[fx.Node]) -> Iterator[tuple[str, list[fx.Node]]]:
     run: list[fx.Node] = []
     block = ""
     for node in nodes:
-        here = block_of(node) if node.op in ("call_function", "call_module") else ""
-        if here != block and run:
+        node_block = block_of(node) if node.op in ("call_function", "call_module") else ""
+        if node_block != block and run:
             yield block, run
             run = []
-        block = here
+        block = node_block
         run.append(node)
     if run:
         yield block, run
@@ -180,11 +180,11 @@ def _base(node: fx.Node) -> str:
     return operator_text(node).rpartition(".")[2].strip("_")
 
 
-def _fresh(base: str, taken: dict[str, int], others: set[str]) -> str:
+def _fresh(base: str, counts: dict[str, int], used: set[str]) -> str:
     while True:
-        taken[base] = taken.get(base, 0) + 1
-        name = base if taken[base] == 1 else f"{base}{taken[base]}"
-        if name not in others:
+        counts[base] = counts.get(base, 0) + 1
+        name = base if counts[base] == 1 else f"{base}{counts[base]}"
+        if name not in used:
             return name
 
 
@@ -226,13 +226,13 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 def sizes_of(graph: fx.Graph) -> dict[str, str]:
     """Symbolic size -> letter, in the order of the inputs; a part of a size -> its letter and mesh axis: `s@cp`."""
-    found: dict[str, str] = {}
+    letters: dict[str, str] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if node.op == "placeholder" and isinstance(value, Tensor) else ():
             for symbol in sorted(map(str, _symbols(size))):
-                found.setdefault(symbol, LETTERS[len(found)] if len(found) < len(LETTERS) else symbol)
-    return found | {part: renamed(text, found) for part, text in cut_lengths(graph).items()}
+                letters.setdefault(symbol, LETTERS[len(letters)] if len(letters) < len(LETTERS) else symbol)
+    return letters | {part: renamed(text, letters) for part, text in cut_lengths(graph).items()}
 
 
 def _symbols(size: Any) -> set[Any]:

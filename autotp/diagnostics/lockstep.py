@@ -45,8 +45,8 @@ def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], cp: int
     """
     if isinstance(ranks[0], BlockCall):
         calls = cast(Sequence[BlockCall], ranks)
-        given = [call.operands_of(row) for call, row in zip(calls, inputs, strict=True)]
-        return run_lockstep([call.work for call in calls], given, cp)
+        operands = [call.operands_of(row) for call, row in zip(calls, inputs, strict=True)]
+        return run_lockstep([call.work for call in calls], operands, cp)
     if isinstance(ranks[0], Recomputed):
         return _recomputed(cast(Sequence[Recomputed], ranks), inputs, cp)
     graphs = [rank if isinstance(rank, fx.Graph) else cast(fx.GraphModule, rank).graph for rank in ranks]
@@ -54,12 +54,12 @@ def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], cp: int
 
 
 def simulated(
-    graph: fx.Graph, held: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options
+    graph: fx.Graph, tensors: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options
 ) -> fx.GraphModule:
     """Returns a rank's graph as a module, as on processes; its blocks read the parameters of the simulated rank.
 
     Args:
-        held: the rank's parameters and buffers, by name.
+        tensors: the rank's parameters and buffers, by name.
         model: the whole model, whose blocks the graph has.
     """
     outlined = emitted(graph, program, settings, torch.device("cpu"), {})
@@ -69,7 +69,7 @@ def simulated(
     del blocks[""]
 
     def read(place: ParameterPlace) -> Tensor:
-        return held[names[id(place[0]), place[1]]]
+        return tensors[names[id(place[0]), place[1]]]
 
     return attach_parameters(outlined, program.captured.parameters, where, blocks.get, read)
 
@@ -84,8 +84,8 @@ def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]], cp
     if not torch.is_grad_enabled():
         return run_lockstep(inner, inputs, cp)
     flat = [x for row in inputs for x in row]
-    found: list[Any] = checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=ranks[0].draws)
-    return found
+    outputs: list[Any] = checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=ranks[0].draws)
+    return outputs
 
 
 def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], cp: int) -> list[Any]:
@@ -93,19 +93,19 @@ def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Seq
     envs: list[dict[str, Any]] = [{} for _ in graphs]
     queues = [iter(values) for values in inputs]
     for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
-        kind = COLLECTIVES.get(nodes[0].target)
+        collective = COLLECTIVES.get(nodes[0].target)
         if nodes[0].op == "output":
             return [_arguments(node, env)[0][0] for node, env in zip(nodes, envs, strict=True)]
         if nodes[0].op == "placeholder":
             values: Sequence[Any] = [next(queue) for queue in queues]
-        elif kind is not None:
+        elif collective is not None:
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            values = _collective(kind, arguments, cp)
+            values = _collective(collective, arguments, cp)
         elif nodes[0].op == "call_module":
             modules = cast(Sequence[nn.Module], ranks)
             parts = [rank.get_submodule(str(node.target)) for rank, node in zip(modules, nodes, strict=True)]
-            given = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            values = run_lockstep(parts, given, cp)
+            operands = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
+            values = run_lockstep(parts, operands, cp)
         elif isinstance(nodes[0].target, Vjp):
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
             run = partial(run_lockstep, cp=cp)
@@ -117,31 +117,31 @@ def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Seq
     raise AssertionError("a graph ends in its output")
 
 
-def _collective(kind: Callable[..., Any], arguments: Sequence[Sequence[Any]], cp: int) -> list[Any]:
+def _collective(collective: Callable[..., Any], arguments: Sequence[Sequence[Any]], cp: int) -> list[Any]:
     """Runs a collective in each group of its axis: of neighbours along `tp`, of every tp-th rank along `cp`."""
     count = len(arguments)
     tp = count // cp
     along_cp = [range(i, count, tp) for i in range(tp)]
     along_tp = [range(i, i + tp) for i in range(0, count, tp)]
-    found: list[Any] = [None] * count
+    results: list[Any] = [None] * count
     for group in along_cp if arguments[0][1] == "cp" else along_tp:
-        own = [arguments[i] for i in group]
-        several = kind in (_share, _together, _async_linear)
-        values = kind(own) if several else kind(*(row[0] for row in own), rest=own[0][2:])
+        rows = [arguments[i] for i in group]
+        takes_rows = collective in (_share, _together, _async_linear)
+        values = collective(rows) if takes_rows else collective(*(row[0] for row in rows), rest=rows[0][2:])
         for i, value in zip(group, values, strict=True):
-            found[i] = value
-    return found
+            results[i] = value
+    return results
 
 
 def _each(nodes: Sequence[fx.Node], envs: Sequence[dict[str, Any]]) -> list[Any]:
     """Runs an ordinary node on every rank, always from the same random state."""
     cpu = torch.device("cpu")
-    state, found = random_state_of(cpu), []
+    state, values = random_state_of(cpu), []
     for node, env in zip(nodes, envs, strict=True):
         set_random_state(cpu, state)
         args, kwargs = _arguments(node, env)
-        found.append(node.target(*args, **kwargs))  # type: ignore[operator]
-    return found
+        values.append(node.target(*args, **kwargs))  # type: ignore[operator]
+    return values
 
 
 def _arguments(node: fx.Node, env: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -187,23 +187,23 @@ class _Conjugate(torch.autograd.Function):
     """One collective on all ranks' tensors, with its conjugate as backward."""
 
     @staticmethod
-    def forward(ctx: Any, kind: str, rest: tuple[Any, ...], *xs: Tensor) -> Ranks:
-        ctx.kind, ctx.rest = kind, rest
-        return FORWARDS[kind](xs, *rest)
+    def forward(ctx: Any, name: str, rest: tuple[Any, ...], *xs: Tensor) -> Ranks:
+        ctx.kind, ctx.rest = name, rest
+        return FORWARDS[name](xs, *rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, *_Conjugate.apply(CONJUGATE[ctx.kind], ctx.rest, *grads)
 
 
-def _conjugate(kind: str) -> Callable[..., Ranks]:
+def _conjugate(name: str) -> Callable[..., Ranks]:
     def run(*xs: Tensor, rest: tuple[Any, ...]) -> Ranks:
-        if kind == "reduce" and rest[:1] == ("max",):
-            most = torch.stack([x.detach() for x in xs]).amax(0)
-            return tuple(most.clone() for _ in xs)
-        if kind in ("copy", "reduce"):
-            return _Conjugate.apply(kind, (), *xs)
-        moved = _Conjugate.apply(kind, (rest[0] % xs[0].dim(), *rest[1:]), *xs)
+        if name == "reduce" and rest[:1] == ("max",):
+            maximum = torch.stack([x.detach() for x in xs]).amax(0)
+            return tuple(maximum.clone() for _ in xs)
+        if name in ("copy", "reduce"):
+            return _Conjugate.apply(name, (), *xs)
+        moved = _Conjugate.apply(name, (rest[0] % xs[0].dim(), *rest[1:]), *xs)
         return tuple(laid_out(y, order_of(x)) for x, y in zip(xs, moved, strict=True))
 
     return run
@@ -217,45 +217,45 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dim: int, ranges: list[Ranges], *xs: Tensor) -> Ranks:
-        ctx.where = dim, [torch.tensor([i for a, b in own for i in range(a, b)], dtype=torch.int64) for own in ranges]
+        ctx.where = dim, [torch.tensor([i for a, b in row for i in range(a, b)], dtype=torch.int64) for row in ranges]
         return tuple(x.clone() for x in xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        dim, at = ctx.where
-        (total,) = _sum(tuple(g.index_select(dim, index) for g, index in zip(grads, at, strict=True)))[:1]
-        return None, None, *(grad.index_copy(dim, index, total) for grad, index in zip(grads, at, strict=True))
+        dim, indices = ctx.where
+        (total,) = _sum(tuple(g.index_select(dim, index) for g, index in zip(grads, indices, strict=True)))[:1]
+        return None, None, *(grad.index_copy(dim, index, total) for grad, index in zip(grads, indices, strict=True))
 
 
 def _share(arguments: Sequence[Sequence[Any]]) -> Sequence[Tensor]:
     """Runs `share(x, axis, dim, ranges)`; the axis is all ranks, or groups of neighbours (`tp/4`)."""
     run = int(str(arguments[0][1]).partition("/")[2] or len(arguments))
-    found: list[Tensor] = []
-    for at in range(0, len(arguments), run):
-        group = arguments[at : at + run]
-        found += _Share.apply(group[0][2], [own[3] for own in group], *(own[0] for own in group))
-    return found
+    copies: list[Tensor] = []
+    for start in range(0, len(arguments), run):
+        group = arguments[start : start + run]
+        copies += _Share.apply(group[0][2], [row[3] for row in group], *(row[0] for row in group))
+    return copies
 
 
 def _together(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
     """Runs `together(xs, axis, where)`, tensor by tensor."""
     columns = []
     for i, where in enumerate(arguments[0][2]):
-        own = [(given[0][i], given[1], *(given[2][i] or ())) for given in arguments]
-        columns.append(_share(own) if where is not None else _conjugate("copy")(*(row[0] for row in own), rest=()))
+        rows = [(row[0][i], row[1], *(row[2][i] or ())) for row in arguments]
+        columns.append(_share(rows) if where is not None else _conjugate("copy")(*(row[0] for row in rows), rest=()))
     return list(zip(*columns, strict=True))
 
 
 def _async_linear(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
     """Runs `async_linear(x, axis, gathered, ...)`: the conjugate, then the products."""
     gathered = arguments[0][2]
-    kind = _conjugate("copy" if gathered is None else "all_gather")
-    read = kind(*(own[0] for own in arguments), rest=gathered or ())
-    return [products(x, *own[3:]) for x, own in zip(read, arguments, strict=True)]
+    conjugate = _conjugate("copy" if gathered is None else "all_gather")
+    read = conjugate(*(row[0] for row in arguments), rest=gathered or ())
+    return [products(x, *row[3:]) for x, row in zip(read, arguments, strict=True)]
 
 
 COLLECTIVES: dict[Any, Callable[..., Any]] = {
-    **{getattr(collectives, kind): _conjugate(kind) for kind in FORWARDS},
+    **{getattr(collectives, name): _conjugate(name) for name in FORWARDS},
     start_reduce: _conjugate("reduce"),
     start_copy: _conjugate("copy"),
     finish: lambda *xs, rest: xs,

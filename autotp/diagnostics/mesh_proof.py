@@ -110,31 +110,31 @@ class MeshProof:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         size = _number(self.operators[0])
-        each = f"{self.tp} of {self.tp} tensor-parallel ranks"
-        each += f" x {self.cp} of {self.cp} context-parallel ranks" * (self.cp > 1)
-        yield "types", f"{each}, {size} operators each, gradients included"
+        ranks_text = f"{self.tp} of {self.tp} tensor-parallel ranks"
+        ranks_text += f" x {self.cp} of {self.cp} context-parallel ranks" * (self.cp > 1)
+        yield "types", f"{ranks_text}, {size} operators each, gradients included"
         stages = len(self.division.blocks)
         if stages > 1:
-            tensors, most = max(n for n, _ in self.sent), max(size for _, size in self.sent)
+            tensors, peak = max(n for n, _ in self.sent), max(size for _, size in self.sent)
             crossing = (
-                f"at most {tensors} tensor{'s' * (tensors > 1)} and {most / 2**20:.3g} MiB a microbatch cross one"
+                f"at most {tensors} tensor{'s' * (tensors > 1)} and {peak / 2**20:.3g} MiB a microbatch cross one"
             )
             yield "stages", f"{stages} on {self.pp} pipeline ranks compute these graphs; {crossing}"
-        held = f"{_number(self.parameters)} parameters, each on one pipeline rank"
+        text = f"{_number(self.parameters)} parameters, each on one pipeline rank"
         for name, ranks in list(self.tied.items())[:4]:
-            held += f"; `{name}` on {', '.join(map(str, ranks))}, its gradient summed over them"
-        held += f"; and {len(self.tied) - 4} more on several" if len(self.tied) > 4 else ""
-        held += f"; {_number(len(self.without_gradient))} without a gradient" if self.without_gradient else ""
-        yield "parameters", held
+            text += f"; `{name}` on {', '.join(map(str, ranks))}, its gradient summed over them"
+        text += f"; and {len(self.tied) - 4} more on several" if len(self.tied) > 4 else ""
+        text += f"; {_number(len(self.without_gradient))} without a gradient" if self.without_gradient else ""
+        yield "parameters", text
         yield "schedule", f"{self.schedule}: {_number(self.actions)} forwards and backwards a replica, none twice"
         parts = (
             f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)} x {self.dp} replica{'s' * (self.dp > 1)}"
         )
         yield "loss", f"a sum over independent rows, so that {parts} add up to the whole batch"
         if self.divides:
-            kept = f"{_number(self.parameters - len(self.whole))} parameters are divided over {self.dp} replicas"
-            apart = f", {len(self.whole) or 'none'} {'are' if len(self.whole) > 1 else 'is'} whole on each"
-            yield "ZeRO", f"stage {self.zero}: {kept}{apart}; the gradient of each is summed over the replicas once"
+            split = f"{_number(self.parameters - len(self.whole))} parameters are divided over {self.dp} replicas"
+            whole = f", {len(self.whole) or 'none'} {'are' if len(self.whole) > 1 else 'is'} whole on each"
+            yield "ZeRO", f"stage {self.zero}: {split}{whole}; the gradient of each is summed over the replicas once"
 
 
 def _number(count: int) -> str:
@@ -146,7 +146,7 @@ def prove(
     inputs: Inputs,
     sizes: tuple[int, int, int],
     training: Training,
-    kept: list[list[Stage]] | None = None,
+    stages_of_ranks: list[list[Stage]] | None = None,
 ) -> tuple[Program, fx.Graph, MeshProof]:
     """Returns a model's program for a microbatch, the first rank's graph, and what is proved of the layout.
 
@@ -155,7 +155,7 @@ def prove(
     Args:
         inputs: the arguments of a microbatch.
         sizes: tp, pp and dp.
-        kept: takes the stages of each tensor-parallel rank, those of the first context-parallel rank first.
+        stages_of_ranks: takes the stages of each tensor-parallel rank, those of the first context-parallel rank first.
 
     Raises:
         Error: as `distribute`; or something cannot be proved.
@@ -170,8 +170,8 @@ def prove(
         analyse_microbatch(skeleton, args, kwargs, tp, training, None, rows, cp_rank) for cp_rank in range(training.cp)
     ]
     program = programs[0]
-    counts, found, first_graph = list[int](), list[tuple[Division, Composition]](), fx.Graph()
-    flats = (flat for each in programs for flat in flat_graphs(each, training.randomness))
+    counts, divisions, first_graph = list[int](), list[tuple[Division, Composition]](), fx.Graph()
+    flats = (flat for rank_program in programs for flat in flat_graphs(rank_program, training.randomness))
     with progress(f"proof of {tp * training.cp * pp * dp} ranks") as line:
         for rank, flat in enumerate(flats):
             line.begin(f"tp rank {rank % tp}")
@@ -179,12 +179,12 @@ def prove(
             counts.append(sum(node.op == "call_function" for node in flat.nodes))
             of_rank = programs[rank // tp]
             divided, stages = _divided(of_rank, graph, pp, training)
-            found.append((divided, _composed(of_rank, graph, stages, divided, pp, training)))
-            if kept is not None:
-                kept.append(stages)
-    first, composed = found[0]
-    for rank, (other, its) in enumerate(found[1:], 1):
-        if other != first or list(map(len, its.sent)) != list(map(len, composed.sent)):
+            divisions.append((divided, _composed(of_rank, graph, stages, divided, pp, training)))
+            if stages_of_ranks is not None:
+                stages_of_ranks.append(stages)
+    first, composed = divisions[0]
+    for rank, (rank_division, rank_composed) in enumerate(divisions[1:], 1):
+        if rank_division != first or list(map(len, rank_composed.sent)) != list(map(len, composed.sent)):
             raise Error(f"tp rank {rank % tp} would divide its graph in another way than tp rank 0")
     names = program.captured.parameters
     tied = _homes(composed, names, first.ranks)
@@ -219,9 +219,9 @@ def _composed(
     summed = holders(stages, names, pp, lambda rank: stages_of(training, rank, pp))
     if summed != (read := _homes(composed, names, divided.ranks)):
         raise Error("the gradient of a parameter is not summed over its readers", expected=str(read), got=str(summed))
-    kept = read_by_several_stages(stages, names, pp, lambda rank: stages_of(training, rank, pp))
-    if training.zero and kept != (read_twice := _read_twice(composed, names, divided.ranks)):
-        raise Error("a parameter would be in two units of ZeRO", expected=str(read_twice), got=str(kept))
+    read_by_several = read_by_several_stages(stages, names, pp, lambda rank: stages_of(training, rank, pp))
+    if training.zero and read_by_several != (read_twice := _read_twice(composed, names, divided.ranks)):
+        raise Error("a parameter would be in two units of ZeRO", expected=str(read_twice), got=str(read_by_several))
     return composed
 
 
@@ -233,11 +233,11 @@ def _read_twice(composed: Composition, names: Mapping[str, str], ranks: Sequence
 
 def _homes(composed: Composition, names: Mapping[str, str], ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Returns parameter -> the pipeline ranks that read it, where several do."""
-    found: dict[str, set[int]] = {}
+    homes: dict[str, set[int]] = {}
     for place, stages in composed.readers.items():
         if place in names:
-            found.setdefault(names[place], set()).update(ranks[i] for i in stages)
-    return {name: tuple(sorted(some)) for name, some in found.items() if len(some) > 1}
+            homes.setdefault(names[place], set()).update(ranks[i] for i in stages)
+    return {name: tuple(sorted(some)) for name, some in homes.items() if len(some) > 1}
 
 
 def expect_complete(order: Sequence[Sequence[Action]], stages: Sequence[Sequence[int]], microbatches: int) -> None:
@@ -249,12 +249,12 @@ def expect_complete(order: Sequence[Sequence[Action]], stages: Sequence[Sequence
     """
     for rank, row in enumerate(order):
         done = Counter((a.stage, half, a.microbatch) for a in row for half in _halves(a))
-        wanted = Counter((i, half, j) for i in stages[rank] for half in "FIW" for j in range(microbatches))
-        if done != wanted:
-            (stage, half, j), _ = next(iter(((done - wanted) + (wanted - done)).items()))
+        expected = Counter((i, half, j) for i in stages[rank] for half in "FIW" for j in range(microbatches))
+        if done != expected:
+            (stage, half, j), _ = next(iter(((done - expected) + (expected - done)).items()))
             raise Error(f"pp rank {rank} runs {half} of stage {stage} {done[stage, half, j]} times for microbatch {j}")
     try:
-        play(order, lambda action: 1.0, lambda here, there: 0.0)
+        play(order, lambda action: 1.0, lambda sender, receiver: 0.0)
     except AssertionError as error:
         raise Error(f"the schedule does not end: {error}") from error
 

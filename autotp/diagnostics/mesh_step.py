@@ -52,20 +52,20 @@ def compare_step(
     loss = _loss(model(*whole[0], **whole[1]))
     torch.autograd.backward(loss)
     replicas = [_given(program, _part(whole, places, i, dp)) for i in range(dp)]
-    counts = [counts_of(program, given, model) for given in replicas]
-    known = [count for count in counts if count is not None]
-    totals = named_totals(program, torch.stack(known).sum(0)) if known else {}
+    counts = [counts_of(program, replica, model) for replica in replicas]
+    defined_counts = [count for count in counts if count is not None]
+    totals = named_totals(program, torch.stack(defined_counts).sum(0)) if defined_counts else {}
     ranks = [rank_tensors(model, program.layouts, rank % program.tp) for rank in range(len(stages))]
     modules = [
-        [simulated(stage.graph, held, program, model, training) for stage in row]
-        for row, held in zip(stages, ranks, strict=True)
+        [simulated(stage.graph, local_tensors, program, model, training) for stage in row]
+        for row, local_tensors in zip(stages, ranks, strict=True)
     ]
     losses = [torch.zeros_like(loss) for _ in ranks]
     for i in range(dp * parts):
-        given = totals | _given(program, _part(whole, places, i, dp * parts))
-        found = _lockstep(program, stages, modules, ranks, given)
-        torch.autograd.backward(found)
-        losses = [sofar + one.detach() for sofar, one in zip(losses, found, strict=True)]
+        microbatch = totals | _given(program, _part(whole, places, i, dp * parts))
+        rank_losses = _lockstep(program, stages, modules, ranks, microbatch)
+        torch.autograd.backward(rank_losses)
+        losses = [sofar + rank_loss.detach() for sofar, rank_loss in zip(losses, rank_losses, strict=True)]
     scale = largest([loss.detach()])
     outputs = [Difference("loss", difference(loss.detach(), losses, Layout(()), scale))]
     tensors = dict(model.named_parameters())
@@ -80,17 +80,17 @@ def _lockstep(
     stages: Sequence[Sequence[Stage]],
     modules: Sequence[Sequence[Any]],
     ranks: Sequence[RankTensors],
-    given: Mapping[str, Tensor],
+    microbatch: Mapping[str, Tensor],
 ) -> list[Tensor]:
     """Runs the stages one after the other; returns each rank's loss of a microbatch."""
     names, constants = program.captured.parameters | program.captured.buffers, program.captured.constants
     sent: list[Sequence[Tensor]] = [()] * len(ranks)
     for i in range(len(stages[0])):
         rows = []
-        for rank, held in enumerate(ranks):
-            known = {**constants, **given, **dict(zip(stages[rank][i].received, sent[rank], strict=True))}
-            known |= {place: held[name] for place, name in names.items() if name in held}
-            rows.append([known[place] for place in placeholders(modules[rank][i].graph)])
+        for rank, tensors in enumerate(ranks):
+            values = {**constants, **microbatch, **dict(zip(stages[rank][i].received, sent[rank], strict=True))}
+            values |= {place: tensors[name] for place, name in names.items() if name in tensors}
+            rows.append([values[place] for place in placeholders(modules[rank][i].graph)])
         sent = run_lockstep([row[i] for row in modules], rows, program.options.cp)
     return [row[0] for row in sent]
 
@@ -115,6 +115,6 @@ def _given(program: Program, arguments: Any) -> dict[str, Tensor]:
 def _loss(result: Any) -> Tensor:
     """Returns the number among a model's outputs that `distribute` takes for the loss."""
     every = flatten(result)[0]
-    found = loss_among([x for x in every if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()], result)
-    assert found is not None
-    return found
+    loss = loss_among([x for x in every if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()], result)
+    assert loss is not None
+    return loss

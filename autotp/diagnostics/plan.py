@@ -182,8 +182,8 @@ class Plan(Shown):
         operators = [row for row in self.whole if row.operator]
         cut, every = len(self.cuts), len(self.cuts) + len(self.whole) - len(operators)
         without = f", {len(operators)} operators have no rule" if operators else ""
-        held = f"the fullest rank holds {self.share:.1%}"
-        return f"{self.model} on {self.sizes}: {cut} of {every} parameters are cut, {held}{without}"
+        fullest = f"the fullest rank holds {self.share:.1%}"
+        return f"{self.model} on {self.sizes}: {cut} of {every} parameters are cut, {fullest}{without}"
 
     @property
     def sizes(self) -> str:
@@ -266,13 +266,13 @@ def _totals(plan: Plan) -> Iterator[str]:
         none = "nothing: no sum over ranks has an axis along which an attention sums"
         yield f"sequence    {f'{plan.along_sequence} operators are cut along it' if plan.along_sequence else none}"
     if plan.outputs:
-        alike = Counter(str(layout).replace("-1", "?") for layout in plan.outputs)
-        held = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in alike.items())
-        yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
+        layout_counts = Counter(str(layout).replace("-1", "?") for layout in plan.outputs)
+        cut_outputs = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in layout_counts.items())
+        yield f'outputs     {cut_outputs} stay cut: autotp.gather makes them whole, or outputs="full"'
     if plan.in_halves is not None:
         none = "nothing: a batch is divided in training, and one row where an attention has a sequence that can be cut"
-        taken = f"{plan.in_halves} operators compute in halves, which take turns"
-        yield f"overlap     {taken if plan.in_halves else none}"
+        halves = f"{plan.in_halves} operators compute in halves, which take turns"
+        yield f"overlap     {halves if plan.in_halves else none}"
     if plan.cp > 1 and not plan.in_sequence:
         yield "over cp     no sequence can be cut: every cp rank computes the whole call"
     if plan.in_sequence:
@@ -281,11 +281,11 @@ def _totals(plan: Plan) -> Iterator[str]:
             yield f"balance     the ranks have equal work in {plan.balanced} causal attentions"
         for reason in plan.unbalanced:
             yield f"balance     the last rank has the most work in causal attention: {reason}"
-        most = sorted(plan.types.items(), key=lambda item: -item[1])[:TYPES]
-        yield f"types       {', '.join(f'{n} x {text}' for text, n in most)}{', ...' * (len(plan.types) > TYPES)}"
+        commonest = sorted(plan.types.items(), key=lambda item: -item[1])[:TYPES]
+        yield f"types       {', '.join(f'{n} x {text}' for text, n in commonest)}{', ...' * (len(plan.types) > TYPES)}"
     inputs = " ".join("x".join(map(str, shape)) for shape in plan.traffic.shapes if shape)
     for axis in ("tp", "cp") if plan.cp > 1 else ("tp",):
         t, over = plan.traffic.over(axis), f" over {axis}" * (plan.cp > 1)
         for name, counts, size in (("forward", t.forward, t.forward_bytes), ("backward", t.backward, t.backward_bytes)):
-            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "no collective"
+            kinds = ", ".join(f"{n} {collective}" for collective, n in sorted(counts.items())) or "no collective"
             yield f"{name:<12}{kinds}{over}; {bytes_text(size)} for inputs {inputs}"

@@ -107,18 +107,23 @@ class Reasons:
             return (_cause(self._tangling.get(node, reader), "tangled", whole.size.number),)
         if self.analysis.axes.bound[reader].cuttable(leaf) is None:
             return (_cause(reader, "whole", size),)
-        candidate, found = self._refusal(leaf)
-        if found.kind == "read":
-            blocked = found.nodes[0]
-            known = blocked not in self.analysis.axes.bound or self.analysis.axes.bound[blocked].known
-            return Cause("", "", WHY["read"].format(size=size)), _cause(blocked, "whole" if known else "no rule", size)
-        if found.kind == "unweighed" and (path := self._path(reader, candidate)):
-            steps = [Cause(operator_text(it), line_of(it), "is not cut") for it in path[:-1]]
+        candidate, refused = self._refusal(leaf)
+        if refused.kind == "read":
+            blocked = refused.nodes[0]
+            has_rule = blocked not in self.analysis.axes.bound or self.analysis.axes.bound[blocked].known
+            return (
+                Cause("", "", WHY["read"].format(size=size)),
+                _cause(blocked, "whole" if has_rule else "no rule", size),
+            )
+        if refused.kind == "unweighed" and (path := self._path(reader, candidate)):
+            steps = [Cause(operator_text(step), line_of(step), "is not cut") for step in path[:-1]]
             return (*steps, _cause(path[-1], "no rule", size))
-        names = [f"{find(it.leaf).size} {it.name}".rstrip() for it in found.others]
-        most = "".join(f", most at `{operator_text(it)}` ({line_of(it).split('  ')[0]})" for it in found.nodes)
-        others = ", ".join(dict.fromkeys(names)) or "another one"
-        return (Cause("", "", WHY[found.kind].format(size=size, others=others, most=most)),)
+        names = [f"{find(rival.leaf).size} {rival.name}".rstrip() for rival in refused.others]
+        sender_text = "".join(
+            f", most at `{operator_text(sender)}` ({line_of(sender).split('  ')[0]})" for sender in refused.nodes
+        )
+        rival_names = ", ".join(dict.fromkeys(names)) or "another one"
+        return (Cause("", "", WHY[refused.kind].format(size=size, others=rival_names, most=sender_text)),)
 
     def _path(self, reader: fx.Node, candidate: Candidate) -> list[fx.Node]:
         """Returns the operators from a reader up to one without a rule that makes the axis; without the reader itself.
@@ -135,19 +140,19 @@ class Reasons:
                 return path
             factor = axes.bound[node].cuttable(candidate.leaf)
             made = [maker(axes.bound[node].operands[i]) for i in (factor.ins if factor is not None else ())]
-            new = [it for it in made if it in axes.bound and it not in read_from]
-            read_from.update(dict.fromkeys(new, node))
-            queue += dict.fromkeys(new)
+            unvisited = [operand for operand in made if operand in axes.bound and operand not in read_from]
+            read_from.update(dict.fromkeys(unvisited, node))
+            queue += dict.fromkeys(unvisited)
         return []
 
     def _refusal(self, leaf: Axis) -> tuple[Candidate, Refusal]:
         """Returns an axis as a candidate, and why it was refused."""
         key = id(find(leaf))
         if key not in self._refusals:
-            it = self.analysis
-            having = [node for node in self.parameters if any(other is find(leaf) for other in self._leaves(node))]
-            candidate = along(find(leaf), self._touching.get(key, ()), it.axes, having)
-            why = refusal(candidate, it.decision, it.axes, it.differentiable, self.total, it.tp)
+            program = self.analysis
+            having = [node for node in self.parameters if any(axis is find(leaf) for axis in self._leaves(node))]
+            candidate = along(find(leaf), self._touching.get(key, ()), program.axes, having)
+            why = refusal(candidate, program.decision, program.axes, program.differentiable, self.total, program.tp)
             self._refusals[key] = candidate, why
         return self._refusals[key]
 
@@ -157,23 +162,23 @@ class Reasons:
     @cached_property
     def _touching(self) -> dict[int, list[fx.Node]]:
         """The operators that have a leaf, by its id."""
-        found: dict[int, list[fx.Node]] = {}
+        nodes_by_leaf: dict[int, list[fx.Node]] = {}
         for node, bound in self.analysis.axes.bound.items():
             for leaf in dict.fromkeys(leaf for factor in bound.factors for leaf in leaves(factor.axis)):
-                found.setdefault(id(leaf), []).append(node)
-        return found
+                nodes_by_leaf.setdefault(id(leaf), []).append(node)
+        return nodes_by_leaf
 
     @cached_property
     def _tangling(self) -> dict[fx.Node, fx.Node]:
         """Parameter -> the first operator behind which one of its axes can no longer be cut."""
-        axes, found = Axes(), dict[fx.Node, fx.Node]()
+        axes, tangling = Axes(), dict[fx.Node, fx.Node]()
         for node in self.analysis.graph.nodes:
             visit(node, axes)
             for parameter in self.parameters:
-                dims = axes.of(parameter) if parameter in axes.dims and parameter not in found else ()
+                dims = axes.of(parameter) if parameter in axes.dims and parameter not in tangling else ()
                 if any(leaf.tangled for axis in dims for leaf in leaves(axis)):
-                    found[parameter] = node
-        return found
+                    tangling[parameter] = node
+        return tangling
 
 
 def _cause(node: fx.Node, why: str, size: int) -> Cause:
@@ -183,8 +188,8 @@ def _cause(node: fx.Node, why: str, size: int) -> Cause:
 def _text(because: Sequence[Cause]) -> str:
     """Returns the steps from a reader to the cause, without most of those between."""
     first, *between, last = because
-    shown = [first, *between[: STEPS - 2]]
-    texts = [*map(str, shown), *["..."] * (len(because) > STEPS)]
+    steps = [first, *between[: STEPS - 2]]
+    texts = [*map(str, steps), *["..."] * (len(because) > STEPS)]
     itself = (last.operator, last.at) == (first.operator, first.at)
     return ": ".join([*texts, f"it {last.why}" if itself else f"{last}"])
 

@@ -72,7 +72,7 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
 def _is_along(value: fx.Node, analysis: Program) -> bool:
     """True for a value that is cut along a sequence."""
     leaf = analysis.decision.cuts.get(value)
-    return leaf is not None and find(leaf) in {find(other) for other in analysis.decision.scattered.values()}
+    return leaf is not None and find(leaf) in {find(sequence) for sequence in analysis.decision.scattered.values()}
 
 
 def _along_sequence(analysis: Program) -> int | None:
@@ -84,14 +84,14 @@ def _along_sequence(analysis: Program) -> int | None:
 
 def _types_along_sequences(analysis: Program) -> dict[str, int]:
     """Returns the types of values that are cut along a sequence over cp, with both cuts -> how many values have it."""
-    letters, found = sizes_of(analysis.graph), Counter[str]()
+    letters, counts = sizes_of(analysis.graph), Counter[str]()
     for node in analysis.graph.nodes if analysis.options.cp > 1 else ():
         values = zip(outputs_of(node), analysis.axes.dims.get(node, ()), analysis.have.get(node, ()), strict=False)
         for value, dims, placement in values:
             sizes = size_text(Typed(value.dtype, dims, placement, flows=True), letters).partition("[")[2]
             if value.is_floating_point() and "@cp" in sizes:
-                found[f"[{sizes.partition(']')[0]}]"] += 1
-    return dict(found)
+                counts[f"[{sizes.partition(']')[0]}]"] += 1
+    return dict(counts)
 
 
 def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
@@ -99,14 +99,14 @@ def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
     again = _gathered_again(graph, analysis)
     graph, sends = separate(graph), []
     learnt, graded = _learning(graph, analysis)
-    own = backward_of(graph)
+    in_backward = backward_of(graph)
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if node.target is not together and getattr(collectives, name, None) is not node.target:
             continue
         for side, table in enumerate((FORWARD, BACKWARD if node in graded else {})):
             if name in table:
-                read, back = node.all_input_nodes, bool(side) or node in own
+                read, back = node.all_input_nodes, bool(side) or node in in_backward
                 size = max(sum(map(_bytes, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
                 own_axis = str(node.args[1]).partition("/")[0]
                 of_parameters = all(_placeholder(n) in learnt for n in read)
@@ -134,15 +134,15 @@ def _learning(graph: fx.Graph, analysis: Program) -> tuple[frozenset[fx.Node], s
 
 def _gathered_again(graph: fx.Graph, analysis: Program) -> list[Sent]:
     """Returns the all-gathers in backward of joined products, which gather their input again."""
-    (_, graded), found = _learning(graph, analysis), []
+    (_, graded), sends = _learning(graph, analysis), []
     for node in graph.nodes:
         if node.target is async_linear and node.args[2] is not None and any(w in graded for w in node.args[4]):
             x, (dim, length, *_) = node.args[0], node.args[2]
             whole = list(x.meta["val"].shape)
             whole[dim] = length.meta["val"] if isinstance(length, fx.Node) else length
             size = _elements(whole) * x.meta["val"].dtype.itemsize
-            found.append(Sent("all-gather", layer_of(node), size, True, False))
-    return found
+            sends.append(Sent("all-gather", layer_of(node), size, True, False))
+    return sends
 
 
 def _bytes(value: torch.Tensor) -> int:

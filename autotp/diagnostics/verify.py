@@ -135,7 +135,7 @@ class Report(Shown):
             "ok": self.ok,
             "computed": bool(self.gradients),
             "tolerance": self.tolerance,
-            **{label: [{"name": d.name, "error": _number(d.error)} for d in found] for label, found in rows.items()},
+            **{label: [{"name": d.name, "error": _number(d.error)} for d in row] for label, row in rows.items()},
             "plan": self.plan.to_dict(),
             "mesh": None if self.mesh is None else self.mesh.to_dict(),
         }
@@ -194,8 +194,8 @@ def make_trial(
         tensors = [
             of_inputs and x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         ]
-        wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
-        call = CallState(wanted=wanted, values=values)
+        needed = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
+        call = CallState(wanted=needed, values=values)
         skeleton, settings = skeleton_of(whole), replace(settings, randomness="exact")
         programs = [analyse(skeleton, args, kwargs, tp, settings, call, amend, rank) for rank in range(settings.cp)]
         graphs, analysis = [graph for program in programs for graph in flat_graphs(program, "exact")], programs[0]
@@ -240,36 +240,36 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
         seed(0)
         ran = run_lockstep(modules, placed, analysis.options.cp)
-        known = len(analysis.call.values.outcomes)
-        if (outcomes := contradicted(analysis.captured, ran[0], known)) is not None:
+        outcome_count = len(analysis.call.values.outcomes)
+        if (outcomes := contradicted(analysis.captured, ran[0], outcome_count)) is not None:
             other_reads = guesses(analysis.captured, ran[0])
             raise OtherValues(KnownValues(analysis.captured.places, outcomes, guesses=other_reads))
-        found = [[_as_tensor(x) for x in row] for row in ran]
+        rank_outputs = [[_as_tensor(x) for x in row] for row in ran]
         seed(0)
-        expected, names, others = _returned(model, trial, inputs)
+        expected, names, differences = _returned(model, trial, inputs)
         outputs = [
-            _output(i, names.get(i, f"{i}"), value, [row[i] for row in found], analysis)
+            _output(i, names.get(i, f"{i}"), value, [row[i] for row in rank_outputs], analysis)
             for i, value in expected.items()
-        ] + others
-        outputs += _buffers(model, found, ranks, trial)
-        _backward(expected, found, analysis)
+        ] + differences
+        outputs += _buffers(model, rank_outputs, ranks, trial)
+        _backward(expected, rank_outputs, analysis)
         whole = dict(model.named_parameters()) | inputs
         rows = outputs, gradient_differences(whole, ranks, analysis), step_differences(whole, ranks, analysis)
     return Report(trial.plan, *[tuple(sorted(row, key=descending)) for row in rows])  # type: ignore[arg-type]
 
 
 def _copy_of(graph: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    new.output(new.graph_copy(graph, {}))
-    return new
+    copied_graph = fx.Graph()
+    copied_graph.output(copied_graph.graph_copy(graph, {}))
+    return copied_graph
 
 
 def _joined(first: Report, second: Report) -> Report:
     """Joins the reports of two consecutive calls."""
 
-    def both(mine: Sequence[Difference], its: Sequence[Difference]) -> tuple[Difference, ...]:
-        later = [Difference(f"{one.name} of a second call", one.error) for one in its]
-        return tuple(sorted((*mine, *later), key=descending))
+    def both(first_rows: Sequence[Difference], second_rows: Sequence[Difference]) -> tuple[Difference, ...]:
+        later = [Difference(f"{row.name} of a second call", row.error) for row in second_rows]
+        return tuple(sorted((*first_rows, *later), key=descending))
 
     gradients = both(first.gradients, second.gradients)
     return Report(first.plan, both(first.outputs, second.outputs), gradients, both(first.steps, second.steps))
@@ -280,29 +280,29 @@ def _inputs(trial: Trial) -> RankTensors:
 
     Floating tensors require a gradient, unless the model cannot run with such arguments.
     """
-    given = [leaf for leaf in flatten((trial.args, trial.kwargs))[0] if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in flatten((trial.args, trial.kwargs))[0] if isinstance(leaf, Tensor)]
     modules = dict(trial.model.named_modules())
-    given += [found_at(modules, path) for path in trial.analysis.captured.input_at]
-    found = {f"input {i}": t.detach().clone() for i, t in enumerate(given)}
-    return {name: t.requires_grad_() if trial.of_inputs and t.is_floating_point() else t for name, t in found.items()}
+    tensors += [found_at(modules, path) for path in trial.analysis.captured.input_at]
+    copies = {f"input {i}": t.detach().clone() for i, t in enumerate(tensors)}
+    return {name: t.requires_grad_() if trial.of_inputs and t.is_floating_point() else t for name, t in copies.items()}
 
 
 def _rank(trial: Trial, rank: int) -> RankTensors:
     return rank_tensors(trial.model, trial.analysis.layouts, rank) | _inputs(trial)
 
 
-def _placed(graph: fx.Graph, held: RankTensors, trial: Trial) -> list[Tensor]:
+def _placed(graph: fx.Graph, tensors: RankTensors, trial: Trial) -> list[Tensor]:
     """Returns the values of the placeholders of a rank's graph, in order."""
     captured, row = trial.analysis.captured, []
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in captured.parameters:
-            row.append(held[captured.parameters[node.name]])
+            row.append(tensors[captured.parameters[node.name]])
         elif node.op == "placeholder" and node.name in captured.buffers:
-            row.append(held[captured.buffers[node.name]])
+            row.append(tensors[captured.buffers[node.name]])
         elif node.op == "placeholder" and node.name in captured.constants:
             row.append(captured.constants[node.name])
         elif node.op == "placeholder":
-            row.append(held[f"input {captured.inputs.index(node.name)}"])
+            row.append(tensors[f"input {captured.inputs.index(node.name)}"])
     return row
 
 
@@ -316,54 +316,54 @@ def _returned(
         result; and the differences of other attributes, and of the number of results.
     """
     queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
-    given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    arguments = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     captured, modules = trial.analysis.captured, dict(model.named_modules())
-    tensors_at = [i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+    tensors_at = [i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
     for i, _ in captured.into:
-        given[tensors_at[i]] = given[tensors_at[i]].clone()  # Forward must not write into a leaf.
-    args, kwargs = pytree.tree_unflatten(given, spec)
+        arguments[tensors_at[i]] = arguments[tensors_at[i]].clone()  # Forward must not write into a leaf.
+    args, kwargs = pytree.tree_unflatten(arguments, spec)
     for path in captured.input_at:
         put_at(modules, path, next(queue).clone())
-    shapes: list[Sequence[int]] = [t.shape for t in given if isinstance(t, Tensor)]
+    shapes: list[Sequence[int]] = [t.shape for t in arguments if isinstance(t, Tensor)]
     shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
     before, changed = Before(model), states((args, kwargs))
-    found, (of_result, _) = outcome(model(*args, **kwargs), changed)
-    mine = [leaf for leaf in found if isinstance(leaf, Tensor)]
+    result_leaves, (of_result, _) = outcome(model(*args, **kwargs), changed)
+    result_tensors = [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
     keys = leaf_names(of_result)
-    names = dict(enumerate(keys[at] for at, leaf in enumerate(found[: len(keys)]) if isinstance(leaf, Tensor)))
-    tensors = dict(enumerate(mine[: captured.results]))
+    names = dict(enumerate(keys[i] for i, leaf in enumerate(result_leaves[: len(keys)]) if isinstance(leaf, Tensor)))
+    tensors = dict(enumerate(result_tensors[: captured.results]))
     written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
-    written |= {at: given[tensors_at[i]] for i, at in captured.into}
-    set_to, others = _set_to(before, captured, shapes)
-    if len(mine) != captured.results:
-        counts = f"the number of outputs: {captured.results} of a rank, {len(mine)} of one device"
-        others.append(Difference(counts, float("inf")))
-    return {**set_to, **written, **tensors}, names, others
+    written |= {position: arguments[tensors_at[i]] for i, position in captured.into}
+    set_to, differences = _set_to(before, captured, shapes)
+    if len(result_tensors) != captured.results:
+        counts = f"the number of outputs: {captured.results} of a rank, {len(result_tensors)} of one device"
+        differences.append(Difference(counts, float("inf")))
+    return {**set_to, **written, **tensors}, names, differences
 
 
 def _set_to(
     before: Before, captured: Captured, shapes: Sequence[Sequence[int]]
 ) -> tuple[dict[int, Tensor], list[Difference]]:
     """Compares attributes that one device sets with those that a rank sets: tensors by position, and differences."""
-    found, different = dict[int, Tensor](), list[Difference]()
+    tensors, different = dict[int, Tensor](), list[Difference]()
     real = dict(before.changes())
     for change in captured.changes:
         if not isinstance(change, Change):
             continue
         holder = keyed(before.at(change.path))
         for key, value in change.values.items():
-            mine, its = value, flatten_new_value(holder[key], before.places) if key in holder else GONE
+            rank_value, device_value = value, flatten_new_value(holder[key], before.places) if key in holder else GONE
             real.get(change.path, {}).pop(key, None)
-            if mine is GONE or its is GONE or mine[1] != its[1]:
-                different += [Difference(spelled(change.path, key), float("inf"))] * (mine is not its)
+            if rank_value is GONE or device_value is GONE or rank_value[1] != device_value[1]:
+                different += [Difference(spelled(change.path, key), float("inf"))] * (rank_value is not device_value)
                 continue
-            for leaf, one in zip(mine[0], its[0], strict=True):
+            for leaf, device_leaf in zip(rank_value[0], device_value[0], strict=True):
                 if isinstance(leaf, OutputAt):
-                    found[leaf.at] = _as_tensor(one)
-                elif (leaf.kind(leaf.expression(shapes)) if isinstance(leaf, InputSize) else leaf) != one:
+                    tensors[leaf.at] = _as_tensor(device_leaf)
+                elif (leaf.kind(leaf.expression(shapes)) if isinstance(leaf, InputSize) else leaf) != device_leaf:
                     different.append(Difference(spelled(change.path, key), float("inf")))
-    return found, different + [
-        Difference(spelled(path, key), float("inf")) for path, new in real.items() for key in new
+    return tensors, different + [
+        Difference(spelled(path, key), float("inf")) for path, values in real.items() for key in values
     ]
 
 
@@ -373,11 +373,11 @@ def _as_tensor(x: Any) -> Tensor:
 
 
 def _buffers(
-    model: nn.Module, found: Sequence[Sequence[Tensor]], ranks: Sequence[RankTensors], trial: Trial
+    model: nn.Module, rank_outputs: Sequence[Sequence[Tensor]], ranks: Sequence[RankTensors], trial: Trial
 ) -> list[Difference]:
     """Compares the buffers that the call changes, on one device or on a rank: in place, or as the last outputs."""
     names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
-    returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in found), strict=True), strict=True))
+    returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in rank_outputs), strict=True), strict=True))
     rows = []
     made = {
         f"{c.path[0]}.{key}".lstrip(".")
@@ -397,18 +397,18 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]], analysis: Program) -> None:
+def _backward(expected: Mapping[int, Tensor], rank_outputs: Sequence[Sequence[Tensor]], analysis: Program) -> None:
     """Computes the gradients of one objective, on one device and on the ranks; of a cut output each has its part."""
-    kept = [i for i, value in expected.items() if value.requires_grad]
-    if not kept:
+    indices = [i for i, value in expected.items() if value.requires_grad]
+    if not indices:
         return
-    weights = {i: _weights(expected[i]) for i in kept}
-    mine = []
-    for rank, row in enumerate(found):
-        own = {i: _whole_layout(i, expected[i], analysis).take(weights[i], rank % analysis.tp) for i in kept}
-        mine.append(_objective([(row[i], own[i]) for i in kept]))
-    torch.autograd.backward(_objective([(expected[i], weights[i]) for i in kept]))  # A method would leave the mode.
-    torch.autograd.backward(mine)
+    weights = {i: _weights(expected[i]) for i in indices}
+    objectives = []
+    for rank, row in enumerate(rank_outputs):
+        parts = {i: _whole_layout(i, expected[i], analysis).take(weights[i], rank % analysis.tp) for i in indices}
+        objectives.append(_objective([(row[i], parts[i]) for i in indices]))
+    torch.autograd.backward(_objective([(expected[i], weights[i]) for i in indices]))  # A method would leave the mode.
+    torch.autograd.backward(objectives)
 
 
 def _weights(value: Tensor) -> Tensor:
@@ -423,9 +423,9 @@ def _objective(outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _output(i: int, name: str, value: Tensor, parts: list[Tensor], analysis: Program) -> Difference:
     layout = _whole_layout(i, value, analysis)
-    kind = "loss" if value.dim() == 0 else f"output {name}".rstrip()
+    label = "loss" if value.dim() == 0 else f"output {name}".rstrip()
     scale = largest([value.detach()]) if value.dtype != torch.bool else 1.0
-    return Difference(kind, difference(value.detach(), [part.detach() for part in parts], layout, scale))
+    return Difference(label, difference(value.detach(), [part.detach() for part in parts], layout, scale))
 
 
 def _whole_layout(i: int, value: Tensor, analysis: Program) -> Layout:
@@ -440,14 +440,14 @@ def _on_meta(model: nn.Module) -> bool:
 
 def _lines(report: Report) -> Iterator[str]:
     if report.gradients:
-        found = {"outputs": report.outputs, "gradients": report.gradients, "after a step": report.steps}
-        for label, rows in found.items():
+        rows_by_label = {"outputs": report.outputs, "gradients": report.gradients, "after a step": report.steps}
+        for label, rows in rows_by_label.items():
             worst = rows[0] if rows else "none"
             yield f"  {label:<13}{len(rows):>4} compared, worst {worst}"
             for bad in [row for row in rows[1:8] if not row.error <= report.tolerance]:
                 yield f"  {'':<13}     and {bad}"
     sides = (report.plan.traffic.forward, report.plan.traffic.backward)
-    kinds = [", ".join(f"{n} {kind}" for kind, n in sorted(c.items())) or "none" for c in sides]
+    kinds = [", ".join(f"{n} {collective}" for collective, n in sorted(c.items())) or "none" for c in sides]
     yield f"  forward         {kinds[0]}"
     yield f"  backward        {kinds[1]}"
 
@@ -600,15 +600,15 @@ def compare_calls(
 def _compared_calls(
     model: nn.Module, inputs: Inputs, tp: int, settings: Options, amend: Amend | None, line: Line
 ) -> Report:
-    trial, found = _compared(model, inputs, tp, settings, amend, line)
+    trial, first_report = _compared(model, inputs, tp, settings, amend, line)
     line.count()
     if not trial.analysis.captured.changes or not trial.graphs:
-        return found
+        return first_report
     with all_double(), empty_caches(model):  # The second call reads the attributes that the first has set.
         called, changed = copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
         with torch.no_grad(), forked():
             called(*changed[0], **changed[1])
-    return _joined(found, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
+    return _joined(first_report, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
 
 
 def _read_by_one_device(trial: Trial) -> KnownValues:
@@ -638,8 +638,8 @@ def _compared(
             line.begin("run")
         try:
             return trial, compare(trial)
-        except OtherValues as other:
-            values = other.values
+        except OtherValues as contradiction:
+            values = contradiction.values
         except (IndexError, RuntimeError, ValueError):  # NOTE [A graph that fails] in graph_entry.py
             assumes = any(not read.of_inputs for read in trial.analysis.captured.asked)
             if listed or not assumes:

@@ -57,7 +57,7 @@ _of_threads = threading.local()
 
 
 @contextmanager
-def progress(what: str, total: int | None = None, unit: str = "") -> Iterator[Line]:
+def progress(task: str, total: int | None = None, unit: str = "") -> Iterator[Line]:
     """A region whose progress is shown after DELAY seconds, on the first rank and if stderr is a terminal.
 
     A region within another is shown in the other's line.
@@ -67,14 +67,14 @@ def progress(what: str, total: int | None = None, unit: str = "") -> Iterator[Li
         unit: "B" for bytes.
     """
     outer: Line | None = getattr(_of_threads, "line", None)
-    line = Line(what, total, unit)
+    line = Line(task, total, unit)
     _of_threads.line, ended = line, threading.Event()
-    shown = None
+    thread = None
     if outer is not None:
         outer.inner = line
     elif _is_first() and sys.stderr.isatty():
-        shown = threading.Thread(target=_show, args=(line, ended, sys.stderr), name="autotp.progress", daemon=True)
-        shown.start()
+        thread = threading.Thread(target=_show, args=(line, ended, sys.stderr), name="autotp.progress", daemon=True)
+        thread.start()
     try:
         yield line
     finally:
@@ -82,8 +82,8 @@ def progress(what: str, total: int | None = None, unit: str = "") -> Iterator[Li
         ended.set()
         if outer is not None:
             outer.inner = None
-        if shown is not None:
-            shown.join()
+        if thread is not None:
+            thread.join()
 
 
 def _is_first() -> bool:

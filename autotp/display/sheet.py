@@ -116,7 +116,7 @@ def lines_of(sheet: Sheet, width: int = WIDTH) -> Iterator[Line]:
         if isinstance(part, Table):
             yield from lines_of_table(part, width)
         elif isinstance(part, Code):
-            yield from ([(text, STYLES[kind])] for text, kind in part.lines)
+            yield from ([(text, STYLES[line_kind])] for text, line_kind in part.lines)
         else:
             yield from ([(text, "")] for text in part)
 
@@ -125,12 +125,12 @@ def lines_of_table(part: Table, width: int = WIDTH) -> Iterator[Line]:
     """Yields the lines of a table. width: the most characters of a line"""
     titles = len(list(table_cells(part.head, [], width)))
     for i, cells in enumerate(table_cells(part.head, part.rows, width)):
-        last = max((at for at, cell in enumerate(cells) if cell.strip()), default=-1)
+        last = max((column for column, cell in enumerate(cells) if cell.strip()), default=-1)
         line: Line = []
-        for at, (cell, kind) in enumerate(zip(cells[: last + 1], part.kinds, strict=False)):
+        for column, (cell, column_kind) in enumerate(zip(cells[: last + 1], part.kinds, strict=False)):
             text = cell.rstrip()
-            line.append((text, "bold" if i < titles else STYLES[kind]))
-            line.append((" " * (len(cell) - len(text) + 2) * (at < last), ""))
+            line.append((text, "bold" if i < titles else STYLES[column_kind]))
+            line.append((" " * (len(cell) - len(text) + 2) * (column < last), ""))
         yield line
 
 
@@ -154,7 +154,7 @@ def html(sheet: Sheet) -> str:
 
 def _html_part(part: Table | Code | tuple[str, ...]) -> str:
     if isinstance(part, Code):
-        spans = (f'<span style="{CSS[kind]}">{escape(text)}</span>' for text, kind in part.lines)
+        spans = (f'<span style="{CSS[line_kind]}">{escape(text)}</span>' for text, line_kind in part.lines)
         return f'<pre style="background:none">{chr(10).join(spans)}</pre>'
     if not isinstance(part, Table):
         return f'<pre style="background:none;white-space:pre-wrap">{escape(chr(10).join(part))}</pre>'
@@ -165,4 +165,4 @@ def _html_part(part: Table | Code | tuple[str, ...]) -> str:
 
 def _html_cells(row: tuple[str, ...], kinds: tuple[Kind, ...]) -> str:
     cells: Any = zip(row, kinds, strict=True)
-    return "".join(f'<td style="{CELL};{CSS[kind]}">{escape(cell)}</td>' for cell, kind in cells)
+    return "".join(f'<td style="{CELL};{CSS[column_kind]}">{escape(cell)}</td>' for cell, column_kind in cells)

@@ -24,29 +24,29 @@ def folded(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]
     layers: dict[tuple[str, ...], list[list[int]]] = {}
     for name, rest in rows:
         layers.setdefault((re.sub(r"\d+", "#", name), *rest), []).append([int(n) for n in re.findall(r"\d+", name)])
-    folded = [(_numbered(template, numbers), *others) for (template, *others), numbers in layers.items()]
+    folded = [(_numbered(template, numbers), *cells) for (template, *cells), numbers in layers.items()]
     return _joined(_joined(folded, 1), 2)
 
 
 def _joined(rows: list[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:
     """Joins rows whose names differ only in the part at `place`, counted from the end."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for name, *others in rows:
+    parts_by_row: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
         parts = name.split(".")
-        own = ""
+        part = ""
         if len(parts) >= place:
-            own, parts[-place] = parts[-place], "{}"
-        found.setdefault((".".join(parts), *others), []).append(own)
-    return [(name.replace("{}", _either(own)), *others) for (name, *others), own in found.items()]
+            part, parts[-place] = parts[-place], "{}"
+        parts_by_row.setdefault((".".join(parts), *cells), []).append(part)
+    return [(name.replace("{}", _either(names)), *cells) for (name, *cells), names in parts_by_row.items()]
 
 
 def _either(names: list[str]) -> str:
     return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
 
 
-def _numbered(template: str, found: list[list[int]]) -> str:
+def _numbered(template: str, numbers: list[list[int]]) -> str:
     """Returns the template with each number, or range of numbers, at its place."""
-    for column in zip(*found, strict=True):
+    for column in zip(*numbers, strict=True):
         template = template.replace("#", _range(sorted(set(column))), 1)
     return template
 
@@ -79,7 +79,7 @@ def _broken(text: str, width: int) -> list[str]:
     """Returns the text in lines of at most `width`, broken after spaces, dots or commas if there are any."""
     lines = []
     while len(text) > width:
-        at = max((text.rfind(mark, 0, width) + 1 for mark in " .,"), default=0) or width
-        lines.append(text[:at])
-        text = text[at:].lstrip()
+        end = max((text.rfind(mark, 0, width) + 1 for mark in " .,"), default=0) or width
+        lines.append(text[:end])
+        text = text[end:].lstrip()
     return [*lines, text]

@@ -38,7 +38,9 @@ FOUND: dict[str, Callable[[Program], str]] = {
     ),
     "have": lambda p: f"placements of {_many(len(p.have), 'value')}",
     "hoisted": lambda p: f"{_many(len(p.hoisted), 'operator')} on copies",
-    "layouts": lambda p: f"{sum(it.dim is not None for it in p.layouts.values())} of {len(p.layouts)} parameters cut",
+    "layouts": lambda p: (
+        f"{sum(layout.dim is not None for layout in p.layouts.values())} of {len(p.layouts)} parameters cut"
+    ),
 }
 """A fact about a program -> what is said of it after the pass that finds it."""
 
@@ -69,13 +71,13 @@ class PassRow:
 
     def cells(self) -> tuple[str, ...]:
         """Returns the cells of the table."""
-        sends = "" if self.collectives is None else _change(*(_sends(it) for it in self.collectives))
+        sends = "" if self.collectives is None else _change(*(_sends(pair) for pair in self.collectives))
         rewrites = "" if self.rewrites is None or not any(self.rewrites) else "+{} -{}".format(*self.rewrites)
         return self.stage, self.name, _change(*self.operators), rewrites, sends, f"{self.seconds:.3f}", self.found
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the row as plain data."""
-        sends = None if self.collectives is None else [dict(zip(SIDES, it, strict=True)) for it in self.collectives]
+        sends = None if self.collectives is None else [dict(zip(SIDES, pair, strict=True)) for pair in self.collectives]
         return {
             "stage": self.stage,
             "pass": self.name,
@@ -144,16 +146,16 @@ class PassTable(Shown):
         }
 
 
-def _code_sheet(title: str, code: str, other: str, kind: Kind) -> Sheet:
-    """Returns a sheet of code. kind: of its lines that `other` does not have"""
-    known = set(other.splitlines())
+def _code_sheet(title: str, code: str, other_code: str, mark: Kind) -> Sheet:
+    """Returns a sheet of code. mark: of its lines that `other_code` does not have"""
+    other_lines = set(other_code.splitlines())
     return Sheet(
-        title, (Code(tuple((line, "" if line in known else kind) for line in code.splitlines())),), apart=False
+        title, (Code(tuple((line, "" if line in other_lines else mark) for line in code.splitlines())),), apart=False
     )
 
 
-def _many(count: int, one: str, several: str = "") -> str:
-    return f"{count} {one if count == 1 else several or f'{one}s'}"
+def _many(count: int, singular: str, plural: str = "") -> str:
+    return f"{count} {singular if count == 1 else plural or f'{singular}s'}"
 
 
 def _change(before: Any, after: Any) -> str:
@@ -166,16 +168,16 @@ def _sends(sends: Sends) -> str:
 
 def names_of_passes(options: Options) -> list[str]:
     """Returns the names of the passes that run with these options, in order."""
-    passes = [each.name for each in (*CANONICALIZE, *PLAN, *LOWER) if each.wanted(options)]
+    passes = [pass_.name for pass_ in (*CANONICALIZE, *PLAN, *LOWER) if pass_.wanted(options)]
     return ["capture", *passes, "check", "emit"]
 
 
-def pass_table(model: nn.Module, tp: int, options: Options, example_inputs: Any = None, shown: str = "") -> PassTable:
+def pass_table(model: nn.Module, tp: int, options: Options, example_inputs: Any = None, chosen: str = "") -> PassTable:
     """Returns what each pass does to a model on `tp` ranks; the graphs are those of the first rank.
 
     Args:
         example_inputs: as for `parallelize`.
-        shown: the name of a pass whose code is wanted, of `names_of_passes`.
+        chosen: the name of a pass whose code is wanted, of `names_of_passes`.
 
     Raises:
         Error: as `parallelize`.
@@ -187,8 +189,8 @@ def pass_table(model: nn.Module, tp: int, options: Options, example_inputs: Any 
         with uncollected():
             for step in run_steps(model, tp, options, example_inputs):
                 rows.append(_row(step))
-                if step.name == shown:
-                    code[shown] = step.was(), step.became()
+                if step.name == chosen:
+                    code[chosen] = step.was(), step.became()
         return PassTable(type(model).__name__, tp, options.cp, _size_of(model), tuple(rows), code)
 
     return within(f"stages({type(model).__name__}, tp={tp}{f', cp={options.cp}' * (options.cp != 1)})", run)
@@ -196,8 +198,8 @@ def pass_table(model: nn.Module, tp: int, options: Options, example_inputs: Any 
 
 def _size_of(model: nn.Module) -> str:
     parameters = list(model.parameters())
-    held = bytes_text(sum(p.numel() * p.element_size() for p in parameters))
-    return f"{_many(len(list(model.modules())), 'module')}, {_many(len(parameters), 'parameter')} of {held}"
+    size = bytes_text(sum(p.numel() * p.element_size() for p in parameters))
+    return f"{_many(len(list(model.modules())), 'module')}, {_many(len(parameters), 'parameter')} of {size}"
 
 
 def _row(step: Step) -> PassRow:
@@ -227,16 +229,18 @@ def _facts(step: Step) -> Iterator[str]:
         module, *blocks = step.graphs[1]
         calls = sum(node.op == "call_module" for node in module.nodes)
         yield f"{_many(calls, 'block')} of {_many(len(blocks), 'kind')}" if calls else "no blocks"
-    for name, told in FOUND.items():
+    for name, describe in FOUND.items():
         was, now = (getattr(program, name, UNKNOWN) for program in (step.before, step.program))
-        if was is not now and (was is UNKNOWN or told(step.program) != told(step.before)):
-            yield told(step.program)
+        if was is not now and (was is UNKNOWN or describe(step.program) != describe(step.before)):
+            yield describe(step.program)
 
 
 def _sent(graphs: tuple[fx.Graph, ...], step: Step) -> Sends:
     """Returns the number of collectives in graphs, forward and backward."""
-    found = [traffic(it, step.program) for it in graphs if any(node.target in COMMUNICATING for node in it.nodes)]
-    return sum(sum(it.forward.values()) for it in found), sum(sum(it.backward.values()) for it in found)
+    traffics = [
+        traffic(graph, step.program) for graph in graphs if any(node.target in COMMUNICATING for node in graph.nodes)
+    ]
+    return sum(sum(t.forward.values()) for t in traffics), sum(sum(t.backward.values()) for t in traffics)
 
 
 def _kind(node: fx.Node) -> tuple[str, str, str]:
@@ -245,5 +249,5 @@ def _kind(node: fx.Node) -> tuple[str, str, str]:
     def named(argument: fx.Node) -> str:
         return argument.name if argument.op == "placeholder" else operator_text(argument)
 
-    args, kwargs = (str(fx.map_arg(given, named)) for given in (node.args, node.kwargs))
+    args, kwargs = (str(fx.map_arg(values, named)) for values in (node.args, node.kwargs))
     return operator_text(node), args, kwargs

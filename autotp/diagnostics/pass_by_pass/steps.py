@@ -88,24 +88,24 @@ def run_steps(model: nn.Module, tp: int, options: Options, example_inputs: Any) 
     names = Names(captured.parameters | captured.buffers, _names_of_inputs((args, kwargs), program))
     first = partial(names.text, program.graph)
     yield Step("capture", "capture", seconds, None, program, ((), (program.graph,)), names, partial(str, model), first)
-    for seconds, (each, later) in _each_timed(programs_after_passes(program)):
+    for seconds, (pass_, later) in _each_timed(programs_after_passes(program)):
         graphs = program.graph, later.graph
-        yield _step(each, seconds, program, later, graphs, names)
+        yield _step(pass_, seconds, program, later, graphs, names)
         program = later
     to = Target("tp", program.tp, 0, "fast", frozenset(program.local_outputs))
     graph = program.graph
-    for seconds, (each, lowered) in _each_timed(graphs_after_passes(program, to)):
-        yield _step(each, seconds, program, program, (graph, lowered), names)
+    for seconds, (pass_, lowered) in _each_timed(graphs_after_passes(program, to)):
+        yield _step(pass_, seconds, program, program, (graph, lowered), names)
         graph = lowered
     yield _check(program, graph, to, names)
     yield _emit(program, graph, names)
 
 
 def _step(
-    each: Pass, seconds: float, before: Program, after: Program, graphs: tuple[fx.Graph, fx.Graph], names: Names
+    pass_: Pass, seconds: float, before: Program, after: Program, graphs: tuple[fx.Graph, fx.Graph], names: Names
 ) -> Step:
     was, became = (partial(names.text, graph) for graph in graphs)
-    return Step(each.stage, each.name, seconds, before, after, ((graphs[0],), (graphs[1],)), names, was, became)
+    return Step(pass_.stage, pass_.name, seconds, before, after, ((graphs[0],), (graphs[1],)), names, was, became)
 
 
 def _check(program: Program, graph: fx.Graph, to: Target, names: Names) -> Step:
@@ -133,8 +133,8 @@ def _emit(program: Program, graph: fx.Graph, names: Names) -> Step:
 
 def _timed(run: Callable[[], T]) -> tuple[float, T]:
     began = time.perf_counter()
-    found = run()
-    return time.perf_counter() - began, found
+    result = run()
+    return time.perf_counter() - began, result
 
 
 def _each_timed(rows: Iterable[T]) -> Iterator[tuple[float, T]]:

@@ -59,7 +59,7 @@ def fingerprint(arguments: Any) -> Fingerprint:
     numbers = [x for x in leaves if type(x) is int and abs(x) < 2**31]  # A graph has a position as input.
     real = [x for x in every if x.is_floating_point() or x.is_complex()]
     with torch.no_grad(), unseen():
-        whole = [x.sum(dtype=torch.int64) for x in every if not any(x is other for other in real)]
+        whole = [x.sum(dtype=torch.int64) for x in every if not any(x is y for y in real)]
         whole += [torch.tensor(numbers).sum()] if numbers else []
         signed = [_signed(x) for x in real]
         if not any(x.is_cuda for x in (*whole, *signed)):
@@ -70,17 +70,17 @@ def fingerprint(arguments: Any) -> Fingerprint:
     return Fingerprint(whole, signed, arrived)
 
 
-def near(mine: Sequence[float], first: Sequence[float]) -> bool:
+def near(sums: Sequence[float], first: Sequence[float]) -> bool:
     """Returns whether sums with signs, each with its norm, may be of the same numbers. What is not finite may be."""
-    pairs = zip(mine[::2], first[::2], mine[1::2], first[1::2], strict=True)
-    return not any(abs(a - b) > NEAR * max(norm, other) for a, b, norm, other in pairs)
+    pairs = zip(sums[::2], first[::2], sums[1::2], first[1::2], strict=True)
+    return not any(abs(a - b) > NEAR * max(norm, first_norm) for a, b, norm, first_norm in pairs)
 
 
-def may_be_one_batch(mine: Sequence[int], first: Sequence[int]) -> bool:
+def may_be_one_batch(ints: Sequence[int], first: Sequence[int]) -> bool:
     """Returns whether two fingerprints, `as_ints`, may be of one batch. Fingerprints of other arguments are not."""
-    if len(mine) != len(first) or (mine and mine[: mine[0] + 1] != first[: first[0] + 1]):
+    if len(ints) != len(first) or (ints and ints[: ints[0] + 1] != first[: first[0] + 1]):
         return False
-    return near(*([struct.unpack("<d", struct.pack("<q", x))[0] for x in one[one[0] + 1 :]] for one in (mine, first)))
+    return near(*([struct.unpack("<d", struct.pack("<q", x))[0] for x in row[row[0] + 1 :]] for row in (ints, first)))
 
 
 def rounded(ints: Sequence[int]) -> list[int]:

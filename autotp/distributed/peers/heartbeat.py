@@ -274,11 +274,11 @@ def answered(run: Callable[[], T], within: float) -> T:
         TimeoutError: there is no answer.
         RuntimeError: the store's own error.
     """
-    done, found, problem = Event(), list[T](), list[Exception]()
+    done, results, problem = Event(), list[T](), list[Exception]()
 
     def ask() -> None:
         try:
-            found.append(run())
+            results.append(run())
         except Exception as error:
             problem.append(error)
         done.set()
@@ -288,7 +288,7 @@ def answered(run: Callable[[], T], within: float) -> T:
         raise TimeoutError(f"the store in which the processes met did not answer within {within:.0f} s")
     if problem:
         raise problem[0]
-    return found[0]
+    return results[0]
 
 
 def reason(named: Callable[[int], str], ranks: Sequence[int] = ()) -> str:
@@ -306,8 +306,8 @@ def reason(named: Callable[[int], str], ranks: Sequence[int] = ()) -> str:
     if census is None:
         return ""
     notes = notes_of(census)
-    if said := [f"{named(rank)} {text}" for rank, text in notes.items() if text != heart.node.note]:
-        return "; ".join(said[:NAMED])
+    if raised := [f"{named(rank)} {text}" for rank, text in notes.items() if text != heart.node.note]:
+        return "; ".join(raised[:NAMED])
     if lost := lost_of(census):
         return f"{_listed(lost, named)} {'is' if len(lost) == 1 else 'are'} lost, ended or stopped"
     states = census.by_rank()
@@ -328,23 +328,23 @@ def _listed(ranks: Sequence[int], named: Callable[[int], str]) -> str:
     return ", ".join([*map(named, ranks[:NAMED]), *more])
 
 
-def _elsewhere(here: str, states: Mapping[int, State], named: Callable[[int], str]) -> str:
-    """Returns which ranks are not in the call `here`; "" if all are."""
-    said = [f"{named(rank)} called {it.doing}" for rank, it in states.items() if it.doing not in ("", here)][:NAMED]
-    behind = [rank for rank, state in states.items() if not state.doing]
-    if behind:
-        are = "is" if len(behind) == 1 else "are"
-        said.append(f"{_listed(behind, named)} {are} alive, but did not come to this call")
-    return "; ".join(said)
+def _elsewhere(call: str, states: Mapping[int, State], named: Callable[[int], str]) -> str:
+    """Returns which ranks are not in `call`; "" if all are."""
+    texts = [f"{named(rank)} called {s.doing}" for rank, s in states.items() if s.doing not in ("", call)][:NAMED]
+    absent = [rank for rank, state in states.items() if not state.doing]
+    if absent:
+        are = "is" if len(absent) == 1 else "are"
+        texts.append(f"{_listed(absent, named)} {are} alive, but did not come to this call")
+    return "; ".join(texts)
 
 
-def _apart(mine: State, states: Mapping[int, State], named: Callable[[int], str]) -> str:
+def _apart(state: State, states: Mapping[int, State], named: Callable[[int], str]) -> str:
     """Returns which ranks have started another number of collectives; "" if none has."""
-    for axis, count in mine.started:
-        other = {rank: n for rank, it in states.items() if (n := dict(it.started).get(axis, count)) != count}
-        if other:
-            first = next(iter(other))
-            return f"{_listed(list(other), named)} had started {other[first]} collectives there, and this rank {count}"
+    for axis, count in state.started:
+        begun = {rank: n for rank, peer in states.items() if (n := dict(peer.started).get(axis, count)) != count}
+        if begun:
+            first = next(iter(begun))
+            return f"{_listed(list(begun), named)} had started {begun[first]} collectives there, and this rank {count}"
     return ""
 
 
@@ -362,9 +362,9 @@ def leave_note(error: BaseException) -> None:
     _note(f"raised {': '.join([type(error).__name__, *str(error).splitlines()[:1]])}"[:300])
 
 
-def expect_all_to_call(what: str) -> None:
+def expect_all_to_call(call: str) -> None:
     """Notes, until `take_note_back`, a call that this rank made: a collective fails if other ranks did not make it."""
-    _note(f"called {what}, and not all ranks did")
+    _note(f"called {call}, and not all ranks did")
 
 
 def take_note_back() -> None:

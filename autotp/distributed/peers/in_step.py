@@ -91,9 +91,9 @@ def begin_call(mesh: Mesh) -> int:
         Error: the ranks of the group have come apart.
     """
     place = mesh.everyone
-    for kind in (CALL, STEP):
-        if found := _progress.get((place.number, kind)):
-            _expect_together(found)
+    for counted in (CALL, STEP):
+        if progress := _progress.get((place.number, counted)):
+            _expect_together(progress)
     return started_collectives(str(place.group))
 
 
@@ -116,12 +116,12 @@ def count_step(mesh: Mesh) -> None:
         _count(STEP, place, started_collectives(str(place.group)), ())
 
 
-def _count(kind: str, place: Mesh, started: int, arguments: Any) -> None:
-    progress = _progress.get((place.number, kind))
+def _count(counted: str, place: Mesh, started: int, arguments: Any) -> None:
+    progress = _progress.get((place.number, counted))
     if progress is None:
-        progress = _progress[place.number, kind] = Progress(place, kind)
+        progress = _progress[place.number, counted] = Progress(place, counted)
         on_each_look(_look)
-        on_news(TOLD, lambda sender, told: _first.update({told[0]: told[1:]}))
+        on_news(TOLD, lambda sender, data: _first.update({data[0]: data[1:]}))
         on_news(APART, _note_apart)
     progress.count += 1
     if progress.count % PERIOD == 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -177,23 +177,23 @@ def _look() -> None:
             _first.pop(key, None)
         if not records or progress.apart or progress.place.group not in alive:
             continue
-        newest, others = max(records), get_process_group_ranks(process_group(str(progress.place.group)))
+        newest, ranks = max(records), get_process_group_ranks(process_group(str(progress.place.group)))
         if progress.place.rank == 0 and newest > progress.told:
-            tell(others, TOLD, [key, newest, *_read(records[newest])])
+            tell(ranks, TOLD, [key, newest, *_read(records[newest])])
             progress.told = newest
         elif progress.place.rank > 0 and key in _first:
             call, *first = _first[key]
             if call in records and progress.told < call:
                 if how := _difference(progress, call, _read(records[call]), first):
                     progress.apart = how
-                    tell(others, APART, [key, how])
+                    tell(ranks, APART, [key, how])
                 progress.told = call
 
 
-def _note_apart(sender: int, told: Sequence[str]) -> None:
+def _note_apart(sender: int, data: Sequence[str]) -> None:
     for progress in list(_progress.values()):
-        if progress.key == told[0]:
-            progress.apart = progress.apart or told[1]
+        if progress.key == data[0]:
+            progress.apart = progress.apart or data[1]
 
 
 def _read(record: Record) -> list[Any]:
@@ -201,17 +201,18 @@ def _read(record: Record) -> list[Any]:
     return [record.started, *record.arguments.read()]
 
 
-def _difference(progress: Progress, call: int, mine: Sequence[Any], first: Sequence[Any]) -> str:
+def _difference(progress: Progress, call: int, record: Sequence[Any], first: Sequence[Any]) -> str:
     """Returns how this rank's record differs from that of the first rank; "" if it does not."""
-    place, kind = progress.place, progress.kind
-    since = f"since {kind} {progress.told}" if progress.told else f"since the first {kind}"
-    here, there = place.named([place.rank]), place.named([0])
-    if mine[0] != first[0]:
+    place, counted = progress.place, progress.kind
+    since = f"since {counted} {progress.told}" if progress.told else f"since the first {counted}"
+    own_name, first_name = place.named([place.rank]), place.named([0])
+    if record[0] != first[0]:
         return (
-            f"{here} had started {mine[0]} collectives at {kind} {call} of {OWNER[kind]}, and {there} {first[0]}: "
+            f"{own_name} had started {record[0]} collectives at {counted} {call} of {OWNER[counted]}, "
+            f"and {first_name} {first[0]}: "
             f"at some time {since}, a rank left out a forward, a backward or a step, or made one more, and ranks may "
             "have got numbers of other collectives"
         )
-    if mine[1] != first[1] or len(mine[2]) != len(first[2]) or not near(mine[2], first[2]):
-        return f"{here} got another batch in call {call} of the model than {there}: ranks came apart {since}"
+    if record[1] != first[1] or len(record[2]) != len(first[2]) or not near(record[2], first[2]):
+        return f"{own_name} got another batch in call {call} of the model than {first_name}: ranks came apart {since}"
     return ""

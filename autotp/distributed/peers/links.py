@@ -226,9 +226,9 @@ def own_hosts(store: Any) -> list[str]:
     The machine that keeps the store may know itself by an address that others cannot reach, such as 127.0.1.1.
     """
     hosts = list[str]()
-    for there in filter(None, (host_of(store), ELSEWHERE)):
-        for family, kind, _, _, address in _looked_up(there):
-            with suppress(OSError), socket.socket(family, kind) as probe:
+    for host in filter(None, (host_of(store), ELSEWHERE)):
+        for family, socket_type, _, _, address in _looked_up(host):
+            with suppress(OSError), socket.socket(family, socket_type) as probe:
                 probe.connect(address)  # Sends nothing.
                 hosts.append(probe.getsockname()[0])
     hosts += addresses_of(socket.gethostname())

@@ -225,16 +225,16 @@ def _wait_for_the_card(watch: Watch) -> None:
 def _end(watch: Watch, group: str, groups: Mapping[str, Any]) -> None:
     """Ends the wait of this process, and the process if it cannot be done otherwise."""
     ranks = dist.get_process_group_ranks(groups[group])
-    what = next(iter(calls_in_progress()), "a collective")
+    call = next(iter(calls_in_progress()), "a collective")
     why = reason(lambda rank: called(rank, group), ranks) or "a peer did not answer within the group's timeout"
     if time.monotonic() - watch.since < STILL:  # It has moved meanwhile.
         watch.ending = False
         return
-    fatal = make_fatal(lost_error(what, group, why), groups.values())
+    fatal = make_fatal(lost_error(call, group, why), groups.values())
     thread = _blocked_thread()
     _raise_in(thread, fatal)
-    for it in groups.values():
-        threading.Thread(target=_abort, args=(it,), name="autotp-abort", daemon=True).start()
+    for process_group in groups.values():
+        threading.Thread(target=_abort, args=(process_group,), name="autotp-abort", daemon=True).start()
     if fatal.raised.wait(LAST):
         return
     for line in (f"autotp.Error: {fatal.error}", *_stack_of(thread)):
@@ -257,7 +257,7 @@ def _stack_of(thread: int) -> list[str]:
 
 def _blocked_thread() -> int:
     """Returns the thread that uses a model, or else the main thread. Autograd's threads of backward are no such."""
-    started_here = [it.ident for it in threading.enumerate() if not isinstance(it, threading._DummyThread)]
+    started_here = [t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
     users = [thread for thread in (*threads_in_calls(), *waiting_threads()) if thread in started_here]
     return users[0] if users else threading.main_thread().ident or 0
 

@@ -61,12 +61,12 @@ class Census:
     silent: set[int] = field(default_factory=set)
     states: dict[State, list[list[int]]] = field(default_factory=dict)
 
-    def add(self, other: Census) -> None:
+    def add(self, census: Census) -> None:
         """Adds the answers of other ranks."""
-        self.lost |= other.lost
-        self.ended |= other.ended
-        self.silent |= other.silent
-        for state, ranges in other.states.items():
+        self.lost |= census.lost
+        self.ended |= census.ended
+        self.silent |= census.silent
+        for state, ranges in census.states.items():
             self.states[state] = _joined([*self.states.get(state, []), *ranges])
 
     def by_rank(self) -> dict[int, State]:
@@ -82,8 +82,8 @@ class Census:
     def of_data(data: Sequence[Any]) -> Census:
         """Returns the census of what `as_data` returned."""
         lost, ended, silent, states = data
-        told = {State(doing, note, tuple(map(tuple, counts))): ranges for doing, note, counts, ranges in states}
-        return Census(dict(lost), dict(ended), set(silent), told)
+        answers = {State(doing, note, tuple(map(tuple, counts))): ranges for doing, note, counts, ranges in states}
+        return Census(dict(lost), dict(ended), set(silent), answers)
 
 
 def _joined(ranges: Iterable[list[int]]) -> list[list[int]]:
@@ -201,24 +201,24 @@ class Node:
         """Takes a message of a neighbour."""
         self.heard[neighbour] = self.clock()
         match message:
-            case [str(kind), str(text)] if kind == NOTE:
+            case [str(tag), str(text)] if tag == NOTE:
                 self.notes[neighbour] = text
-            case [str(kind), int(rank), str(text)] if kind == LOST:
+            case [str(tag), int(rank), str(text)] if tag == LOST:
                 self._learn(rank, text)
-            case [str(kind)] if kind == BYE:
+            case [str(tag)] if tag == BYE:
                 self.ended[neighbour] = self.notes.get(neighbour, "")
-            case [str(kind)] if kind == ASK:
+            case [str(tag)] if tag == ASK:
                 self._ask()
-            case [str(kind), str(number)] if kind == ROLL:
+            case [str(tag), str(number)] if tag == ROLL:
                 self._call(number, neighbour)
-            case [str(kind), str(number), list(data)] if kind == ANSWER:
+            case [str(tag), str(number), list(data)] if tag == ANSWER:
                 if self.roll is not None and self.roll.number == number:
                     self.roll.pending.discard(neighbour)
                     self.roll.census.add(Census.of_data(data))
                     self._go_on()
-            case [str(kind), list(data)] if kind == CENSUS:
+            case [str(tag), list(data)] if tag == CENSUS:
                 self._publish(Census.of_data(data))
-            case [str(kind), list(ranks), int(sender), str(topic), data] if kind == TO:
+            case [str(tag), list(ranks), int(sender), str(topic), data] if tag == TO:
                 self._pass_on(ranks, sender, topic, data)
 
     def _pass_on(self, ranks: list[int], sender: int, topic: str, data: Any) -> None:
@@ -242,9 +242,9 @@ class Node:
 
     # ---- roll calls
 
-    def ask(self, told: Callable[[Census], None]) -> None:
-        """Asks for a roll call; `told` gets its result."""
-        self.waiting.append(told)
+    def ask(self, callback: Callable[[Census], None]) -> None:
+        """Asks for a roll call; `callback` gets its result."""
+        self.waiting.append(callback)
         self._ask()
 
     def _ask(self) -> None:
@@ -264,13 +264,13 @@ class Node:
         return self.parent not in self.heard or self._is_silent(self.parent)
 
     def _call(self, number: str, source: int | None) -> None:
-        here = self.parent if self.parent is not None and source is None else None
+        parent = self.parent if self.parent is not None and source is None else None
         pending = {rank for rank in self.children if rank in self.heard or rank in self.expected} - {*self.ended}
         census = Census(dict(self.lost), dict(self.ended), set(), {self.state(): [[self.rank, self.rank + 1]]})
         self.roll = Roll(number, source, pending - {*self.lost}, census)
-        if here is not None and self._is_silent(here) and here not in self.lost and here not in self.ended:
-            census.silent.add(here)
-        if here is not None and here not in self.heard:  # It may have ended because of those that it found silent.
+        if parent is not None and self._is_silent(parent) and parent not in self.lost and parent not in self.ended:
+            census.silent.add(parent)
+        if parent is not None and parent not in self.heard:  # It may have ended because of those that it found silent.
             census.silent |= self.silent - {*self.heard, *self.ended, self.rank}
         for child in sorted(self.roll.pending & {*self.heard}):
             self.send(child, [ROLL, number])
@@ -313,8 +313,8 @@ class Node:
         for child in sorted(self.children & {*self.heard}):
             self.send(child, [CENSUS, data])
         waiting, self.waiting = self.waiting, []
-        for told in waiting:
-            told(census)
+        for callback in waiting:
+            callback(census)
 
 
 def lost_of(census: Census) -> list[int]:

@@ -36,10 +36,10 @@ def store_gather(text: str, place: Mesh, unless: Callable[[], str] = lambda: "")
     def told() -> list[str]:
         store.set(names[place.rank], text)
         _wait(store, names, timeout, unless, dist.get_process_group_ranks(group_of(place)))
-        found = [store.get(name).decode() for name in names]
+        texts = [store.get(name).decode() for name in names]
         if call > 1:  # Every rank has read the texts of the previous call.
             store.delete_key(_names(place, call - 1)[place.rank])
-        return found
+        return texts
 
     try:
         return answered(told, timeout.total_seconds() + SILENCE)
