@@ -100,7 +100,7 @@ def test_a_refused_model_and_a_rank_that_ends(monkeypatch: pytest.MonkeyPatch) -
         patched.setattr(autotp, "parallelize", refuse)
         assert walked(patched, Fed()).outcome == REFUSED
     found = walked(monkeypatch, Fed(ended))
-    assert found.outcome == CRASHED and found.message.startswith("a rank ended: ")
+    assert found.outcome == CRASHED and found.message.startswith("ranks ended: ")
 
 
 def test_what_does_not_run_says_why() -> None:

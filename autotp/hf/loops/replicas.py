@@ -110,7 +110,12 @@ def first_rank_of(replica: int) -> int:
 
 
 def _meshes() -> list[Mesh]:
-    """Returns the mesh of each model of several ranks; a model that was changed since is not looked at."""
+    """Returns the mesh of each model of several ranks; a model that was changed since is not looked at.
+
+    A model may outlive `destroy_process_group()`: then there are no ranks.
+    """
+    if not dist.is_initialized():
+        return []
     states = [state_of(model) for model in models() if isinstance(model, ParallelModule)]
     found = [state.tree.mesh for state in states if state is not None]
     return [mesh for mesh in found if mesh.everyone.size > 1]

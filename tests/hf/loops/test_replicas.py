@@ -272,3 +272,18 @@ def test_beside(tmp_path: Path) -> None:
     assert found[0][0] != found[2][0]
     names = {path.name for path in (tmp_path / "state").iterdir()}
     assert {f"random_states_{i}.pkl" for i in range(4)} <= names
+
+
+def outlived(rank: int, n: int) -> None:
+    from torchmetrics import SumMetric
+
+    model = autotp.parallelize(llama_in_float64(), n)
+    dist.destroy_process_group()
+    count = SumMetric()
+    assert count(2.0) == count.compute() == 2.0
+    del model
+
+
+def test_a_model_that_outlives_its_process_group_has_no_replicas() -> None:
+    pytest.importorskip("torchmetrics")
+    run_ranks(outlived, 2, timeout=100, fresh=True)
