@@ -108,10 +108,10 @@ def is_container(value: Any) -> bool:
 def children(value: Any) -> list[tuple[Any, Any]]:
     """Returns the (key, value) pairs in a module's attributes, a container or a tuple."""
     if isinstance(value, nn.Module):
-        held = [(key, item) for key, item in vars(value).items() if not is_internal(key)]
+        attributes = [(key, item) for key, item in vars(value).items() if not is_internal(key)]
         if STATE in vars(value):  # Its `forward` runs the graph. What the user gave is in the state.
-            held = [pair for pair in held if pair[0] != "forward"]
-        return [pair for pair in held if not is_weight_list(value, pair[0])]
+            attributes = [pair for pair in attributes if pair[0] != "forward"]
+        return [pair for pair in attributes if not is_weight_list(value, pair[0])]
     items: list[tuple[Any, Any]] = []
     if isinstance(value, (list, tuple, deque)):
         items = list(enumerate(value))
@@ -165,9 +165,9 @@ def hidden(value: Any, globals_too: bool = True) -> list[Any]:
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
         named = [value.__globals__.get(name) for name in value.__code__.co_names] if globals_too else []
-        containers = [one for one in named if isinstance(one, (list, dict, set, deque))]
-        given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*(cell.cell_contents for cell in cells), *given, *containers]
+        containers = [item for item in named if isinstance(item, (list, dict, set, deque))]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*(cell.cell_contents for cell in cells), *defaults, *containers]
     return []
 
 
@@ -179,26 +179,26 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def below(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
+def below(value: Any, path: Path, visited: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
     """Yields a value and all values that it leads to, each once, with their paths; does not enter modules."""
-    if key_of(value) in seen or type(value) in (*PLAIN, *SYMBOLIC) or len(seen) > LARGEST or len(path) > DEEPEST:
+    if key_of(value) in visited or type(value) in (*PLAIN, *SYMBOLIC) or len(visited) > LARGEST or len(path) > DEEPEST:
         return
-    seen[key_of(value)] = value
+    visited[key_of(value)] = value
     yield path, value
     for key, item in [] if isinstance(value, nn.Module) else children(value):
-        yield from below(item, (*path, key), seen)
+        yield from below(item, (*path, key), visited)
 
 
 def everything(model: nn.Module) -> Iterator[tuple[Path, Any]]:
     """Yields all modules of a model and all values that their attributes lead to, each once, with their paths."""
-    seen: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     modules = list(model.named_modules())
     for path, module in modules:
-        seen[key_of(module)] = module
+        visited[key_of(module)] = module
         yield (path,), module
     for path, module in modules:
         for key, item in children(module):
-            yield from below(item, (path, key), seen)
+            yield from below(item, (path, key), visited)
 
 
 def reached(model: nn.Module, aside: Iterable[Any] = ()) -> Iterator[tuple[Path, Any]]:
@@ -207,15 +207,15 @@ def reached(model: nn.Module, aside: Iterable[Any] = ()) -> Iterator[tuple[Path,
     Args:
         aside: values that are not among the model's attributes. Their path is empty.
     """
-    seen: set[int] = set()
-    for path, value in itertools.chain(everything(model), (((), one) for one in aside)):
+    visited: set[int] = set()
+    for path, value in itertools.chain(everything(model), (((), current) for current in aside)):
         queue = [value]
-        while queue and len(seen) < LARGEST:
-            one = queue.pop()
-            if key_of(one) not in seen:
-                seen.add(key_of(one))
-                yield path, one
-                queue += hidden(one)
+        while queue and len(visited) < LARGEST:
+            current = queue.pop()
+            if key_of(current) not in visited:
+                visited.add(key_of(current))
+                yield path, current
+                queue += hidden(current)
 
 
 def found_at(modules: Mapping[str, nn.Module], path: Path) -> Any:
@@ -239,13 +239,13 @@ def found_at(modules: Mapping[str, nn.Module], path: Path) -> Any:
 
 def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:
     """Puts a value at a path; replaces tuples on the way by new tuples."""
-    *way, key = path
-    holder: Any = found_at(modules, tuple(way))
+    *holder_path, key = path
+    holder: Any = found_at(modules, tuple(holder_path))
     if isinstance(key, Attribute):
         vars(holder)[key.name] = value
     elif isinstance(holder, tuple):
         items = [value if i == key else item for i, item in enumerate(holder)]
-        put_at(modules, tuple(way), type(holder)(*items) if hasattr(holder, "_fields") else tuple(items))
+        put_at(modules, tuple(holder_path), type(holder)(*items) if hasattr(holder, "_fields") else tuple(items))
     elif isinstance(holder, (list, dict, deque)):
         holder[key] = value
     else:
@@ -254,18 +254,18 @@ def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:
 
 def values_at(model: nn.Module, slots: Collection[Slot], numbers: Collection[Path]) -> dict[Path, Any]:
     """Path -> value, for all tensors in some attributes and for the whole numbers at some paths."""
-    modules, seen, found = dict(model.named_modules()), dict[int, Any](), dict[Path, Any]()
-    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    modules, visited, values = dict(model.named_modules()), dict[int, Any](), dict[Path, Any]()
+    weight_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, name in sorted(slot for slot in slots if slot[0] in modules):
         value = vars(modules[path]).get(name)
-        inside = below(value, (path, name), seen)
-        found |= {at: it for at, it in inside if isinstance(it, Tensor) and id(it) not in known}
-    for at in sorted(numbers, key=str):
+        inside = below(value, (path, name), visited)
+        values |= {place: item for place, item in inside if isinstance(item, Tensor) and id(item) not in weight_ids}
+    for place in sorted(numbers, key=str):
         try:
-            found[at] = found_at(modules, at)
+            values[place] = found_at(modules, place)
         except LookupError:
             continue
-    return {at: it for at, it in found.items() if isinstance(it, Tensor) or type(it) is int}
+    return {place: item for place, item in values.items() if isinstance(item, Tensor) or type(item) is int}
 
 
 def without_numbers(value: Any, numbers: Collection[Path]) -> Any:

@@ -77,8 +77,8 @@ class MethodAt:
     def of(cls, method: Any, path: Path) -> MethodAt:
         """Returns what stands for a bound method, whose object is at a path."""
         function = getattr(method, "__func__", None)
-        known = function is None or getattr(type(method.__self__), method.__name__, None) is function
-        return cls(path, method.__name__, None if known else function)
+        in_class = function is None or getattr(type(method.__self__), method.__name__, None) is function
+        return cls(path, method.__name__, None if in_class else function)
 
     def bound_to(self, owner: Any) -> Any:
         """Returns the method of another object. What an attribute of this object hides is not seen."""
@@ -149,16 +149,16 @@ class Before:
             Error: later calls cannot make one of the changes. All attributes are restored then.
         """
         self._expect_open()
-        found = []
+        changes = []
         for path, value, content in self.was:
             now = content_of(value)
             if not same_content(now, content):
-                new = {k: x for k, x in _difference(content, now).items() if not _is_own_method(value, k, x)}
-                found += [(path, new)] if new else []
+                values = {k: x for k, x in _difference(content, now).items() if not _is_own_method(value, k, x)}
+                changes += [(path, values)] if values else []
         for path, module in self.modules.items():
-            new = {key: now for key, now in module._buffers.items() if is_new(now, self.tables[path][1].get(key))}
-            found += [((path, TABLES), new)] if new else []
-        return found
+            values = {key: now for key, now in module._buffers.items() if is_new(now, self.tables[path][1].get(key))}
+            changes += [((path, TABLES), values)] if values else []
+        return changes
 
     def hooks_added(self) -> list[tuple[str, Any]]:
         """Returns the forward hooks that a library of models has registered for itself: path of the module and hook.
@@ -166,19 +166,19 @@ class Before:
         Raises:
             Error: forward registers or removes another hook. All attributes are restored then.
         """
-        found = []
+        added = []
         for path, module in self.modules.items():
             for name, now in _hooks(module).items():
                 was = self.hooks[path][name]
-                new = [hook for key, hook in now.items() if key not in was]
-                if was.keys() - now.keys() or any(name != "_forward_hooks" or not is_own_hook(hook) for hook in new):
+                hooks = [hook for key, hook in now.items() if key not in was]
+                if was.keys() - now.keys() or any(name != "_forward_hooks" or not is_own_hook(hook) for hook in hooks):
                     self.restore()
                     raise Error(
                         f"forward registers or removes a hook on `{path or 'the model'}`: later calls would not do so",
                         fix="register the hook before autotp.parallelize",
                     )
-                found += [(path, hook) for hook in new]
-        return found
+                added += [(path, hook) for hook in hooks]
+        return added
 
     def at(self, path: Path) -> Any:
         """Returns the value that is now at a path."""
@@ -223,10 +223,10 @@ OF_FORWARD = "the module of"
 """Prefix for a global of Python. Writing values that are not tensors there is allowed, and happens in capture only."""
 
 
-def _refused(what: str, restore: Callable[[], None]) -> Error:
+def _refused(description: str, restore: Callable[[], None]) -> Error:
     restore()
     return Error(
-        f"forward changes {what}, which a graph cannot do",
+        f"forward changes {description}, which a graph cannot do",
         fix="set an attribute of the module (`self.name = value`), which is put back after each call",
     )
 
@@ -264,8 +264,8 @@ def _difference(then: Any, now: Any) -> dict[Any, Any]:
 
 def _is_own_method(holder: Any, key: Any, value: Any) -> bool:
     """True for a module's own method, put into its attributes: reading the attribute gave the same before."""
-    own = isinstance(value, types.MethodType) and value.__self__ is holder and isinstance(holder, nn.Module)
-    return own and getattr(type(holder), key, None) is value.__func__
+    is_bound = isinstance(value, types.MethodType) and value.__self__ is holder and isinstance(holder, nn.Module)
+    return is_bound and getattr(type(holder), key, None) is value.__func__
 
 
 def fill(value: Any, content: Any) -> None:
@@ -319,8 +319,8 @@ def add_hooks(hooks: Sequence[tuple[str, Any]], modules: Mapping[str, nn.Module]
         table: returns where a module keeps an attribute of a name.
     """
     for path, hook in hooks:
-        own = table(modules[path], "_forward_hooks")["_forward_hooks"]
-        own[RemovableHandle(own).id] = hook
+        hook_table = table(modules[path], "_forward_hooks")["_forward_hooks"]
+        hook_table[RemovableHandle(hook_table).id] = hook
 
 
 def is_new(now: Any, then: Any) -> bool:
@@ -330,28 +330,32 @@ def is_new(now: Any, then: Any) -> bool:
     return then is None or now.shape != then.shape or now.dtype != then.dtype
 
 
-def _aside(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Any, Any]]:
+def _aside(model: nn.Module, known_ids: set[int]) -> Iterator[tuple[str, Any, Any]]:
     """Yields the containers that functions among a model's attributes and hooks hold; no path leads to these."""
-    seen: set[int] = set(known)
+    visited: set[int] = set(known_ids)
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             functions = list(value.values()) if key in INTERNAL and key.endswith("_hooks") else [value]
             where = f"a hook on `{path or 'the model'}`" if key in INTERNAL else f"`{spelled((path,), key)}`"
-            for one in functions:
-                yield from _held(one, where, seen)
-        yield from _held(type(module).forward, f"{OF_FORWARD} `{type(module).__name__}.forward`", seen)
+            for function in functions:
+                yield from _held(function, where, visited)
+        yield from _held(type(module).forward, f"{OF_FORWARD} `{type(module).__name__}.forward`", visited)
 
 
-def _held(value: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
+def _held(value: Any, where: str, visited: set[int]) -> Iterator[tuple[str, Any, Any]]:
     queue = hidden(value)
-    while queue and len(seen) < LARGEST:
-        one = queue.pop()
-        if id(one) in seen or type(one) in PLAIN or isinstance(one, (nn.Module, Tensor, type, types.ModuleType)):
+    while queue and len(visited) < LARGEST:
+        current = queue.pop()
+        if (
+            id(current) in visited
+            or type(current) in PLAIN
+            or isinstance(current, (nn.Module, Tensor, type, types.ModuleType))
+        ):
             continue
-        seen.add(id(one))
-        if is_container(one):
-            yield where, one, content_of(one)
-        queue += [item for _, item in children(one)] + hidden(one)
+        visited.add(id(current))
+        if is_container(current):
+            yield where, current, content_of(current)
+        queue += [item for _, item in children(current)] + hidden(current)
 
 
 # ---- new values as leaves, and writing them
@@ -370,14 +374,14 @@ def flatten_new_value(value: Any, places: Mapping[int, Path]) -> tuple[list[Any]
     if isinstance(value, set) and any(isinstance(item, Tensor) for item in value):
         raise Error("a set holds tensors", fix="a list or a dict")
 
-    def closed(one: Any) -> Any:
-        if key_of(one) in places and type(one) not in PLAIN:
-            return At(places[key_of(one)])
-        owner = places.get(key_of(one.__self__)) if isinstance(one, METHODS) else None
-        return one if owner is None else MethodAt.of(one, owner)
+    def closed(item: Any) -> Any:
+        if key_of(item) in places and type(item) not in PLAIN:
+            return At(places[key_of(item)])
+        owner = places.get(key_of(item.__self__)) if isinstance(item, METHODS) else None
+        return item if owner is None else MethodAt.of(item, owner)
 
-    known = pytree.tree_map(closed, value, is_leaf=lambda one: key_of(one) in places or is_node(one))
-    leaves, spec = flatten(known)
+    closed_value = pytree.tree_map(closed, value, is_leaf=lambda item: key_of(item) in places or is_node(item))
+    leaves, spec = flatten(closed_value)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, At, MethodAt)) and (part := _part_of_call(leaf, places)):
             raise Error(
@@ -392,18 +396,18 @@ METHODS = (types.MethodType, types.BuiltinMethodType)
 
 def _part_of_call(value: Any, places: Mapping[int, Path]) -> str:
     """Returns what a function or object leads to: a part of the model, or a tensor of the call; else an empty text."""
-    seen, queue = set[int](), [value]
-    while queue and len(seen) < LARGEST:
-        one = queue.pop()
-        if id(one) in seen or type(one) in PLAIN:
+    visited, queue = set[int](), [value]
+    while queue and len(visited) < LARGEST:
+        current = queue.pop()
+        if id(current) in visited or type(current) in PLAIN:
             continue
-        seen.add(id(one))
-        if isinstance(one, FakeTensor):
-            return "a tensor of this call" if key_of(one) not in places else f"`{spelled(places[key_of(one)])}`"
-        if isinstance(one, nn.Module) and key_of(one) in places:
-            return f"`{spelled(places[key_of(one)])}`" if any(places[key_of(one)]) else "the model"
-        if not isinstance(one, (nn.Module, Tensor)):
-            queue += [item for _, item in children(one)] + hidden(one, globals_too=False)
+        visited.add(id(current))
+        if isinstance(current, FakeTensor):
+            return "a tensor of this call" if key_of(current) not in places else f"`{spelled(places[key_of(current)])}`"
+        if isinstance(current, nn.Module) and key_of(current) in places:
+            return f"`{spelled(places[key_of(current)])}`" if any(places[key_of(current)]) else "the model"
+        if not isinstance(current, (nn.Module, Tensor)):
+            queue += [item for _, item in children(current)] + hidden(current, globals_too=False)
     return ""
 
 
@@ -419,8 +423,8 @@ def apply_changes(changes: Sequence[Change], modules: Mapping[str, nn.Module], l
         for key, value in change.values.items():
             leaves = [] if value is GONE else [_then(x, modules, leaf) for x in value[0]]
             made.append((holder, key, GONE if value is GONE else pytree.tree_unflatten(leaves, value[1])))
-    for holder, key, new in made:  # At the end: a leaf may be an old value at a path.
-        _write(holder, key, new)
+    for holder, key, new_value in made:  # At the end: a leaf may be an old value at a path.
+        _write(holder, key, new_value)
 
 
 def write_into(tensor: Tensor, value: Tensor) -> None:
@@ -440,30 +444,30 @@ def _then(x: Any, modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) 
     return found_at(modules, x.path) if isinstance(x, At) else leaf(x)
 
 
-def _write(holder: Any, key: Any, new: Any) -> None:
+def _write(holder: Any, key: Any, new_value: Any) -> None:
     if isinstance(key, Attribute):
-        _write_into_table(vars(holder), key.name, new)
+        _write_into_table(vars(holder), key.name, new_value)
     elif isinstance(holder, set):
         holder.clear()
-        holder.update(new)
+        holder.update(new_value)
     elif isinstance(holder, (list, deque)):
-        _write_item(holder, key, new)
+        _write_item(holder, key, new_value)
     else:
-        _write_into_table(holder if isinstance(holder, (dict, Tables)) else vars(holder), key, new)
+        _write_into_table(holder if isinstance(holder, (dict, Tables)) else vars(holder), key, new_value)
 
 
-def _write_into_table(table: Any, key: Any, new: Any) -> None:
-    if new is GONE:
+def _write_into_table(table: Any, key: Any, new_value: Any) -> None:
+    if new_value is GONE:
         table.pop(key, None)
     else:
-        table[key] = new
+        table[key] = new_value
 
 
-def _write_item(holder: Any, key: int, new: Any) -> None:
+def _write_item(holder: Any, key: int, new_value: Any) -> None:
     """Writes an item of a list. Its keys come in order: a key at the end appends, and GONE removes the last item."""
-    if new is GONE:
+    if new_value is GONE:
         holder.pop()
     elif key == len(holder):
-        holder.append(new)
+        holder.append(new_value)
     else:
-        holder[key] = new
+        holder[key] = new_value

@@ -95,8 +95,8 @@ class Inside(MutableMapping[str, Any]):
 
     def __init__(self, function: types.FunctionType) -> None:
         self.function = function
-        around = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self.cells = {name: cell for name, cell in around if name != "__class__"}
+        named_cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self.cells = {name: cell for name, cell in named_cells if name != "__class__"}
 
     def __getitem__(self, name: str) -> Any:
         if name in OF_FUNCTIONS:
@@ -156,9 +156,9 @@ class Named:
         )
 
 
-def is_followed(kind: type) -> bool:
+def is_followed(cls: type) -> bool:
     """True for a class whose attributes are compared in each call: the user's own, or one of a library of models."""
-    module: Any = kind.__module__
+    module: Any = cls.__module__
     return not is_library(module) or (isinstance(module, str) and is_of_models(module.partition(".")[0]))
 
 
@@ -179,10 +179,10 @@ def is_library(module: Any) -> bool:
 
 def is_setting(value: Any) -> bool:
     """True for a value whose contents may change."""
-    kind = type(value)
+    cls = type(value)
     if isinstance(value, types.BuiltinMethodType):
         return is_setting(value.__self__)  # A method of a dict, such as `OPTIONS.get`.
-    return isinstance(value, (Tensor, *SETTINGS)) or not is_library(kind.__module__)
+    return isinstance(value, (Tensor, *SETTINGS)) or not is_library(cls.__module__)
 
 
 def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Named:
@@ -197,18 +197,18 @@ def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Name
 
 def _followed(model: nn.Module, read: Collection[str], class_of: Any = type) -> _Following:
     """Returns the names that a model's code reads, and the classes, globals and functions that it leads to."""
-    found = _Following(set(read) | {"forward"} | IMPLIED, frozenset(read))
+    search = _Following(set(read) | {"forward"} | IMPLIED, frozenset(read))
     for module in model.modules():
-        found.add_class(class_of(module))
+        search.add_class(class_of(module))
     for _, value in reached(model):
         if isinstance(value, types.FunctionType):
-            found.add_function(value)
+            search.add_function(value)
         elif isinstance(value, type) and not is_library(value.__module__):
-            found.add_class(value)
+            search.add_class(value)
         elif not isinstance(value, (nn.Module, type)):
-            found.add_class(type(value))
-    found.follow()
-    return found
+            search.add_class(type(value))
+    search.follow()
+    return search
 
 
 class NamedBefore:
@@ -220,25 +220,29 @@ class NamedBefore:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_library(kind.__module__)}
-        found = _followed(model, {name for kind in kinds for name in vars(kind)})
-        classes = [scope for kind, scope in found.classes.items() if not is_library(kind.__module__)]
+        kinds = {cls for module in model.modules() for cls in type(module).__mro__ if not is_library(cls.__module__)}
+        search = _followed(model, {name for cls in kinds for name in vars(cls)})
+        classes = [scope for cls, scope in search.classes.items() if not is_library(cls.__module__)]
         scopes = [(scope, list(scope.table)) for scope in classes]
-        scopes += [(scope, list(names)) for scope, names in found.elsewhere() if not is_library(scope.title)]
+        scopes += [(scope, list(names)) for scope, names in search.elsewhere() if not is_library(scope.title)]
         self.scopes = [(scope, {n: scope.table.get(n, ABSENT) for n in names if _is_own(n)}) for scope, names in scopes]
-        mine = [CodeName(scope, name) for scope in classes for name in scope.table if name in found.names]
-        containers = [one for one in mine if _is_own(one.name) and is_setting(one.value) and is_container(one.value)]
-        self.contents = [(one, content_of(one.value)) for one in containers]
+        class_names = [CodeName(scope, name) for scope in classes for name in scope.table if name in search.names]
+        containers = [
+            setting
+            for setting in class_names
+            if _is_own(setting.name) and is_setting(setting.value) and is_container(setting.value)
+        ]
+        self.contents = [(setting, content_of(setting.value)) for setting in containers]
 
     def _changed(self) -> list[tuple[CodeName, Any, Any]]:
         """Returns each name that has another object now, with the old and the new object."""
-        found = []
+        changed = []
         for scope, then in self.scopes:
             names = {*then, *(filter(_is_own, scope.table) if scope.kind is not None else ())}
             for name in sorted(names):
                 was, now = then.get(name, ABSENT), scope.table.get(name, ABSENT)
-                found += [(CodeName(scope, name), was, now)] if was is not now else []
-        return found
+                changed += [(CodeName(scope, name), was, now)] if was is not now else []
+        return changed
 
     def changes(self) -> list[tuple[CodeName, Any]]:
         """Returns the names that were set, each with its new, plain value.
@@ -246,24 +250,24 @@ class NamedBefore:
         Raises:
             Error: a name was set to a value that is not plain, or the contents of a class attribute changed.
         """
-        inside = [one for one, content in self.contents if not same_content(content_of(one.value), content)]
-        found = self._changed()
-        odd = inside + [name for name, _, now in found if now is not ABSENT and type(now) not in PLAIN]
+        inside = [setting for setting, content in self.contents if not same_content(content_of(setting.value), content)]
+        changed = self._changed()
+        odd = inside + [name for name, _, now in changed if now is not ABSENT and type(now) not in PLAIN]
         if odd:
-            what = "an attribute of its class" if odd[0].scope.kind is not None else "a global of Python"
+            description = "an attribute of its class" if odd[0].scope.kind is not None else "a global of Python"
             raise Error(
-                f"forward changes `{odd[0]}`, {what}, which a graph cannot do",
+                f"forward changes `{odd[0]}`, {description}, which a graph cannot do",
                 fix="set an attribute of the module (`self.name = value`), which is put back after each call",
             )
-        return [(name, now) for name, _, now in found]
+        return [(name, now) for name, _, now in changed]
 
     def restore(self) -> None:
         """Restores all values and contents."""
         for name, was, _ in self._changed():
             name.scope.put(name.name, was)
-        for one, content in self.contents:
-            if not same_content(content_of(one.value), content):
-                fill(one.value, content)
+        for setting, content in self.contents:
+            if not same_content(content_of(setting.value), content):
+                fill(setting.value, content)
 
 
 @dataclass
@@ -278,11 +282,11 @@ class _Following:
     functions: dict[int, types.FunctionType] = field(default_factory=dict)
     todo: list[types.FunctionType] = field(default_factory=list)
 
-    def add_class(self, kind: type) -> None:
-        for one in kind.__mro__:
-            if one not in self.classes and (is_followed(one) or "forward" in vars(one)):
-                self.classes[one] = Scope(one.__qualname__.rpartition("<locals>.")[2], one.__dict__, one)
-                self.add_class(type(one))
+    def add_class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if base not in self.classes and (is_followed(base) or "forward" in vars(base)):
+                self.classes[base] = Scope(base.__qualname__.rpartition("<locals>.")[2], base.__dict__, base)
+                self.add_class(type(base))
 
     def add_function(self, function: types.FunctionType) -> None:
         if id(function) not in self.functions and len(self.functions) < LARGEST:
@@ -291,10 +295,10 @@ class _Following:
 
     def follow(self) -> None:
         """Goes from names to code and from code to names until there are no new ones."""
-        known = -1
-        while known != (known := len(self.names) + len(self.classes) + len(self.functions)):
-            for kind, scope in list(self.classes.items()):
-                if is_followed(kind):
+        count = -1
+        while count != (count := len(self.names) + len(self.classes) + len(self.functions)):
+            for cls, scope in list(self.classes.items()):
+                if is_followed(cls):
                     for name in scope.table.keys() & self.names:
                         self._add_code(scope.table[name])
             for module in [module for module in self.modules.values() if not is_library(module.title)]:
@@ -348,14 +352,14 @@ class _Following:
 
     def named(self) -> Named:
         """Returns the names found."""
-        found = []
-        mine = [vars(kind).keys() & self.names for kind in self.classes if not is_library(kind.__module__)]
-        somewhere = self.read.union(*mine)  # A subclass may be given such a name later, and hide that of its base.
-        for kind, scope in self.classes.items():
-            known = self.names if is_followed(kind) else {"forward"}
-            held = set[str]().union(*map(vars, kind.__mro__), () if is_library(kind.__module__) else somewhere)
-            found.append((scope, tuple(sorted(filter(_is_own, known & held)))))
-        return Named(tuple((scope, names) for scope, names in (*found, *self.elsewhere()) if names))
+        class_scopes = []
+        own_names = [vars(cls).keys() & self.names for cls in self.classes if not is_library(cls.__module__)]
+        somewhere = self.read.union(*own_names)  # A subclass may be given such a name later, and hide that of its base.
+        for cls, scope in self.classes.items():
+            relevant_names = self.names if is_followed(cls) else {"forward"}
+            present_names = set[str]().union(*map(vars, cls.__mro__), () if is_library(cls.__module__) else somewhere)
+            class_scopes.append((scope, tuple(sorted(filter(_is_own, relevant_names & present_names)))))
+        return Named(tuple((scope, names) for scope, names in (*class_scopes, *self.elsewhere()) if names))
 
     def elsewhere(self) -> Iterator[tuple[Scope, tuple[str, ...]]]:
         """Yields the names in functions, and in modules of Python."""
@@ -394,8 +398,8 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
             attributes.add(step.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            for mine, its in zip((attributes, of_globals), _names_in(constant), strict=True):
-                mine |= its
+            for names, nested_names in zip((attributes, of_globals), _names_in(constant), strict=True):
+                names |= nested_names
         elif type(constant) is str and constant.isidentifier():
             attributes.add(constant)  # `getattr(self, "scale")`
     return frozenset(attributes), frozenset(of_globals)
@@ -403,8 +407,8 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 def settings_in(names: Iterable[CodeName]) -> list[CodeName]:
     """Returns the names whose contents may change, from user code only: libraries keep caches and loggers there."""
-    mine = [name for name in names if not is_library(_module_of(name.scope))]
-    return [name for name in mine if is_setting(name.value)]
+    user_names = [name for name in names if not is_library(_module_of(name.scope))]
+    return [name for name in user_names if is_setting(name.value)]
 
 
 def _module_of(scope: Scope) -> str:

@@ -28,9 +28,12 @@ LARGEST, DEEPEST = 10_000, 50
 
 def structure(module: nn.Module) -> Any:
     """Returns classes, flags, and tensors' shapes and strides of a module: equal for modules that were built alike."""
-    own = tensors_of(module)
-    first = {id(t): i for i, t in reversed(list(enumerate(own)))}
-    tensors = [(first[id(t)], isinstance(t, nn.Parameter), t.shape, t.stride(), t.dtype, t.requires_grad) for t in own]
+    module_tensors = tensors_of(module)
+    first = {id(t): i for i, t in reversed(list(enumerate(module_tensors)))}
+    tensors = [
+        (first[id(t)], isinstance(t, nn.Parameter), t.shape, t.stride(), t.dtype, t.requires_grad)
+        for t in module_tensors
+    ]
     names = [name for name, _ in (*_all_parameters(module), *_all_buffers(module))]
     parts = [(name, type(part), part.training) for name, part in module.named_modules(remove_duplicate=False)]
     return parts, names, tensors
@@ -49,10 +52,10 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     return [tensor for _, tensor in (*_all_parameters(module), *_all_buffers(module))]
 
 
-def tensor_kind(x: Tensor, given: Sequence[Tensor]) -> Any:
+def tensor_kind(x: Tensor, arguments: Sequence[Tensor]) -> Any:
     """Returns all properties of a tensor that code can read without its values, and its place among the arguments."""
     sizes = SymbolicSizes((*x.shape, *x.stride(), x.storage_offset()))
-    return sizes, x.dim(), x.dtype, x.device, x.requires_grad, position(x, given)
+    return sizes, x.dim(), x.dtype, x.device, x.requires_grad, position(x, arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +66,12 @@ class SymbolicSizes:
 
     def agree(self, other: SymbolicSizes) -> None:
         """Assumes that sizes are equal that are equal in the example; the graph is then right for such sizes only."""
-        for mine, its in zip(self.sizes, other.sizes, strict=False):
-            if not isinstance(mine, torch.SymInt) or not isinstance(its, torch.SymInt):
+        for size, other_size in zip(self.sizes, other.sizes, strict=False):
+            if not isinstance(size, torch.SymInt) or not isinstance(other_size, torch.SymInt):
                 continue
-            hint = mine.node.hint
-            if mine.node.expr != its.node.expr and hint is not None and hint == its.node.hint:
-                bool(mine == its)
+            hint = size.node.hint
+            if size.node.expr != other_size.node.expr and hint is not None and hint == other_size.node.hint:
+                bool(size == other_size)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SymbolicSizes) and self._spelled() == other._spelled()
@@ -90,7 +93,7 @@ def modes() -> Any:
 
 def position(x: Tensor, among: Sequence[Tensor]) -> Any:
     """Returns the index of a tensor or object among others, by identity; None if it is not there."""
-    return next((i for i, one in enumerate(among) if one is x), None)
+    return next((i for i, item in enumerate(among) if item is x), None)
 
 
 def is_harmless(value: Any) -> bool:
@@ -125,7 +128,7 @@ def attribute(module: nn.Module, name: str) -> Any:
     attributes = object.__getattribute__(module, "__dict__")
     if name in attributes:
         return attributes[name]
-    return next((vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind)), None)
+    return next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), None)
 
 
 class Frozen:

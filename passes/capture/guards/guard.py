@@ -83,24 +83,24 @@ class Reads:
         with internals.READS_ATTRIBUTE.replaced_by(read):
             yield
 
-    def slots(self, same: Sequence[tuple[nn.Module, nn.Module]] = ()) -> frozenset[Slot]:
+    def slots(self, repeats: Sequence[tuple[nn.Module, nn.Module]] = ()) -> frozenset[Slot]:
         """Returns the attributes that were read.
 
         Args:
-            same: pairs of a captured block and a later block that repeats it: the second counts as reading the same.
+            repeats: pairs of a captured block and a later block that repeats it: the second counts as reading the same.
 
         A `forward` that is set on a module counts as read.
         """
-        seen = {(self.paths[at], name) for at, name in self.seen if at in self.paths}
+        reads = {(self.paths[table_id], name) for table_id, name in self.seen if table_id in self.paths}
         modules = dict(self.model.named_modules())
-        seen = {(path, name) for path, name in seen if not is_weight_list(modules[path], name)}
-        found = {slot for slot in seen if slot[1] == KEYS or not is_internal(slot[1])}
-        for first, later in same:
+        reads = {(path, name) for path, name in reads if not is_weight_list(modules[path], name)}
+        slots = {slot for slot in reads if slot[1] == KEYS or not is_internal(slot[1])}
+        for first, later in repeats:
             start, to = self.paths[id(vars(first))], self.paths[id(vars(later))]
-            inside = [(path, name) for path, name in found if path == start or path.startswith(f"{start}.")]
-            found |= {(to + path[len(start) :], name) for path, name in inside}
+            inside = [(path, name) for path, name in slots if path == start or path.startswith(f"{start}.")]
+            slots |= {(to + path[len(start) :], name) for path, name in inside}
         hooks = {(path, name) for path, module in self.model.named_modules() for name in HOOKS if vars(module)[name]}
-        return frozenset(found | hooks | {(path, "forward") for path in self.paths.values()})
+        return frozenset(slots | hooks | {(path, "forward") for path in self.paths.values()})
 
 
 def _asking(frame: types.FrameType) -> types.FrameType:
@@ -121,8 +121,8 @@ def looked_up(module: nn.Module, name: str) -> Any:
         return vars(module)[name]
     if any(name in table for table in (module._parameters, module._buffers, module._modules)):
         return MISSING  # `structure` compares these.
-    found = next((vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind)), MISSING)
-    return MISSING if hasattr(type(found), "__get__") else found
+    class_value = next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), MISSING)
+    return MISSING if hasattr(type(class_value), "__get__") else class_value
 
 
 class _Values(Frozen):
@@ -147,8 +147,8 @@ class _Values(Frozen):
     def __call__(self, value: Any) -> Any:
         if isinstance(value, type) and not is_library(value.__module__) and id(value) not in self.seen:
             self.seen[id(value)] = "around"
-            held = [(name, self(one)) for name, one in vars(value).items() if not hasattr(type(one), "__get__")]
-            self.seen[id(value)] = id(value), [pair for pair in held if not pair[0].startswith("__")]
+            members = [(name, self(item)) for name, item in vars(value).items() if not hasattr(type(item), "__get__")]
+            self.seen[id(value)] = id(value), [pair for pair in members if not pair[0].startswith("__")]
             self.kept.append(value)
         if isinstance(value, type) and id(value) in self.seen:
             return self.seen[id(value)]
@@ -218,9 +218,9 @@ class Guard:
             return version == self.version
         if any(self._value(slot) != self.values[slot] for slot in self.written):
             return False
-        same = all(map(operator.is_, map(dict.get, self.tables, self.names, repeat(MISSING)), self.objects))
-        same = same and self.named.are(self.of_names)
-        if not same or not all(is_same() for is_same in self.contents):
+        unchanged = all(map(operator.is_, map(dict.get, self.tables, self.names, repeat(MISSING)), self.objects))
+        unchanged = unchanged and self.named.are(self.of_names)
+        if not unchanged or not all(is_same() for is_same in self.contents):
             if any(self._value(place) != self.values[place] for place in self._others()) or self.changed():
                 return False
             self.objects, self.of_names, self.contents = self._objects(), self.named.values(), self._contents()
@@ -231,8 +231,8 @@ class Guard:
         """Returns the places that have another object now; most often its value differs, too."""
         slots = zip(self.slots, self.objects, self._objects(), strict=True)
         names = zip(self.named, chain(*self.of_names), chain(*self.named.values()), strict=True)
-        found: list[SettingPlace] = [slot for slot, then, now in slots if now is not then]
-        return found + [name for name, then, now in names if now is not then]
+        places: list[SettingPlace] = [slot for slot, then, now in slots if now is not then]
+        return places + [name for name, then, now in names if now is not then]
 
     def changed(self) -> list[SettingPlace]:
         """Returns the places whose values have changed."""
@@ -268,18 +268,18 @@ class Guard:
 
     def _contents(self) -> list[Callable[[], bool]]:
         """Returns for each container a function that is True while the container holds the same objects."""
-        seen: dict[int, Any] = {}
-        found = []
+        visited: dict[int, Any] = {}
+        checks = []
         values = [self._now(slot) for slot in self.slots if slot not in self.opened]
         values += [name.value for name in settings_in(self.named)]
         for value in values:
             queue = [value]
             while queue:
-                for _, one in below(queue.pop(), ("", ""), seen):
-                    if is_container(one) or isinstance(one, (Tensor, *VIEWS)) or is_opaque(one) or _is_setting(one):
-                        found.append(_unchanged(one))
-                    queue += hidden(one, globals_too=False)  # `named` has the globals.
-        return found
+                for _, item in below(queue.pop(), ("", ""), visited):
+                    if is_container(item) or isinstance(item, (Tensor, *VIEWS)) or is_opaque(item) or _is_setting(item):
+                        checks.append(_unchanged(item))
+                    queue += hidden(item, globals_too=False)  # `named` has the globals.
+        return checks
 
 
 def _is_setting(value: Any) -> bool:
@@ -292,8 +292,8 @@ def _unchanged(value: Any) -> Callable[[], bool]:
         version = version_of(value)
         return lambda: version_of(value) == version
     if isinstance(value, weakref.ref):
-        there = value()
-        return lambda: value() is there
+        referent = value()
+        return lambda: value() is referent
     if is_opaque(value):
         state = state_of_opaque(value)
         return lambda: bool(state_of_opaque(value) == state)
@@ -301,8 +301,8 @@ def _unchanged(value: Any) -> Callable[[], bool]:
         names = dict(vars(value))
         return lambda: dict(vars(value)) == names
     if isinstance(value, set):
-        held = frozenset(value)
-        return lambda: bool(value == held)
+        items = frozenset(value)
+        return lambda: bool(value == items)
     if type(value) is list:
         then = list(value)
         return lambda: len(value) == len(then) and all(map(operator.is_, value, then))

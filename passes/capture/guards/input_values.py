@@ -55,7 +55,7 @@ class InputValues(Reading):
     """A mode that lists reads: of values that follow from the arguments, and of truth values of activations.
 
     Args:
-        known: what earlier runs found.
+        prior: what earlier runs found.
         device: the device of tensors without values.
         turned: reads, by number, whose assumed truth value led to an exception, and the other value.
         blocked: places with numbers of activations, which cannot be known.
@@ -67,9 +67,9 @@ class InputValues(Reading):
         arrays: the arrays that reads gave, with their outcomes.
     """
 
-    def __init__(self, known: KnownValues, device: str, turned: Mapping[int, bool], blocked: Collection[Place]) -> None:
-        super().__init__(known.places)
-        self.known, self.guesses = known.outcomes, known.guesses
+    def __init__(self, prior: KnownValues, device: str, turned: Mapping[int, bool], blocked: Collection[Place]) -> None:
+        super().__init__(prior.places)
+        self.known, self.guesses = prior.outcomes, prior.guesses
         self.device, self.turned, self.blocked = device, turned, blocked
         self.shadows: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.made_by: dict[int, tuple[Tensor, str]] = {}
@@ -82,8 +82,8 @@ class InputValues(Reading):
         for fake, value in zip(leaves, real, strict=True):
             if isinstance(fake, FakeTensor) and has_values(value):
                 with unset_fake_temporarily(), torch._C.DisableTorchFunction():
-                    own = value.detach().to(self.device).clone(memory_format=torch.contiguous_format)
-                self._pair(fake, own)
+                    shadow = value.detach().to(self.device).clone(memory_format=torch.contiguous_format)
+                self._pair(fake, shadow)
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function. Where it needs a value, its place is listed, and it runs again."""
@@ -98,22 +98,22 @@ class InputValues(Reading):
 
     def _plain(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         shadows = self._shadows(args, kwargs)  # Before the function writes into any of them.
-        found = func(*args, **kwargs)
-        fakes = [x for x in pytree.tree_leaves(found) if isinstance(x, FakeTensor)]
+        result = func(*args, **kwargs)
+        fakes = [x for x in pytree.tree_leaves(result) if isinstance(x, FakeTensor)]
         for x in fakes:
             if x.dim() == 0 or x.dtype == torch.bool:
                 self.made_by[id(x)] = x, self._maker(func, args)
-        if shadows is None or not (fakes or found is None):  # None: it may have written into its arguments.
-            return found
+        if shadows is None or not (fakes or result is None):  # None: it may have written into its arguments.
+            return result
         try:
             real = _run_really(func, shadows)
         except Exception:  # Whatever it is: the results are not known.
-            return found
-        given = [x for x in pytree.tree_leaves(real) if isinstance(x, Tensor)]
-        if len(given) == len(fakes):
-            for fake, shadow in zip(fakes, given, strict=True):
+            return result
+        real_tensors = [x for x in pytree.tree_leaves(real) if isinstance(x, Tensor)]
+        if len(real_tensors) == len(fakes):
+            for fake, shadow in zip(fakes, real_tensors, strict=True):
                 self._pair(fake, shadow)
-        return found
+        return result
 
     def _maker(self, func: Any, args: Any) -> str:
         """Returns the name of a function; that of the comparison whose result it passes on."""
@@ -149,13 +149,13 @@ class InputValues(Reading):
         return shadow
 
     def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
-        at = len(self.outcomes)
+        index = len(self.outcomes)
         shadows = self._shadows(args, kwargs)
-        if self._is_known(at, place):  # Another device's value may differ in the last digit.
-            value = copy.deepcopy(self.known[at].value)
+        if self._is_known(index, place):  # Another device's value may differ in the last digit.
+            value = copy.deepcopy(self.known[index].value)
         elif shadows is None:
-            value = self._assumed(at, func, args, place)
-            self.assumed.append(at)
+            value = self._assumed(index, func, args, place)
+            self.assumed.append(index)
         else:
             value = _run_really(func, shadows)
         # A copy: the model may write into its list or array.
@@ -179,31 +179,31 @@ class InputValues(Reading):
         reads = {read for symbol in symbols for read in self.symbols.get(str(symbol), ())}
         return super()._is_truth(place, symbols) or (bool(reads) and reads <= set(self.blocked))
 
-    def _is_known(self, at: int, place: Place) -> bool:
+    def _is_known(self, index: int, place: Place) -> bool:
         """True if an earlier run of this call gave the value."""
-        known = zip(self.known, [*self.outcomes, Outcome(place, None)], strict=False)
-        return at < len(self.known) and all(one.place == other.place for one, other in known)
+        pairs = zip(self.known, [*self.outcomes, Outcome(place, None)], strict=False)
+        return index < len(self.known) and all(expected.place == actual.place for expected, actual in pairs)
 
-    def _assumed(self, at: int, func: Any, args: Any, place: Place) -> Any:
+    def _assumed(self, index: int, func: Any, args: Any, place: Place) -> Any:
         """Returns a truth value of an activation that is likely."""
         code = linecache.getline(place.file, place.line).strip()
         again = sum(outcome.place == place for outcome in self.outcomes)
         if func not in PREDICATES or code.startswith("while ") or again == MOST_ROUNDS:
             raise NeedsNumber(place)
-        if at in self.turned:
-            return self.turned[at]
-        if at < len(self.guesses) and self.guesses[at].place == place:
-            return bool(self.guesses[at].value)
+        if index in self.turned:
+            return self.turned[index]
+        if index < len(self.guesses) and self.guesses[index].place == place:
+            return bool(self.guesses[index].value)
         if code.startswith("assert "):
             return True
         maker = self.made_by.get(id(args[0]), (None, getattr(func, "__name__", "")))[1]
         return maker in TRUE_WHERE_ALL_IS_WELL
 
 
-def _run_really(func: Any, given: Any) -> Any:
+def _run_really(func: Any, arguments: Any) -> Any:
     """Runs a function on real tensors. Raises _Unknown if it would give other numbers each time."""
     with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad(), _Repeatable():
-        return func(*given[0], **given[1])
+        return func(*arguments[0], **arguments[1])
 
 
 class _Repeatable(TorchDispatchMode):

@@ -61,8 +61,8 @@ class GradientsWanted:
 
     def covers(self, call: GradientsWanted) -> bool:
         """True if a graph that was captured with these answers is right for a call."""
-        known = zip(vars(self).values(), vars(call).values(), strict=True)
-        return all(mine in (None, its) for mine, its in known)
+        pairs = zip(vars(self).values(), vars(call).values(), strict=True)
+        return all(captured in (None, present) for captured, present in pairs)
 
 
 NOT_ASKED = GradientsWanted(None, None, None, None)
@@ -84,9 +84,9 @@ class GradientQueries(TorchFunctionMode):
         modes, flags: whether the model asked for the mode, or whether a tensor requires a gradient.
     """
 
-    def __init__(self, wanted: GradientsWanted) -> None:
+    def __init__(self, answers: GradientsWanted) -> None:
         super().__init__()
-        self.wanted, self.modes, self.flags = wanted, False, False
+        self.wanted, self.modes, self.flags = answers, False, False
         self.inputs: list[Tensor] = []
         self.written: list[Tensor] = []
         self.roots: dict[int, tuple[Tensor, Any]] = {}
@@ -98,17 +98,17 @@ class GradientQueries(TorchFunctionMode):
                 at=user_line(traceback.extract_stack()),
                 fix="the default one: no `generator=`",
             )
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if args and isinstance(args[0], Tensor):
-            self._follow(func, args[0], found)
+            self._follow(func, args[0], result)
         if func not in ASKING or not is_users(sys._getframe(1)):
-            return found
+            return result
         self.flags = True
         if self.wanted.enabled or args[0].is_leaf or any(args[0] is x for x in self.inputs):
-            return found
+            return result
         return {ASKING[0]: False, ASKING[1]: None, ASKING[2]: True}[func]  # The answers without gradients.
 
-    def _follow(self, func: Any, x: Tensor, found: Any) -> None:
+    def _follow(self, func: Any, x: Tensor, result: Any) -> None:
         """Notes views of constants, and writes into them. During capture only constants are no fake tensors."""
         root = x if not isinstance(x, FakeTensor) else self.roots.get(id(x), (None,))[0]
         name = getattr(func, "__name__", "")
@@ -116,7 +116,7 @@ class GradientQueries(TorchFunctionMode):
             return
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE:
             self.written.append(root)
-        for view in found if isinstance(found, (tuple, list)) else (found,):
+        for view in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(view, FakeTensor) and (view._is_view() or view is x):
                 self.roots[id(view)] = root, view
 
@@ -160,8 +160,8 @@ class DrewNumber(Error):
 
 def _sources(model: nn.Module) -> dict[str, Any]:
     """Returns the random generators of Python and numpy that a model can draw from, by the names in errors."""
-    held = {f"`{spelled(path)}`": x for path, x in reached(model) if isinstance(x, SOURCES)}
-    return {"Python's `random`": random, "Python's `numpy.random`": np.random, **held}
+    sources = {f"`{spelled(path)}`": x for path, x in reached(model) if isinstance(x, SOURCES)}
+    return {"Python's `random`": random, "Python's `numpy.random`": np.random, **sources}
 
 
 @contextmanager
@@ -179,12 +179,12 @@ def without_python_random(model: nn.Module) -> Iterator[None]:
     for name, source in ((name, source) for name, source in sources.items() if name in drawn):
         _restore(source, before[name])
     if drawn:
-        told = Error(
+        error = Error(
             f"forward draws a number from {drawn[0]}, and every later call would use the same number",
             fix=instead_of_python_random(model)
             or "torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward",
         )
-        raise DrewNumber(told.problem, **told.facts)
+        raise DrewNumber(error.problem, **error.facts)
 
 
 def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:
@@ -198,7 +198,7 @@ def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:
     Args:
         run: runs the model; what it raises is not raised here.
     """
-    sources, found, at = _sources(model), list[str](), list[tuple[str, int]]()
+    sources, lines, last_position = _sources(model), list[str](), list[tuple[str, int]]()
 
     def states() -> list[Any]:
         return [_comparable(_state(source)) for source in sources.values()]
@@ -206,14 +206,14 @@ def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:
     before = states()
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
-        if not found and at and states() != before:
-            path, number = at[-1]
-            found.append(f"{os.path.basename(path)}:{number}  {linecache.getline(path, number).strip()}".rstrip())
-        at[:] = [(frame.f_code.co_filename, frame.f_lineno)]
-        return None if found else line
+        if not lines and last_position and states() != before:
+            path, number = last_position[-1]
+            lines.append(f"{os.path.basename(path)}:{number}  {linecache.getline(path, number).strip()}".rstrip())
+        last_position[:] = [(frame.f_code.co_filename, frame.f_lineno)]
+        return None if lines else line
 
     def call(frame: FrameType, event: str, _: Any) -> Any:
-        return None if found or not is_users(frame) or _of_python(frame) else line
+        return None if lines or not is_users(frame) or _of_python(frame) else line
 
     tracing = sys.gettrace()
     sys.settrace(call)
@@ -222,7 +222,7 @@ def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:
             run()
     finally:
         sys.settrace(tracing)
-    return "".join(found)
+    return "".join(lines)
 
 
 def _of_python(frame: FrameType) -> bool:

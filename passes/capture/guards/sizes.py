@@ -46,9 +46,9 @@ class SizeAssumptions:
             if str(symbol) in self.symbols:
                 self.tests += [f"{symbol} >= {bounds.lower}"] if bounds.lower.is_Integer else []
                 self.tests += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
-        known = [g.expr for g in environment.guards] if environment is not None else []
-        known = [expr for expr in known if {str(s) for s in expr.free_symbols} <= set(self.symbols)]
-        self.tests += map(self.printer.doprint, known)
+        expressions = [g.expr for g in environment.guards] if environment is not None else []
+        expressions = [expr for expr in expressions if {str(s) for s in expr.free_symbols} <= set(self.symbols)]
+        self.tests += map(self.printer.doprint, expressions)
 
     def fits(self) -> Fits:
         """Returns a function that is True for shapes that meet all assumptions."""
@@ -122,10 +122,10 @@ class Fits:
         Raises:
             Error: an assumption is about a symbol that no input has.
         """
-        printer, known = Printer(), {name for name, _ in self.symbols}
-        for one in assumed:
-            if not {str(symbol) for symbol in one.free_symbols} <= known:
-                raise Error(f"a pass assumes {one} of all calls", fix="a report of it, with the model")
+        printer, symbol_names = Printer(), {name for name, _ in self.symbols}
+        for assumption in assumed:
+            if not {str(symbol) for symbol in assumption.free_symbols} <= symbol_names:
+                raise Error(f"a pass assumes {assumption} of all calls", fix="a report of it, with the model")
         tests = tuple(map(printer.doprint, assumed))
         return replace(self, tests=self.tests + tests, functions=self.functions + tuple(printer.functions.items()))
 
@@ -161,7 +161,7 @@ class OnNumbers:
     function: Callable[..., Any]
 
     def __call__(self, *numbers: Any) -> Any:
-        found = self.function(*map(sympy.sympify, numbers))
-        if found in (sympy.true, sympy.false):
-            return bool(found)
-        return int(found) if found.is_Integer else float(found)
+        result = self.function(*map(sympy.sympify, numbers))
+        if result in (sympy.true, sympy.false):
+            return bool(result)
+        return int(result) if result.is_Integer else float(result)

@@ -108,9 +108,9 @@ class Outcome(NamedTuple):
     value: Any
     assumed: bool = False
 
-    def is_same(self, other: Outcome) -> bool:
+    def is_same(self, outcome: Outcome) -> bool:
         """True if both are the same value of one place."""
-        return self.place == other.place and value_key(self.value) == value_key(other.value)
+        return self.place == outcome.place and value_key(self.value) == value_key(outcome.value)
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ class Reading(TorchFunctionMode):
         ]
         instead += [(row, self._decided(row.resolved_owner())) for row in internals.TRUTH_OF_NUMBERS]
         instead += [(row, self._of_numpy) for row in internals.NUMBERS_IN_NUMPY]
-        for row, ours in instead:
-            self._patches.enter_context(row.replaced_by(ours))
+        for row, replacement in instead:
+            self._patches.enter_context(row.replaced_by(replacement))
         super().__enter__()
         return self
 
@@ -217,24 +217,24 @@ class Reading(TorchFunctionMode):
         There are no round-off, infinity and NaN in algebra: `m != m` is False there, and `m - m` is 0.
         """
 
-        def computed(number: Any, other: Any) -> Any:
-            found = compute(number, other)
-            if found is not NotImplemented and _symbols_in((number, other)) - _symbols_in(found):
-                self._expect_no_reads((number, other))  # Algebra has cancelled a number, such as a in (a + b) - a.
-            return found
+        def computed(number: Any, operand: Any) -> Any:
+            result = compute(number, operand)
+            if result is not NotImplemented and _symbols_in((number, operand)) - _symbols_in(result):
+                self._expect_no_reads((number, operand))  # Algebra has cancelled a number, such as a in (a + b) - a.
+            return result
 
         return computed
 
-    def _decided(self, kind: Any) -> Callable[[Any], bool]:
+    def _decided(self, cls: Any) -> Callable[[Any], bool]:
         """Returns what decides on a truth value of numbers: it is read as one of tensors, or needs the numbers.
 
         `if self.steps.item() > 3` of a buffer is `if self.steps > 3`. Algebra alone decides on nothing with a point.
         """
-        decide = kind.__bool__
+        decide = cls.__bool__
 
         def decided(number: Any) -> bool:
             symbols = free_unbacked_symbols(number)
-            truth = number if kind is torch.SymBool or not symbols else number != 0
+            truth = number if cls is torch.SymBool or not symbols else number != 0
             if symbols and is_users(sys._getframe(1)):
                 place = place_of(None)._replace(function=TRUTH)
                 predicate = self._predicate(truth) if self._is_truth(place, symbols) else None
@@ -260,21 +260,21 @@ class Reading(TorchFunctionMode):
             return None
         tensors = {symbol: self.numbers[str(symbol)] for symbol in expression.free_symbols}
         try:
-            found: Tensor = sympy_interp(_OfTensors, tensors, expression)
+            predicate: Tensor = sympy_interp(_OfTensors, tensors, expression)
         except (AttributeError, NotImplementedError, TypeError):  # torch has no operator of tensors for it.
             return None
-        return found
+        return predicate
 
-    def _of_numpy(self, number: Any, function: Any, method: str, *given: Any, **options: Any) -> Any:
+    def _of_numpy(self, number: Any, function: Any, method: str, *operands: Any, **options: Any) -> Any:
         """Does what a function of numpy does: a root or a logarithm needs the number's value, that of a size, too."""
         symbols = {torch.SymInt: int, torch.SymFloat: float}
-        objects = [np.array(x, dtype=object) if type(x) in symbols else x for x in given]
+        objects = [np.array(x, dtype=object) if type(x) in symbols else x for x in operands]
         try:
             return getattr(function, method)(*objects, **options)  # By the operators of the symbols.
         except TypeError:
-            self._expect_no_reads(given)
-            known = [symbols[type(x)](x) if type(x) in symbols else x for x in given]
-            return getattr(function, method)(*known, **options)
+            self._expect_no_reads(operands)
+            numbers = [symbols[type(x)](x) if type(x) in symbols else x for x in operands]
+            return getattr(function, method)(*numbers, **options)
 
     def _expect_no_reads(self, value: Any) -> None:
         """Raises NeedsNumber for a value with symbols of numbers that were read."""
@@ -299,13 +299,13 @@ class Reading(TorchFunctionMode):
         if func is Tensor.item and args[0].dtype == torch.bool:
             func = Tensor.__bool__  # Of an activation, a truth value may be assumed, and a number may not.
         try:
-            found = self._run(func, args, kwargs)
+            result = self._run(func, args, kwargs)
         except Exception as error:
             if reads_values(error):
                 self.failed_at = place_of(func)
             raise
-        self._note(func, args, kwargs, found)
-        return found
+        self._note(func, args, kwargs, result)
+        return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is Tensor.__bool__ and is_looking():
@@ -313,53 +313,53 @@ class Reading(TorchFunctionMode):
             return self._read(func, args, kwargs, place_of(func))
         return self._given(func, args, kwargs) if self.places else self._plain(func, *args, **kwargs)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        inner = (x for each in (*args, *kwargs.values()) for x in (each if type(each) in (tuple, list) else (each,)))
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        inner = (x for arg in (*args, *kwargs.values()) for x in (arg if type(arg) in (tuple, list) else (arg,)))
         if func in READS or func in SIZED or self.symbols or any(map(_is_scalar, inner)):
-            self._note_symbols(func, args, kwargs, found)
+            self._note_symbols(func, args, kwargs, result)
 
-    def _note_symbols(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+    def _note_symbols(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Notes which reads the symbols in a result come from: the function itself, or those of its arguments."""
-        new = _symbols_in(found) - self.symbols.keys() - self.sized.keys()
-        if not new:
+        new_symbols = _symbols_in(result) - self.symbols.keys() - self.sized.keys()
+        if not new_symbols:
             return
-        given = _symbols_in([x for x in _with_bounds((args, kwargs)) if not isinstance(x, Tensor)])
-        places = {place for symbol in given for place in self.symbols.get(symbol, ())}
-        if func in NUMBERS and len(new) == 1:  # A copy: it may be written into before the number decides.
+        argument_symbols = _symbols_in([x for x in _with_bounds((args, kwargs)) if not isinstance(x, Tensor)])
+        places = {place for symbol in argument_symbols for place in self.symbols.get(symbol, ())}
+        if func in NUMBERS and len(new_symbols) == 1:  # A copy: it may be written into before the number decides.
             wide = torch.float64 if args[0].is_floating_point() else torch.int64
-            self.numbers[next(iter(new))] = args[0].detach().clone().reshape(()).to(wide)
+            self.numbers[next(iter(new_symbols))] = args[0].detach().clone().reshape(()).to(wide)
         if func in READS or any(map(_is_scalar, _with_bounds((args, kwargs)))):
             places.add(place_of(func))
-        for symbol in new if places else ():
+        for symbol in new_symbols if places else ():
             self.symbols[symbol] = frozenset(places)
-        for symbol in new if func in SIZED else ():
+        for symbol in new_symbols if func in SIZED else ():
             self.sized[symbol] = place_of(func)
-        sizes = (symbol for x in _tensors(found) for symbol in free_unbacked_symbols(x))
+        sizes = (symbol for x in _tensors(result) for symbol in free_unbacked_symbols(x))
         if places and any(symbol_is_type(symbol, SymT.UNBACKED_FLOAT) for symbol in sizes):
             raise NeedsNumber(place_of(func))  # No graph computes a size of numbers with a point.
 
     def symbolic(self) -> frozenset[Place]:
         """Returns the places at which the model read what the exporter has symbols for."""
-        found = {place for places in self.symbols.values() for place in places}
-        return frozenset(found.union(self.sized.values())) - self.places
+        read_places = {place for places in self.symbols.values() for place in places}
+        return frozenset(read_places.union(self.sized.values())) - self.places
 
     def places_of(self, error: Exception) -> frozenset[Place]:
         """Returns the places whose values the model needed when it raised this exception."""
         symbols = map(str, error.cond.free_symbols) if isinstance(error, GuardOnDataDependentSymNode) else ()
-        found = {error.place} if isinstance(error, NeedsNumber) else set[Place]()
+        places = {error.place} if isinstance(error, NeedsNumber) else set[Place]()
         for symbol in symbols:
-            found |= self.symbols.get(symbol, frozenset())
-            found |= {self.sized[symbol]} if symbol in self.sized else set()
-        if not found and self.failed_at is not None:
-            found = {self.failed_at}
-        return frozenset(found) - self.places
+            places |= self.symbols.get(symbol, frozenset())
+            places |= {self.sized[symbol]} if symbol in self.sized else set()
+        if not places and self.failed_at is not None:
+            places = {self.failed_at}
+        return frozenset(places) - self.places
 
     def taken(self, graph: fx.Graph) -> frozenset[Place]:
         """Returns the places of the numbers that the exporter took for known, such as that of another size."""
         values = (node.meta.get("val") for node in graph.nodes)
         environment = next((x.node.shape_env for x in values if isinstance(x, torch.SymInt)), None)
-        known = environment.replacements.items() if environment is not None else ()
-        return self._read_at(str(symbol) for symbol, value in known if value.is_number)
+        replacements = environment.replacements.items() if environment is not None else ()
+        return self._read_at(str(symbol) for symbol, value in replacements if value.is_number)
 
     def in_sizes(self, graph: fx.Graph) -> frozenset[Place]:
         """Returns the places of the numbers that sizes in a graph are made of."""
@@ -387,8 +387,8 @@ class Reading(TorchFunctionMode):
             return self._plain(func, *args, **{**kwargs, "output_size": total})
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            found = [self._indices(x, place) if _is_mask(x) else (x,) for x in index]
-            return self._plain(Tensor.__getitem__, args[0], tuple(x for each in found for x in each))
+            index_parts = [self._indices(x, place) if _is_mask(x) else (x,) for x in index]
+            return self._plain(Tensor.__getitem__, args[0], tuple(x for part in index_parts for x in part))
         indices = self._indices(args[0], place)
         as_tuple = kwargs.get("as_tuple", False) or func in (torch.where, Tensor.where)
         return indices if as_tuple else self._plain(torch.stack, indices, 1)
@@ -421,10 +421,10 @@ class Reading(TorchFunctionMode):
         def deep(x: Any) -> Any:
             return number(inside(x))
 
-        own = 0 if makes else 1  # The tensor that the function is about.
+        start = 0 if makes else 1  # The tensor that the function is about.
         indexes = place.function in ("__getitem__", "__setitem__")  # There a tensor is an index itself.
-        later = tuple(map(_in_slices(number) if indexes else deep, args[own:]))
-        return (*args[:own], *later), {name: deep(x) for name, x in kwargs.items()}
+        later = tuple(map(_in_slices(number) if indexes else deep, args[start:]))
+        return (*args[:start], *later), {name: deep(x) for name, x in kwargs.items()}
 
     def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
         raise NotImplementedError
@@ -439,8 +439,8 @@ def _with_bounds(value: Any) -> Iterator[Any]:
 def _symbols_in(value: Any) -> set[str]:
     """Returns the exporter's symbols of numbers that are not known, in numbers and in sizes of tensors."""
     leaves = pytree.tree_leaves(value)
-    found = (x for x in leaves if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool | FakeTensor))
-    return {str(symbol) for x in found for symbol in free_unbacked_symbols(x)}
+    symbolic_values = (x for x in leaves if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool | FakeTensor))
+    return {str(symbol) for x in symbolic_values for symbol in free_unbacked_symbols(x)}
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -492,12 +492,12 @@ class Answers(Reading):
             raise other_reads(self.expected.outcomes[len(self.outcomes)].place)
 
     def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
-        known = self.expected.outcomes[len(self.outcomes) :]
-        if not known and is_looking():
-            known = (Outcome(place, self.expected.likely),)
-        if not known or known[0].place != place:
+        remaining = self.expected.outcomes[len(self.outcomes) :]
+        if not remaining and is_looking():
+            remaining = (Outcome(place, self.expected.likely),)
+        if not remaining or remaining[0].place != place:
             raise other_reads(place)
-        outcome = known[0]
+        outcome = remaining[0]
         self.expect_outside()
         leaves, spec = pytree.tree_flatten((args, kwargs))
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]  # It may be written into later.
