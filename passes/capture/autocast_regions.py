@@ -43,7 +43,7 @@ def ambient(device: torch.device) -> Autocast:
 
 def ambient_everywhere() -> list[Autocast]:
     """Returns the settings of autocast that now hold, for each kind of device on which it is on."""
-    return [ambient(torch.device(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)]
+    return [ambient(torch.device(device_type)) for device_type in KINDS if torch.is_autocast_enabled(device_type)]
 
 
 def enter_autocast(device_type: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None) -> Any:

@@ -62,10 +62,10 @@ class Context:
 
     def mapped(self, read: Callable[[Tensor], Tensor]) -> Context:
         """Returns a copy for backward, with `read` applied to each tensor in any attribute."""
-        new = copy.copy(self)
+        context = copy.copy(self)
         for name, value in vars(self).items():
-            setattr(new, name, map_leaves(lambda x: read(x) if isinstance(x, Tensor) else x, value))
-        return new
+            setattr(context, name, map_leaves(lambda x: read(x) if isinstance(x, Tensor) else x, value))
+        return context
 
 
 def run_function(function: Function, args: Sequence[Any]) -> Any:

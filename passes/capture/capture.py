@@ -96,10 +96,10 @@ def capture(
         call = _Call(skeleton, leaves, spec, autocast, wanted, symbols, looks)
         values = replace(values, likely=looks and without_padding(kwargs))
         try:
-            found = _captured(call, once, opened, values)
+            captured = _captured(call, once, opened, values)
         except NeedsExactCapture:
-            found = _captured(replace(call, exactly=True), once, opened, values)
-        return replace(found, looks=looks)
+            captured = _captured(replace(call, exactly=True), once, opened, values)
+        return replace(captured, looks=looks)
 
 
 def _expect_plain_tensors(leaves: list[Any]) -> None:
@@ -111,9 +111,9 @@ def _expect_plain_tensors(leaves: list[Any]) -> None:
                 fix="x.as_subclass(torch.Tensor)",
             )
         if isinstance(leaf, Tensor) and not is_dense(leaf):
-            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            layout = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             raise Error(
-                f"an argument is a {kind} tensor, and a graph takes dense tensors",
+                f"an argument is a {layout} tensor, and a graph takes dense tensors",
                 fix="x.to_dense(); for sequences of several lengths a padded tensor and a mask",
             )
 
@@ -152,17 +152,17 @@ class _NeedsValues:
     instead: Error | Captured
     places: frozenset[Place] = frozenset()
 
-    def without(self, found: Error | KnownValues) -> Captured:
+    def without(self, values_read: Error | KnownValues) -> Captured:
         """Returns the graph without the values. Raises Error if there is none: the one that was found, if any."""
         if isinstance(self.instead, Error):
-            raise found if isinstance(found, Error) else self.instead
+            raise values_read if isinstance(values_read, Error) else self.instead
         return self.instead
 
 
 def _captured(call: _Call, once: bool, opened: Opened, values: KnownValues) -> Captured:
     """Captures as often as a capture says what the next one needs. Arguments as for `capture`."""
-    found = _reads(call, opened, values) if values.places else values
-    expected = found if isinstance(found, KnownValues) else NO_VALUES
+    first_reads = _reads(call, opened, values) if values.places else values
+    expected = first_reads if isinstance(first_reads, KnownValues) else NO_VALUES
     expected = replace(expected, likely=values.likely)
     while True:
         try:
@@ -208,8 +208,8 @@ def _other_looks(captured: Captured, call: _Call, first: int) -> tuple[Outcome, 
     """
     assumed = [i for i, read in enumerate(captured.asked) if read.look and i >= first]
     results = returned(captured.graph)
-    at = [x.at for i in assumed for x in captured.asked[i].given if isinstance(x, OutputAt)]
-    nodes = ancestors(results[i] for i in at)
+    positions = [x.at for i in assumed for x in captured.asked[i].given if isinstance(x, OutputAt)]
+    nodes = ancestors(results[i] for i in positions)
     needed = {node.name for node in nodes if node.op == "placeholder"}
     if needed - {*captured.inputs, *captured.constants} or any(map(draws, nodes)):
         raise _NotOfInputs
@@ -217,9 +217,9 @@ def _other_looks(captured: Captured, call: _Call, first: int) -> tuple[Outcome, 
     values = captured.constants | dict(zip(captured.inputs, tensors, strict=False))
     if not assumed or not all(name in values and has_values(values[name]) for name in needed):
         return None
-    part = part_of(captured.graph, [results[i] for i in at], nodes)
-    given = [values[node.name].detach().to(call.autocast.device) for node in part.find_nodes(op="placeholder")]
-    made = dict(zip(at, fx.GraphModule(nn.Module(), part)(*given), strict=True))
+    part = part_of(captured.graph, [results[i] for i in positions], nodes)
+    inputs = [values[node.name].detach().to(call.autocast.device) for node in part.find_nodes(op="placeholder")]
+    made = dict(zip(positions, fx.GraphModule(nn.Module(), part)(*inputs), strict=True))
     for i in assumed:
         outcome = captured.asked[i].made(lambda x: made[x.at] if isinstance(x, OutputAt) else x)
         if not outcome.is_same(captured.asked[i].outcome):
@@ -245,9 +245,9 @@ def _capture(
     with around_capture(call.autocast):
         reading = Answers(expected, repeats.expect_outside) if repeats else Answers(expected)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            flat, given, asked = _flat(call, opened, reading)
+            flat, inputs, queries = _flat(call, opened, reading)
         with around_export(flat.model, repeats) as reads:
-            program = _exported(flat, given, call.symbols)
+            program = _exported(flat, inputs, call.symbols)
         if call.symbols in FEWER and isinstance(program, Exception) and asks_too_much(program):
             raise LongSize from program
         if opened | flat.returned.before != opened:
@@ -261,24 +261,24 @@ def _capture(
                 return _NeedsValues(explained, needed)
             raise explained
     slots = reads.slots(repeats.same if repeats else ())
-    result = convert_program(program, flat, given, call.autocast, slots, opened)
+    result = convert_program(program, flat, inputs, call.autocast, slots, opened)
     if not isinstance(result, Captured):
         return result
-    result = replace(result, wanted=asked.relevant(), symbolic=reading.in_sizes(result.graph), symbols=call.symbols)
-    taken = reading.taken(result.graph)
-    return _NeedsValues(result, taken) if taken else result
+    result = replace(result, wanted=queries.relevant(), symbolic=reading.in_sizes(result.graph), symbols=call.symbols)
+    places = reading.taken(result.graph)
+    return _NeedsValues(result, places) if places else result
 
 
 def _flat(call: _Call, opened: Opened, reading: Reading) -> tuple[Flat, tuple[Any, ...], GradientQueries]:
     """Returns the model as a function of tensors, and these, in the fake mode that is active."""
     originals: dict[int, Tensor] = {}
     model = copy_on(call.skeleton, call.autocast.device, originals)
-    held = values_at(model, opened.slots, opened.numbers - opened.fixed)
-    asked = GradientQueries(call.wanted)
-    flat = Flat(model, call.spec, call.leaves, list(held), asked, reading, call.exactly, call.looks)
+    attributes = values_at(model, opened.slots, opened.numbers - opened.fixed)
+    queries = GradientQueries(call.wanted)
+    flat = Flat(model, call.spec, call.leaves, list(attributes), queries, reading, call.exactly, call.looks)
     flat.originals = originals
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-    return flat, _example([*tensors, *held.values()], call.autocast, call.wanted), asked
+    return flat, _example([*tensors, *attributes.values()], call.autocast, call.wanted), queries
 
 
 def _raised_plainly(call: _Call, opened: Opened, expected: KnownValues) -> Exception | None:
@@ -297,12 +297,12 @@ def _run_plainly(call: _Call, opened: Opened, reading: InputValues) -> None:
     """Runs the model without an exporter."""
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with around_capture(call.autocast), fake:
-        flat, given, _ = _flat(call, opened, reading)
+        flat, inputs, _ = _flat(call, opened, reading)
         with _compiling_state_context(), _override_builtin_ops():
-            flat(*given)
+            flat(*inputs)
 
 
-def _reads(call: _Call, opened: Opened, known: KnownValues) -> KnownValues | Error:
+def _reads(call: _Call, opened: Opened, expected: KnownValues) -> KnownValues | Error:
     """Runs the model without an exporter; returns all that Python reads at the places where values are needed.
 
     An Error, if the values are not known.
@@ -310,10 +310,10 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> KnownValues | Err
     Raises:
         Error: the model fails on these values.
     """
-    places, turned, blocked = set(known.places), dict[int, bool](), set[Place]()
+    places, turned, blocked = set(expected.places), dict[int, bool](), set[Place]()
     while True:
-        its = replace(known, places=frozenset(places - blocked))
-        reading = InputValues(its, call.autocast.device, turned, blocked)
+        known_values = replace(expected, places=frozenset(places - blocked))
+        reading = InputValues(known_values, call.autocast.device, turned, blocked)
         try:
             _run_plainly(call, opened, reading)
         except NeedsNumber as error:
@@ -342,30 +342,30 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> KnownValues | Err
             return KnownValues(frozenset(reading.places), tuple(reading.outcomes))
 
 
-def _example(values: list[Any], autocast: Autocast, wanted: GradientsWanted) -> tuple[Any, ...]:
+def _example(values: list[Any], autocast: Autocast, gradients: GradientsWanted) -> tuple[Any, ...]:
     """Returns the inputs that the exporter runs the model on: tensors like those of the call, and numbers."""
-    given = [like(x, autocast.device) if isinstance(x, Tensor) else x for x in values]
-    flags = [*(wanted.inputs or ()), *[False] * len(given)]
+    inputs = [like(x, autocast.device) if isinstance(x, Tensor) else x for x in values]
+    flags = [*(gradients.inputs or ()), *[False] * len(inputs)]
     # Clones are not leaves of autograd: the model may write into them.
-    return tuple(x.requires_grad_().clone() if flag else x for x, flag in zip(given, flags, strict=False))
+    return tuple(x.requires_grad_().clone() if flag else x for x, flag in zip(inputs, flags, strict=False))
 
 
 def _symbolic(x: Any, symbols: Symbols) -> Any:
     """Returns the dynamic shape of an input for the exporter: numbers, and dimensions above 1 that are symbols."""
     if not isinstance(x, Tensor):
         return Dim.AUTO
-    most = {"all": x.dim(), "first": 1, "none": 0}[symbols]
-    return {d: Dim.AUTO if d < most else Dim.STATIC for d, n in enumerate(x.shape) if n > 1}
+    symbolic_dims = {"all": x.dim(), "first": 1, "none": 0}[symbols]
+    return {d: Dim.AUTO if d < symbolic_dims else Dim.STATIC for d, n in enumerate(x.shape) if n > 1}
 
 
-def _exported(flat: Flat, given: tuple[Any, ...], symbols: Symbols) -> ExportedProgram | Exception:
-    dynamic = (tuple(_symbolic(x, symbols) for x in given),) if given else ()
+def _exported(flat: Flat, inputs: tuple[Any, ...], symbols: Symbols) -> ExportedProgram | Exception:
+    dynamic = (tuple(_symbolic(x, symbols) for x in inputs),) if inputs else ()
     try:
         with short_sizes(symbols), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the exporter asks
             # An LSTM refreshes a list of its weights. What a model assigns is put back, or refused, after the capture.
             warnings.filterwarnings("ignore", "The tensor attributes? self.*during export")
-            return export(flat, given, dynamic_shapes=dynamic, strict=False)
+            return export(flat, inputs, dynamic_shapes=dynamic, strict=False)
     except (Entangled, Error, NeedsExactCapture):
         raise
     except Exception as error:

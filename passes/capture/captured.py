@@ -153,8 +153,8 @@ class Captured:
     @property
     def written(self) -> frozenset[Slot]:
         """The attributes that a call sets, or whose contents it changes."""
-        own = [change for change in self.changes if isinstance(change, Change) and len(change.path) == 1]
-        named = {(change.path[0], key) for change in own for key in change.values}
+        attribute_changes = [change for change in self.changes if isinstance(change, Change) and len(change.path) == 1]
+        named = {(change.path[0], key) for change in attribute_changes for key in change.values}
         return frozenset(named | {slot_of(change.path) for change in self.changes if len(change.path) > 1})
 
 

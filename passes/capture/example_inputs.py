@@ -67,11 +67,11 @@ def example_inputs(model: nn.Module, given: Any = None) -> Inputs:
 
 def _dummy(model: nn.Module) -> Inputs | None:
     """Returns `model.dummy_inputs` (Hugging Face's convention), with ids below the size of the first embedding."""
-    found, names = getattr(model, "dummy_inputs", None), set(_parameters(model))
-    if not isinstance(found, Mapping) or (names and not names.issuperset(found)):
+    inputs, names = getattr(model, "dummy_inputs", None), set(_parameters(model))
+    if not isinstance(inputs, Mapping) or (names and not names.issuperset(inputs)):
         return None  # Hugging Face's vision models inherit `input_ids`, which they do not take.
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    return (), {name: _below(value, sizes[0]) if sizes else value for name, value in found.items()}
+    return (), {name: _below(value, sizes[0]) if sizes else value for name, value in inputs.items()}
 
 
 def _below(value: Any, size: int) -> Any:
@@ -88,7 +88,7 @@ def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
 
 def _parameters_within(model: nn.Module) -> dict[str, inspect.Parameter]:
     """Returns the parameters of the first module that names some, for a wrapper that passes on what it gets."""
-    return next((found for module in model.modules() if (found := _parameters(module))), {})
+    return next((parameters for module in model.modules() if (parameters := _parameters(module))), {})
 
 
 def _inferred(model: nn.Module) -> Inputs:
@@ -175,13 +175,13 @@ def _with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if _returns_loss(skeleton, args, labelled):
             return args, labelled
     untried = _returns_loss(skeleton, args, kwargs) is None
-    known = type(model).__name__.endswith(TOKENWISE) and untried
-    wanted = [n for n in names if free[n] is not None or (n == "labels" and known)]
-    if untried and (left := [n for n in names if n not in wanted]):
-        told = f"{' and '.join(f'`{n}`' for n in left)} is left out of the example inputs, for its shape is not known"
-        shown = ", ".join(f'"{n}": ...' for n in [*kwargs, *left])
-        warnings.warn(f"{told}: so no loss is planned. Pass example_inputs={{{shown}}}", stacklevel=6)
-    return args, {**kwargs, **{n: torch.zeros(shapes[0], dtype=torch.int64) for n in wanted}}
+    is_tokenwise = type(model).__name__.endswith(TOKENWISE) and untried
+    label_names = [n for n in names if free[n] is not None or (n == "labels" and is_tokenwise)]
+    if untried and (rest := [n for n in names if n not in label_names]):
+        text = f"{' and '.join(f'`{n}`' for n in rest)} is left out of the example inputs, for its shape is not known"
+        arguments = ", ".join(f'"{n}": ...' for n in [*kwargs, *rest])
+        warnings.warn(f"{text}: so no loss is planned. Pass example_inputs={{{arguments}}}", stacklevel=6)
+    return args, {**kwargs, **{n: torch.zeros(shapes[0], dtype=torch.int64) for n in label_names}}
 
 
 def _returns_loss(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
@@ -190,10 +190,10 @@ def _returns_loss(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     try:
         with torch.no_grad(), forked(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = skeleton(*args, **kwargs)
+            output = skeleton(*args, **kwargs)
     except Exception:  # The model's own code may raise anything on shapes that do not fit.
         return None
-    leaves = [*pytree.tree_leaves(found), getattr(found, "loss", None)]
+    leaves = [*pytree.tree_leaves(output), getattr(output, "loss", None)]
     return any(isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point() for x in leaves)
 
 
@@ -202,16 +202,16 @@ def _returns_loss(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _cannot_infer(model: nn.Module, needed: list[inspect.Parameter], value: Tensor | None) -> Error:
     """Returns an error that shows the arguments to pass; the first one in full if it could be inferred."""
-    shown = {p.name: "..." for p in needed}
+    texts = {p.name: "..." for p in needed}
     if needed and value is not None:
-        shown[needed[0].name] = _spelled(value)
-    missing = [f"`{name}`" for name, text in shown.items() if text == "..."]
+        texts[needed[0].name] = _spelled(value)
+    missing = [f"`{name}`" for name, text in texts.items() if text == "..."]
     positional = not needed or any(p.kind is p.POSITIONAL_ONLY for p in needed)
-    dictionary, listed = ", ".join(f'"{name}": {text}' for name, text in shown.items()), ", ".join(shown.values())
-    given = f"({listed or '...'},)" if positional else f"{{{dictionary}}}"
+    dictionary, listed = ", ".join(f'"{name}": {text}' for name, text in texts.items()), ", ".join(texts.values())
+    example = f"({listed or '...'},)" if positional else f"{{{dictionary}}}"
     return Error(
         f"cannot infer what {type(model).__name__}.forward takes as {' and '.join(missing) or '*args'}",
-        fix=f"example_inputs={given}, with a small tensor, or what your own calls pass, for each ...",
+        fix=f"example_inputs={example}, with a small tensor, or what your own calls pass, for each ...",
     )
 
 

@@ -45,17 +45,17 @@ from autotp.rules.call import writes
 def convert_program(
     program: ExportedProgram,
     flat: Flat,
-    given: Sequence[Any],
+    example: Sequence[Any],
     autocast: Autocast,
     reads: frozenset[Slot],
-    known: Opened,
+    opened: Opened,
 ) -> Captured | Opened:
     """Returns the graph of a program with its facts; or the attributes that have to be inputs in addition.
 
     Args:
-        given: the inputs that `flat` ran on.
+        example: the inputs that `flat` ran on.
         reads: the attributes that the model read.
-        known: the attributes that are inputs already.
+        opened: the attributes that are inputs already.
     """
     graph = unfold(inline(program.graph_module.graph))
     placeholders = _placeholders(program, graph, flat)
@@ -69,7 +69,7 @@ def convert_program(
         return Opened(fixed=frozenset(used))
     _drop_copies(graph, {name for name, path in paths.items() if path not in flat.returned.moved})
     unread = _drop_unread(graph, {name for name, path in paths.items() if slot_of(path) not in reads})
-    inputs = {name: x for name, x in zip(placeholders.inputs, given, strict=True) if name not in unread}
+    inputs = {name: x for name, x in zip(placeholders.inputs, example, strict=True) if name not in unread}
     sizes = SizeAssumptions([sizes_of[name] for name in inputs], _environment(graph), program)
     ran = _facts_of_run(flat, placeholders, sizes)
     return Captured(
@@ -83,7 +83,7 @@ def convert_program(
         autocast=autocast,
         reads=reads,
         opened=tuple(path for name, path in paths.items() if name not in unread),
-        known=known,
+        known=opened,
         **ran,
     )
 
@@ -145,17 +145,17 @@ def _placeholders(program: ExportedProgram, graph: fx.Graph, flat: Flat) -> _Pla
 
 def _taken_from(constants: dict[str, Tensor], flat: Flat) -> dict[str, str]:
     """Removes parameters from the constants (a plain list or a function held them). Placeholder -> first name."""
-    held = {p.untyped_storage()._cdata: name.removeprefix("model.") for name, p in flat.named_parameters()}
+    name_by_storage = {p.untyped_storage()._cdata: name.removeprefix("model.") for name, p in flat.named_parameters()}
     fakes = [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]
-    found = [name for name in fakes if constants[name].untyped_storage()._cdata in held]
-    return {name: held[constants.pop(name).untyped_storage()._cdata] for name in found}
+    fake_parameters = [name for name in fakes if constants[name].untyped_storage()._cdata in name_by_storage]
+    return {name: name_by_storage[constants.pop(name).untyped_storage()._cdata] for name in fake_parameters}
 
 
 def _of_states(flat: Flat, inputs: Sequence[str]) -> frozenset[str]:
     """Returns the inputs that belong to a state: an argument that the call changes."""
     inside = within_states(pytree.tree_unflatten(flat.leaves, flat.spec))
-    of_tensors = [one for one, leaf in zip(inside, flat.leaves, strict=True) if isinstance(leaf, Tensor)]
-    return frozenset(name for name, one in zip(inputs, of_tensors, strict=False) if one)
+    of_tensors = [of_state for of_state, leaf in zip(inside, flat.leaves, strict=True) if isinstance(leaf, Tensor)]
+    return frozenset(name for name, of_state in zip(inputs, of_tensors, strict=False) if of_state)
 
 
 def _shape(value: Any) -> Sequence[Any]:
@@ -179,14 +179,14 @@ def _computed(change: Change | Write, sizes: SizeAssumptions) -> Change | Write:
 def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Module) -> frozenset[Slot]:
     """Returns the attributes whose tensors must be inputs: the graph writes into them, or they require a gradient."""
     slots = {id(value): slot_of(path) for path, value in everything(model) if isinstance(value, Tensor)}
-    found = {slots[id(x)] for x in constants.values() if x.requires_grad and id(x) in slots}
+    written_slots = {slots[id(x)] for x in constants.values() if x.requires_grad and id(x) in slots}
     for node in filter(writes, graph.nodes):
         root: Any = node
         while isinstance(root, fx.Node) and root.op == "call_function" and root.args:
             root = root.args[0]
         if isinstance(root, fx.Node) and id(constants.get(root.name)) in slots:
-            found.add(slots[id(constants[root.name])])
-    return frozenset(found)
+            written_slots.add(slots[id(constants[root.name])])
+    return frozenset(written_slots)
 
 
 def _drop_copies(graph: fx.Graph, names: Collection[str]) -> None:
@@ -202,10 +202,10 @@ def _drop_unread(graph: fx.Graph, names: Collection[str]) -> set[str]:
 
     An attribute that Python read is not among them: of its tensor it may have read the sizes, of which a graph is made.
     """
-    found = [n for n in graph.nodes if n.op == "placeholder" and n.name in names and not n.users]
-    for node in [node for node in found if isinstance(node.meta["val"], Tensor)]:
+    unread = [n for n in graph.nodes if n.op == "placeholder" and n.name in names and not n.users]
+    for node in [node for node in unread if isinstance(node.meta["val"], Tensor)]:
         graph.erase_node(node)
-    return {node.name for node in found if isinstance(node.meta["val"], Tensor)}
+    return {node.name for node in unread if isinstance(node.meta["val"], Tensor)}
 
 
 def _is_read_number(graph: fx.Graph, name: str) -> bool:
@@ -215,13 +215,13 @@ def _is_read_number(graph: fx.Graph, name: str) -> bool:
         return False
     queue, order = [node], []
     while queue:
-        one = queue.pop()
-        if isinstance(one.meta.get("val"), Tensor) or one.op == "output":
+        current = queue.pop()
+        if isinstance(current.meta.get("val"), Tensor) or current.op == "output":
             return True
-        order.append(one)
-        queue += one.users
-    for one in sorted(set(order), key=list(graph.nodes).index, reverse=True):
-        graph.erase_node(one)
+        order.append(current)
+        queue += current.users
+    for current in sorted(set(order), key=list(graph.nodes).index, reverse=True):
+        graph.erase_node(current)
     return False
 
 
@@ -229,25 +229,25 @@ def _expect_unshared(flat: Flat) -> None:
     """Raises Error if forward writes into a plain tensor that shares memory with another tensor of the model."""
     modules = dict(flat.model.named_modules())
     for path in flat.returned.moved:
-        mine = found_at(modules, path)
-        for other, value in everything(flat.model):
-            shared = isinstance(value, Tensor) and value is not mine and storage_of(value) == storage_of(mine)
-            if shared and storage_of(mine) is not None:
+        tensor = found_at(modules, path)
+        for other_path, value in everything(flat.model):
+            shared = isinstance(value, Tensor) and value is not tensor and storage_of(value) == storage_of(tensor)
+            if shared and storage_of(tensor) is not None:
                 raise Error(
-                    f"forward writes into `{spelled(path)}`, with which `{spelled(other)}` shares memory",
+                    f"forward writes into `{spelled(path)}`, with which `{spelled(other_path)}` shares memory",
                     fix="make the view in forward",
                 )
 
 
 def _expect_own(constants: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raises Error if forward uses a tensor of a module that is no submodule: training would not change it."""
-    own, held = {key_of(module) for module in model.modules()}, {storage_of(x) for x in constants.values()} - {None}
-    around = [(f"`{spelled(path)}`", value) for path, value in reached(model)]
-    around += [(f"`{name}`", name.value) for name in named(model, ())]
-    for where, value in around:
-        if not isinstance(value, nn.Module) or key_of(value) in own:
+    keys, used = {key_of(module) for module in model.modules()}, {storage_of(x) for x in constants.values()} - {None}
+    locations = [(f"`{spelled(path)}`", value) for path, value in reached(model)]
+    locations += [(f"`{name}`", name.value) for name in named(model, ())]
+    for where, value in locations:
+        if not isinstance(value, nn.Module) or key_of(value) in keys:
             continue
-        if any(storage_of(x) in held or isinstance(x, FakeTensor) for x in (*value.parameters(), *value.buffers())):
+        if any(storage_of(x) in used or isinstance(x, FakeTensor) for x in (*value.parameters(), *value.buffers())):
             raise Error(
                 f"{where} leads to a {type(value).__name__} that is no submodule: what it learns would be lost",
                 fix="self.name = module, nn.ModuleList or nn.ModuleDict, before autotp.parallelize",
@@ -255,10 +255,10 @@ def _expect_own(constants: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def _expect_no_gradients(constants: Mapping[str, Tensor]) -> None:
-    wanted = [x for x in constants.values() if x.requires_grad or isinstance(x, nn.Parameter)]
-    if wanted:
+    trainable = [x for x in constants.values() if x.requires_grad or isinstance(x, nn.Parameter)]
+    if trainable:
         raise Error(
-            f"forward uses a tensor {list(wanted[0].shape)} that needs a gradient, and no module holds it",
+            f"forward uses a tensor {list(trainable[0].shape)} that needs a gradient, and no module holds it",
             fix="self.name = nn.Parameter(...)",
         )
 
@@ -275,10 +275,10 @@ def _expect_values(constants: dict[str, torch.Tensor]) -> None:
 
 def _targets(program: ExportedProgram) -> dict[InputKind, dict[str, str]]:
     """Kind -> (placeholder name -> name in the model)."""
-    found: dict[InputKind, dict[str, str]] = {}
+    targets: dict[InputKind, dict[str, str]] = {}
     for spec in program.graph_signature.input_specs:
-        found.setdefault(spec.kind, {})[spec.arg.name] = spec.target or spec.arg.name
-    return found
+        targets.setdefault(spec.kind, {})[spec.arg.name] = spec.target or spec.arg.name
+    return targets
 
 
 def _first_names(targets: dict[str, str], tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -291,9 +291,9 @@ def _first_names(targets: dict[str, str], tensors: dict[str, torch.Tensor]) -> d
 
 def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
     """Keeps one placeholder for each tensor: the exporter makes one for each name of a tied tensor."""
-    kept: dict[str, fx.Node] = {}
+    node_by_name: dict[str, fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in names]:
-        first = kept.setdefault(names[node.name], node)
+        first = node_by_name.setdefault(names[node.name], node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
@@ -311,10 +311,10 @@ class _Rebuilding:
     leaves: Sequence[Any]
     spec: Any
 
-    def __call__(self, found: Sequence[Any], mine: Sequence[Any]) -> Any:
-        leaves = [found[leaf.at] if type(leaf) is OutputAt else leaf for leaf in self.leaves]
+    def __call__(self, outputs: Sequence[Any], states: Sequence[Any]) -> Any:
+        leaves = [outputs[leaf.at] if type(leaf) is OutputAt else leaf for leaf in self.leaves]
         builders = None if torch.compiler.is_compiling() else self.builders
-        return unflatten_outcome(leaves, self.spec, mine, builders)
+        return unflatten_outcome(leaves, self.spec, states, builders)
 
     @cached_property
     def builders(self) -> tuple[Built, Built]:

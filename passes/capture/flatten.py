@@ -84,9 +84,14 @@ class _Ran:
 
     def set_to(self) -> list[tuple[Slot, Any]]:
         """Returns the tensors that attributes are set to, and the numbers among them that come from tensors."""
-        values = [(slot_of((*at, k)), v[0]) for at, new in self.written for k, v in new.items() if v is not GONE]
-        found = [(slot, x) for slot, leaves in values for x in leaves if isinstance(x, Tensor) or _is_of_a_tensor(x)]
-        return found + [(slot_of(path), x) for path, x in self.moved.items()]
+        values = [
+            (slot_of((*container, k)), v[0])
+            for container, new_values in self.written
+            for k, v in new_values.items()
+            if v is not GONE
+        ]
+        pairs = [(slot, x) for slot, leaves in values for x in leaves if isinstance(x, Tensor) or _is_of_a_tensor(x)]
+        return pairs + [(slot_of(path), x) for path, x in self.moved.items()]
 
 
 class Flat(nn.Module):
@@ -95,7 +100,7 @@ class Flat(nn.Module):
     Args:
         leaves, spec: the flattened arguments and their structure.
         opened: paths of the attributes' values that are inputs; they follow the arguments' tensors.
-        asked: notes the model's questions about gradients.
+        queries: notes the model's questions about gradients.
         reading: gives the values that Python reads of tensors.
         exactly, looks: as for `autotp.model_library.during_capture`.
 
@@ -109,14 +114,14 @@ class Flat(nn.Module):
         spec: Any,
         leaves: Sequence[Any],
         opened: Sequence[Path],
-        asked: GradientQueries,
+        queries: GradientQueries,
         reading: Reading,
         exactly: bool,
         looks: bool,
     ) -> None:
         super().__init__()
         self.model, self.spec, self.leaves, self.opened = model, spec, leaves, opened
-        self.asked, self.reading, self.exactly, self.looks = asked, reading, exactly, looks
+        self.asked, self.reading, self.exactly, self.looks = queries, reading, exactly, looks
         self.originals: dict[int, Tensor] = {}
         self.returned = Returned()  # The exporter undoes assignments to the module itself, but not to this object.
 
@@ -135,29 +140,29 @@ class Flat(nn.Module):
         given_at = {path: x.clone() if isinstance(x := next(queue), Tensor) else x for path in self.opened}
         self.asked.inputs = [x for x in leaves if isinstance(x, Tensor)]
         modules = dict(self.model.named_modules())
-        held = [found_at(modules, path) for path in given_at]
-        _expect_one_name(modules, dict(zip(given_at, held, strict=True)))
-        self.reading.begin([*leaves, *given_at.values()], [*self.leaves, *held])
+        current_values = [found_at(modules, path) for path in given_at]
+        _expect_one_name(modules, dict(zip(given_at, current_values, strict=True)))
+        self.reading.begin([*leaves, *given_at.values()], [*self.leaves, *current_values])
         versions = Versions({path: x for path, x in given_at.items() if isinstance(x, Tensor)})
         arguments = Versions(_of_the_caller(leaves, args, kwargs))
         with self._holding(given_at):
-            found, inside, written, assigned = self._run(args, kwargs)
+            leaves_after, inside, written, assigned = self._run(args, kwargs)
         self.returned.before |= Opened(_places_of(self.model, self.asked.written))
         moved = versions.moved()
         self.returned.moved = frozenset(moved)
-        return self._flattened(_Ran(found, inside, written, moved, arguments.moved(), assigned))
+        return self._flattened(_Ran(leaves_after, inside, written, moved, arguments.moved(), assigned))
 
     @contextmanager
     def _holding(self, values: Mapping[Path, Any]) -> Iterator[None]:
         """A region in which the attributes at these paths hold these values."""
         modules = dict(self.model.named_modules())
-        own = {path: found_at(modules, path) for path in values}
+        previous = {path: found_at(modules, path) for path in values}
         for path, value in values.items():
             put_at(modules, path, value)
         try:
             yield
         finally:
-            for path, value in own.items():
+            for path, value in previous.items():
                 put_at(modules, path, value)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -169,10 +174,11 @@ class Flat(nn.Module):
             with self.reading, around_forward(self.model, self.asked, self.exactly, self.looks):
                 changed = states((args, kwargs))
                 result = self.model(*args, **kwargs)
-                found, self.returned.spec = outcome(result, changed)
+                leaves, self.returned.spec = outcome(result, changed)
             self.reading.end()
             written = [
-                (path, {k: _opened(path, k, v, before) for k, v in new.items()}) for path, new in before.changes()
+                (path, {k: _opened(path, k, v, before) for k, v in new_values.items()})
+                for path, new_values in before.changes()
             ]
             self.returned.hooks = before.hooks_added()
             assigned = _assigned(buffers, self.model)
@@ -181,27 +187,27 @@ class Flat(nn.Module):
             before.restore()
             of_names.restore()
         self.returned.before |= _held_before(modules, written)
-        return found, [*within_states(result, changed), *within_states(changed)], written, assigned
+        return leaves, [*within_states(result, changed), *within_states(changed)], written, assigned
 
     def _flattened(self, ran: _Ran) -> tuple[Any, ...]:
         """Returns the graph's outputs: tensors and sizes of the result, then new values of attributes, then buffers."""
         sizes = [leaf for leaf in ran.found if isinstance(leaf, NUMBERS)]
         computed: list[Any] = [leaf for leaf in ran.found if isinstance(leaf, Tensor)] + sizes
-        it, set_to = self.returned, ran.set_to()
-        it.results = len(computed)
+        returned, set_to = self.returned, ran.set_to()
+        returned.results = len(computed)
         for x in (*(x for _, x in set_to), *ran.into.values()):
             computed += [x] * (position(x, computed) is None)
         places = {id(leaf): OutputAt(i) for i, leaf in enumerate(computed)}
         of_states = [id(leaf) for leaf, inside in zip(ran.found, ran.inside, strict=True) if inside]
         kept_in = set(map(slot_of, self.opened))
-        it.leaves = [places.get(id(leaf), leaf) for leaf in ran.found]
-        it.kept = [places[key].at for key in of_states if key in places]
-        it.stays = [places[id(x)].at for slot, x in set_to if slot in kept_in]
-        it.changes = [Write(path, places[id(x)].at) for path, x in ran.moved.items()]
-        it.changes += [_placed(path, new, places) for path, new in ran.written]
-        it.into = [(i, places[id(x)].at) for i, x in ran.into.items()]
-        it.assigned = list(ran.assigned)
-        it.asked, read = self._reads(len(computed))
+        returned.leaves = [places.get(id(leaf), leaf) for leaf in ran.found]
+        returned.kept = [places[key].at for key in of_states if key in places]
+        returned.stays = [places[id(x)].at for slot, x in set_to if slot in kept_in]
+        returned.changes = [Write(path, places[id(x)].at) for path, x in ran.moved.items()]
+        returned.changes += [_placed(path, new_values, places) for path, new_values in ran.written]
+        returned.into = [(i, places[id(x)].at) for i, x in ran.into.items()]
+        returned.assigned = list(ran.assigned)
+        returned.asked, read = self._reads(len(computed))
         return (*computed, *read, *ran.assigned.values())
 
     def _reads(self, first: int) -> tuple[list[ValueRead], list[Tensor]]:
@@ -216,8 +222,8 @@ class Flat(nn.Module):
 
         for i, (read, noted) in enumerate(zip(self.reading.outcomes, self.reading.noted, strict=True)):
             func, leaves, spec = noted
-            given = tuple(map(placed, leaves))
-            reads.append(ValueRead(read, func, given, spec, look=i in self.reading.looks))
+            operands = tuple(map(placed, leaves))
+            reads.append(ValueRead(read, func, operands, spec, look=i in self.reading.looks))
         return reads, tensors
 
 
@@ -240,7 +246,7 @@ class Versions:
 def _of_the_caller(leaves: Sequence[Any], args: Any, kwargs: Any) -> dict[int, Tensor]:
     """Returns the tensors among the arguments, without those of states, by their place among all tensors."""
     inside = within_states((args, kwargs))
-    tensors = [(x, one) for x, one in zip(leaves, inside, strict=True) if isinstance(x, Tensor)]
+    tensors = [(x, in_state) for x, in_state in zip(leaves, inside, strict=True) if isinstance(x, Tensor)]
     return {i: x for i, (x, of_state) in enumerate(tensors) if not of_state}
 
 
@@ -254,7 +260,7 @@ def _opened(path: Path, key: Any, value: Any, before: Before) -> Any:
         ) from error
 
 
-def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, OutputAt]) -> Change:
+def _placed(path: Path, new_values: Mapping[Any, Any], places: Mapping[int, OutputAt]) -> Change:
     """Returns a change whose leaves are positions of outputs, expressions of sizes, or plain values."""
 
     def placed(leaf: Any) -> Any:
@@ -262,14 +268,14 @@ def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, OutputAt]) 
             return InputSize(leaf.node.expr, leaf.node.pytype)
         return places.get(id(leaf), leaf) if isinstance(leaf, (Tensor, *NUMBERS)) else leaf
 
-    return Change(path, {k: v if v is GONE else ([placed(x) for x in v[0]], v[1]) for k, v in new.items()})
+    return Change(path, {k: v if v is GONE else ([placed(x) for x in v[0]], v[1]) for k, v in new_values.items()})
 
 
 def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path, dict[Any, Any]]]) -> Opened:
     """Returns the attributes set by a call that held tensors before it, and the paths that held whole numbers."""
     slots, numbers = set[Slot](), set[Path]()
-    for path, new in written:
-        for key in new:
+    for path, new_values in written:
+        for key in new_values:
             try:
                 was = found_at(modules, (*path, key))
             except LookupError:
@@ -290,46 +296,46 @@ def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
         Error: names would be those of other tensors than on one device.
     """
     after = dict(model.named_buffers(remove_duplicate=False))
-    found = {name: after[name] for name, was in before.items() if after.get(name, was) is not was}
+    replaced = {name: after[name] for name, was in before.items() if after.get(name, was) is not was}
     names = _names_of(before)
-    if found:
-        _expect_tensors_of_their_own(before, found, names, model)
-    first = {name: now for name, now in found.items() if name == names[id(before[name])][0]}
+    if replaced:
+        _expect_tensors_of_their_own(before, replaced, names, model)
+    first = {name: now for name, now in replaced.items() if name == names[id(before[name])][0]}
     old = {id(x) for x in before.values()}  # A call writes into one after the other, so a buffer gives a copy.
-    own = {name: now.clone() if id(now) in old else now for name, now in first.items()}
-    return {name: now for name, now in own.items() if not is_new(now, before[name])}
+    separate = {name: now.clone() if id(now) in old else now for name, now in first.items()}
+    return {name: now for name, now in separate.items() if not is_new(now, before[name])}
 
 
-def _expect_one_name(modules: Mapping[str, nn.Module], held: Mapping[Path, Any]) -> None:
+def _expect_one_name(modules: Mapping[str, nn.Module], values: Mapping[Path, Any]) -> None:
     """Raises Error if attributes have a tensor that changes from call to call under another name, too.
 
     It is an input of the graph under one name only, so code that reads the other would find what it was at capture.
 
     Args:
-        held: path -> the value of an attribute that is an input.
+        values: path -> the value of an attribute that is an input.
     """
     names: dict[int, list[str]] = {}
-    for name, module in modules.items() if held else ():
-        found = [((name, key), x) for table in (module._buffers, module._parameters) for key, x in table.items()]
+    for name, module in modules.items() if values else ():
+        located = [((name, key), x) for table in (module._buffers, module._parameters) for key, x in table.items()]
         for key, item in children(module):
-            found += below(item, (name, key), {})
-        for path, x in found:
+            located += below(item, (name, key), {})
+        for path, x in located:
             if isinstance(x, Tensor):
                 names.setdefault(id(x), []).append(spelled(path))
-    for path, x in held.items():
-        if other := next((name for name in names.get(id(x), ()) if name != spelled(path)), None):
+    for path, x in values.items():
+        if other_name := next((name for name in names.get(id(x), ()) if name != spelled(path)), None):
             raise Error(
-                f"`{spelled(path)}` changes from call to call, and is one tensor with `{other}`",
+                f"`{spelled(path)}` changes from call to call, and is one tensor with `{other_name}`",
                 fix="a tensor of its own for each name: tensor.clone()",
             )
 
 
 def _names_of(tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:
     """Returns the names of each tensor, by its id."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        found.setdefault(id(tensor), []).append(name)
-    return found
+        names.setdefault(id(tensor), []).append(name)
+    return names
 
 
 def _expect_tensors_of_their_own(
@@ -350,7 +356,7 @@ def _expect_tensors_of_their_own(
                 "later calls would find two",
                 fix="buffer.copy_(value) under torch.no_grad(), or a buffer of its own for each name",
             )
-        if joined := [x for x, one in after.items() if one is now and before[x] is not before[name]]:
+        if joined := [x for x, tensor in after.items() if tensor is now and before[x] is not before[name]]:
             raise Error(
                 f"forward makes one tensor of the buffers `{name}` and {_listed(joined)}: later calls would find two",
                 fix="buffer.copy_(value) under torch.no_grad(), or value.clone() for the second one",

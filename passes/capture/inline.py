@@ -75,11 +75,11 @@ def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
             _run(region, env)
         return [env[node] for node in results]
 
-    given = [builder.map(node) for node in outside]
+    operands = [builder.map(node) for node in outside]
     RULES()
     try:
         with builder.mode:  # For the tensors that the function makes.
-            graph = make_fx(run)(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in given)).graph
+            graph = make_fx(run)(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in operands)).graph
     except Error:
         raise
     except Exception as error:
@@ -93,14 +93,14 @@ def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
     place = {name: near[name] for name in PLACE if name in near}
     for node in graph.nodes:
         node.meta = place | node.meta
-    builder.env.update(zip(results, _inlined(builder, graph, given), strict=True))
+    builder.env.update(zip(results, _inlined(builder, graph, operands), strict=True))
 
 
 def with_whole(x: Tensor, in_dim: int, level: int) -> Any:
     """Does what torch's `_add_batch_dim` does, and notes on the rows of what they are."""
-    found = predispatch._add_batch_dim(x, in_dim, level)
-    found.autotp_whole = x, in_dim, found._version  # type: ignore[attr-defined]
-    return found
+    row = predispatch._add_batch_dim(x, in_dim, level)
+    row.autotp_whole = x, in_dim, row._version  # type: ignore[attr-defined]
+    return row
 
 
 def rows_first(x: Any, level: int, rows: int, out_dim: int) -> Any:
@@ -112,8 +112,8 @@ def rows_first(x: Any, level: int, rows: int, out_dim: int) -> Any:
     whole, dim, version = getattr(x, "autotp_whole", (None, 0, 0))
     if whole is not None and not torch.is_grad_enabled() and out_dim % whole.ndim == dim and x._version == version:
         return whole
-    found = predispatch._remove_batch_dim(x, level, rows, 0)
-    return found if out_dim == 0 else found.movedim(0, out_dim)
+    batch = predispatch._remove_batch_dim(x, level, rows, 0)
+    return batch if out_dim == 0 else batch.movedim(0, out_dim)
 
 
 @contextmanager
@@ -147,13 +147,13 @@ def _run(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
         args = fx.node.map_aggregate(node.args, value)
         kwargs = fx.node.map_aggregate(node.kwargs, value)
         if str(node.target) == "wrap_with_set_grad_enabled":
-            enabled, _, *given = cast("Sequence[Any]", args)
+            enabled, _, *operands = cast("Sequence[Any]", args)
             inner = _graph_of(node.args[1])
             _expect_pure(node, inner)
-            env.update(zip(inner.find_nodes(op="placeholder"), given, strict=True))
+            env.update(zip(inner.find_nodes(op="placeholder"), operands, strict=True))
             _run([n for n in inner.nodes if n.op not in ("placeholder", "output")], env)
-            found = fx.node.map_aggregate(inner.output_node().args[0], value)
-            env[node] = found if enabled else pytree.tree_map(_without_gradient, found)
+            outputs = fx.node.map_aggregate(inner.output_node().args[0], value)
+            env[node] = outputs if enabled else pytree.tree_map(_without_gradient, outputs)
         elif node.op == "call_function" and str(node.target) != "wrap_with_autocast":
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         elif _nested(node) is None:
@@ -162,7 +162,7 @@ def _run(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
 
 def _expect_pure(node: fx.Node, inner: fx.Graph) -> None:
     """Raises Error if the graph in a region without gradients writes into memory: `detach` would not be the same."""
-    if any(writes(each) for each in inner.nodes):
+    if any(writes(n) for n in inner.nodes):
         raise _no_operator(node)
 
 
@@ -177,7 +177,7 @@ def _no_operator(node: fx.Node) -> Error:
 
 def _with_line(nodes: Sequence[fx.Node]) -> fx.Node:
     """Returns the first of these nodes whose source line is known, or of the nodes in their regions."""
-    inner = [each for node in nodes for arg in node.all_input_nodes for each in _nodes_of(arg)]
+    inner = [n for node in nodes for arg in node.all_input_nodes for n in _nodes_of(arg)]
     return next((node for node in (*nodes, *inner) if line_of(node) != "?"), nodes[0])
 
 
@@ -228,13 +228,13 @@ def _region_without_gradients(builder: Builder, region: Any, args: Sequence[Any]
     If it writes into memory, it reads through `detach()`: `functionalize` says what that means. A tensor of the outer
     graph that it writes to and returns is that tensor, with its gradient.
     """
-    inner, given = _graph_of(region), [builder.map(arg) for arg in args]
+    inner, operands = _graph_of(region), [builder.map(arg) for arg in args]
     if not any(writes(node) for node in inner.nodes):
-        return tuple(_detached(builder, value) for value in _inlined(builder, inner, given))
-    found = _inlined(builder, inner, [_detached(builder, value) for value in given])
-    outer = dict(zip((node for node in inner.nodes if node.op == "placeholder"), given, strict=True))
+        return tuple(_detached(builder, value) for value in _inlined(builder, inner, operands))
+    outputs = _inlined(builder, inner, [_detached(builder, value) for value in operands])
+    outer = dict(zip((node for node in inner.nodes if node.op == "placeholder"), operands, strict=True))
     returned = [_written_to(node) for node in pytree.arg_tree_leaves(inner.output_node().args[0])]
-    pairs = zip(returned, found, strict=True)
+    pairs = zip(returned, outputs, strict=True)
     return tuple(outer[node] if node in outer else _detached(builder, value) for node, value in pairs)
 
 
@@ -249,13 +249,13 @@ def _graph_of(region: Any) -> fx.Graph:
     return _nested(region).graph  # type: ignore[union-attr]
 
 
-def _inlined(builder: Builder, inner: fx.Graph, given: Sequence[Any]) -> tuple[Any, ...]:
+def _inlined(builder: Builder, inner: fx.Graph, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Copies a nested graph, called with values of the new graph; returns its outputs."""
     places = [node for node in inner.nodes if node.op == "placeholder"]
-    builder.env.update(zip(places, given, strict=True))
+    builder.env.update(zip(places, operands, strict=True))
     _inline_nodes(builder, [node for node in inner.nodes if node.op not in ("placeholder", "output")])
-    found = builder.map(inner.output_node().args[0])
-    return tuple(found) if isinstance(found, tuple | list) else (found,)
+    outputs = builder.map(inner.output_node().args[0])
+    return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
 
 def _detached(builder: Builder, value: Any) -> Any:

@@ -91,7 +91,7 @@ def around_export(model: nn.Module, repeats: Repeats | None) -> Iterator[Reads]:
 
 
 @contextmanager
-def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool, looks: bool) -> Iterator[None]:
+def around_forward(model: nn.Module, queries: GradientQueries, exactly: bool, looks: bool) -> Iterator[None]:
     """A region for one run of the model: behaviour that a graph would lose is noted or refused.
 
     Args:
@@ -99,7 +99,7 @@ def around_forward(model: nn.Module, asked: GradientQueries, exactly: bool, look
     """
     with (
         none_caught(), during_capture(exactly, looks), ReplacedFunctions(), nothing_lost(model), CertainComparisons(),
-        asked, everywhere([*asked.answering(), *unseeded(), *without_derivatives(), *as_operators()], model),
+        queries, everywhere([*queries.answering(), *unseeded(), *without_derivatives(), *as_operators()], model),
         without_python_random(model), none_converted(model), numbers_of_python(),
     ):  # fmt: skip
         yield
@@ -134,11 +134,11 @@ def _lines_of_models() -> Iterator[None]:
         yield
 
 
-def _one_device(kind: str) -> AbstractContextManager[None]:
+def _one_device(device_type: str) -> AbstractContextManager[None]:
     """A region in which an operator may have operands on a device of this kind and on the CPU."""
     from torch._functorch import config
 
-    return config.patch(fake_tensor_prefer_device_type=None if kind == "cpu" else kind)
+    return config.patch(fake_tensor_prefer_device_type=None if device_type == "cpu" else device_type)
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,14 @@ class UserStack:
     @staticmethod
     def extract() -> UserStack:
         """Returns the frames below the run of the model."""
-        found: list[tuple[str, int, str]] = []
+        frames: list[tuple[str, int, str]] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != RUN:
             if frame.f_code.co_name == "forward":  # Torch drops all others.
-                found.append((frame.f_code.co_filename, frame.f_lineno, "forward"))
+                frames.append((frame.f_code.co_filename, frame.f_lineno, "forward"))
             frame = frame.f_back
-        shown = [each for each in found if not is_library(each[0])] or found
-        return UserStack(StackSummary([FrameSummary(*each, lookup_line=False) for each in reversed(shown)]))
+        user_frames = [entry for entry in frames if not is_library(entry[0])] or frames
+        return UserStack(StackSummary([FrameSummary(*entry, lookup_line=False) for entry in reversed(user_frames)]))
 
     def summary(self) -> StackSummary:
         return self.frames

@@ -44,22 +44,22 @@ class Signature:
         """
         if self.positional is None or len(args) > len(self.positional):
             return tuple(args), dict(kwargs)
-        given = dict(zip(self.positional, args, strict=False))
+        passed = dict(zip(self.positional, args, strict=False))
         for name in kwargs:
-            if name in given:  # Given twice: the model itself will raise.
+            if name in passed:  # Given twice: the model itself will raise.
                 return tuple(args), dict(kwargs)
-        given.update(kwargs)
-        named = {n: given[n] for n, default in self.defaults.items() if n in given and given[n] is not default}
-        return (), named | {n: given[n] for n in given if n not in self.defaults}
+        passed.update(kwargs)
+        named = {n: passed[n] for n, default in self.defaults.items() if n in passed and passed[n] is not default}
+        return (), named | {n: passed[n] for n in passed if n not in self.defaults}
 
 
 def signature_of(model: nn.Module) -> Signature:
     """Returns the signature of the model's forward."""
-    found = list(inspect.signature(model.forward).parameters.values())
-    kinds = {p.kind for p in found}
-    positional = tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    kinds = {p.kind for p in parameters}
+    positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     bare = inspect.Parameter.POSITIONAL_ONLY in kinds or inspect.Parameter.VAR_POSITIONAL in kinds
-    named = {p.name: p.default for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return Signature(None if bare else positional, named)
 
 
@@ -82,8 +82,8 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     form = tuple(call.form)
     if form not in _SPECS:
         leaves, spec = flatten((args, kwargs))
-        same = len(leaves) == len(call.leaves) and all(map(_is_alike, leaves, call.leaves))
-        _SPECS[form] = spec if same else None
+        matches = len(leaves) == len(call.leaves) and all(map(_is_alike, leaves, call.leaves))
+        _SPECS[form] = spec if matches else None
     spec = _SPECS[form]
     return flatten((args, kwargs)) if spec is None else (call.leaves, spec)
 
@@ -92,9 +92,9 @@ _SPECS: dict[tuple[Any, ...], Any] = {}
 """The form of a call -> its structure; None where `flatten` finds other leaves than `_Form`."""
 
 
-def _is_alike(leaf: Any, other: Any) -> bool:
+def _is_alike(leaf: Any, walked: Any) -> bool:
     """True for the same leaf; a count of a cache is another tensor each time."""
-    return leaf is other or (isinstance(leaf, Tensor) and isinstance(other, Tensor) and leaf.shape == other.shape)
+    return leaf is walked or (isinstance(leaf, Tensor) and isinstance(walked, Tensor) and leaf.shape == walked.shape)
 
 
 class _Form:
@@ -113,16 +113,16 @@ class _Form:
 
     def walk(self, x: Any) -> bool:
         """Adds a value. Returns False for a value that only `flatten` knows."""
-        kind: Any = type(x)
-        if kind in PLAIN or _is_leaf(kind):
+        cls: Any = type(x)
+        if cls in PLAIN or _is_leaf(cls):
             self.form.append(None)
             self.leaves.append(x)
             return True
-        if kind is dict:
-            self.form.append((kind, *x))
+        if cls is dict:
+            self.form.append((cls, *x))
             return all(map(_is_text, x)) and all(map(self.walk, x.values()))
-        if kind is list or kind is tuple:
-            self.form.append((kind, len(x)))
+        if cls is list or cls is tuple:
+            self.form.append((cls, len(x)))
             return all(map(self.walk, x))
         return is_state(x) and self._walk_state(x)
 
@@ -130,8 +130,8 @@ class _Form:
         attributes = vars(state)
         self.form.append((type(state), *attributes))
         for name, value in attributes.items():
-            kind = type(value)
-            if remembered_rewrites(name) or not (kind in PLAIN or kind is list):
+            cls = type(value)
+            if remembered_rewrites(name) or not (cls in PLAIN or cls is list):
                 value = shown_attribute(name, value)
             if not self.walk(value):
                 return False
@@ -143,41 +143,41 @@ def _is_text(key: Any) -> bool:
 
 
 @cache
-def _is_leaf(kind: type) -> bool:
+def _is_leaf(cls: type) -> bool:
     """True for further classes of leaves that hold no other tensors."""
-    leaf = issubclass(kind, Tensor | torch.dtype | type)
-    return leaf and kind not in pytree.SUPPORTED_NODES
+    leaf = issubclass(cls, Tensor | torch.dtype | type)
+    return leaf and cls not in pytree.SUPPORTED_NODES
 
 
-def flatten(tree: Any, known: Sequence[Any] = ()) -> tuple[list[Any], Any]:
+def flatten(tree: Any, known_states: Sequence[Any] = ()) -> tuple[list[Any], Any]:
     """Returns the leaves of arguments or of a result, and their structure. Dataclasses with tensors are flattened, too.
 
     Args:
-        known: states that are flattened elsewhere: each becomes a leaf with its place in this list.
+        known_states: states that are flattened elsewhere: each becomes a leaf with its place in this list.
 
     Raises:
         Error: an object holds tensors, and torch does not know how to flatten it.
     """
-    leaves, spec = pytree.tree_flatten(_opened(tree, known))
-    others = [leaf for leaf in leaves if type(leaf) not in PLAIN]
-    for leaf in others:
+    leaves, spec = pytree.tree_flatten(_opened(tree, known_states))
+    candidates = [leaf for leaf in leaves if type(leaf) not in PLAIN]
+    for leaf in candidates:
         if isinstance(leaf, Iterator):
             raise Error(
                 f"a {type(leaf).__name__} hands out its values once, and a graph runs many times",
                 fix="a list or a tuple of the values",
             )
-    closed = {type(leaf) for leaf in others if _holds_tensors(leaf)}
-    for kind in closed:
-        if not dataclasses.is_dataclass(kind):
+    closed = {type(leaf) for leaf in candidates if _holds_tensors(leaf)}
+    for cls in closed:
+        if not dataclasses.is_dataclass(cls):
             raise Error(
-                f"a {kind.__name__} holds tensors, and torch does not know how to take one apart",
-                fix=f"torch.utils._pytree.register_pytree_node({kind.__name__}, ...), or a tuple or dict",
+                f"a {cls.__name__} holds tensors, and torch does not know how to take one apart",
+                fix=f"torch.utils._pytree.register_pytree_node({cls.__name__}, ...), or a tuple or dict",
             )
-        torch.export.register_dataclass(kind)
-    return flatten(tree, known) if closed else (leaves, spec)
+        torch.export.register_dataclass(cls)
+    return flatten(tree, known_states) if closed else (leaves, spec)
 
 
-def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
+def _opened(tree: Any, known_states: Sequence[Any] = ()) -> Any:
     """Returns the tree with its states as nodes of the structure."""
     if type(tree) in PLAIN:
         return tree
@@ -185,7 +185,7 @@ def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
     def opened(x: Any) -> Any:
         if type(x) in PLAIN:
             return x
-        places = [i for i, one in enumerate(known) if one is x]
+        places = [i for i, state in enumerate(known_states) if state is x]
         if isinstance(x, torch.Size):
             return _Sizes(tuple(x))
         return StateAt(places[0]) if places else _Open(x) if is_state(x) else x
@@ -204,10 +204,10 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 @cache
-def computes_by_itself(kind: type[Tensor]) -> bool:
+def computes_by_itself(cls: type[Tensor]) -> bool:
     """True for a class of tensors whose operators run code of the user's, which a graph does not have."""
-    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "autotp", "builtins")]
-    return any(name in vars(base) for base in own for name in ("__torch_function__", "__torch_dispatch__"))
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("torch", "autotp", "builtins")]
+    return any(name in vars(base) for base in bases for name in ("__torch_function__", "__torch_dispatch__"))
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -215,10 +215,10 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def within_states(tree: Any, known: Sequence[Any] = ()) -> list[bool]:
-    """Returns for each leaf of `flatten(tree, known)` whether it belongs to a state."""
-    found = pytree.tree_leaves(_opened(tree, known), is_leaf=lambda x: isinstance(x, _Open))
-    return [inside for x in found for inside in [isinstance(x, _Open)] * len(pytree.tree_leaves(x))]
+def within_states(tree: Any, known_states: Sequence[Any] = ()) -> list[bool]:
+    """Returns for each leaf of `flatten(tree, known_states)` whether it belongs to a state."""
+    leaves = pytree.tree_leaves(_opened(tree, known_states), is_leaf=lambda x: isinstance(x, _Open))
+    return [inside for x in leaves for inside in [isinstance(x, _Open)] * len(pytree.tree_leaves(x))]
 
 
 def states(tree: tuple[Sequence[Any], Mapping[str, Any]]) -> list[Any]:
@@ -228,8 +228,8 @@ def states(tree: tuple[Sequence[Any], Mapping[str, Any]]) -> list[Any]:
         tree: positional and named arguments.
     """
     values = [x for x in (*tree[0], *tree[1].values()) if type(x) not in PLAIN]
-    found = {id(x): x for x in pytree.tree_leaves(values, is_state) if is_state(x)} if values else {}
-    return list(found.values())
+    states_by_id = {id(x): x for x in pytree.tree_leaves(values, is_state) if is_state(x)} if values else {}
+    return list(states_by_id.values())
 
 
 def outcome(result: Any, changed: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -264,7 +264,7 @@ def named_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 def _key(key: Any) -> str:
     """Returns how a user calls a child: by its key, its position or its attribute."""
-    return str(next((getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)), key))
+    return str(next((getattr(key, attribute) for attribute in ("key", "idx", "name") if hasattr(key, attribute)), key))
 
 
 Built = Callable[[Iterator[Any]], Any]
@@ -272,19 +272,19 @@ Built = Callable[[Iterator[Any]], Any]
 
 
 def unflatten_outcome(
-    leaves: Sequence[Any], spec: tuple[Any, Any], mine: Sequence[Any], builders: tuple[Built, Built] | None = None
+    leaves: Sequence[Any], spec: tuple[Any, Any], targets: Sequence[Any], builders: tuple[Built, Built] | None = None
 ) -> Any:
     """Rebuilds the result of a call from the leaves of its outcome; puts the new values into the caller's states.
 
     Args:
         builders: `builder_of` both structures of `spec`. (torch traces pytree's own functions, and not these.)
     """
-    of_result, of_states = builders or [partial(_unflatten, spec=one) for one in spec]
+    of_result, of_states = builders or [partial(_unflatten, spec=part) for part in spec]
     count = spec[0].num_leaves
-    for state, now in zip(mine, of_states(iter(leaves[count:])), strict=True):
+    for state, now in zip(targets, of_states(iter(leaves[count:])), strict=True):
         vars(state).clear()
         vars(state).update(vars(now))
-    return of_result(iter([mine[leaf.at] if type(leaf) is StateAt else leaf for leaf in leaves[:count]]))
+    return of_result(iter([targets[leaf.at] if type(leaf) is StateAt else leaf for leaf in leaves[:count]]))
 
 
 def _unflatten(leaves: Iterator[Any], spec: Any) -> Any:
@@ -334,8 +334,8 @@ pytree.register_pytree_node(_Sizes, lambda node: (list(node.numbers), None), lam
 
 
 def _attributes(node: _Open) -> tuple[list[Any], Any]:
-    shown = {name: shown_attribute(name, value) for name, value in vars(node.state).items()}
-    return [_opened(value) for value in shown.values()], (type(node.state), tuple(shown))
+    attributes = {name: shown_attribute(name, value) for name, value in vars(node.state).items()}
+    return [_opened(value) for value in attributes.values()], (type(node.state), tuple(attributes))
 
 
 def _built(below: Any, context: Any, rewritten: Sequence[bool] = ()) -> Any:
@@ -344,12 +344,12 @@ def _built(below: Any, context: Any, rewritten: Sequence[bool] = ()) -> Any:
     Args:
         rewritten: `rewrites` of each attribute's name, if it is known.
     """
-    kind, names = context
-    new = object.__new__(kind)
-    attributes = vars(new)
+    cls, names = context
+    state = object.__new__(cls)
+    attributes = vars(state)
     for name, value, again in zip(names, below, rewritten or map(rewrites, names), strict=True):
         attributes[name] = read_attribute(name, value, below) if again else value
-    return new
+    return state
 
 
 pytree.register_pytree_node(_Open, _attributes, _built)

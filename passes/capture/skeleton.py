@@ -64,7 +64,7 @@ def stand_ins(
     _expect_no_views(model)
     memo: dict[Any, Any] = {}
     storages: dict[int, torch.UntypedStorage] = {}
-    shown: list[Any] = []
+    proxies: list[Any] = []
     for name, tensor in model.named_parameters():
         like: Tensor = whole.get(name, tensor)
         memo[id(tensor)] = nn.Parameter(empty_on(like, device), like.requires_grad)
@@ -74,7 +74,7 @@ def stand_ins(
         if isinstance(value, torch.Generator):
             memo[id(value)] = value
         elif isinstance(value, types.MappingProxyType):
-            shown.append(value)
+            proxies.append(value)
         elif isinstance(value, Tensor):
             # A detached alias: otherwise autograd would record writes during capture on the user's tensor.
             with unset_fake_temporarily():
@@ -82,41 +82,41 @@ def stand_ins(
                 memo.setdefault(id(value), alias.requires_grad_(value.requires_grad))
             if originals is not None:
                 originals[id(memo[id(value)])] = value
-    for proxy in shown:  # At the end: its dict may hold any of the values above.
+    for proxy in proxies:  # At the end: its dict may hold any of the values above.
         memo[id(proxy)] = types.MappingProxyType(copy.deepcopy(gc.get_referents(proxy)[0], memo))
     return memo
 
 
 def expect_copyable(model: nn.Module) -> None:
     """Raises Error for a module that holds more than its `__dict__`, or that no set can hold, and for some layouts."""
-    queue, seen = deque([("", model)]), set[int]()
+    queue, visited = deque([("", model)]), set[int]()
     while queue:
         path, module = queue.popleft()
-        seen.add(id(module))
-        kind = type(module)
-        what = f"`{path}`, a {kind.__name__}," if path else f"the {kind.__name__}"
-        if kind.__hash__ is None:
+        visited.add(id(module))
+        cls = type(module)
+        subject = f"`{path}`, a {cls.__name__}," if path else f"the {cls.__name__}"
+        if cls.__hash__ is None:
             raise Error(
-                f"{what} cannot be hashed, so that torch does not list its parameters",
+                f"{subject} cannot be hashed, so that torch does not list its parameters",
                 fix="`__hash__ = torch.nn.Module.__hash__` in its class, or `@dataclass(eq=False)`",
             )
-        if (kind.__basicsize__, kind.__itemsize__) != (nn.Module.__basicsize__, nn.Module.__itemsize__):
-            _expect_no_slots(what, kind)
-        inside = [(f"{path}.{name}".lstrip("."), one) for name, one in module._modules.items() if one is not None]
-        queue.extend((at, one) for at, one in inside if id(one) not in seen)
+        if (cls.__basicsize__, cls.__itemsize__) != (nn.Module.__basicsize__, nn.Module.__itemsize__):
+            _expect_no_slots(subject, cls)
+        inside = [(f"{path}.{name}".lstrip("."), child) for name, child in module._modules.items() if child is not None]
+        queue.extend((child_path, child) for child_path, child in inside if id(child) not in visited)
     _expect_layouts(model)
 
 
-def _expect_no_slots(what: str, kind: type[nn.Module]) -> NoReturn:
+def _expect_no_slots(subject: str, cls: type[nn.Module]) -> NoReturn:
     """Raises the Error for a module of a class that lays out more than a `__dict__`."""
-    larger = [one for one in kind.__mro__[:-1] if one.__itemsize__ or one.__basicsize__ > nn.Module.__basicsize__]
+    larger = [base for base in cls.__mro__[:-1] if base.__itemsize__ or base.__basicsize__ > nn.Module.__basicsize__]
     if not larger[-1].__flags__ & WRITTEN_IN_PYTHON:
         raise Error(
-            f"{what} derives from {larger[-1].__name__}, too: it has contents that are no attributes",
+            f"{subject} derives from {larger[-1].__name__}, too: it has contents that are no attributes",
             fix=f"a module with an attribute that holds the {larger[-1].__name__}",
         )
-    names = [name for one in kind.__mro__ for name, x in vars(one).items() if type(x) is types.MemberDescriptorType]
-    raise Error(f"{what} has `{names[0]}` in __slots__, which torch does not copy", fix="a class without __slots__")
+    names = [name for base in cls.__mro__ for name, x in vars(base).items() if type(x) is types.MemberDescriptorType]
+    raise Error(f"{subject} has `{names[0]}` in __slots__, which torch does not copy", fix="a class without __slots__")
 
 
 def _apart(tensor: Tensor, device: str, storages: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -128,23 +128,23 @@ def _apart(tensor: Tensor, device: str, storages: dict[int, torch.UntypedStorage
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta or wrapped:
         return tensor.detach()
-    at = tensor.untyped_storage()._cdata
-    if at not in storages:
+    storage_id = tensor.untyped_storage()._cdata
+    if storage_id not in storages:
         content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        storages[at] = content.to(tensor.device if device == "meta" else device, copy=True).untyped_storage()
-    own = torch.empty(0, dtype=tensor.dtype, device=storages[at].device)
-    return own.set_(storages[at], tensor.storage_offset(), tensor.shape, tensor.stride())
+        storages[storage_id] = content.to(tensor.device if device == "meta" else device, copy=True).untyped_storage()
+    copied = torch.empty(0, dtype=tensor.dtype, device=storages[storage_id].device)
+    return copied.set_(storages[storage_id], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _expect_no_views(model: nn.Module) -> None:
     """Raises Error if a plain tensor is a view of a parameter or buffer: a parallel model has other parameters."""
-    own = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    held = {storage_of(tensor): name for name, tensor in own.values()}
+    tensors_by_id = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    names = {storage_of(tensor): name for name, tensor in tensors_by_id.values()}
     for path, value in reached(model):
-        storage = storage_of(value) if isinstance(value, Tensor) and id(value) not in own else None
-        if storage is not None and storage in held:
+        storage = storage_of(value) if isinstance(value, Tensor) and id(value) not in tensors_by_id else None
+        if storage is not None and storage in names:
             raise Error(
-                f"`{spelled(path)}` is a view of `{held[storage]}`, and would not be a view in the parallel model",
+                f"`{spelled(path)}` is a view of `{names[storage]}`, and would not be a view in the parallel model",
                 fix=_instead_of_norm(model, spelled(path)) or "make it in forward",
             )
 
@@ -191,9 +191,9 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
         memo: the memo of the deep copy, with everything that is not to be copied.
         aside: functions that are not among the model's attributes.
     """
-    own = {key_of(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+    model_keys = {key_of(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, x in reached(model):
-        if isinstance(x, weakref.ref) and key_of(x()) in own:
+        if isinstance(x, weakref.ref) and key_of(x()) in model_keys:
             raise Error(
                 f"`{spelled(path)}` is a weak reference to the model, which a copy of it would not follow",
                 fix="the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`",
@@ -201,13 +201,13 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
     hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
     functions = {id(x): x for _, x in reached(model, (*hooks, *aside)) if isinstance(x, types.FunctionType)}
     holds = [x for x in functions.values() if x.__closure__ or x.__defaults__ or x.__kwdefaults__]
-    found = [function for function in holds if _holds(function, own, set())]
-    for function in found:
+    copied_functions = [function for function in holds if _holds(function, model_keys, set())]
+    for function in copied_functions:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-        new.__dict__.update(function.__dict__)
-        memo[id(function)] = new
-    for function in found:
+        function_copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+        function_copy.__dict__.update(function.__dict__)
+        memo[id(function)] = function_copy
+    for function in copied_functions:
         memo[id(function)].__defaults__ = copy.deepcopy(function.__defaults__, memo)
         memo[id(function)].__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
         for cell, was in zip(memo[id(function)].__closure__ or (), function.__closure__ or (), strict=True):
@@ -239,13 +239,13 @@ def copying() -> Iterator[None]:
             ) from error
 
 
-def _holds(value: Any, own: set[int], seen: set[int]) -> bool:
+def _holds(value: Any, model_keys: set[int], visited: set[int]) -> bool:
     """True if a value leads to a part of the model: through its closure, its defaults or its items."""
-    if id(value) in seen:
+    if id(value) in visited:
         return False
-    seen.add(id(value))
+    visited.add(id(value))
     inside = [*hidden(value), *([] if isinstance(value, nn.Module) else [item for _, item in children(value)])]
-    return any(key_of(one) in own or _holds(one, own, seen) for one in inside)
+    return any(key_of(inner) in model_keys or _holds(inner, model_keys, visited) for inner in inside)
 
 
 def empty_on(like: Tensor, device: str) -> Tensor:

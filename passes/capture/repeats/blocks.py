@@ -19,24 +19,24 @@ Blocks = Mapping[int, tuple[nn.Module, int]]
 def blocks_of(model: nn.Module) -> Blocks:
     """Returns the outermost numbered modules that have a sibling of the same structure."""
     kinds: list[Any] = []
-    found = {}
+    blocks = {}
     for block in _alike(model):
-        its = structure(block)
-        if its not in kinds:
-            kinds.append(its)
-        found[id(block.__dict__)] = block, kinds.index(its)
-    return found
+        block_structure = structure(block)
+        if block_structure not in kinds:
+            kinds.append(block_structure)
+        blocks[id(block.__dict__)] = block, kinds.index(block_structure)
+    return blocks
 
 
 def differing(blocks: Blocks) -> set[tuple[int, str, str]]:
     """Returns (kind, module, attribute) of the integers that differ between blocks of a kind."""
-    found: dict[tuple[int, str, str], set[int]] = {}
-    for block, kind in blocks.values():
+    values_by_place: dict[tuple[int, str, str], set[int]] = {}
+    for block, block_kind in blocks.values():
         for path, module in block.named_modules():
             for name, value in vars(module).items():
                 if type(value) is int:
-                    found.setdefault((kind, path, name), set()).add(value)
-    return {place for place, values in found.items() if len(values) > 1}
+                    values_by_place.setdefault((block_kind, path, name), set()).add(value)
+    return {place for place, values in values_by_place.items() if len(values) > 1}
 
 
 def parts_of(block: nn.Module) -> list[int]:
@@ -44,17 +44,17 @@ def parts_of(block: nn.Module) -> list[int]:
     return [id(part) for part in block.modules()]
 
 
-def definer(kind: Any) -> Any:
+def definer(cls: Any) -> Any:
     """Returns the class that defines the forward of a class."""
-    return next(base for base in kind.__mro__ if "forward" in vars(base))
+    return next(base for base in cls.__mro__ if "forward" in vars(base))
 
 
 @contextmanager
-def patched(kind: Any, names: Mapping[str, Any]) -> Iterator[None]:
+def patched(owner: Any, names: Mapping[str, Any]) -> Iterator[None]:
     """A region in which a class, or a module of Python, has other attributes."""
     with ExitStack() as stack:
         for name, value in names.items():
-            stack.callback(put(kind, name, value))
+            stack.callback(put(owner, name, value))
         yield
 
 
@@ -66,8 +66,8 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
             continue
         beside = [child for name, child in parent.named_children() if name.isdigit()]
         structures = [structure(child) for child in beside] if len(beside) > 1 else []
-        for child, its in zip(beside, structures, strict=False):
-            if structures.count(its) > 1 and next(child.parameters(), None) is not None and is_ordinary(child):
+        for child, form in zip(beside, structures, strict=False):
+            if structures.count(form) > 1 and next(child.parameters(), None) is not None and is_ordinary(child):
                 inside.update(child.modules())
                 yield child
 
@@ -75,5 +75,5 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
 def is_ordinary(block: nn.Module) -> bool:
     """True for modules whose forward is that of their class, written in Python."""
     odd = (torch.jit.ScriptModule, fx.GraphModule)
-    own = any(type(module).__getattribute__ is not nn.Module.__getattribute__ for module in block.modules())
-    return not own and not any(isinstance(module, odd) or "forward" in vars(module) for module in block.modules())
+    custom = any(type(module).__getattribute__ is not nn.Module.__getattribute__ for module in block.modules())
+    return not custom and not any(isinstance(module, odd) or "forward" in vars(module) for module in block.modules())

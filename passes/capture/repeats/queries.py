@@ -79,10 +79,10 @@ class Request:
     spec: Any
     answer: tuple[Any, list[Any]] = (None, [])
 
-    def made(self, one: Any, leaves: Sequence[Any]) -> Any:
+    def made(self, receiver: Any, leaves: Sequence[Any]) -> Any:
         """Calls the method of another object on these arguments, and returns its result."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
-        return getattr(one, self.name)(*args, **dict(kwargs))
+        return getattr(receiver, self.name)(*args, **dict(kwargs))
 
 
 def flatten_tuples(value: Any) -> tuple[list[Any], Any]:
@@ -95,15 +95,15 @@ def is_passable(leaf: Any) -> bool:
     return is_plain_value(leaf) or isinstance(leaf, (Number, *SYMBOLIC))
 
 
-def new_objects(leaves: Sequence[Any], known: Sequence[Any], watched: Collection[type] = ()) -> list[Any]:
+def new_objects(leaves: Sequence[Any], met_objects: Sequence[Any], watched: Collection[type] = ()) -> list[Any]:
     """Returns the new objects in an answer, each once.
 
     Args:
-        known: the objects that the call knows already.
+        met_objects: the objects that the call knows already.
         watched: classes whose methods are patched, so that `is_queryable` no longer recognises their instances.
     """
-    new = {id(x): x for x in leaves if position(x, known) is None and (type(x) in watched or is_queryable(x))}
-    return list(new.values())
+    by_id = {id(x): x for x in leaves if position(x, met_objects) is None and (type(x) in watched or is_queryable(x))}
+    return list(by_id.values())
 
 
 def kinds(leaves: Sequence[Any], tensors: Sequence[Tensor], objects: Sequence[Any]) -> list[Any]:
@@ -117,9 +117,9 @@ def kinds(leaves: Sequence[Any], tensors: Sequence[Tensor], objects: Sequence[An
 
 
 def _kind(leaf: Any, tensors: Sequence[Tensor], objects: Sequence[Any]) -> Any:
-    at = position(leaf, objects)
-    if at is not None:
-        return type(leaf), at
+    place = position(leaf, objects)
+    if place is not None:
+        return type(leaf), place
     if not is_harmless(leaf):
         raise Entangled
     return tensor_kind(leaf, tensors) if isinstance(leaf, Tensor) else Frozen({})(leaf)
@@ -141,19 +141,19 @@ class _Bare:
 
 def is_queryable(value: Any) -> bool:
     """True for an object of a class written in Python whose state can be reached through its methods only."""
-    kind = type(value)
-    own = ("__new__", *ATTRIBUTES)
+    cls = type(value)
+    methods = ("__new__", *ATTRIBUTES)
     return (
-        kind.__dictoffset__ != 0
-        and kind.__basicsize__ == _Bare.__basicsize__
-        and all(getattr(kind, name) is getattr(object, name) for name in own)
-        and not hasattr(kind, "__getattr__")
+        cls.__dictoffset__ != 0
+        and cls.__basicsize__ == _Bare.__basicsize__
+        and all(getattr(cls, name) is getattr(object, name) for name in methods)
+        and not hasattr(cls, "__getattr__")
         and not isinstance(value, (type, Tensor, nn.Module, types.FunctionType))
         and not is_plain_value(value)
     )
 
 
-def asking(kind: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) -> dict[str, Any]:
+def asking(cls: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) -> dict[str, Any]:
     """Returns the methods that replace those of a class while some of its objects are watched.
 
     Args:
@@ -164,7 +164,7 @@ def asking(kind: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) 
     def get(self: Any, name: str) -> Any:
         if name == "__class__" or not is_asked(self):
             return object.__getattribute__(self, name)
-        method = inspect.getattr_static(kind, name, None)
+        method = inspect.getattr_static(cls, name, None)
         if isinstance(method, types.FunctionType) and name not in object.__getattribute__(self, "__dict__"):
             return functools.wraps(types.MethodType(method, self))(functools.partial(ask, self, name))
         return ask(self, "__getattribute__", name)
@@ -176,28 +176,28 @@ def asking(kind: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) 
 
         return called
 
-    found = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
-    special = {name: f for name, f in found.items() if name.startswith("__") and isinstance(f, types.FunctionType)}
+    members = {name: value for base in reversed(cls.__mro__[:-1]) for name, value in vars(base).items()}
+    special = {name: f for name, f in members.items() if name.startswith("__") and isinstance(f, types.FunctionType)}
     special |= {name: getattr(object, name) for name in ATTRIBUTES[1:]}
     return {name: through(name, method) for name, method in special.items()} | {"__getattribute__": get}
 
 
-def _as_integer(kind: Any) -> Any:
+def _as_integer(cls: Any) -> Any:
     """Adds all special methods of int to a class; each works on the integer that the instance stands for."""
 
     def method(name: str) -> Callable[..., Any]:
-        known = vars(operator) | {"__pow__": pow, "__divmod__": divmod}
-        here = known.get(name, getattr(int, name))
-        there = known.get(f"__{name[3:]}") if name.startswith("__r") else None
-        if there is not None:
-            return lambda self, other, *args: there(as_integer(other), as_integer(self), *map(as_integer, args))
-        return lambda self, *args: here(as_integer(self), *map(as_integer, args))
+        operators = vars(operator) | {"__pow__": pow, "__divmod__": divmod}
+        compute = operators.get(name, getattr(int, name))
+        reflected = operators.get(f"__{name[3:]}") if name.startswith("__r") else None
+        if reflected is not None:
+            return lambda self, other, *args: reflected(as_integer(other), as_integer(self), *map(as_integer, args))
+        return lambda self, *args: compute(as_integer(self), *map(as_integer, args))
 
-    names = {*vars(int)} - {*vars(kind), "__new__", "__getattribute__", "__getnewargs__"}
+    names = {*vars(int)} - {*vars(cls), "__new__", "__getattribute__", "__getnewargs__"}
     for name in names:
         if name.startswith("__") and callable(getattr(int, name)):
-            setattr(kind, name, method(name))
-    return kind
+            setattr(cls, name, method(name))
+    return cls
 
 
 @_as_integer

@@ -69,26 +69,26 @@ class RecordedCall:
 
     def begin(self, leaves: Sequence[Any]) -> list[Any]:
         """Passes leaves into the block; returns them as the block has them."""
-        new = [x for x in tensors_in(leaves) if position(x, self.outside) is None]
-        self.inside += _each_kind(new, lambda some: begin(some, self.at))
-        self.outside += new
+        entering = [x for x in tensors_in(leaves) if position(x, self.outside) is None]
+        self.inside += _each_kind(entering, lambda some: begin(some, self.at))
+        self.outside += entering
         return [self.inside[position(x, self.outside)] if isinstance(x, Tensor) else x for x in leaves]
 
     def end(self, leaves: Sequence[Any], step: int) -> list[Any]:
         """Passes leaves out of the block; returns them with tensors and objects by their places."""
-        new = [x for x in tensors_in(leaves) if position(x, self.inside) is None]
-        self.usable &= _all_learn(new, [*self.outside, *tensors_of(self.block)])
-        own = tensors_of(self.block) if self.usable else []
-        self.ended[step] = _each_kind(new, lambda some: end(some, own, self.at, step))
-        self.inside += new
+        leaving = [x for x in tensors_in(leaves) if position(x, self.inside) is None]
+        self.usable &= _all_learn(leaving, [*self.outside, *tensors_of(self.block)])
+        block_tensors = tensors_of(self.block) if self.usable else []
+        self.ended[step] = _each_kind(leaving, lambda some: end(some, block_tensors, self.at, step))
+        self.inside += leaving
         self.outside += self.ended[step]
         return [self._placed(leaf) for leaf in leaves]
 
     def _placed(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return TensorAt(position(leaf, self.inside))
-        at = position(leaf, self.objects)
-        return leaf if at is None else ObjectAt(at)
+        place = position(leaf, self.objects)
+        return leaf if place is None else ObjectAt(place)
 
     def rebuilt(self, tensors: Sequence[Tensor], objects: Sequence[Any]) -> Any:
         """Returns the result for a call with these tensors and objects."""
@@ -103,7 +103,7 @@ class RecordedCall:
             attribute_of(leaf) for request in self.requests for leaf in request.given if isinstance(leaf, Number)
         ]
         return all(type(attribute(modules[path], name)) is int for path, name in numbers) and all(
-            frozen(attribute(modules[path], name)) == known for (path, name), known in self.reads.items()
+            frozen(attribute(modules[path], name)) == value for (path, name), value in self.reads.items()
         )
 
 
@@ -133,9 +133,9 @@ def _like(t: Tensor) -> Tensor:
 def outside_of(x: Any) -> Any:
     """Returns what the code around the open block has in the place of a tensor of the block; others as they are."""
     for call in CALLS[-1] if CALLS else ():
-        at = position(x, call.inside)
-        if at is not None:
-            return call.outside[at]
+        place = position(x, call.inside)
+        if place is not None:
+            return call.outside[place]
     return x
 
 
@@ -156,18 +156,18 @@ def with_tensors(
     return [found(leaf) for leaf in leaves]
 
 
-def unbacked(given: Sequence[Tensor]) -> int:
+def unbacked(tensors: Sequence[Tensor]) -> int:
     """Returns the number of sizes so far that depend on values (unbacked symbols)."""
-    mode = getattr(given[0], "fake_mode", None)
+    mode = getattr(tensors[0], "fake_mode", None)
     environment = getattr(mode, "shape_env", None)
-    known = environment.var_to_range if environment is not None else ()
-    return len([symbol for symbol in known if symbol_is_type(symbol, SymT.UNBACKED_INT)])
+    symbols = environment.var_to_range if environment is not None else ()
+    return len([symbol for symbol in symbols if symbol_is_type(symbol, SymT.UNBACKED_INT)])
 
 
 def tensors_in(leaves: Sequence[Any]) -> list[Tensor]:
     """Returns the tensors, each once, those without a gradient first. NOTE [Two kinds of tensors]"""
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    return sorted(found.values(), key=lambda x: x.requires_grad)
+    tensors_by_id = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    return sorted(tensors_by_id.values(), key=lambda x: x.requires_grad)
 
 
 def _each_kind(tensors: Sequence[Tensor], how: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
@@ -176,7 +176,7 @@ def _each_kind(tensors: Sequence[Tensor], how: Callable[[list[Tensor]], list[Ten
     NOTE [Two kinds of tensors]
     """
     kinds = [[x for x in tensors if x.requires_grad is learns] for learns in (False, True)]
-    return [new for some in (filter(None, kinds) if tensors else [[]]) for new in how(some)]
+    return [result for some in (filter(None, kinds) if tensors else [[]]) for result in how(some)]
 
 
 def _all_learn(made: Sequence[Tensor], of: Sequence[Tensor]) -> bool:

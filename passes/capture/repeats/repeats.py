@@ -87,16 +87,16 @@ class Repeats:
             Entangled: a request of a block could not be recorded.
         """
         self.blocks = blocks_of(model)
-        self.parts = {at: parts_of(block) for at, (block, _) in self.blocks.items()}
+        self.parts = {block_id: parts_of(block) for block_id, (block, _) in self.blocks.items()}
         self.numbers = differing(self.blocks)
         classes = {definer(type(block)) for block, _ in self.blocks.values()}
         CALLS.append(self.calls)
         try:
             with ExitStack() as patches:
-                for row, ours in _watching(self).items():
-                    patches.enter_context(row.replaced_by(ours))
-                for kind in classes:
-                    patches.enter_context(patched(kind, {"forward": _calling(kind.forward, self)}))
+                for row, method in _watching(self).items():
+                    patches.enter_context(row.replaced_by(method))
+                for cls in classes:
+                    patches.enter_context(patched(cls, {"forward": _calling(cls.forward, self)}))
                 yield
         finally:
             CALLS.pop()
@@ -109,7 +109,7 @@ class Repeats:
             self.failed = True
             raise Entangled
 
-    def call(self, block: nn.Module, kind: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, block: nn.Module, block_kind: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns the result of `run(*args, **kwargs)`, the block's forward, or repeats an earlier call."""
         if self.open is not None or not all(map(self._is_seen, (*args, *kwargs.values()))):
             return run(*args, **kwargs)
@@ -118,18 +118,18 @@ class Repeats:
         if not is_ordinary(block):  # The model has given a part of it a forward of its own, which may note results.
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_queryable)
-        given, objects = tensors_in(leaves), list({id(x): x for x in leaves if is_queryable(x)}.values())
-        if not given:
+        tensors, objects = tensors_in(leaves), list({id(x): x for x in leaves if is_queryable(x)}.values())
+        if not tensors:
             return run(*args, **kwargs)
         self.met_objects |= bool(objects)
         paths = {id(module.__dict__): name for name, module in block.named_modules()}
         with torch._C.DisableTorchFunction():
             frozen = Frozen(paths)
-            key = kind, spec, [_kind(x, given, objects, frozen) for x in leaves], modes()
-            known = next((call for call in self.calls if call.usable and call.key == key and call.is_like(block)), None)
-        if known is not None:
-            self.same.append((known.block, block))
-            return self._repeated(known, block, given, objects)
+            key = block_kind, spec, [_kind(x, tensors, objects, frozen) for x in leaves], modes()
+            first = next((call for call in self.calls if call.usable and call.key == key and call.is_like(block)), None)
+        if first is not None:
+            self.same.append((first.block, block))
+            return self._repeated(first, block, tensors, objects)
         call = RecordedCall(len(self.calls), block, key, paths, frozen, objects)
         self.calls.append(call)
         args, kwargs = pytree.tree_unflatten(call.begin(leaves), spec)
@@ -139,9 +139,9 @@ class Repeats:
         """True for an argument if everything that a block does with it is recorded."""
         return is_harmless(value) or (self.with_objects and is_queryable(value))
 
-    def _repeated(self, call: RecordedCall, block: nn.Module, given: Sequence[Tensor], objects: Sequence[Any]) -> Any:
+    def _repeated(self, call: RecordedCall, block: nn.Module, tensors: Sequence[Tensor], objects: Sequence[Any]) -> Any:
         """Repeats a recorded call for another block; returns its result."""
-        outside, objects = [*given], [*objects]
+        outside, objects = [*tensors], [*objects]
         for step, request in enumerate(call.requests):
             outside += again(outside, tensors_of(block), call.at, step)
             with self._asking(call):
@@ -191,40 +191,40 @@ class Repeats:
 
     def _watch(self, objects: Sequence[Any]) -> None:
         """Patches the classes of these objects: from here on their methods go through `ask`."""
-        for kind in {type(one) for one in objects} - self.patched:
-            self.patches.enter_context(patched(kind, asked.asking(kind, self._is_asked, self.ask)))
-            self.patched.add(kind)
+        for cls in {type(x) for x in objects} - self.patched:
+            self.patches.enter_context(patched(cls, asked.asking(cls, self._is_asked, self.ask)))
+            self.patched.add(cls)
 
-    def _is_asked(self, one: Any) -> bool:
-        return self.open is not None and not self.is_asking and position(one, self.open.objects) is not None
+    def _is_asked(self, receiver: Any) -> bool:
+        return self.open is not None and not self.is_asking and position(receiver, self.open.objects) is not None
 
-    def ask(self, one: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, receiver: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls an object's method as a request of the open call; returns its result."""
-        if self.open is None or not self._is_asked(one):  # The model kept the bound method.
-            return getattr(one, name)(*args, **kwargs)
+        if self.open is None or not self._is_asked(receiver):  # The model kept the bound method.
+            return getattr(receiver, name)(*args, **kwargs)
         self.is_asking = True
         try:
-            return self._asked(self.open, one, name, args, kwargs)
+            return self._asked(self.open, receiver, name, args, kwargs)
         except BaseException:
             self.failed = True
             raise
         finally:
             self.is_asking = False
 
-    def _asked(self, call: RecordedCall, one: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _asked(self, call: RecordedCall, receiver: Any, name: str, args: Any, kwargs: Any) -> Any:
         if modes() != call.key[-1]:  # Requests of later blocks run in the modes around the block.
             raise Entangled
         leaves, spec = asked.flatten_tuples((args, tuple(kwargs.items())))
-        given = call.end(leaves, len(call.requests))
-        if not all(isinstance(x, TensorAt | ObjectAt) or asked.is_passable(x) for x in given):
+        places = call.end(leaves, len(call.requests))
+        if not all(isinstance(x, TensorAt | ObjectAt) or asked.is_passable(x) for x in places):
             raise Entangled
-        request = Request(position(one, call.objects), name, given, spec)
+        request = Request(position(receiver, call.objects), name, places, spec)
         leaves, spec = asked.flatten_tuples(
-            request.made(one, with_tensors(given, call.outside, call.objects, call.block))
+            request.made(receiver, with_tensors(places, call.outside, call.objects, call.block))
         )
-        new = asked.new_objects(leaves, call.objects, self.patched)
-        self._watch(new)
-        call.objects += new
+        objects = asked.new_objects(leaves, call.objects, self.patched)
+        self._watch(objects)
+        call.objects += objects
         inside = call.begin(leaves)
         request.answer = spec, asked.kinds(leaves, call.outside, call.objects)
         call.requests.append(request)
@@ -244,30 +244,30 @@ class Repeats:
         elif name != "forward" and (path, name) not in call.reads:  # `forward` may be our patch of the class.
             with torch._C.DisableTorchFunction():
                 value = attribute(module, name)
-                known = call.frozen(value)
+                frozen = call.frozen(value)
             if call.objects and type(value) is int and (call.key[0], path, name) in self.numbers:
-                return Number(value, (path, name), functools.partial(self._used, call, (path, name), known))
-            call.reads[path, name] = known
+                return Number(value, (path, name), functools.partial(self._used, call, (path, name), frozen))
+            call.reads[path, name] = frozen
         return None
 
-    def _used(self, call: RecordedCall, place: tuple[str, str], known: Any) -> None:
+    def _used(self, call: RecordedCall, place: tuple[str, str], frozen: Any) -> None:
         """Notes that code other than requests used a number."""
-        call.reads[place] = known
+        call.reads[place] = frozen
         self.failed |= self.open is not call  # Too late: another call may already repeat this one.
 
     def written(self, module: nn.Module) -> None:
         """Notes that the open block sets an attribute, or that an attribute of the block is set."""
         if self.open is not None:
-            its = id(object.__getattribute__(module, "__dict__")) in self.open.paths
-            self.open.usable &= self.is_asking and not its
+            in_block = id(object.__getattribute__(module, "__dict__")) in self.open.paths
+            self.open.usable &= self.is_asking and not in_block
 
 
-def _kind(leaf: Any, given: Sequence[Tensor], objects: Sequence[Any], frozen: Frozen) -> Any:
+def _kind(leaf: Any, tensors: Sequence[Tensor], objects: Sequence[Any], frozen: Frozen) -> Any:
     """Returns the properties of an argument that are compared."""
     if isinstance(leaf, Tensor):
-        return tensor_kind(leaf, given)
-    at = position(leaf, objects)
-    return frozen(leaf) if at is None else (type(leaf), at)
+        return tensor_kind(leaf, tensors)
+    place = position(leaf, objects)
+    return frozen(leaf) if place is None else (type(leaf), place)
 
 
 def _watching(repeats: Repeats) -> dict[internals.Replaced, Any]:
@@ -297,9 +297,9 @@ def _calling(forward: Any, repeats: Repeats) -> Any:
 
     @functools.wraps(forward)
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        block, kind = repeats.blocks.get(id(self.__dict__), (None, 0))
+        block, block_kind = repeats.blocks.get(id(self.__dict__), (None, 0))
         if block is None:
             return forward(self, *args, **kwargs)
-        return repeats.call(block, kind, functools.partial(forward, self), args, kwargs)
+        return repeats.call(block, block_kind, functools.partial(forward, self), args, kwargs)
 
     return called

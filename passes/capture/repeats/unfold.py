@@ -110,28 +110,28 @@ class _Unfolding:
     def _copy(self, node: fx.Node) -> None:
         if writes(node) and (self.shared | self.requested) & _memory(*_nodes(node.args[0])):
             raise Entangled  # The block and its surroundings may have views that the other side does not know.
-        new = self.builder.copy(node)
+        copy = self.builder.copy(node)
         if self.inside is not None:
             self.inside.append(node)
         elif self.asking is not None:
-            new.meta["nn_module_stack"] = _moved(*self.asking) | _deeper(_stack(node), self.asking[-1])
+            copy.meta["nn_module_stack"] = _moved(*self.asking) | _deeper(_stack(node), self.asking[-1])
 
-    def _begun(self, node: fx.Node, given: list[fx.Node], at: int) -> Any:
+    def _begun(self, node: fx.Node, operands: list[fx.Node], index: int) -> Any:
         """Begins a step of a first call: its arguments or an answer enter the block."""
-        region = self.regions.setdefault(at, Region(_stack(node)))
-        region.known += [[user for user in node.users if user.args[1] == i] for i in range(len(given))]
+        region = self.regions.setdefault(index, Region(_stack(node)))
+        region.known += [[user for user in node.users if user.args[1] == i] for i in range(len(operands))]
         self.inside = []
-        self.shared |= _memory(node, *given)
-        return self.builder.map(given)
+        self.shared |= _memory(node, *operands)
+        return self.builder.map(operands)
 
-    def _ended(self, node: fx.Node, made: list[fx.Node], own: list[Any], at: int, step: int) -> Any:
+    def _ended(self, node: fx.Node, made: list[fx.Node], tensors: list[Any], index: int, step: int) -> Any:
         """Ends a step of a first call: its result or the arguments of a request leave the block."""
-        region = self.regions[at]
-        its = region.steps.setdefault(step, Step(_stack(node)))
-        its.nodes += self.inside or []
-        its.made += made
+        region = self.regions[index]
+        part = region.steps.setdefault(step, Step(_stack(node)))
+        part.nodes += self.inside or []
+        part.made += made
         region.known += [[] for _ in made]
-        region.own = [_first(n) for n in own]
+        region.own = [_first(n) for n in tensors]
         self.inside = None
         self.shared |= _memory(node, *made)
         if step != LAST:
@@ -141,24 +141,24 @@ class _Unfolding:
             self.shared = set()
         return self.builder.map(made)
 
-    def _repeated(self, call: fx.Node, given: list[Any], own: list[Any], at: int, step: int) -> list[Any]:
+    def _repeated(self, call: fx.Node, operands: list[Any], tensors: list[Any], index: int, step: int) -> list[Any]:
         """Writes a step of a later call: the operators of the first call, on the later call's own tensors."""
-        region, around = self.regions[at], _stack(call)
-        its = region.steps[step]
+        region, stack = self.regions[index], _stack(call)
+        part = region.steps[step]
         if self.asking is None:
-            self.env = dict(zip(region.own, own, strict=True))
-        self.env |= {old: new for nodes, new in zip(region.known, given, strict=False) for old in nodes}
-        for node in its.nodes:
-            new = self.env[node] = copied(self.builder.graph, node, self._read)
-            new.meta = {key: node.meta[key] for key in META if key in node.meta}
-            new.meta["nn_module_stack"] = _moved(_stack(node), region.stack, around)
+            self.env = dict(zip(region.own, tensors, strict=True))
+        self.env |= {old: operand for nodes, operand in zip(region.known, operands, strict=False) for old in nodes}
+        for node in part.nodes:
+            copy = self.env[node] = copied(self.builder.graph, node, self._read)
+            copy.meta = {key: node.meta[key] for key in META if key in node.meta}
+            copy.meta["nn_module_stack"] = _moved(_stack(node), region.stack, stack)
         self.shared |= _memory(call, *_nodes(call.args[0]))
         if step != LAST:
-            self.asking = (its.stack, region.stack, around)
+            self.asking = (part.stack, region.stack, stack)
             self.requested |= _memory(call)
         else:
             self.asking, self.shared = None, set()
-        return [self._read(node) for node in its.made]
+        return [self._read(node) for node in part.made]
 
     def _read(self, old: fx.Node) -> Any:
         return self.env[old] if old in self.env else self.builder.env[old]
@@ -170,11 +170,11 @@ def _drop_unread(graph: fx.Graph, builder: Builder) -> None:
     Those with effects stay: they write into memory, update running statistics or draw random numbers.
     """
     for node in reversed(graph.nodes):
-        new = builder.env.get(node)
-        if node.op != "call_function" or not node.users or not isinstance(new, fx.Node) or new.users:
+        copy = builder.env.get(node)
+        if node.op != "call_function" or not node.users or not isinstance(copy, fx.Node) or copy.users:
             continue
-        if not (writes(new) or updates_statistics(new) or draws(new)):
-            builder.graph.erase_node(new)
+        if not (writes(copy) or updates_statistics(copy) or draws(copy)):
+            builder.graph.erase_node(copy)
             builder.env[node] = None
 
 
@@ -201,9 +201,9 @@ def _stack(node: fx.Node) -> dict[str, Any]:
 
 def _moved(stack: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Returns the modules around a node, moved from one call of a block to another call."""
-    old, new = (list(around.values())[-1][0] if around else "" for around in (before, after))
+    old, new_path = (list(modules.values())[-1][0] if modules else "" for modules in (before, after))
     deeper = _deeper(stack, before)
-    return after | {key: (new + path.removeprefix(old), kind) for key, (path, kind) in deeper.items()}
+    return after | {key: (new_path + path.removeprefix(old), cls) for key, (path, cls) in deeper.items()}
 
 
 def _expect_apart(region: Region) -> None:
@@ -212,25 +212,25 @@ def _expect_apart(region: Region) -> None:
     before = _memory(*(n for node in inside for n in node.all_input_nodes if n not in inside))
     within = {node for node in inside if not _memory(node) & before}
     written = [node for node in inside if writes(node)]
-    asked = [node for step, its in region.steps.items() for node in its.made if step != LAST]
+    args = [node for step, part in region.steps.items() for node in part.made if step != LAST]
     made = region.steps[LAST].made
-    if not within >= {*asked, *made} or any(set(node.all_input_nodes[:1]) - within - {*region.own} for node in written):
+    if not within >= {*args, *made} or any(set(node.all_input_nodes[:1]) - within - {*region.own} for node in written):
         raise Entangled
-    lies = [_memory(*asked), *map(_memory, made)]  # Arguments of requests may share memory: nothing writes into them.
+    lies = [_memory(*args), *map(_memory, made)]  # Arguments of requests may share memory: nothing writes into them.
     if len(set().union(*lies)) < sum(map(len, lies)):
         raise Entangled
 
 
-def _deeper(stack: dict[str, Any], around: dict[str, Any]) -> dict[str, Any]:
+def _deeper(stack: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:
     """Returns the modules of a stack that are inside of the modules around a call."""
-    return dict(list(stack.items())[len(around) :])
+    return dict(list(stack.items())[len(outer) :])
 
 
 def _nodes(argument: Any) -> list[fx.Node]:
     """Returns the nodes in an argument."""
-    found: list[fx.Node] = []
-    fx.map_arg(argument, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(argument, nodes.append)
+    return nodes
 
 
 def _memory(*nodes: fx.Node) -> set[int]:

@@ -42,9 +42,9 @@ class ReplacedFunctions(TorchFunctionMode):
         if _name(func) == "lift_fresh":  # The exporter makes a new tensor of it, and of dropout.
             return args[0] if args else kwargs["self"]
         if _name(func) == "dropout":
-            given = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
-            if not given.get("train", given.get("training", True)) or given.get("p") == 0:
-                return given["input"]
+            arguments = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
+            if not arguments.get("train", arguments.get("training", True)) or arguments.get("p") == 0:
+                return arguments["input"]
         detached: dict[int, tuple[Tensor, Tensor]] = {}  # the operand's id -> the operand, and what stands for it
         with torch._C.DisableTorchFunction():
             for x in pytree.tree_leaves((args, kwargs)):
@@ -57,21 +57,21 @@ class ReplacedFunctions(TorchFunctionMode):
             return detached[id(x)][1] if id(x) in detached else x
 
         def outside(x: Any) -> Any:
-            return next((operand for operand, one in detached.values() if one is x), x)
+            return next((operand for operand, stand_in in detached.values() if stand_in is x), x)
 
         args, kwargs = pytree.tree_map(inside, (args, kwargs))
-        found = self._replaced(func, args, kwargs)
-        return found if _name(func) in NEW else pytree.tree_map(outside, found)
+        result = self._replaced(func, args, kwargs)
+        return result if _name(func) in NEW else pytree.tree_map(outside, result)
 
     def _replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func == DATA:
             func = Tensor.detach  # The exporter loses what `x.data` comes from.
         elif func in ctc_loss.REPLACED:
             func = ctc_loss.ctc_loss
-        given = dict(kwargs or {})
-        if given.get("generator", func) is None:  # The operator with a generator takes no symbols as sizes.
-            del given["generator"]
-        return func(*args, **given)
+        options = dict(kwargs or {})
+        if options.get("generator", func) is None:  # The operator with a generator takes no symbols as sizes.
+            del options["generator"]
+        return func(*args, **options)
 
 
 def _name(func: Any) -> str:

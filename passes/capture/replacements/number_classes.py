@@ -51,7 +51,7 @@ def _decided(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
     def decided(number: Any, other: Any) -> Any:
         answer = compare(number, other)
-        known = type(answer) is torch.SymBool and not free_unbacked_symbols(answer)
-        return bool(answer) if known and is_users(sys._getframe(1)) else answer
+        is_decided = type(answer) is torch.SymBool and not free_unbacked_symbols(answer)
+        return bool(answer) if is_decided and is_users(sys._getframe(1)) else answer
 
     return decided

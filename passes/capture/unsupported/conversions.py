@@ -28,10 +28,10 @@ def none_converted(model: nn.Module) -> Iterator[None]:
     def converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
             with torch.no_grad():
-                found = fn(tensor)
-            if (found.dtype, found.device, found.shape) != (tensor.dtype, tensor.device, tensor.shape):
+                result = fn(tensor)
+            if (result.dtype, result.device, result.shape) != (tensor.dtype, tensor.device, tensor.shape):
                 raise Error(
-                    f"forward converts {_name(model, tensor)} from {_said(tensor)} to {_said(found)}, "
+                    f"forward converts {_name(model, tensor)} from {_said(tensor)} to {_said(result)}, "
                     "so the first call changes the model for later ones",
                     fix="the same conversion of this module once, before autotp.parallelize",
                 )

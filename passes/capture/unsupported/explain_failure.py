@@ -31,68 +31,68 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
     """
     if plain is not None and any(name in str(plain) for name in TRACED):
         error, plain = plain, None  # On one device the model would not see such a value.
-    shown = plain or error
-    if isinstance(shown, Error):
-        return shown
-    if NO_NUMPY in str(shown):
+    cause = plain or error
+    if isinstance(cause, Error):
+        return cause
+    if NO_NUMPY in str(cause):
         return Error(
             "the model computes with numpy, which a graph does not see",
-            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            at=user_line(traceback.extract_tb(cause.__traceback__)),
             fix=f"torch's operators, or {CUSTOM_OPERATOR}",
         )
     if reads_values(error):
         return refused(error, model)
-    if any(text in str(shown) for text in NEEDS_NUMBERS):
+    if any(text in str(cause) for text in NEEDS_NUMBERS):
         return Error(
             "a function of torch takes numbers here, and gets values of tensors, which are not known in a graph",
-            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            at=user_line(traceback.extract_tb(cause.__traceback__)),
             fix=f"numbers that shapes or arguments give (`x.shape[1]`, not `mask.sum()`); a mask; or {CUSTOM_OPERATOR}",
         )
-    if OTHER_MODE in str(shown):
+    if OTHER_MODE in str(cause):
         return Error(
             "forward computes with a tensor that is not one of the model's, such as a buffer in a plain attribute",
-            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            at=user_line(traceback.extract_tb(cause.__traceback__)),
             fix="read it by its own name, or keep a copy: self.name = self.buffer.clone()",
         )
-    if "fake impl" in str(shown) or "UnsupportedOperator" in type(shown).__name__:
+    if "fake impl" in str(cause) or "UnsupportedOperator" in type(cause).__name__:
         if sparse := [name for name, x in model.named_buffers() if not is_dense(x)]:
             return Error(
                 f"forward computes with a sparse tensor, as `{sparse[0].removeprefix('model.')}` is one",
-                at=user_line(traceback.extract_tb(shown.__traceback__)),
+                at=user_line(traceback.extract_tb(cause.__traceback__)),
                 fix="x.to_dense(), of which a graph has operators",
             )
         return Error(
             "the model calls an operator that does not say what shape it returns",
-            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            at=user_line(traceback.extract_tb(cause.__traceback__)),
             fix="torch.library.register_fake, on the operator",
         )
-    if "HigherOrderOp" in type(shown).__name__:
+    if "HigherOrderOp" in type(cause).__name__:
         return Error(
             "the model calls an operator that takes functions (cond, while_loop, scan)",
-            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            at=user_line(traceback.extract_tb(cause.__traceback__)),
             fix="compute both branches and choose with torch.where; loop in Python, as often as shapes say",
         )
-    if isinstance(shown, TypeError) and (one := _compared_itself(shown)):
+    if isinstance(cause, TypeError) and (function := _compared_itself(cause)):
         return Error(
-            f"Python's `{one}` of one tensor compares the values of its rows, which are not known in a graph",
-            at=user_line(traceback.extract_tb(shown.__traceback__)),
-            fix=f"x.a{one}(0), which has one operator",
+            f"Python's `{function}` of one tensor compares the values of its rows, which are not known in a graph",
+            at=user_line(traceback.extract_tb(cause.__traceback__)),
+            fix=f"x.a{function}(0), which has one operator",
         )
-    kind, text = type(shown).__name__, str(shown).strip()
-    said = f"{kind}: {text.splitlines()[0] if text else ''}".rstrip(": ")
-    at = user_line(traceback.extract_tb(shown.__traceback__))
-    facts = {"at": at} if at != "?" else {}
-    if plain is None and any(frame.filename == VMAP for frame in traceback.extract_tb(shown.__traceback__)):
+    class_name, text = type(cause).__name__, str(cause).strip()
+    message = f"{class_name}: {text.splitlines()[0] if text else ''}".rstrip(": ")
+    line = user_line(traceback.extract_tb(cause.__traceback__))
+    facts = {"at": line} if line != "?" else {}
+    if plain is None and any(frame.filename == VMAP for frame in traceback.extract_tb(cause.__traceback__)):
         return Error(
-            f"torch.vmap of a function that torch.export cannot trace: {said}",
+            f"torch.vmap of a function that torch.export cannot trace: {message}",
             **facts,
             fix="operators on the whole batch, or dropout before the vmap or behind it",
         )
     if plain is None:
         instead = f"other operators at this line, or {CUSTOM_OPERATOR}"
-        return Error(f"torch.export cannot trace the model: {said}", **facts, fix=instead)
+        return Error(f"torch.export cannot trace the model: {message}", **facts, fix=instead)
     return Error(
-        f"the model does not run on these inputs: {said}",
+        f"the model does not run on these inputs: {message}",
         **facts,
         fix="arguments that the original model accepts; example_inputs={...}, if you gave none",
     )
@@ -101,5 +101,5 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
 def _compared_itself(error: TypeError) -> str:
     """Returns "max" or "min" if the model called this function of Python on a tensor; else ""."""
     called = any(frame.name == _tensor_min_max.__name__ for frame in traceback.extract_tb(error.__traceback__))
-    found = (of for of in ("max", "min") if called and str(error).startswith(f"{of}imum() missing"))
-    return next(found, "")
+    names = (of for of in ("max", "min") if called and str(error).startswith(f"{of}imum() missing"))
+    return next(names, "")

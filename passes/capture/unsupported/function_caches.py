@@ -26,12 +26,12 @@ CACHED = type(functools.lru_cache(lambda: None))
 @contextmanager
 def empty_caches(model: nn.Module) -> Iterator[None]:
     """A region that the model's functions enter, and leave, without what they have kept."""
-    found = [cache for name in named(model, ()) for cache in _caches(name.value)]
-    _clear(found)
+    caches = [cache for name in named(model, ()) for cache in _caches(name.value)]
+    _clear(caches)
     try:
         yield
     finally:
-        _clear(found)
+        _clear(caches)
 
 
 def _caches(value: Any) -> Iterator[Any]:

@@ -65,9 +65,9 @@ def _functions_in_graph() -> Iterator[None]:
 
     def applied(function: type, *args: Any) -> Any:
         if function is CheckpointFunction:
-            run, _, *given = args
-            found = run(*given)
-            return found if torch.is_grad_enabled() else pytree.tree_map_only(Tensor, Tensor.detach, found)
+            run, _, *operands = args
+            result = run(*operands)
+            return result if torch.is_grad_enabled() else pytree.tree_map_only(Tensor, Tensor.detach, result)
         if function.__module__ == "torch._library.autograd":  # Part of a custom operator, which the graph has.
             return real.__get__(None, function)(*args)
         return functions.run_function(function, args)
@@ -123,8 +123,8 @@ class _Watch(TorchFunctionMode):
         if torch.is_inference_mode_enabled():
             raise _lost("torch.inference_mode", "torch.no_grad()")
         if func in REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
-            asked = (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True)
-            if args[0].requires_grad != asked:
+            requires_grad = (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True)
+            if args[0].requires_grad != requires_grad:
                 raise _lost("a change of whether a parameter requires gradients", IN_THE_LOOP)
         if func in GRAD and isinstance(args[0], nn.Parameter):
             raise _lost("what forward reads or writes of a parameter's `.grad`", IN_THE_LOOP)
@@ -158,10 +158,10 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> NoReturn:
     raise _lost("`zero_grad` in forward", IN_THE_LOOP)
 
 
-def _lost(what: str, instead: str) -> Error:
-    at = user_line(traceback.extract_stack())
-    place = {"at": at} if at != "?" else {}
-    return Error(f"{what} would be lost: a graph of the model does not have it", **place, fix=instead)
+def _lost(feature: str, instead: str) -> Error:
+    line = user_line(traceback.extract_stack())
+    place = {"at": line} if line != "?" else {}
+    return Error(f"{feature} would be lost: a graph of the model does not have it", **place, fix=instead)
 
 
 def _expect_no_backward_hooks(model: nn.Module) -> None:

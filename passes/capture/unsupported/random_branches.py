@@ -31,10 +31,10 @@ class CertainComparisons(TorchFunctionMode):
             below = is_below(args[1], strict)
             if below is not None:
                 return below is says
-        found = func(*args, **(kwargs or {}))
-        if func is torch.rand and found.dim() == 0:
-            self.drawn.append(found)
-        return found
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and result.dim() == 0:
+            self.drawn.append(result)
+        return result
 
 
 def is_below(bound: Any, strict: bool) -> bool | None:

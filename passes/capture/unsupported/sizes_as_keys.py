@@ -40,14 +40,14 @@ def known_sizes() -> Iterator[None]:
 
 
 def _method(row: internals.Replaced) -> Any:
-    name, before, known = row.name, row.original(), METHODS[row.name]
+    name, before, convert = row.name, row.original(), METHODS[row.name]
 
     def method(size: torch.SymInt, *args: Any) -> Any:
         frame = sys._getframe(1)
         if name == "__hash__" and is_users(frame) and _calls_cached(frame):
             return next(NEVER_EQUAL)
         if is_users(frame) or (name == "__hash__" and size.node.maybe_as_int() is not None):
-            return known(int(size), *args)  # type: ignore[operator]
+            return convert(int(size), *args)  # type: ignore[operator]
         return before(size, *args)
 
     return method
@@ -59,6 +59,6 @@ def _calls_cached(frame: FrameType) -> bool:
     if not opcode.opname[code.co_code[frame.f_lasti]].startswith("CALL"):
         return False
     named = {**frame.f_globals, **frame.f_locals}
-    found = [named[name] for name in (*code.co_names, *code.co_freevars, *code.co_varnames) if name in named]
-    inside = (inspect.getattr_static(value, name, None) for value in found for name in code.co_names)
-    return any(isinstance(value, functools._lru_cache_wrapper) for value in itertools.chain(found, inside))
+    values = [named[name] for name in (*code.co_names, *code.co_freevars, *code.co_varnames) if name in named]
+    inside = (inspect.getattr_static(value, name, None) for value in values for name in code.co_names)
+    return any(isinstance(value, functools._lru_cache_wrapper) for value in itertools.chain(values, inside))

@@ -66,8 +66,8 @@ def none_caught() -> Iterator[None]:
     with ExitStack() as stack:
         for row in internals.NOT_KNOWN:
             stack.enter_context(row.replaced_by(noting(row.original())))
-        for kind in (NeedsNumber, Error):
-            stack.enter_context(patched(kind, {"__init__": noting(kind.__init__)}))
+        for cls in (NeedsNumber, Error):
+            stack.enter_context(patched(cls, {"__init__": noting(cls.__init__)}))
         stack.enter_context(noted)
         yield
     for error in raised:
@@ -79,35 +79,35 @@ def none_caught() -> Iterator[None]:
 def refused(error: Exception, model: nn.Module) -> Error:
     """Returns the Error for a model that reads a tensor's values: in a loop, as a number, or in a branch."""
     frames = traceback.extract_tb(error.__traceback__)
-    at = user_line(frames)
+    line = user_line(frames)
     if any(frame.line and "self.num_batches_tracked" in frame.line for frame in frames):
-        found = (p for p, m in model.named_modules() if isinstance(m, _NormBase) and m.momentum is None)
-        what = "has momentum=None: its average makes a Python number of a tensor's values"
-        return Error(f"`{next(found, '')}` {what}, which are not known in a graph", at=at, fix="momentum=0.1")
-    code = at.partition("  ")[2]
+        norm_paths = (p for p, m in model.named_modules() if isinstance(m, _NormBase) and m.momentum is None)
+        text = "has momentum=None: its average makes a Python number of a tensor's values"
+        return Error(f"`{next(norm_paths, '')}` {text}, which are not known in a graph", at=line, fix="momentum=0.1")
+    code = line.partition("  ")[2]
     if "expert" in code and (instead := instead_of_expert_loop(model)):
-        what = "the model loops over the experts that are hit: torch.export has no loop whose length depends on values"
-        return Error(what, at=at, fix=instead)
+        text = "the model loops over the experts that are hit: torch.export has no loop whose length depends on values"
+        return Error(text, at=line, fix=instead)
     if re.match(LOOP, code) and not re.search(r"\bif\b", code):
-        what = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
-        return Error(what, at=at, fix=f"do all rounds, and mask with torch.where; or one operator: {CUSTOM_OPERATOR}")
+        text = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
+        return Error(text, at=line, fix=f"do all rounds, and mask with torch.where; or one operator: {CUSTOM_OPERATOR}")
     if re.search(TEXT, code) and not code.startswith("assert "):
-        what = "the model makes text of a tensor's values, which are not known in a graph"
-        return Error(what, at=at, fix="return the tensor from forward, and make the text of what the call returns")
+        text = "the model makes text of a tensor's values, which are not known in a graph"
+        return Error(text, at=line, fix="return the tensor from forward, and make the text of what the call returns")
     if re.search(NUMBER, code) and not re.match(r"(el)?if |assert ", code):
-        what = "the model makes a Python number of a tensor's values, which are not known in a graph"
+        text = "the model makes a Python number of a tensor's values, which are not known in a graph"
         item = "x.item(), if it only decides or is computed with; " if re.search(CONVERTED, code) else ""
         return Error(
-            what,
-            at=at,
+            text,
+            at=line,
             fix=f"{item}a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {CUSTOM_OPERATOR}",
         )
     if code.startswith("assert "):
-        what = "the model asserts something about the values of a tensor, which are not known in a graph"
-        return Error(what, at=at, fix="the assert before the call of the model")
+        text = "the model asserts something about the values of a tensor, which are not known in a graph"
+        return Error(text, at=line, fix="the assert before the call of the model")
     return Error(
         "the model branches on the values of a tensor, which one graph cannot do",
-        at=at,
+        at=line,
         fix="choose with torch.where, or branch on shapes and configuration only",
         alternative=NO_ROWS if re.search(IS_EMPTY, code) else "",
     )
