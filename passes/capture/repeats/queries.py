@@ -171,7 +171,7 @@ def asking(cls: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) -
 
     def through(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def called(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             return ask(self, name, *args, **kwargs) if is_asked(self) else method(self, *args, **kwargs)
 
         return called

@@ -198,7 +198,7 @@ class Repeats:
     def _is_asked(self, receiver: Any) -> bool:
         return self.open is not None and not self.is_asking and position(receiver, self.open.objects) is not None
 
-    def ask(self, receiver: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, receiver: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls an object's method as a request of the open call; returns its result."""
         if self.open is None or not self._is_asked(receiver):  # The model kept the bound method.
             return getattr(receiver, name)(*args, **kwargs)
