@@ -160,17 +160,17 @@ def calibrate(*, gpu: str | Hardware | None = None, seconds: float = 40.0) -> Ca
         started = launch()
         together = started is not None and started.size > 1
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        reference = hardware_of(gpu) if gpu is not None else _kind_of(device_type)
-        if reference.is_gpu != (device_type == "cuda"):
+        base = hardware_of(gpu) if gpu is not None else _kind_of(device_type)
+        if base.is_gpu != (device_type == "cuda"):
             actual = "a GPU" if device_type == "cuda" else "a CPU"
-            raise Error(f"gpu={reference.name!r}, and this process has {actual}", fix="gpu=None")
+            raise Error(f"gpu={base.name!r}, and this process has {actual}", fix="gpu=None")
         device = start() if together else torch.device(device_type)
         measured = measure_device(device, seconds / 2)
         if together and started is not None:
             near, far = _links(device, started.size, started.local_size, seconds / 2)
         else:
             near, far = measured_alone(device_type, seconds / 2), None
-        return compared(reference, measured, near, far)
+        return compared(base, measured, near, far)
 
     return within("calibrate", run)
 
@@ -199,60 +199,56 @@ def _links(device: torch.device, size: int, node_size: int, seconds: float) -> t
     return near, far
 
 
-def compared(reference: Hardware, measured: Measured, near: Link | None, far: Link | None) -> Calibration:
+def compared(base: Hardware, measured: Measured, near: Link | None, far: Link | None) -> Calibration:
     """Returns the device with these measurements, beside a known kind.
 
     What is sustained of a peak is measured, and the kind knows its part: so the peak is the measured one divided by it.
     """
-    cpu = not reference.is_gpu
+    cpu = not base.is_gpu
     link = far or near
     device = replace(
-        reference, name=f"calibrated {reference.name}", matrix_flops=measured.half / reference.matrix_sustained,
-        vector_flops=measured.single / reference.matrix_sustained, memory=measured.memory,
-        memory_bandwidth=measured.copy / reference.memory_sustained, launch=measured.call,
-        fill=measured.fill if cpu else reference.fill,
+        base, name=f"calibrated {base.name}", matrix_flops=measured.half / base.matrix_sustained,
+        vector_flops=measured.single / base.matrix_sustained, memory=measured.memory,
+        memory_bandwidth=measured.copy / base.memory_sustained, launch=measured.call,
+        fill=measured.fill if cpu else base.fill,
     )  # fmt: skip
     if near is not None:
-        device = replace(device, node=near.ranks, node_bandwidth=near.bandwidth / reference.link_sustained)
+        device = replace(device, node=near.ranks, node_bandwidth=near.bandwidth / base.link_sustained)
         device = replace(device, net_bandwidth=device.node_bandwidth) if cpu and far is None else device
     if far is not None:
         per_node = near.ranks if near is not None else 1
-        device = replace(device, node=per_node, net_bandwidth=far.bandwidth / reference.link_sustained)
+        device = replace(device, node=per_node, net_bandwidth=far.bandwidth / base.link_sustained)
     if link is not None:
         device = replace(device, latency=link.latency)
     ranks = (near.ranks if near else 1) * (far.ranks if far else 1)
-    return Calibration(
-        device=device, known=reference, numbers=tuple(_numbers(reference, measured, near, far)), ranks=ranks
-    )
+    return Calibration(device=device, known=base, numbers=tuple(_numbers(base, measured, near, far)), ranks=ranks)
 
 
-def _numbers(reference: Hardware, measured: Measured, near: Link | None, far: Link | None) -> Sequence[Number]:
-    flops, bandwidth = reference.matrix_sustained, reference.memory_bandwidth * reference.memory_sustained / GIGA
+def _numbers(base: Hardware, measured: Measured, near: Link | None, far: Link | None) -> Sequence[Number]:
+    flops, bandwidth = base.matrix_sustained, base.memory_bandwidth * base.memory_sustained / GIGA
     rows = [
-        Number(name="products, bfloat16", measured=measured.half / TERA, known=reference.matrix_flops * flops / TERA,
+        Number(name="products, bfloat16", measured=measured.half / TERA, known=base.matrix_flops * flops / TERA,
                unit="TFLOP/s"),
-        Number(name="products, float32", measured=measured.single / TERA, known=reference.vector_flops * flops / TERA,
+        Number(name="products, float32", measured=measured.single / TERA, known=base.vector_flops * flops / TERA,
                unit="TFLOP/s"),
-        Number(name="products, float64", measured=measured.double / TERA, known=reference.vector_flops * flops / 2 / TERA,
+        Number(name="products, float64", measured=measured.double / TERA, known=base.vector_flops * flops / 2 / TERA,
                unit="TFLOP/s"),
         Number(name="a copy", measured=measured.copy / GIGA, known=bandwidth, unit="GB/s"),
         Number(name="a sum of two tensors", measured=measured.add / GIGA, known=bandwidth, unit="GB/s"),
-        Number(name="an operator's call", measured=measured.call / MICRO, known=reference.launch / MICRO, unit="us"),
-        Number(name="memory", measured=measured.memory / GIB, known=reference.memory / GIB, unit="GiB"),
+        Number(name="an operator's call", measured=measured.call / MICRO, known=base.launch / MICRO, unit="us"),
+        Number(name="memory", measured=measured.memory / GIB, known=base.memory / GIB, unit="GiB"),
     ]  # fmt: skip
-    for name, link, bandwidth_of_kind in (
-        ("in a node", near, reference.node_bandwidth),
-        ("between nodes", far, reference.net_bandwidth),
+    for name, link, nominal in (
+        ("in a node", near, base.node_bandwidth),
+        ("between nodes", far, base.net_bandwidth),
     ):
         if link is not None:
             rows.append(
                 Number(name=f"links {name}", measured=link.bandwidth / GIGA,
-                       known=bandwidth_of_kind * reference.link_sustained / GIGA, unit="GB/s")
+                       known=nominal * base.link_sustained / GIGA, unit="GB/s")
             )  # fmt: skip
             rows.append(
-                Number(
-                    name=f"latency {name}", measured=link.latency / MICRO, known=reference.latency / MICRO, unit="us"
-                )
+                Number(name=f"latency {name}", measured=link.latency / MICRO, known=base.latency / MICRO, unit="us")
             )
     return rows
 

@@ -409,9 +409,9 @@ def _most(est: Estimate) -> float:
 
 
 def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], limit: float) -> None:
-    smallest = layouts.price(min(rough_prices, key=lambda pair: pair[1].memory)[0])
+    est = layouts.price(min(rough_prices, key=lambda pair: pair[1].memory)[0])
     raise Error(
-        f"no layout fits: {smallest.layout} takes {_most(smallest) / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
+        f"no layout fits: {est.layout} takes {_most(est) / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
         fix="more gpus, or a smaller sequence",
     )
 

@@ -106,4 +106,4 @@ def _argument(key: Any) -> Any:
     """Returns an argument with this key."""
     if isinstance(key, Sizes):
         return key.empty()
-    return key.value if isinstance(key, Constant) else [_argument(each) for each in key]
+    return key.value if isinstance(key, Constant) else [_argument(part) for part in key]

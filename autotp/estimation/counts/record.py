@@ -318,7 +318,7 @@ class _Recorder(TorchDispatchMode):
         self._running: dict[int, int] = {}
 
     def memory_of(self, tensor: Tensor, fresh: bool = False) -> int:
-        """Returns the number of a tensor's memory. fresh: the memory was just allocated, perhaps where another was freed
+        """Returns the number of a tensor's memory. fresh: it was just allocated, perhaps where another was freed
 
         Memory of a tensor that no operator made (a constant) gets a number at its first use.
         """

@@ -61,17 +61,17 @@ class Measured:
 
 def measure_device(device: torch.device, seconds: float) -> Measured:
     """Returns what was measured. seconds: for all of it, about"""
-    share = seconds / 7
+    part = seconds / 7
     count = COPIED[device.type] // 4
     x, y, out = (torch.ones(count, device=device) for _ in range(3))
-    copied = 8 * count / typical(lambda: out.copy_(x), device, share)
-    summed = 12 * count / typical(lambda: torch.add(x, y, out=out), device, share)
+    copied = 8 * count / typical(lambda: out.copy_(x), device, part)
+    summed = 12 * count / typical(lambda: torch.add(x, y, out=out), device, part)
     half, single, double = (
-        _linear(dtype, device, share, copied) for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        _linear(dtype, device, part, copied) for dtype in (torch.bfloat16, torch.float32, torch.float64)
     )
     return Measured(
-        half=half, single=single, double=double, square=_square(SIDE, device, share), short=_square(SHORT, device, share),
-        copy=copied, add=summed, call=_call(device, share), memory=_memory(device),
+        half=half, single=single, double=double, square=_square(SIDE, device, part), short=_square(SHORT, device, part),
+        copy=copied, add=summed, call=_call(device, part), memory=_memory(device),
     )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def _once(run: Any, device: torch.device) -> float:
 
 
 def measured_alone(device_type: str, seconds: float) -> Link | None:
-    """Returns the link of ranks that are started for it; None where there is one GPU only. device_type: "cpu", or "cuda"
+    """Returns the link of ranks that are started for it; None where there is one GPU only. device_type: "cpu" or "cuda"
 
     Raises:
         Error: the processes cannot meet, or one of them fails.
