@@ -148,17 +148,17 @@ def as_on_one_device(exactly: bool, looks: bool) -> Iterator[None]:
 def _looked(masks: Any, real: Callable[..., bool]) -> Callable[..., bool]:
     """Returns a function that answers the question whether a mask is left out as on one device, by a look."""
 
-    def is_left_out(*args: Any, **kwargs: Any) -> bool:
+    def asked(*args: Any, **kwargs: Any) -> bool:
         with _looking(masks), looking():
             return bool(real(*args, **kwargs))
 
-    return is_left_out
+    return asked
 
 
 def _noting(masks: Any, real: Callable[..., bool], causal: bool, looks: _Looks) -> Callable[..., bool]:
     """Returns a function that notes the question whether a mask is left out, and says no."""
 
-    def is_left_out(*args: Any, **kwargs: Any) -> bool:
+    def asked(*args: Any, **kwargs: Any) -> bool:
         def left_out() -> bool:
             with _looking(masks):
                 return bool(real(*args, **kwargs))
@@ -166,7 +166,7 @@ def _noting(masks: Any, real: Callable[..., bool], causal: bool, looks: _Looks) 
         looks.note(causal, left_out)
         return False
 
-    return is_left_out
+    return asked
 
 
 def _looking(masks: Any) -> Any:
@@ -184,11 +184,11 @@ def _unanswered(real: Callable[..., bool], looks: _Looks) -> Callable[..., bool]
     def left_out() -> bool:
         raise NeedsExactCapture
 
-    def is_traced(*args: Any) -> bool:
+    def asked(*args: Any) -> bool:
         looks.note(True, left_out)
         return real(*args)
 
-    return is_traced
+    return asked
 
 
 def _making(real: Callable[..., Any], looks: _Looks, made: list[_Made]) -> Callable[..., Any]:

@@ -156,14 +156,14 @@ def _state_of_operations(state: Any) -> Callable[[], Any]:
     (With several processes accelerate makes a number a vector when it gathers it.)
     """
 
-    def partial_state() -> Any:
+    def found() -> Any:
         real = state.PartialState()
         if not is_one_replica() or sys._getframe(1).f_code.co_name in BROADCASTS:
             return real
         alone = state.DistributedType.NO
         return SimpleNamespace(**real.__dict__ | {"distributed_type": alone, "num_processes": 1, "process_index": 0})
 
-    return partial_state
+    return found
 
 
 def _read_by_first(method: Method, initialized: Callable[[Any], Any]) -> Method:
