@@ -71,7 +71,7 @@ def convert(
         complain("warning: no config.json is written, which transformers needs: --config FOLDER")
     if form == "safetensors" and target.suffix:
         raise WrongUse(f"TARGET {target} is a folder for safetensors: leave {target.suffix} out, or use --to torch")
-    beside = (lambda folder: copy_beside(source, folder)) if source.is_dir() else (lambda new: None)
+    beside = (lambda folder: copy_beside(source, folder)) if source.is_dir() else (lambda folder: None)
     largest = parse_size(max_shard_size)
     within("convert", lambda: write_content(content, target, form, largest=largest, beside=beside))
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in content.tensors.values())

@@ -37,23 +37,25 @@ def block_data(subject: Subject, axes: PageAxes) -> list[dict[str, Any]]:
 
     Layers without a gradient, such as positions and masks, are left out.
     """
-    regions, kinds = regions_of(subject), list[dict[str, Any]]()
+    regions, entries = regions_of(subject), list[dict[str, Any]]()
     for block, nodes in regions:
         like = [name for name, captured in subject.order if captured == block]
         axes.block = block
         rows = [row for row in _rows(nodes, block, subject, axes) if row["learns"] or row["kind"] == "sent"]
-        twin = next((kind for kind in kinds if block and kind["block"] and _text(kind["rows"]) == _text(rows)), None)
+        twin = next(
+            (entry for entry in entries if block and entry["block"] and _text(entry["rows"]) == _text(rows)), None
+        )
         if twin is not None:
             twin["names"] += like
         elif rows:
-            kinds.append(
-                {"block": block, "names": like, "rows": rows, "before": not any(kind["block"] for kind in kinds)}
+            entries.append(
+                {"block": block, "names": like, "rows": rows, "before": not any(entry["block"] for entry in entries)}
             )
     axes.block = ""
-    for kind in kinds:
-        kind["count"] = len(kind["names"])
-        kind["totals"] = _totals(kind["rows"])
-    return kinds
+    for entry in entries:
+        entry["count"] = len(entry["names"])
+        entry["totals"] = _totals(entry["rows"])
+    return entries
 
 
 def regions_of(subject: Subject) -> list[tuple[str, list[fx.Node]]]:
