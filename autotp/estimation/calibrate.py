@@ -238,10 +238,7 @@ def _numbers(base: Hardware, measured: Measured, near: Link | None, far: Link | 
         Number(name="an operator's call", measured=measured.call / MICRO, known=base.launch / MICRO, unit="us"),
         Number(name="memory", measured=measured.memory / GIB, known=base.memory / GIB, unit="GiB"),
     ]  # fmt: skip
-    for name, link, nominal in (
-        ("in a node", near, base.node_bandwidth),
-        ("between nodes", far, base.net_bandwidth),
-    ):
+    for name, link, nominal in (("in a node", near, base.node_bandwidth), ("between nodes", far, base.net_bandwidth)):
         if link is not None:
             rows.append(
                 Number(name=f"links {name}", measured=link.bandwidth / GIGA,

@@ -98,10 +98,10 @@ class Prices:
     def _from_two_and_three(self, rows: int) -> Recorded | None:
         """Returns the records of `rows` rows, made of those of two rows and of three; None if these are not alike."""
         plain = self.under(replace(self.practice, fused=False))
-        of_two, two = plain.pieces(2), plain.pieces(3)
-        if [piece.kind for piece in of_two.pieces] != [piece.kind for piece in two.pieces]:
+        of_two, of_three = plain.pieces(2), plain.pieces(3)
+        if [piece.kind for piece in of_two.pieces] != [piece.kind for piece in of_three.pieces]:
             return None
-        candidates = [scaled(a, b, rows) for a, b in zip(of_two.records, two.records, strict=True)]
+        candidates = [scaled(a, b, rows) for a, b in zip(of_two.records, of_three.records, strict=True)]
         records = tuple(record for record in candidates if record is not None)
         return Recorded(pieces=of_two.pieces, records=records) if len(records) == len(candidates) else None
 
