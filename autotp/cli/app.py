@@ -77,13 +77,13 @@ def run(args: Sequence[str]) -> int:
 
 def _failed(error: BaseException, args: Sequence[str]) -> int:
     """Prints an error, in JSON as well if that was asked for; returns the exit status."""
-    said = error.__cause__ if isinstance(error, WrongUse) and isinstance(error.__cause__, Error) else error
+    cause = error.__cause__ if isinstance(error, WrongUse) and isinstance(error.__cause__, Error) else error
     expected = isinstance(error, Error | WrongUse | KeyboardInterrupt) or hasattr(error, "format_message")
     if "--debug" in args or not expected:
         traceback.print_exception(error)
-    if isinstance(said, Error):
-        complain(str(said))
-        text, status = error_text(said.problem, said.call, said.facts), DIFFERENT if said is error else WRONG_USE
+    if isinstance(cause, Error):
+        complain(str(cause))
+        text, status = error_text(cause.problem, cause.call, cause.facts), DIFFERENT if cause is error else WRONG_USE
     elif isinstance(error, KeyboardInterrupt):
         complain("interrupted")
         text, status = error_text("interrupted"), INTERRUPTED

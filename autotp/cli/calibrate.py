@@ -36,12 +36,12 @@ def calibrate_command(
     """
     expect_writable(html)
     try:
-        known = None if gpu is None else hardware_of(gpu)
+        device = None if gpu is None else hardware_of(gpu)
         path = None if save is None else expect_json(save)
     except Error as error:
         raise WrongUse(str(error)) from error
     try:
-        found = calibrate(gpu=known, seconds=seconds)
+        calibration = calibrate(gpu=device, seconds=seconds)
         first = not dist.is_initialized() or dist.get_rank() == 0
     finally:
         if dist.is_initialized():
@@ -49,7 +49,7 @@ def calibrate_command(
     if not first:
         return
     if path is not None:
-        found.save(Path(path))
+        calibration.save(Path(path))
     if html is not None:
-        save_sheets([found.sheet()], html)
-    show(found, json)
+        save_sheets([calibration.sheet()], html)
+    show(calibration, json)

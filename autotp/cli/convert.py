@@ -54,59 +54,59 @@ def convert(
         return within("convert", lambda: read_content(path))
 
     if diff:
-        found = within("convert", lambda: list(differences(read(source), read(target), atol)))
-        _print_differences(found, json, atol)
+        unlike = within("convert", lambda: list(differences(read(source), read(target), atol)))
+        _print_differences(unlike, json, atol)
         return
     if atol:
         raise WrongUse("--atol is for --diff: write --diff, too")
     form: Format = to.value if to is not None else "torch" if target.suffix in OF_TORCH else "safetensors"
-    content, kind = read(source), dtype_named(dtype)
+    content, wanted_dtype = read(source), dtype_named(dtype)
     content = within("convert", lambda: _named(content, source, form, config))
-    if kind is not None:
+    if wanted_dtype is not None:
         settings = None if content.config is None else {**content.config, "dtype": dtype}
-        content = replace(content, tensors=cast(content.tensors, kind), config=settings)
+        content = replace(content, tensors=cast(content.tensors, wanted_dtype), config=settings)
     if content.state:
         complain("warning: the optimizer's state is not written")
     if form == "safetensors" and content.config is None:
         complain("warning: no config.json is written, which transformers needs: --config FOLDER")
     if form == "safetensors" and target.suffix:
         raise WrongUse(f"TARGET {target} is a folder for safetensors: leave {target.suffix} out, or use --to torch")
-    beside = (lambda new: copy_beside(source, new)) if source.is_dir() else (lambda new: None)
+    beside = (lambda folder: copy_beside(source, folder)) if source.is_dir() else (lambda folder: None)
     largest = parse_size(max_shard_size)
     within("convert", lambda: write_content(content, target, form, largest=largest, beside=beside))
-    size = sum(math.prod(it.shape) * it.dtype.itemsize for it in content.tensors.values())
-    told = {"ok": True, "source": content.format, "target": form, "tensors": len(content.tensors), "bytes": size}
+    size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in content.tensors.values())
+    summary = {"ok": True, "source": content.format, "target": form, "tensors": len(content.tensors), "bytes": size}
     if json:
-        print_json(told)
+        print_json(summary)
     else:
         print(f"{target}: {form}, {len(content.tensors)} tensors, {size / 1e6:.1f} MB, from {content.format}")
 
 
 def _named(content: Content, source: Path, form: Format, config: Path | None) -> Content:
     """Returns the content with the configuration of `config`, and with the names that the target has."""
-    given = None if config is None else config_in(config / CONFIG if config.is_dir() else config)
+    settings = None if config is None else config_in(config / CONFIG if config.is_dir() else config)
     if form == "training" and content.format == "safetensors" and source.is_dir() and content.config is not None:
         return replace(content, tensors=as_in_modules(source))
     if form == "safetensors" and config is not None and content.format in ("training", "torch"):
-        return replace(content, tensors=as_in_files(content.tensors, config), config=given)
-    return content if given is None else replace(content, config=given)
+        return replace(content, tensors=as_in_files(content.tensors, config), config=settings)
+    return content if settings is None else replace(content, config=settings)
 
 
-def _print_differences(found: Sequence[Unlike], json: bool, atol: float) -> None:
+def _print_differences(unlike: Sequence[Unlike], json: bool, atol: float) -> None:
     if json:
-        rows = [{**asdict(it), "largest": it.largest if math.isfinite(it.largest) else "inf"} for it in found]
-        print_json({"ok": not found, "atol": atol, "differences": rows})
+        rows = [{**asdict(row), "largest": row.largest if math.isfinite(row.largest) else "inf"} for row in unlike]
+        print_json({"ok": not unlike, "atol": atol, "differences": rows})
     else:
-        console().print(*_text(found, atol), sep="\n", soft_wrap=True)
-    if found:
+        console().print(*_text(unlike, atol), sep="\n", soft_wrap=True)
+    if unlike:
         raise typer.Exit(DIFFERENT)
 
 
-def _text(found: Sequence[Unlike], atol: float) -> Iterator[Text]:
-    if not found:
+def _text(unlike: Sequence[Unlike], atol: float) -> Iterator[Text]:
+    if not unlike:
         values = f"values that differ by at most {atol:g}" if atol else "values"
         yield Text(f"equal: the same names, shapes, dtypes and {values}", style="green")
-    for it in found:
-        both = " and ".join(filter(None, (it.first, it.second if it.second != it.first else "")))
-        line = Text(it.name, style="yellow").append(f"  {it.what}: {both}", "default")
-        yield line.append(f", {it.count} elements, largest {it.largest:.1e}" if it.count else "", "default")
+    for row in unlike:
+        values_of_both = " and ".join(filter(None, (row.first, row.second if row.second != row.first else "")))
+        line = Text(row.name, style="yellow").append(f"  {row.what}: {values_of_both}", "default")
+        yield line.append(f", {row.count} elements, largest {row.largest:.1e}" if row.count else "", "default")

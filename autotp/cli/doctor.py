@@ -26,85 +26,85 @@ def doctor(json: Json = False, debug: Debug = False) -> None:
     Example: autotp doctor --json
     """
     try:
-        found = within("doctor", examine)
+        environment = within("doctor", examine)
         first = not dist.is_initialized() or dist.get_rank() == 0
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     if first and json:
-        print_json(_data(found))
+        print_json(_data(environment))
     elif first:
         to = console()
-        to.print(*_text(found, to.width - 2 if to.is_terminal else WIDTH), sep="\n", soft_wrap=True)
-    if found.problems:
+        to.print(*_text(environment, to.width - 2 if to.is_terminal else WIDTH), sep="\n", soft_wrap=True)
+    if environment.problems:
         raise typer.Exit(DIFFERENT)
 
 
-def _text(found: Environment, width: int) -> Iterator[Text]:
-    yield Text(f"autotp {autotp.__version__}, Python {found.python}", style="bold")
+def _text(env: Environment, width: int) -> Iterator[Text]:
+    yield Text(f"autotp {autotp.__version__}, Python {env.python}", style="bold")
     head = ("library", "here", "tests", "what works")
-    rows = tuple((p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in found.packages)
+    rows = tuple((p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in env.packages)
     for line in lines_of_table(Table(head, rows, ("", "good", "", "note")), width):
         yield Text("  ").append(rich_line(line))
-    if untested := _untested(found):
+    if untested := _untested(env):
         yield Text(f"  not the versions that were tested together: {', '.join(untested)}", style="yellow")
     yield Text("\nstarted", style="bold")
-    by = found.launched
+    by = env.launched
     yield Text(f"  by            {by.by if by else 'no launcher: one process, one rank'}")
     if by is not None:
         yield Text(f"  rank          {by.rank} of {by.size}; here {by.local_rank} of {by.local_size}")
-    for name, value in found.variables.items():
+    for name, value in env.variables.items():
         yield Text(f"  {name}={value}", style="dim")
     yield Text("\nmachine", style="bold")
-    yield Text(f"  cores         {found.cores}")
-    yield Text(f"  GPUs          {', '.join(found.gpus) or 'none'}")
-    yield Text(f"  backend       {found.backend}")
-    if found.exchange is not None:
-        size, ms = found.exchange.bytes / 1e6, found.exchange.seconds * 1e3
-        yield Text(f"  all-reduce    {size:.1f} MB in {ms:.2f} ms, {found.exchange.gigabytes:.2f} GB/s")
-    for advice in found.advice:
+    yield Text(f"  cores         {env.cores}")
+    yield Text(f"  GPUs          {', '.join(env.gpus) or 'none'}")
+    yield Text(f"  backend       {env.backend}")
+    if env.exchange is not None:
+        size, ms = env.exchange.bytes / 1e6, env.exchange.seconds * 1e3
+        yield Text(f"  all-reduce    {size:.1f} MB in {ms:.2f} ms, {env.exchange.gigabytes:.2f} GB/s")
+    for advice in env.advice:
         yield Text(f"  faster with   {advice}", style="yellow")
-    for problem in found.problems:
+    for problem in env.problems:
         yield Text(f"\nproblem       {problem}", style="bold red")
-    yield Text(f"\nverdict       {_verdict(found)}", style="bold red" if found.problems else "bold green")
+    yield Text(f"\nverdict       {_verdict(env)}", style="bold red" if env.problems else "bold green")
 
 
-def _verdict(found: Environment) -> str:
+def _verdict(env: Environment) -> str:
     """Returns in a line whether a training would start here, and with which command."""
-    if found.problems:
-        return f"not ready: {len(found.problems)} problem{'s' * (len(found.problems) > 1)}, see above"
-    versions = ", but not with the versions that were tested together" * bool(_untested(found))
-    if found.exchange is not None:
-        return f"ready{versions}: the ranks find each other over {found.backend}"
-    ranks = len(found.gpus) or found.cores
-    return f"ready{versions}: torchrun --nproc-per-node {ranks} train.py starts {ranks} ranks over {found.backend}"
+    if env.problems:
+        return f"not ready: {len(env.problems)} problem{'s' * (len(env.problems) > 1)}, see above"
+    versions = ", but not with the versions that were tested together" * bool(_untested(env))
+    if env.exchange is not None:
+        return f"ready{versions}: the ranks find each other over {env.backend}"
+    ranks = len(env.gpus) or env.cores
+    return f"ready{versions}: torchrun --nproc-per-node {ranks} train.py starts {ranks} ranks over {env.backend}"
 
 
-def _untested(found: Environment) -> list[str]:
+def _untested(env: Environment) -> list[str]:
     """Returns the libraries that are here in another version than the tests run with."""
-    return [p.name for p in found.packages if p.state == "untested" and p.tested]
+    return [p.name for p in env.packages if p.state == "untested" and p.tested]
 
 
-def _data(found: Environment) -> dict[str, Any]:
-    by, exchange = found.launched, found.exchange
+def _data(env: Environment) -> dict[str, Any]:
+    by, exchange = env.launched, env.exchange
     return {
-        "ok": not found.problems,
-        "python": found.python,
+        "ok": not env.problems,
+        "python": env.python,
         "packages": {
             p.name: {"version": p.found or None, "tested": p.tested or None, "state": p.state,
                      "works": LIBRARIES.get(p.name, "")}
-            for p in found.packages
+            for p in env.packages
         },
         "launcher": None if by is None else {
             "by": by.by, "rank": by.rank, "size": by.size, "local_rank": by.local_rank, "local_size": by.local_size,
         },
-        "variables": found.variables,
-        "cores": found.cores,
-        "gpus": list(found.gpus),
-        "backend": found.backend,
+        "variables": env.variables,
+        "cores": env.cores,
+        "gpus": list(env.gpus),
+        "backend": env.backend,
         "all_reduce": None if exchange is None else {
             "bytes": exchange.bytes, "seconds": exchange.seconds, "gigabytes_a_second": exchange.gigabytes,
         },
-        "problems": list(found.problems),
-        "advice": list(found.advice),
+        "problems": list(env.problems),
+        "advice": list(env.advice),
     }  # fmt: skip

@@ -94,35 +94,35 @@ def estimate_command(
     made = on_meta(argument)
     expect_room(made, device.memory, tp * (dp if zero == 3 else 1))
     with arguments_in_use():  # A layout that does not fit is an estimate, not an Error.
-        found = estimate(
+        est = estimate(
             made, gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch,
             schedule=cast(Any, schedule.value), interleave=interleave, sequence_parallel=sequence_parallel,
             recompute=cast(Recompute, recompute.value), overlap=cast(Any, overlap.value), zero=zero,
             dtype=dtype_named(dtype), compiled=compiled, sequence=sequence, example_inputs=argument.example_inputs(),
         )  # fmt: skip
     proof = None if not prove else verify(
-        made.to("meta"), tp, pp=pp, dp=dp, cp=cp, microbatches=found.layout.microbatches, zero=cast(Any, zero),
+        made.to("meta"), tp, pp=pp, dp=dp, cp=cp, microbatches=est.layout.microbatches, zero=cast(Any, zero),
         schedule=cast(Any, schedule.value), interleave=interleave, example_inputs=argument.example_inputs(),
         sequence_parallel=sequence_parallel, recompute=cast(Recompute, recompute.value),
         overlap=cast(Any, overlap.value),
     )  # fmt: skip
     if html is not None:
-        save_page(found, html, proof=proof)
+        save_page(est, html, proof=proof)
     if trace is not None:
-        save_trace(found, trace)
+        save_trace(est, trace)
     if json:
-        print_json({**found.to_dict(), "proof": None if proof is None else proof_data(found, proof)})
+        print_json({**est.to_dict(), "proof": None if proof is None else proof_data(est, proof)})
     else:
-        show(found, json)
+        show(est, json)
         if proof is not None:
             show(proof, json)
-    if not found.fits:
+    if not est.fits:
         raise typer.Exit(DIFFERENT)
 
 
-def proof_data(found: Estimate, proof: Report) -> dict[str, Any]:
+def proof_data(est: Estimate, proof: Report) -> dict[str, Any]:
     """Returns a proof as plain data, with what the page's stamp says: what is proved, and what is not."""
-    stamp = stamp_data(subject_of(found), proof)
+    stamp = stamp_data(subject_of(est), proof)
     return {"proved": stamp["proved"], "not_proved": stamp["open"], **proof.to_dict()}
 
 
@@ -156,13 +156,13 @@ def search_command(
         device = expect_search(gpus, gpu, batch, memory)
     made = on_meta(argument)
     expect_room(made, memory * device.memory, gpus)
-    found = search(
+    result = search(
         made, gpus=gpus, gpu=gpu, batch=batch, memory=memory, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
     if html is not None:
-        save_page(found, html)
-    show(found, json)
+        save_page(result, html)
+    show(result, json)
 
 
 def expect_room(model: nn.Module, memory: float, ranks: int) -> None:

@@ -52,23 +52,23 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses the arguments, with the option's name before each of its values."""
-        found: list[str] = super().parse_args(ctx, spread(args))
-        return found
+        parsed: list[str] = super().parse_args(ctx, spread(args))
+        return parsed
 
 
 def spread(args: Sequence[str]) -> list[str]:
     """Returns `--tp 2 --tp 3` for `--tp 2 3`."""
-    found: list[str] = []
+    parsed: list[str] = []
     name = ""
     for arg in args:
-        if name and found[-1] != name and SEVERAL[name](arg):
-            found.append(name)
-        elif name and found[-1] != name:
+        if name and parsed[-1] != name and SEVERAL[name](arg):
+            parsed.append(name)
+        elif name and parsed[-1] != name:
             name = ""
-        found.append(arg)
+        parsed.append(arg)
         if arg in SEVERAL:
             name = arg
-    return found
+    return parsed
 
 
 def with_options_of(function: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -79,15 +79,15 @@ def with_options_of(function: Callable[..., Any]) -> Callable[[Callable[..., Non
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        taken = signature(function).parameters
-        flags = [_flag(name) for name in vars(DEFAULTS) if name in taken]
+        parameters = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        accepted = signature(function).parameters
+        flags = [_flag(name) for name in vars(DEFAULTS) if name in accepted]
 
-        def run(**given: Any) -> None:
-            chosen = {p.name: _value(given.pop(p.name)) for p in flags}
-            command(**given, chosen=chosen)
+        def run(**values: Any) -> None:
+            chosen = {p.name: _value(values.pop(p.name)) for p in flags}
+            command(**values, chosen=chosen)
 
-        ordered = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own if p.name != "chosen"] + flags
+        ordered = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in parameters if p.name != "chosen"] + flags
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = signature(command).replace(parameters=ordered, return_annotation=None)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in ordered}
@@ -100,15 +100,15 @@ def _flag(name: str) -> Parameter:
     """Returns the parameter of typer for a field of Options, with the help of its docstring."""
     hint, default = get_type_hints(Options)[name], getattr(DEFAULTS, name)
     spelled = f"--{name.replace('_', '-')}"
-    told = typer.Option(spelled, help=_help(name), min=1 if hint is int else None)
+    option = typer.Option(spelled, help=_help(name), min=1 if hint is int else None)
     if name == "without":
-        told = typer.Option(spelled, metavar="PASS ...", help=f"{_help(name)}: {', '.join(OPTIONAL)}")
-        kind: Any = list[_choices(name, OPTIONAL)]  # type: ignore[misc]
-        return Parameter(name, Parameter.KEYWORD_ONLY, default=[], annotation=Annotated[kind, told])
+        option = typer.Option(spelled, metavar="PASS ...", help=f"{_help(name)}: {', '.join(OPTIONAL)}")
+        choices: Any = list[_choices(name, OPTIONAL)]  # type: ignore[misc]
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=[], annotation=Annotated[choices, option])
     if get_origin(hint) is Literal:
-        kind = _choices(name, get_args(hint))
-        return Parameter(name, Parameter.KEYWORD_ONLY, default=kind(default), annotation=Annotated[kind, told])
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, told])
+        choices = _choices(name, get_args(hint))
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=choices(default), annotation=Annotated[choices, option])
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
 
 
 def _choices(name: str, values: Sequence[str]) -> Any:
@@ -117,13 +117,13 @@ def _choices(name: str, values: Sequence[str]) -> Any:
 
 def _help(name: str) -> str:
     """Returns the first sentence of what `parallelize` says about an option."""
-    found = re.search(rf"^    {name}: (.*?)[.;](?=\s)", getdoc(parallelize) or "", re.MULTILINE | re.DOTALL)
-    text = " ".join(found[1].split()) if found else name
+    match = re.search(rf"^    {name}: (.*?)[.;](?=\s)", getdoc(parallelize) or "", re.MULTILINE | re.DOTALL)
+    text = " ".join(match[1].split()) if match else name
     return text[0].upper() + text[1:]
 
 
-def _value(given: Any) -> Any:
+def _value(value: Any) -> Any:
     """Returns the value that autotp's option takes."""
-    if isinstance(given, list):
-        return tuple(item.value for item in given)
-    return given.value if isinstance(given, Enum) else given
+    if isinstance(value, list):
+        return tuple(item.value for item in value)
+    return value.value if isinstance(value, Enum) else value

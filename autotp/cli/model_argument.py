@@ -80,10 +80,10 @@ class ModelArgument:
         """
         with arguments_in_use(), torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
             torch.manual_seed(0)
-            found = self._made() if self.path is None else self._configured(self.path)
+            built = self._made() if self.path is None else self._configured(self.path)
         if self.dtype is not None:
-            found = found.to(self.dtype)
-        return found.eval() if self.evaluation else found
+            built = built.to(self.dtype)
+        return built.eval() if self.evaluation else built
 
     def example_inputs(self) -> Any:
         """Returns the example inputs that the user's callable makes; None if there is none."""
@@ -113,20 +113,20 @@ class ModelArgument:
             return published.model(self.settings, self.layers)
         parts = OBJECT.fullmatch(self.text)
         name = f"{parts['where']}:{parts['name']}" if parts else self.text
-        found = _called(name, self.settings, self.layers, literals_of(parts["given"] if parts else None))
-        if not isinstance(found, nn.Module):
-            raise WrongUse(f"{self.text} returned a {type(found).__name__}, and no torch.nn.Module")
-        return found
+        built = _called(name, self.settings, self.layers, literals_of(parts["given"] if parts else None))
+        if not isinstance(built, nn.Module):
+            raise WrongUse(f"{self.text} returned a {type(built).__name__}, and no torch.nn.Module")
+        return built
 
 
-def literals_of(given: str | None) -> tuple[list[Any], dict[str, Any]]:
+def literals_of(text: str | None) -> tuple[list[Any], dict[str, Any]]:
     """Returns the arguments in a text such as `(64, bias=False)`, all of them literals; nothing is evaluated.
 
     Raises:
         WrongUse: it is no list of arguments, or one of them is no literal.
     """
     try:
-        call = ast.parse(f"f{given or '()'}", mode="eval").body
+        call = ast.parse(f"f{text or '()'}", mode="eval").body
         if (
             not isinstance(call, ast.Call)
             or not isinstance(call.func, ast.Name)
@@ -136,29 +136,29 @@ def literals_of(given: str | None) -> tuple[list[Any], dict[str, Any]]:
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         return [ast.literal_eval(value) for value in call.args], named
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
-        told = "arguments in MODEL are literals, such as (64, bias=False); for others write a factory"
-        raise WrongUse(f"{given}: {told}") from error
+        rule = "arguments in MODEL are literals, such as (64, bias=False); for others write a factory"
+        raise WrongUse(f"{text}: {rule}") from error
 
 
 def _called(
     name: str,
     settings: Mapping[str, Any],
     layers: int | None = None,
-    given: tuple[Sequence[Any], Mapping[str, Any]] = ((), {}),
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] = ((), {}),
 ) -> Any:
     """Returns what the callable of this name returns; a module of torch is returned itself.
 
     Args:
-        given: arguments by place, and by name.
+        arguments: those by place, and by name.
     """
-    found = _object(name)
-    if isinstance(found, nn.Module) and not any(given):
-        return found
-    if not callable(found):
-        raise WrongUse(f"{name} is a {type(found).__name__}, and cannot be called")
+    target = _object(name)
+    if isinstance(target, nn.Module) and not any(arguments):
+        return target
+    if not callable(target):
+        raise WrongUse(f"{name} is a {type(target).__name__}, and cannot be called")
     try:
-        fewer = {} if layers is None else {_layers_of(found, name): layers}
-        return found(*given[0], **{**given[1], **settings, **fewer})
+        fewer = {} if layers is None else {_layers_of(target, name): layers}
+        return target(*arguments[0], **{**arguments[1], **settings, **fewer})
     except (Error, WrongUse):
         raise
     except (Exception, SystemExit) as error:  # A script may end itself.
@@ -167,9 +167,9 @@ def _called(
 
 def _layers_of(factory: Callable[..., Any], name: str) -> str:
     """Returns the name of a factory's argument for the number of layers."""
-    known = signature(factory).parameters
-    if found := next((key for key in OF_FACTORIES if key in known), None):
-        return found
+    parameters = signature(factory).parameters
+    if parameter := next((key for key in OF_FACTORIES if key in parameters), None):
+        return parameter
     raise WrongUse(
         f"{name} takes no number of layers ({', '.join(OF_FACTORIES)}): leave --layers out, and make the model small "
         "by --kwargs or by a factory of your own"
@@ -182,21 +182,21 @@ def _object(name: str) -> Any:
     if not attribute:
         if where.endswith(".py") and Path(where).is_file():
             raise WrongUse(f"MODEL {name!r} does not say which callable of the file returns the model: {where}:factory")
-        told = "no folder with config.json, no such file, no `package.module:factory` or `file.py:factory`, and no"
+        problem = "no folder with config.json, no such file, no `package.module:factory` or `file.py:factory`, and no"
         raise WrongUse(
-            f"MODEL {name!r} is {told} published size (nothing is fetched from a hub): {', '.join(PUBLISHED)}"
+            f"MODEL {name!r} is {problem} published size (nothing is fetched from a hub): {', '.join(PUBLISHED)}"
         )
     try:
-        found: Any = _file(Path(where)) if where.endswith(".py") else _module(where)
+        value: Any = _file(Path(where)) if where.endswith(".py") else _module(where)
     except WrongUse:
         raise
     except (Exception, SystemExit) as error:
         raise WrongUse(f"{where} cannot be imported: {type(error).__name__}: {_first_line(error)}") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise WrongUse(f"{where} has no {attribute}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _module(name: str) -> ModuleType:
@@ -239,8 +239,8 @@ def on_meta(argument: ModelArgument) -> nn.Module:
         if argument.path is not None or not isinstance(first.__cause__, Exception):
             raise
         model = argument.model(meta=False)
-        told = f"{type(first.__cause__).__name__}: {_first_line(first.__cause__)}"
-        complain(f"the model is built on the CPU, for it cannot be built on meta ({told})")
+        reason = f"{type(first.__cause__).__name__}: {_first_line(first.__cause__)}"
+        complain(f"the model is built on the CPU, for it cannot be built on meta ({reason})")
         return model
 
 
@@ -264,12 +264,12 @@ def with_values(argument: ModelArgument) -> nn.Module:
 def settings_of(text: str | None) -> dict[str, Any]:
     """Returns the arguments in a JSON object."""
     try:
-        found = json.loads(text or "{}")
+        settings = json.loads(text or "{}")
     except ValueError as error:
         raise WrongUse(f"--kwargs is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise WrongUse('--kwargs is no JSON object: {"name": value}')
-    return found
+    return settings
 
 
 def dtype_named(text: str | None) -> torch.dtype | None:

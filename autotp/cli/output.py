@@ -60,14 +60,14 @@ def print_json(data: Mapping[str, Any]) -> None:
     print(json_text(data))
 
 
-def show(found: Any, json: bool) -> None:
+def show(result: Any, json: bool) -> None:
     """Prints a plan, an estimate or the like: as JSON, in colour on a terminal, else as text."""
     if json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     elif (to := console()).is_terminal:
-        to.print(found)
+        to.print(result)
     else:
-        print(found)
+        print(result)
 
 
 def expect_writable(*paths: Path | None) -> None:

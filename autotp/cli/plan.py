@@ -54,10 +54,10 @@ def plan(
     argument = ModelArgument(
         model, settings_of(kwargs), layers, dtype_named(dtype), attention, model_class, inputs, evaluation
     )
-    found = explain(on_meta(argument), tp, example_inputs=argument.example_inputs(), **chosen)
+    result = explain(on_meta(argument), tp, example_inputs=argument.example_inputs(), **chosen)
     if html is not None:
-        save_page(found, html)
-    show(found, json)
+        save_page(result, html)
+    show(result, json)
 
 
 @with_options_of(stages)
@@ -86,14 +86,14 @@ def stages_command(
     """
     expect_writable(html)
     options = Options(**chosen)
-    if shown is not None and shown not in (known := names_of_passes(options)):
-        raise WrongUse(f"--pass {shown}: no such pass runs with these options; they are {', '.join(known)}")
+    if shown is not None and shown not in (names := names_of_passes(options)):
+        raise WrongUse(f"--pass {shown}: no such pass runs with these options; they are {', '.join(names)}")
     argument = ModelArgument(
         model, settings_of(kwargs), layers, dtype_named(dtype), attention, model_class, inputs, evaluation
     )
-    found = pass_table(on_meta(argument), tp, options, argument.example_inputs(), shown or "")
+    table = pass_table(on_meta(argument), tp, options, argument.example_inputs(), shown or "")
     if html is not None:
-        save_sheets((found.sheet(), *found.code_sheets()), html)
-    show(found, json)
-    for sheet in found.code_sheets() if not json else ():
+        save_sheets((table.sheet(), *table.code_sheets()), html)
+    show(table, json)
+    for sheet in table.code_sheets() if not json else ():
         console().print("", *rich_lines(sheet), sep="\n", soft_wrap=True)

@@ -62,8 +62,8 @@ def _llama_3(layers: int, width: int, inner: int, heads: int) -> ConfiguredSize:
 
 
 PUBLISHED: dict[str, MegatronSize | ConfiguredSize] = {
-    f"{family}-{name.lower()}": MegatronSize(kind, config, source)
-    for family, kind, sizes, source in (
+    f"{family}-{name.lower()}": MegatronSize(model_class, config, source)
+    for family, model_class, sizes, source in (
         ("gpt", GPT, GPT_SIZES, "Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, tables 1 and 2"),
         ("gpt", GPT, GPT_SIZES_2021, "Narayanan et al. 2021, arXiv 2104.04473, table 1"),
         ("bert", BERT, BERT_SIZES, "Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, table 4"),

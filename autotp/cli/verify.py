@@ -88,7 +88,7 @@ def verify_command(
     if html is not None and len(tp) > 1:
         raise WrongUse("--html writes the page of one number of ranks: --tp 2")
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
-    settings, given = Options(**chosen), argument.example_inputs()
+    settings, example_inputs = Options(**chosen), argument.example_inputs()
     parts = microbatches_of(pp) if microbatches is None else microbatches
     order = {"schedule": schedule.value, "interleave": interleave}
     mesh = {"pp": pp, "dp": dp, "microbatches": parts, "zero": zero, **order}
@@ -99,30 +99,30 @@ def verify_command(
     built = on_meta(argument) if meta else with_values(argument)
     with arguments_in_use():
         expect_blocks(built, training, pp)
-    found: list[Result] = []
+    results: list[Result] = []
     for size in tp:
         if (pp, dp, parts) != (1, 1, 1):
-            found.append((verify(built, size, example_inputs=given, **mesh, **chosen), None))
+            results.append((verify(built, size, example_inputs=example_inputs, **mesh, **chosen), None))
         else:
-            report, call = _verified(built, given, size, settings)
-            found.append((report, bisect(built, call, size, settings) if bisects and not report.ok else None))
+            report, call = _verified(built, example_inputs, size, settings)
+            results.append((report, bisect(built, call, size, settings) if bisects and not report.ok else None))
         if not json:
-            console().print(*_text(*found[-1]), sep="\n", soft_wrap=True)
+            console().print(*_text(*results[-1]), sep="\n", soft_wrap=True)
     if html is not None:
-        save_report(*found[0], html)
-    right = all(report.ok for report, _ in found)
+        save_report(*results[0], html)
+    right = all(report.ok for report, _ in results)
     if json:
-        print_json({"ok": right, "reports": [_data(*row) for row in found]})
+        print_json({"ok": right, "reports": [_data(*row) for row in results]})
     if not right:
         raise typer.Exit(DIFFERENT)
 
 
-def _verified(model: nn.Module, given: Any, tp: int, settings: Options) -> tuple[Report, Inputs]:
+def _verified(model: nn.Module, example_inputs: Any, tp: int, settings: Options) -> tuple[Report, Inputs]:
     """Returns what `verify` returns, and the arguments of the call."""
 
     def run() -> tuple[Report, Inputs]:
         expect_usable("verify", model, tp, settings)
-        call = find_inputs(model, given)
+        call = find_inputs(model, example_inputs)
         return compare_calls(model, call, tp, settings), call
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)

@@ -82,11 +82,11 @@ class Calibration(Shown):
 
         It names the known kind, which has what a line cannot say.
         """
-        own = self.device
+        device = self.device
         words = [
-            f"{_short(own.matrix_flops / TERA)}TF", f"{_short(own.memory_bandwidth / GIGA)}GB/s",
-            f"{_short(own.memory / GIB)}GiB", f"node={own.node}x{_short(own.node_bandwidth / GIGA)}GB/s",
-            f"net={_short(own.net_bandwidth / GIGA)}GB/s",
+            f"{_short(device.matrix_flops / TERA)}TF", f"{_short(device.memory_bandwidth / GIGA)}GB/s",
+            f"{_short(device.memory / GIB)}GiB", f"node={device.node}x{_short(device.node_bandwidth / GIGA)}GB/s",
+            f"net={_short(device.net_bandwidth / GIGA)}GB/s",
         ]  # fmt: skip
         return " ".join([*words, f"like={self.known.name}"])
 
@@ -159,93 +159,93 @@ def calibrate(*, gpu: str | Hardware | None = None, seconds: float = 40.0) -> Ca
             raise Error(f"seconds={seconds} is no time", fix="seconds=40")
         started = launch()
         together = started is not None and started.size > 1
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        known = hardware_of(gpu) if gpu is not None else _kind_of(kind)
-        if known.is_gpu != (kind == "cuda"):
-            here = "a GPU" if kind == "cuda" else "a CPU"
-            raise Error(f"gpu={known.name!r}, and this process has {here}", fix="gpu=None")
-        device = start() if together else torch.device(kind)
-        found = measure_device(device, seconds / 2)
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        base = hardware_of(gpu) if gpu is not None else _kind_of(device_type)
+        if base.is_gpu != (device_type == "cuda"):
+            actual = "a GPU" if device_type == "cuda" else "a CPU"
+            raise Error(f"gpu={base.name!r}, and this process has {actual}", fix="gpu=None")
+        device = start() if together else torch.device(device_type)
+        measured = measure_device(device, seconds / 2)
         if together and started is not None:
             near, far = _links(device, started.size, started.local_size, seconds / 2)
         else:
-            near, far = measured_alone(kind, seconds / 2), None
-        return compared(known, found, near, far)
+            near, far = measured_alone(device_type, seconds / 2), None
+        return compared(base, measured, near, far)
 
     return within("calibrate", run)
 
 
-def _kind_of(kind: str) -> Hardware:
+def _kind_of(device_type: str) -> Hardware:
     """Returns the kind whose name the GPU's name has; an H100 for others."""
-    if kind == "cpu":
+    if device_type == "cpu":
         return CPU_GLOO
     name = torch.cuda.get_device_name().lower()
     memory = torch.cuda.get_device_properties(0).total_memory
-    alike = [known for known in KINDS.values() if known.is_gpu and known.name.partition("-")[0] in name]
-    return min(alike, key=lambda known: abs(known.memory - memory), default=H100_80GB)
+    named = [device for device in KINDS.values() if device.is_gpu and device.name.partition("-")[0] in name]
+    return min(named, key=lambda device: abs(device.memory - memory), default=H100_80GB)
 
 
-def _links(device: torch.device, size: int, here: int, seconds: float) -> tuple[Link | None, Link | None]:
+def _links(device: torch.device, size: int, node_size: int, seconds: float) -> tuple[Link | None, Link | None]:
     """Returns the links of the ranks of a node, and those of the nodes; None where there is one only."""
-    if size == here:
+    if size == node_size:
         return timed(dist.group.WORLD, device, seconds), None
     near = far = None
-    if here > 1:
-        near = timed(dist.new_subgroups(here)[0], device, seconds / 2)
-    firsts = dist.new_group(list(range(0, size, here)))
-    if dist.get_rank() % here == 0:
+    if node_size > 1:
+        near = timed(dist.new_subgroups(node_size)[0], device, seconds / 2)
+    firsts = dist.new_group(list(range(0, size, node_size)))
+    if dist.get_rank() % node_size == 0:
         far = timed(firsts, device, seconds / 2)
     dist.barrier()
     return near, far
 
 
-def compared(known: Hardware, found: Measured, near: Link | None, far: Link | None) -> Calibration:
+def compared(base: Hardware, measured: Measured, near: Link | None, far: Link | None) -> Calibration:
     """Returns the device with these measurements, beside a known kind.
 
     What is sustained of a peak is measured, and the kind knows its part: so the peak is the measured one divided by it.
     """
-    cpu = not known.is_gpu
+    cpu = not base.is_gpu
     link = far or near
     device = replace(
-        known, name=f"calibrated {known.name}", matrix_flops=found.half / known.matrix_sustained,
-        vector_flops=found.single / known.matrix_sustained, memory=found.memory,
-        memory_bandwidth=found.copy / known.memory_sustained, launch=found.call,
-        fill=found.fill if cpu else known.fill,
+        base, name=f"calibrated {base.name}", matrix_flops=measured.half / base.matrix_sustained,
+        vector_flops=measured.single / base.matrix_sustained, memory=measured.memory,
+        memory_bandwidth=measured.copy / base.memory_sustained, launch=measured.call,
+        fill=measured.fill if cpu else base.fill,
     )  # fmt: skip
     if near is not None:
-        device = replace(device, node=near.ranks, node_bandwidth=near.bandwidth / known.link_sustained)
+        device = replace(device, node=near.ranks, node_bandwidth=near.bandwidth / base.link_sustained)
         device = replace(device, net_bandwidth=device.node_bandwidth) if cpu and far is None else device
     if far is not None:
         per_node = near.ranks if near is not None else 1
-        device = replace(device, node=per_node, net_bandwidth=far.bandwidth / known.link_sustained)
+        device = replace(device, node=per_node, net_bandwidth=far.bandwidth / base.link_sustained)
     if link is not None:
         device = replace(device, latency=link.latency)
     ranks = (near.ranks if near else 1) * (far.ranks if far else 1)
-    return Calibration(device=device, known=known, numbers=tuple(_numbers(known, found, near, far)), ranks=ranks)
+    return Calibration(device=device, known=base, numbers=tuple(_numbers(base, measured, near, far)), ranks=ranks)
 
 
-def _numbers(known: Hardware, found: Measured, near: Link | None, far: Link | None) -> Sequence[Number]:
-    flops, bandwidth = known.matrix_sustained, known.memory_bandwidth * known.memory_sustained / GIGA
+def _numbers(base: Hardware, measured: Measured, near: Link | None, far: Link | None) -> Sequence[Number]:
+    flops, bandwidth = base.matrix_sustained, base.memory_bandwidth * base.memory_sustained / GIGA
     rows = [
-        Number(name="products, bfloat16", measured=found.half / TERA, known=known.matrix_flops * flops / TERA,
+        Number(name="products, bfloat16", measured=measured.half / TERA, known=base.matrix_flops * flops / TERA,
                unit="TFLOP/s"),
-        Number(name="products, float32", measured=found.single / TERA, known=known.vector_flops * flops / TERA,
+        Number(name="products, float32", measured=measured.single / TERA, known=base.vector_flops * flops / TERA,
                unit="TFLOP/s"),
-        Number(name="products, float64", measured=found.double / TERA, known=known.vector_flops * flops / 2 / TERA,
+        Number(name="products, float64", measured=measured.double / TERA, known=base.vector_flops * flops / 2 / TERA,
                unit="TFLOP/s"),
-        Number(name="a copy", measured=found.copy / GIGA, known=bandwidth, unit="GB/s"),
-        Number(name="a sum of two tensors", measured=found.add / GIGA, known=bandwidth, unit="GB/s"),
-        Number(name="an operator's call", measured=found.call / MICRO, known=known.launch / MICRO, unit="us"),
-        Number(name="memory", measured=found.memory / GIB, known=known.memory / GIB, unit="GiB"),
+        Number(name="a copy", measured=measured.copy / GIGA, known=bandwidth, unit="GB/s"),
+        Number(name="a sum of two tensors", measured=measured.add / GIGA, known=bandwidth, unit="GB/s"),
+        Number(name="an operator's call", measured=measured.call / MICRO, known=base.launch / MICRO, unit="us"),
+        Number(name="memory", measured=measured.memory / GIB, known=base.memory / GIB, unit="GiB"),
     ]  # fmt: skip
-    for name, link, own in (("in a node", near, known.node_bandwidth), ("between nodes", far, known.net_bandwidth)):
+    for name, link, nominal in (("in a node", near, base.node_bandwidth), ("between nodes", far, base.net_bandwidth)):
         if link is not None:
             rows.append(
                 Number(name=f"links {name}", measured=link.bandwidth / GIGA,
-                       known=own * known.link_sustained / GIGA, unit="GB/s")
+                       known=nominal * base.link_sustained / GIGA, unit="GB/s")
             )  # fmt: skip
             rows.append(
-                Number(name=f"latency {name}", measured=link.latency / MICRO, known=known.latency / MICRO, unit="us")
+                Number(name=f"latency {name}", measured=link.latency / MICRO, known=base.latency / MICRO, unit="us")
             )
     return rows
 
@@ -256,12 +256,12 @@ def expect_json(path: str | os.PathLike[str]) -> Path:
     Raises:
         Error: its name does not end in `.json`, by which `gpu=` knows it; or its folder does not exist.
     """
-    found = Path(path)
-    if found.suffix.lower() != ".json":
+    file = Path(path)
+    if file.suffix.lower() != ".json":
         raise Error(f"{str(path)!r} does not end in .json, by which gpu= knows a file", fix="device.json")
-    if not found.parent.is_dir():
+    if not file.parent.is_dir():
         raise Error(f"the folder of {str(path)!r} does not exist", fix="device.json")
-    return found
+    return file
 
 
 def _short(x: float) -> str:

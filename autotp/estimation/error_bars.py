@@ -51,17 +51,17 @@ TESTED = {"a100-80gb": "step a100", "a100-40gb": "step a100"}
 """Name of a kind of GPU -> what tests its steps; other kinds have the bar of the V100."""
 
 
-def root_mean_square(kind: str) -> float:
+def root_mean_square(category: str) -> float:
     """Returns the root mean square of the relative errors of a kind of number."""
-    errors = ERRORS[kind]
+    errors = ERRORS[category]
     return math.sqrt(sum(error * error for error in errors) / len(errors)) / 100
 
 
 def step_bar(device: Hardware, zero: int = 0) -> float:
     """Returns the relative error bar of a step's seconds; with ZeRO 3 at least that of its own rows."""
-    known = TESTED.get(device.name) if device.is_gpu else "step cpu-gloo"
-    found = 2 * root_mean_square(known) if known else root_mean_square("step v100")
-    return max(found, 2 * root_mean_square("step zero 3")) if zero == 3 else found
+    row = TESTED.get(device.name) if device.is_gpu else "step cpu-gloo"
+    bar = 2 * root_mean_square(row) if row else root_mean_square("step v100")
+    return max(bar, 2 * root_mean_square("step zero 3")) if zero == 3 else bar
 
 
 def why_zero_3() -> str:
@@ -75,11 +75,11 @@ def row_bar(device: Hardware, zero: int = 0) -> float:
     return min(1.0, 2 * step_bar(device, zero))
 
 
-def memory_bar(kind: str, is_gpu: bool = True) -> float:
+def memory_bar(category: str, is_gpu: bool = True) -> float:
     """Returns the relative error bar of the bytes of one kind, an attribute of `RankMemory`.
 
     On a CPU the rows test the sum of all kinds.
     """
     if not is_gpu:
         return 2 * root_mean_square("memory cpu-gloo")
-    return 2 * root_mean_square("memory state" if kind in STATE else "memory activations")
+    return 2 * root_mean_square("memory state" if category in STATE else "memory activations")

@@ -95,39 +95,39 @@ def estimate(
             dtype=dtype,
         )  # fmt: skip
         engine_of(schedule, interleave)
-        found = captured(model, layout, sequence, example_inputs)
-        prices = Prices(found, device, COMPILED if compiled else AUTOTP)
+        model_for_layout = captured(model, layout, sequence, example_inputs)
+        prices = Prices(model_for_layout, device, COMPILED if compiled else AUTOTP)
         priced = price(prices, layout)
         return replace(priced, savings=savings(prices, priced))
 
-    shown = f", cp={cp}" * (cp != 1)
-    return within(f"estimate({type(model).__name__}, tp={tp}, pp={pp}, dp={dp}{shown})", run)
+    context = f", cp={cp}" * (cp != 1)
+    return within(f"estimate({type(model).__name__}, tp={tp}, pp={pp}, dp={dp}{context})", run)
 
 
 def captured(
-    model: nn.Module, layout: Layout, sequence: int | None, given: Any = None, without: tuple[str, ...] = ()
+    model: nn.Module, layout: Layout, sequence: int | None, example_inputs: Any = None, without: tuple[str, ...] = ()
 ) -> Lowered:
     """Returns the model, captured for a layout's tensor-parallel ranks.
 
     Args:
-        sequence, given: `sequence` and `example_inputs` of `estimate`.
+        sequence, example_inputs: as for `estimate`.
         without: passes to leave out, as for `parallelize`.
 
     Raises:
         Error: as `estimate`.
     """
-    return lowered_for(call_of(model, sequence, given, layout.cp), layout, without)
+    return lowered_for(call_of(model, sequence, example_inputs, layout.cp), layout, without)
 
 
-def call_of(model: nn.Module, sequence: int | None, given: Any = None, cp: int = 1) -> Capturing:
+def call_of(model: nn.Module, sequence: int | None, example_inputs: Any = None, cp: int = 1) -> Capturing:
     """Returns the call of a model that is estimated. Arguments and errors as of `captured`.
 
     Args:
         cp: the ranks that sequences are cut over. All parts are as long as the longest: so are the next multiple's.
     """
     expect_ordinary(model, "estimate the original model")
-    arguments = find_inputs(model, given)
-    if given is None or sequence is not None:
+    arguments = find_inputs(model, example_inputs)
+    if example_inputs is None or sequence is not None:
         arguments = of_length(arguments, _length(model, arguments, sequence))
     first = next((x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)), None)
     if first is not None and _is_ids(first) and first.shape[1] % cp:
@@ -166,10 +166,10 @@ def _length(model: nn.Module, arguments: Any, sequence: int | None) -> int | Non
     if not _is_ids(next(x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor))):
         return None
     config = getattr(model, "config", None)
-    found = next((n for name in LENGTHS if isinstance(n := getattr(config, name, None), int)), None)
-    if found is None:
+    length = next((n for name in LENGTHS if isinstance(n := getattr(config, name, None), int)), None)
+    if length is None:
         raise Error("the length of a sequence is not known", fix="sequence=2048")
-    return found
+    return length
 
 
 def _is_ids(x: Tensor) -> bool:

@@ -66,9 +66,9 @@ class Layout:
         """The number of microbatches of a replica in a step."""
         return self.batch // (self.dp * self.micro_batch)
 
-    def equals_but_for_micro_batch(self, other: Layout) -> bool:
+    def equals_but_for_micro_batch(self, layout: Layout) -> bool:
         """True if the layouts are equal, or differ in the rows of a microbatch only."""
-        return {**vars(self), "micro_batch": 0} == {**vars(other), "micro_batch": 0}
+        return {**vars(self), "micro_batch": 0} == {**vars(layout), "micro_batch": 0}
 
     def __str__(self) -> str:
         rounds = f" x{self.interleave}" if self.interleave else ""

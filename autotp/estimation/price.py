@@ -61,10 +61,10 @@ class Prices:
         """Returns what parameters are together: one parameter for all that differ in nothing but size."""
         if names not in self._totals:
             sizes = Counter[tuple[int, bool]]()
-            for own in (self.model.parameters[name] for name in names):
-                sizes[own.itemsize, own.learns] += own.elements
-            found = (Parameter(elements=n, itemsize=size, learns=learns) for (size, learns), n in sizes.items())
-            self._totals[names] = tuple(found)
+            for parameter in (self.model.parameters[name] for name in names):
+                sizes[parameter.itemsize, parameter.learns] += parameter.elements
+            totals = (Parameter(elements=n, itemsize=size, learns=learns) for (size, learns), n in sizes.items())
+            self._totals[names] = tuple(totals)
         return self._totals[names]
 
     def copied(self, names: frozenset[str]) -> int:
@@ -76,9 +76,9 @@ class Prices:
 
     def under(self, practice: Practice) -> Prices:
         """Returns the prices under another practice that records as this one does; what both have is computed once."""
-        found = copy.copy(self)
-        found.practice, found._times = practice, {}
-        return found
+        prices = copy.copy(self)
+        prices.practice, prices._times = practice, {}
+        return prices
 
     def pieces(self, rows: int) -> Recorded:
         """Returns the records of the pieces for a microbatch of `rows` rows."""
@@ -92,18 +92,18 @@ class Prices:
 
     def _plain(self, rows: int) -> Recorded:
         """Returns the records without kernels that are joined."""
-        found = self._from_two_and_three(rows) if self._scaled and rows > 3 else None
-        return found or recorded(self.model, rows, self.device.is_gpu, self.practice.early_stop)
+        scaled_records = self._from_two_and_three(rows) if self._scaled and rows > 3 else None
+        return scaled_records or recorded(self.model, rows, self.device.is_gpu, self.practice.early_stop)
 
     def _from_two_and_three(self, rows: int) -> Recorded | None:
         """Returns the records of `rows` rows, made of those of two rows and of three; None if these are not alike."""
         plain = self.under(replace(self.practice, fused=False))
-        one, two = plain.pieces(2), plain.pieces(3)
-        if [piece.kind for piece in one.pieces] != [piece.kind for piece in two.pieces]:
+        of_two, of_three = plain.pieces(2), plain.pieces(3)
+        if [piece.kind for piece in of_two.pieces] != [piece.kind for piece in of_three.pieces]:
             return None
-        found = [scaled(a, b, rows) for a, b in zip(one.records, two.records, strict=True)]
-        known = tuple(record for record in found if record is not None)
-        return Recorded(pieces=one.pieces, records=known) if len(known) == len(found) else None
+        candidates = [scaled(a, b, rows) for a, b in zip(of_two.records, of_three.records, strict=True)]
+        records = tuple(record for record in candidates if record is not None)
+        return Recorded(pieces=of_two.pieces, records=records) if len(records) == len(candidates) else None
 
     def times(self, rows: int) -> list[Times]:
         """Returns the times of each kind of piece."""
@@ -122,22 +122,24 @@ class Prices:
             self._row_flops = whole_flops(self.model, 1)
         return self._row_flops * rows
 
-    def stages(self, kind: Engine, ranks: int, microbatches: int) -> list[list[int]]:
+    def stages(self, engine: Engine, ranks: int, microbatches: int) -> list[list[int]]:
         """Returns the numbers of the pieces of each stage, divided as `distribute` divides them."""
-        model, total = self.model, ranks * kind.rounds if ranks > 1 else 1
-        flights = tuple(kind.flight(i, total, microbatches) for i in range(total))
-        if (kind, ranks, flights) not in self._stages:
+        model, total = self.model, ranks * engine.rounds if ranks > 1 else 1
+        flights = tuple(engine.flight(i, total, microbatches) for i in range(total))
+        if (engine, ranks, flights) not in self._stages:
             names = list(model.program.captured.parameters)
-            each = block_costs(*costed(model.program), model.captured_blocks, names)
-            cost = dict(zip(model.captured_blocks, each, strict=False))
-            costs = [cost[captured] for _, captured in model.order] or each
-            homes = {i: rank for rank in range(ranks) for i in (kind.stages(rank, ranks) if ranks > 1 else [0])}
-            kept = model.training.recompute != "full"
-            plan = divided(model.blocks, costs, [homes[i] for i in range(total)], [kept * n for n in flights])
+            captured_costs = block_costs(*costed(model.program), model.captured_blocks, names)
+            cost = dict(zip(model.captured_blocks, captured_costs, strict=False))
+            costs = [cost[captured] for _, captured in model.order] or captured_costs
+            homes = {i: rank for rank in range(ranks) for i in (engine.stages(rank, ranks) if ranks > 1 else [0])}
+            keeps_activations = model.training.recompute != "full"
+            plan = divided(
+                model.blocks, costs, [homes[i] for i in range(total)], [keeps_activations * n for n in flights]
+            )
             places = itertools.accumulate((len(run) for run in plan.blocks), initial=0)
             pairs = itertools.pairwise(places)
-            self._stages[kind, ranks, flights] = [list(range(a, b)) if b > a else [0] for a, b in pairs]
-        return self._stages[kind, ranks, flights]
+            self._stages[engine, ranks, flights] = [list(range(a, b)) if b > a else [0] for a, b in pairs]
+        return self._stages[engine, ranks, flights]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +194,9 @@ def simulated(prices: Prices, layout: Layout) -> Simulated:
         Error: the schedule cannot run the microbatches, or there are more stages than blocks.
     """
     device, practice = prices.device, prices.practice
-    kind = engine_of(layout.schedule, layout.interleave)
-    order = actions_of(kind, layout.pp, layout.microbatches)
-    stages = [_stage(prices, layout, run) for run in prices.stages(kind, layout.pp, layout.microbatches)]
+    engine = engine_of(layout.schedule, layout.interleave)
+    order = actions_of(engine, layout.pp, layout.microbatches)
+    stages = [_stage(prices, layout, run) for run in prices.stages(engine, layout.pp, layout.microbatches)]
     distance = layout.model_ranks * layout.dp
 
     def sends(start: int, stop: int) -> float:
@@ -216,16 +218,19 @@ def price(prices: Prices, layout: Layout) -> Estimate:
         Error: the schedule cannot run the microbatches, or there are more stages than blocks.
     """
     device, practice, model = prices.device, prices.practice, prices.model
-    kind = engine_of(layout.schedule, layout.interleave)
+    engine = engine_of(layout.schedule, layout.interleave)
     step = simulated(prices, layout)
     order, stages = step.order, step.stages
-    held = _held(step)
+    names_by_rank = _held(step)
     spent = _spent(prices, layout, step)
-    rows = [_rank_memory(prices, layout, stages, row, names, practice) for row, names in zip(order, held, strict=True)]
+    rows = [
+        _rank_memory(prices, layout, stages, row, names, practice)
+        for row, names in zip(order, names_by_rank, strict=True)
+    ]
     flops = prices.flops(layout.micro_batch) * layout.microbatches * layout.dp
     again = sum(stage.times.again for stage in stages) * layout.model_ranks * layout.microbatches * layout.dp
     names = [piece.name for piece in prices.pieces(layout.micro_batch).pieces]
-    runs = prices.stages(kind, layout.pp, layout.microbatches)
+    runs = prices.stages(engine, layout.pp, layout.microbatches)
     home = {action.stage: rank for rank, row in enumerate(order) for action in row}
     return Estimate(
         layout=layout, device=device, seconds=sum(spent.values()), flops=flops, flops_again=again,
@@ -245,12 +250,12 @@ SAVINGS = (
 """What makes a step shorter: its name, the field of `Practice`, and the field's value with it and without."""
 
 
-def savings(prices: Prices, found: Estimate) -> tuple[Saving, ...]:
+def savings(prices: Prices, estimate: Estimate) -> tuple[Saving, ...]:
     """Returns what each way to hide or fuse work brings in the layout of an estimate: the step with it and without."""
-    layout, rows = found.layout, []
+    layout, rows = estimate.layout, []
     for name, field, with_it, without in SAVINGS:
         seconds = {
-            value: found.seconds
+            value: estimate.seconds
             if getattr(prices.practice, field) == value
             else _seconds(prices.under(replace(prices.practice, **{field: value})), layout)  # type: ignore[arg-type]
             for value in (with_it, without)
@@ -279,14 +284,14 @@ def _spent(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
     spent[ELEMENTWISE] = spent.get(ELEMENTWISE, 0.0) + casts
     waited = [step.waits.parts(action, start) for start, action in played.starts[slowest]]
     gathers, sums = (sum(part) for part in zip(*waited, strict=True))
-    held = _held(step)
+    names_by_rank = _held(step)
     spent["pipeline"] = played.seconds - played.busy[slowest] - gathers - sums
     spent["parameters dp"] = gathers
-    ends = [_exchange_ends(prices, layout, step, rank, names) for rank, names in enumerate(held)]
+    ends = [_exchange_ends(prices, layout, step, rank, names) for rank, names in enumerate(names_by_rank)]
     spent["gradients dp"] = sums + max(0.0, max(ends) - played.seconds)
-    spent["optimizer"] = max(update_seconds(prices, layout, names) for names in held)
+    spent["optimizer"] = max(update_seconds(prices, layout, names) for names in names_by_rank)
     spent["tied weights pp"] = 0.0
-    if tied := _tied(prices.model, held):
+    if tied := _tied(prices.model, names_by_rank):
         group = Group(size=2, stride=layout.model_ranks * layout.dp * max(1, layout.pp - 1))
         spent["tied weights pp"] = collective_seconds("all-reduce", tied, group, device)
     return spent
@@ -307,7 +312,7 @@ def _exchange_ends(prices: Prices, layout: Layout, step: Simulated, rank: int, n
         return done + step.waits.tail
     last = {action.stage: (start, action.half) for start, action in starts if action.half != "F"}
     sums = {stage: step.stages[stage].sums for stage in last}
-    total = sum(seconds for each in sums.values() for _, seconds in each)
+    total = sum(seconds for timed in sums.values() for _, seconds in timed)
     halves = any(half != "B" for _, half in last.values())
     # Small gradients are copied to a bucket; behind backward they are copied back, under it they stay there.
     copied = (2 if practice.overlapped else 4) * prices.copied(names) if practice.buckets and not layout.zero else 0
@@ -315,18 +320,23 @@ def _exchange_ends(prices: Prices, layout: Layout, step: Simulated, rank: int, n
     if not practice.overlapped or (halves and layout.zero):
         return done + total
     begins = {stage: ends[stage] if halves else start for stage, (start, _) in last.items()}
-    free = link_free((begins[i] + ready * (not halves), seconds) for i, each in sums.items() for ready, seconds in each)
+    free = link_free(
+        (begins[i] + ready * (not halves), seconds) for i, timed in sums.items() for ready, seconds in timed
+    )
     hidden = max(0.0, total - max(0.0, free - done))
     return max(free, done + slowed(hidden, replicas_of(layout), device))
 
 
 def _stage(prices: Prices, layout: Layout, run: Sequence[int]) -> Stage:
-    found, times = prices.pieces(layout.micro_batch), prices.times(layout.micro_batch)
-    pieces = [found.pieces[i] for i in run]
+    recorded_pieces, times = prices.pieces(layout.micro_batch), prices.times(layout.micro_batch)
+    pieces = [recorded_pieces.pieces[i] for i in run]
     names = frozenset(name for piece in pieces for name in piece.parameters)
     total = sum((times[piece.kind] for piece in pieces), beside_times(prices, layout, names))
     stage = Stage(
-        times=total, memory=stage_memory(pieces, found), parameters=names, casts=cast_seconds(prices, layout, names)
+        times=total,
+        memory=stage_memory(pieces, recorded_pieces),
+        parameters=names,
+        casts=cast_seconds(prices, layout, names),
     )
     if layout.dp == 1:
         return stage
@@ -350,12 +360,12 @@ def cast_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float
         return 0.0
     divided = layout.dp if layout.zero else 1
     copied = 2 if divided > 1 else 0  # What is gathered is copied to the parameters.
-    found = 0.0
+    moved = 0.0
     for parameter in prices.totals(names):
         wide, narrow = parameter.itemsize, itemsize_of(layout, parameter.itemsize)
-        found += parameter.elements * ((wide + narrow) * (narrow != wide) / divided + copied * narrow)
+        moved += parameter.elements * ((wide + narrow) * (narrow != wide) / divided + copied * narrow)
     times = practice.gathers * layout.microbatches if layout.zero == 3 else 1
-    return found * times / (device.memory_bandwidth * device.memory_sustained)
+    return moved * times / (device.memory_bandwidth * device.memory_sustained)
 
 
 def beside_times(prices: Prices, layout: Layout, names: frozenset[str]) -> Times:
@@ -363,8 +373,8 @@ def beside_times(prices: Prices, layout: Layout, names: frozenset[str]) -> Times
     device, practice = prices.device, prices.practice
     moved = 0.0
     for parameter in _learnt(prices, names):
-        own = _added_bytes(layout, parameter.itemsize, itemsize_of(layout, parameter.itemsize))
-        moved += parameter.elements * (own if practice.accumulation is None else practice.accumulation)
+        added_bytes = _added_bytes(layout, parameter.itemsize, itemsize_of(layout, parameter.itemsize))
+        moved += parameter.elements * (added_bytes if practice.accumulation is None else practice.accumulation)
     seconds = moved / (device.memory_bandwidth * device.memory_sustained)
     return Times(backward=seconds, weights=seconds, spent={ELEMENTWISE: seconds})
 
@@ -385,18 +395,18 @@ def _added_bytes(layout: Layout, wide: int, narrow: int) -> float:
 def update_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
     """Returns the seconds of the optimizer's step of a rank: it moves memory."""
     device, practice = prices.device, prices.practice
-    elements = sum(own.elements for own in _learnt(prices, names))
+    elements = sum(parameter.elements for parameter in _learnt(prices, names))
     moved = elements * practice.optimizer / (layout.dp if layout.zero else 1)
     return moved / (device.memory_bandwidth * device.memory_sustained) + device.launch
 
 
 def _learnt(prices: Prices, names: frozenset[str]) -> list[Parameter]:
-    return [own for own in prices.totals(names) if own.learns]
+    return [parameter for parameter in prices.totals(names) if parameter.learns]
 
 
-def _tied(model: Lowered, held: Sequence[frozenset[str]]) -> int:
+def _tied(model: Lowered, names_by_rank: Sequence[frozenset[str]]) -> int:
     """Returns the bytes of the gradients that several pipeline ranks sum: those of tied weights."""
-    counts = Counter(name for names in held for name in names)
+    counts = Counter(name for names in names_by_rank for name in names)
     shared = [model.parameters[name] for name, n in counts.items() if n > 1 and model.parameters[name].learns]
     return sum(p.elements * p.itemsize for p in shared)
 
@@ -412,10 +422,10 @@ def _rank_memory(
     gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
     state = sum(p.elements * (2 * p.itemsize if practice.state is None else practice.state) for p in learnt)
     share = layout.dp if layout.zero else 1
-    here = sorted({action.stage for action in row})
-    copies = float(sum(copy[i] for i in here))
+    stages_of_rank = sorted({action.stage for action in row})
+    copies = float(sum(copy[i] for i in stages_of_rank))
     if layout.zero == 3:
-        copies = max((copy[i] / max(1, len(stages[i].parameters)) for i in here), default=0.0)
+        copies = max((copy[i] / max(1, len(stages[i].parameters)) for i in stages_of_rank), default=0.0)
     activations = most_held(row, lambda i: stages[i].memory.kept - stages[i].memory.logits, lambda a: 0.0)
     logits = most_held(row, lambda i: stages[i].memory.logits, lambda a: 0.0)
 
@@ -441,11 +451,11 @@ def _rank_memory(
 
 def _groups(layout: Layout) -> list[Group]:
     """Returns the groups that a rank of `distribute` communicates in: one for each axis, and one of all ranks."""
-    stride, found = 1, list[Group]()
+    stride, groups = 1, list[Group]()
     for size in (layout.tp, layout.cp, layout.dp, layout.pp):
-        found.append(Group(size=size, stride=stride))
+        groups.append(Group(size=size, stride=stride))
         stride *= size
-    return [*found, Group(size=layout.devices, stride=1)]
+    return [*groups, Group(size=layout.devices, stride=1)]
 
 
 def _copy(parameter: Parameter, layout: Layout) -> int:

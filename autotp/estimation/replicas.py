@@ -49,9 +49,9 @@ def gradient_bytes(prices: Prices, parameters: Sequence[Parameter]) -> float:
     return sum(p.elements * (prices.practice.gradient or p.itemsize) for p in parameters if p.learns)
 
 
-def itemsize_of(layout: Layout, own: int) -> int:
+def itemsize_of(layout: Layout, parameter_itemsize: int) -> int:
     """Returns the bytes of an element of a parameter in computation."""
-    return own if layout.dtype is None else layout.dtype.itemsize
+    return parameter_itemsize if layout.dtype is None else layout.dtype.itemsize
 
 
 def exchanged(prices: Prices, layout: Layout, names: frozenset[str], count: int = 1) -> tuple[float, float]:
@@ -78,23 +78,23 @@ def units_of(
     Args:
         work: of each piece, the seconds of forward and of backward.
     """
-    found, outside = list[Unit](), set[str]()
+    units, outside = list[Unit](), set[str]()
     for piece, (forward, backward) in zip(pieces, work, strict=True):
-        own = frozenset(name for name in piece.parameters if piece.name and name.startswith(f"{piece.name}."))
-        outside |= {*piece.parameters} - own
-        gather, sums = exchanged(prices, layout, own)
-        found.append(Unit(forward=forward, backward=backward, gather=gather, sum=sums))
+        names = frozenset(name for name in piece.parameters if piece.name and name.startswith(f"{piece.name}."))
+        outside |= {*piece.parameters} - names
+        gather, sums = exchanged(prices, layout, names)
+        units.append(Unit(forward=forward, backward=backward, gather=gather, sum=sums))
     gather, sums = exchanged(prices, layout, frozenset(outside))
-    return (Unit(gather=gather, sum=sums), *found)
+    return (Unit(gather=gather, sum=sums), *units)
 
 
 def sums_of_units(units: Sequence[Unit]) -> list[tuple[float, float]]:
     """Returns when the gradients of each unit are known after the start of backward, and the seconds to sum them."""
-    found, now = list[tuple[float, float]](), 0.0
+    sums, now = list[tuple[float, float]](), 0.0
     for unit in reversed(units):  # The unit outside of blocks comes last: its gradients grow until the end.
         now += unit.backward
-        found.append((now, unit.sum))
-    return found
+        sums.append((now, unit.sum))
+    return sums
 
 
 def sums_of_buckets(
@@ -110,30 +110,30 @@ def sums_of_buckets(
     """
     group, itemsize = replicas_of(layout), prices.practice.gradient
     limit = BUCKET if prices.practice.buckets or prices.practice.overlapped else math.inf
-    found, now, held = list[tuple[float, float]](), 0.0, 0.0
+    sums, now, filled = list[tuple[float, float]](), 0.0, 0.0
     first = {name: i for i in reversed(range(len(pieces))) for name in pieces[i].parameters}
 
     def close() -> None:
-        nonlocal held
-        if held:
-            found.append((now, collective_seconds("all-reduce", held, group, prices.device)))
-        held = 0.0
+        nonlocal filled
+        if filled:
+            sums.append((now, collective_seconds("all-reduce", filled, group, prices.device)))
+        filled = 0.0
 
     start = 0.0
     for i in reversed(range(len(pieces))):
-        own = [prices.model.parameters[name] for name in reversed(pieces[i].parameters) if first[name] == i]
-        learnt = [p for p in own if p.learns]
+        parameters = [prices.model.parameters[name] for name in reversed(pieces[i].parameters) if first[name] == i]
+        learnt = [p for p in parameters if p.learns]
         elements = sum(p.elements for p in learnt)
         for parameter in learnt:
             size = parameter.elements * (itemsize or parameter.itemsize)
-            if held + size > limit:
+            if filled + size > limit:
                 close()
             now += backward[i] * parameter.elements / elements
-            held += size
+            filled += size
         start += backward[i]
         now = start
     close()
-    return found
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +183,10 @@ class ReplicaWaits:
     def _all_ahead(self, action: Action, begin: float) -> float:
         """Returns the seconds for which a first forward waits: all is gathered from the start of the step."""
         row = next(row for row in self.order if any(a.stage == action.stage for a in row))
-        mine = list(dict.fromkeys(a.stage for a in row))
-        before = sum(u.gather for i in mine[: mine.index(action.stage)] for u in self.units[i])
+        stages_of_rank = list(dict.fromkeys(a.stage for a in row))
+        before = sum(u.gather for i in stages_of_rank[: stages_of_rank.index(action.stage)] for u in self.units[i])
         units = self.units[action.stage]
-        if len(mine) > 1:  # torch's schedule waits for all units of a stage.
+        if len(stages_of_rank) > 1:  # torch's schedule waits for all units of a stage.
             return max(0.0, before + sum(unit.gather for unit in units) - begin)
         work, gathers = [unit.forward for unit in units], [unit.gather for unit in units]
         return run_beside(work, gathers, [0.0] * len(units), begin=begin, ahead=math.inf).waited

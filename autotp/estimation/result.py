@@ -57,7 +57,7 @@ class RankMemory:
 
     def error_bytes(self, is_gpu: bool = True) -> float:
         """Returns the error bar of `total`: the sum of those of all kinds, as if all erred in the same direction."""
-        return sum(size * memory_bar(kind, is_gpu) for kind, size in self.kinds.items())
+        return sum(size * memory_bar(category, is_gpu) for category, size in self.kinds.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class Estimate(Shown):
         )
         memory = tuple(self._memory_row(i, rank) for i, rank in self._ranks())
         kinds = [name for name in RankMemory().kinds if any(vars(r)[name] for r in self.memory)]
-        bars = ("error bar", *(f"±{memory_bar(kind, self.device.is_gpu):.1%}" for kind in kinds), "")
+        bars = ("error bar", *(f"±{memory_bar(category, self.device.is_gpu):.1%}" for category in kinds), "")
         fit = "fits" if self.fits else "does not fit"
         fullest = max(self.memory, key=lambda rank: rank.total)
         beside = (
@@ -234,20 +234,20 @@ class Estimate(Shown):
 
     def _ranks(self) -> list[tuple[str, RankMemory]]:
         """Returns the pipeline ranks; neighbours with equal memory are one row."""
-        found: list[tuple[str, RankMemory]] = []
+        rows: list[tuple[str, RankMemory]] = []
         for i, rank in enumerate(self.memory):
             if len(self.memory) > 8 and 1 < i < len(self.memory) - 2:
                 if i == 2:
-                    found.append(("...", rank))
+                    rows.append(("...", rank))
                 continue
-            found.append((str(i), rank))
-        return found
+            rows.append((str(i), rank))
+        return rows
 
     def _memory_row(self, name: str, rank: RankMemory) -> tuple[str, ...]:
-        kinds = [kind for kind in rank.kinds if any(vars(r)[kind] for r in self.memory)]
+        kinds = [category for category in rank.kinds if any(vars(r)[category] for r in self.memory)]
         if name == "...":
             return ("...", *("" for _ in kinds), "")
-        cells = [f"{vars(rank)[kind] / GIB:.2f}" for kind in kinds]
+        cells = [f"{vars(rank)[category] / GIB:.2f}" for category in kinds]
         return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.error_bytes(self.device.is_gpu) / GIB:.1g}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class Estimate(Shown):
                 }
                 for rank in self.memory
             ],
-            "memory_error": {kind: memory_bar(kind, self.device.is_gpu) for kind in RankMemory().kinds},
+            "memory_error": {category: memory_bar(category, self.device.is_gpu) for category in RankMemory().kinds},
             "fits": self.fits,
             "stages": [
                 {"rank": rank, "blocks": list(blocks)} for rank, blocks in zip(self.homes, self.stages, strict=True)

@@ -63,23 +63,23 @@ class RoughPrices:
         self._casts: dict[tuple[int, int, int], float] = {}
         self._totals: dict[int, tuple[float, float, float]] = {}
 
-    def divided(self, cp: int, known: RoughPrices, ranks: int, one: RoughPrices) -> RoughPrices:
+    def divided(self, cp: int, cut: RoughPrices, ranks: int, whole: RoughPrices) -> RoughPrices:
         """Returns rough prices of these tensor-parallel ranks on each of `cp` ranks, without their graph.
 
         They are low. The seconds change by the factor by which they change from one rank to `ranks`, and are divided
         evenly from there, as if smaller kernels were as fast; the bytes are divided by `cp`, as if no rank gathered.
 
         Args:
-            known: those of `ranks` context-parallel ranks, on one tensor-parallel rank.
-            one: those of one rank.
+            cut: those of `ranks` context-parallel ranks, on one tensor-parallel rank.
+            whole: those of one rank.
         """
 
         def rows(count: int) -> Rows:
-            mine, more, less = self.rows(count), known.rows(count), one.rows(count)
+            local, more, less = self.rows(count), cut.rows(count), whole.rows(count)
             return Rows(
-                forward=mine.forward * more.forward / less.forward * ranks / cp,
-                backward=mine.backward * more.backward / less.backward * ranks / cp,
-                weights=mine.weights, kept=mine.kept / cp, live=mine.live / cp, boundaries=mine.boundaries / cp,
+                forward=local.forward * more.forward / less.forward * ranks / cp,
+                backward=local.backward * more.backward / less.backward * ranks / cp,
+                weights=local.weights, kept=local.kept / cp, live=local.live / cp, boundaries=local.boundaries / cp,
             )  # fmt: skip
 
         return RoughPrices(self._prices, rows)
@@ -95,10 +95,10 @@ class RoughPrices:
         return self._rows[count]
 
     def _recorded_rows(self, count: int) -> Rows:
-        found, times = self._prices.pieces(count), self._prices.times(count)
-        sent = [v.bytes for p in found.pieces for v in found.records[p.kind].sent[: p.boundary]]
-        total = sum((times[piece.kind] for piece in found.pieces), Times())
-        memory = stage_memory(found.pieces, found)
+        recorded, times = self._prices.pieces(count), self._prices.times(count)
+        sent = [v.bytes for p in recorded.pieces for v in recorded.records[p.kind].sent[: p.boundary]]
+        total = sum((times[piece.kind] for piece in recorded.pieces), Times())
+        memory = stage_memory(recorded.pieces, recorded)
         return Rows(
             forward=total.forward, backward=total.backward, weights=total.weights, kept=float(memory.kept),
             live=float(max(memory.forward, memory.backward)), boundaries=float(sum(sent)),
@@ -113,14 +113,14 @@ class RoughPrices:
 
     def rough(self, layout: Layout) -> Rough:
         """Returns the rough price of a layout."""
-        rows, kind = self.rows(layout.micro_batch), engine_of(layout.schedule, layout.interleave)
-        rounds = kind.rounds if layout.pp > 1 else 1
+        rows, engine = self.rows(layout.micro_batch), engine_of(layout.schedule, layout.interleave)
+        rounds = engine.rounds if layout.pp > 1 else 1
         count = math.ceil(self._blocks / (layout.pp * rounds)) * rounds
         again = rows.forward * (layout.recompute == "full")
         whole = rows.forward + rows.backward + again
         work = (whole * count / self._blocks + self._beside(layout, count)) * layout.microbatches
         work += self._cast(layout, count)
-        filled = rows.weights * kind.halves * (2 + kind.folded)  # Weights' gradients are computed meanwhile.
+        filled = rows.weights * engine.halves * (2 + engine.folded)  # Weights' gradients are computed meanwhile.
         idle = (layout.pp - 1) / rounds * max(0.0, whole - filled) / layout.pp
         gathers, sums, update = self._once(layout, count)
         forward, backward = (part * count / self._blocks for part in (rows.forward, rows.backward + again))
@@ -128,8 +128,8 @@ class RoughPrices:
             times = layout.microbatches * (2 if layout.zero == 3 else 1)
             exchange = max(sums / count, gathers + sums * layout.microbatches + gathers * (times - 1) - work)
         else:
-            behind = 0.0 if not kind.halves or layout.pp == 1 else sums
-            exchange = max(gathers / count, gathers - forward) + max(behind, sums / count, sums - backward)
+            exposed = 0.0 if not engine.halves or layout.pp == 1 else sums
+            exchange = max(gathers / count, gathers - forward) + max(exposed, sums / count, sums - backward)
         return Rough(work + idle + exchange + update, self._memory(layout, count, rows))
 
     def _beside(self, layout: Layout, count: int) -> float:
@@ -158,10 +158,10 @@ class RoughPrices:
     def _sizes(self, count: int) -> tuple[float, float, float]:
         """Returns the bytes of the parameters of the first pieces, the elements that learn, and all elements."""
         if count not in self._totals:
-            own = self._prices.totals(self._parameters(count))
-            weights = float(sum(p.elements * p.itemsize for p in own))
-            learnt = float(sum(p.elements for p in own if p.learns))
-            self._totals[count] = weights, learnt, float(sum(p.elements for p in own))
+            parameters = self._prices.totals(self._parameters(count))
+            weights = float(sum(p.elements * p.itemsize for p in parameters))
+            learnt = float(sum(p.elements for p in parameters if p.learns))
+            self._totals[count] = weights, learnt, float(sum(p.elements for p in parameters))
         return self._totals[count]
 
     def _memory(self, layout: Layout, count: int, rows: Rows) -> float:
@@ -173,8 +173,8 @@ class RoughPrices:
         flights = float(min(layout.microbatches, layout.pp)) if layout.pp > 1 else 1.0
         if layout.interleave:
             flights *= 1 + (layout.pp - 1) / layout.pp / layout.interleave
-        kept = rows.boundaries if layout.recompute == "full" else rows.kept
+        kept_bytes = rows.boundaries if layout.recompute == "full" else rows.kept
         copies = 0.0 if layout.zero == 3 else copy
         state = (weights + 2 * learnt * itemsize) / divided
         gradients = learnt * itemsize / (divided if layout.zero > 1 else 1)
-        return state + gradients + copies + kept * count / self._blocks * flights + rows.live
+        return state + gradients + copies + kept_bytes * count / self._blocks * flights + rows.live

@@ -95,7 +95,7 @@ class Search(Shown):
             )
             for est, fullest in ((est, max(est.memory, key=lambda rank: rank.total)) for est in self.best)
         )
-        lost = tuple((other.layout, other.why) for other in self.lost)
+        lost = tuple((loser.layout, loser.why) for loser in self.lost)
         title = f"the best of {self.tried} layouts on {first.layout.devices} x {first.device.name}"
         parts: list[Table | tuple[str, ...]] = [
             first.batch_line(),
@@ -118,7 +118,7 @@ class Search(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as plain data, for JSON."""
-        lost = [{"layout": other.layout, "why": other.why} for other in self.lost]
+        lost = [{"layout": loser.layout, "why": loser.why} for loser in self.lost]
         return {
             "version": DATA_VERSION,
             "tried": self.tried,
@@ -194,10 +194,10 @@ class Layouts:
 
     def __init__(
         self, model: nn.Module, device: Hardware, practice: Practice, dtype: torch.dtype | None, sequence: int | None,
-        given: Any,
+        example_inputs: Any,
     ) -> None:  # fmt: skip
         self.device, self.dtype = device, dtype
-        self._practice, self._call = practice, call_of(model, sequence, given)
+        self._practice, self._call = practice, call_of(model, sequence, example_inputs)
         self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
         self._rough: dict[tuple[int, int, Recompute], RoughPrices] = {}
         self._low: dict[tuple[int, int, Recompute], RoughPrices] = {}
@@ -210,10 +210,10 @@ class Layouts:
             halves: whether backward runs in two halves: then no sum over ranks runs beside products.
         """
         if (tp, cp, "none", halves) not in self._prices:
-            found = self._halved(tp, cp) if halves else self._lowered(tp, cp)
-            known = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
-            flops = None if known is None else known.flops(1)
-            self._prices[tp, cp, "none", halves] = Prices(found, self.device, self._practice, scaled=True, flops=flops)
+            model = self._halved(tp, cp) if halves else self._lowered(tp, cp)
+            earlier = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
+            flops = None if earlier is None else earlier.flops(1)
+            self._prices[tp, cp, "none", halves] = Prices(model, self.device, self._practice, scaled=True, flops=flops)
         if (tp, cp, recompute, halves) not in self._prices:
             plain = self._prices[tp, cp, "none", halves]
             again = replace(plain.model, training=replace(plain.model.training, recompute=recompute))
@@ -252,19 +252,19 @@ class Layouts:
         length = max((max(x.shape[1:], default=0) for x in arguments), default=0)
         if length < LONG:
             return [1]
-        found = [cp for cp in CONTEXTS if ranks % cp == length % cp == 0]
-        if found[1:]:
+        counts = [cp for cp in CONTEXTS if ranks % cp == length % cp == 0]
+        if counts[1:]:
             try:
                 self.prices(1, CONTEXTS[1], "none")
             except Error:  # There is no sequence to cut.
                 return [1]
-        return found
+        return counts
 
     def recomputes(self, tp: int) -> tuple[Recompute, ...]:
         """Returns the ways of recomputation: fused attention keeps no scores that could be recomputed selectively."""
-        found = self.prices(tp, 1, "none").pieces(1)
-        blocks = {piece.kind for piece in found.pieces[:-1]}  # Behind the last block, the loss has a softmax.
-        scores = any("softmax" in op.name for kind in blocks for op in found.records[kind].ops)
+        recorded = self.prices(tp, 1, "none").pieces(1)
+        blocks = {piece.kind for piece in recorded.pieces[:-1]}  # Behind the last block, the loss has a softmax.
+        scores = any("softmax" in op.name for number in blocks for op in recorded.records[number].ops)
         return ("none", "selective", "full") if scores else ("none", "full")
 
     def rough_prices(self, tp: int, cp: int, recompute: Recompute) -> RoughPrices:
@@ -273,8 +273,8 @@ class Layouts:
         if self.is_lowered(tp, cp):
             return self._recorded(tp, cp, which)
         if (tp, cp, which) not in self._low:
-            one, two = self._recorded(1, 1, which), self._recorded(1, CONTEXTS[1], which)
-            self._low[tp, cp, which] = self._recorded(tp, 1, which).divided(cp, two, CONTEXTS[1], one)
+            whole, cut = self._recorded(1, 1, which), self._recorded(1, CONTEXTS[1], which)
+            self._low[tp, cp, which] = self._recorded(tp, 1, which).divided(cp, cut, CONTEXTS[1], whole)
         return self._low[tp, cp, which]
 
     def _recorded(self, tp: int, cp: int, which: Recompute) -> RoughPrices:
@@ -287,13 +287,13 @@ class Layouts:
         """True if rough prices of these ranks are those of their graph, and not low ones."""
         return cp == 1 or (tp, cp, "none", False) in self._prices
 
-    def refine(self, found: Sequence[tuple[Layout, Rough]], tp: int, cp: int) -> list[tuple[Layout, Rough]]:
+    def refine(self, priced: Sequence[tuple[Layout, Rough]], tp: int, cp: int) -> list[tuple[Layout, Rough]]:
         """Returns the layouts, with the rough prices of the graph of these ranks; without those that are refused."""
         try:
             self.prices(tp, cp, "none")
         except Error:
-            return [pair for pair in found if (pair[0].tp, pair[0].cp) != (tp, cp)]
-        return [(x, self.rough(x) if (x.tp, x.cp) == (tp, cp) else r) for x, r in found]
+            return [pair for pair in priced if (pair[0].tp, pair[0].cp) != (tp, cp)]
+        return [(x, self.rough(x) if (x.tp, x.cp) == (tp, cp) else r) for x, r in priced]
 
     def rough(self, layout: Layout) -> Rough:
         """Returns the rough price of a layout."""
@@ -312,7 +312,9 @@ class Layouts:
             for pp in (n for n in range(1, blocks + 1) if gpus // tp // cp % n == 0):
                 dp = gpus // tp // cp // pp
                 micro_batches = [n for n in MICRO_BATCHES if batch % (dp * n) == 0]
-                ways = dict.fromkeys(way for n in micro_batches for way in _schedules(pp, blocks, batch // dp // n))
+                ways = dict.fromkeys(
+                    option for n in micro_batches for option in _schedules(pp, blocks, batch // dp // n)
+                )
                 for (schedule, interleave), zero, recompute in itertools.product(
                     ways, _stages(dp, pp), self.recomputes(tp)
                 ):
@@ -345,13 +347,13 @@ def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, i
 
 def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
     limit = memory * layouts.device.memory
-    found, tried = _priced_roughly(layouts, gpus, batch, limit)
-    if not found:
+    priced, tried = _priced_roughly(layouts, gpus, batch, limit)
+    if not priced:
         raise Error(f"a batch of {batch} rows is not divided evenly by any layout of {gpus} devices", fix="batch=gpus")
-    best, known = _fastest(layouts, found, limit)
+    best, refined = _fastest(layouts, priced, limit)
     if not best:
-        _raise_nothing_fits(layouts, known, limit)
-    lost = _slower(layouts, known, best, limit)
+        _raise_nothing_fits(layouts, refined, limit)
+    lost = _slower(layouts, refined, best, limit)
     return Search(best=tuple(best), lost=tuple(lost), tried=tried)
 
 
@@ -359,19 +361,19 @@ def _priced_roughly(layouts: Layouts, gpus: int, batch: int, limit: float) -> tu
     """Returns rough prices of the legal layouts, and how many are legal. A layout that is far from fitting has no price
     for larger micro-batches, which take more.
     """
-    found, tried, full = list[tuple[Layout, Rough]](), 0, None
+    priced, tried, full = list[tuple[Layout, Rough]](), 0, None
     for layout in layouts.legal(gpus, batch):
         tried += 1
         if full is not None and layout.equals_but_for_micro_batch(full):
             continue
         rough = layouts.rough(layout)
-        found.append((layout, rough))
+        priced.append((layout, rough))
         full = layout if rough.memory > FAR * limit else None
-    return found, tried
+    return priced, tried
 
 
 def _fastest(
-    layouts: Layouts, found: Sequence[tuple[Layout, Rough]], limit: float
+    layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], limit: float
 ) -> tuple[list[Estimate], Sequence[tuple[Layout, Rough]]]:
     """Returns the fastest layouts that fit, and all layouts with the rough prices that are known then.
 
@@ -379,22 +381,22 @@ def _fastest(
     slower even then is not lowered.
     """
     priced: dict[Layout, Estimate] = {}
-    ordered = sorted(found, key=lambda pair: pair[1].seconds)
+    ordered = sorted(rough_prices, key=lambda pair: pair[1].seconds)
     while len(priced) < PRICED:
         fitting = _fitting(priced.values(), limit)
         enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
         near = itertools.takewhile(lambda pair: pair[1].seconds < 1.1 * enough, ordered)  # noqa: B023  Used up here.
-        left = [pair for pair in near if pair[0] not in priced and pair[1].memory <= FAR * limit]
-        known = next((x for x, _ in left if layouts.is_lowered(x.tp, x.cp)), None)
-        low = next((x for x, r in left if not layouts.is_lowered(x.tp, x.cp) and r.seconds < enough), None)
-        if known is not None:
-            priced[known] = layouts.price(known)
+        candidates = [pair for pair in near if pair[0] not in priced and pair[1].memory <= FAR * limit]
+        lowered = next((x for x, _ in candidates if layouts.is_lowered(x.tp, x.cp)), None)
+        low = next((x for x, r in candidates if not layouts.is_lowered(x.tp, x.cp) and r.seconds < enough), None)
+        if lowered is not None:
+            priced[lowered] = layouts.price(lowered)
         elif low is not None:
-            found = layouts.refine(found, low.tp, low.cp)
-            ordered = sorted(found, key=lambda pair: pair[1].seconds)
+            rough_prices = layouts.refine(rough_prices, low.tp, low.cp)
+            ordered = sorted(rough_prices, key=lambda pair: pair[1].seconds)
         else:
             break
-    return _fitting(priced.values(), limit), found
+    return _fitting(priced.values(), limit), rough_prices
 
 
 def _fitting(priced: Iterable[Estimate], limit: float) -> list[Estimate]:
@@ -406,10 +408,10 @@ def _most(est: Estimate) -> float:
     return max(rank.total for rank in est.memory)
 
 
-def _raise_nothing_fits(layouts: Layouts, found: Sequence[tuple[Layout, Rough]], limit: float) -> None:
-    least = layouts.price(min(found, key=lambda pair: pair[1].memory)[0])
+def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], limit: float) -> None:
+    est = layouts.price(min(rough_prices, key=lambda pair: pair[1].memory)[0])
     raise Error(
-        f"no layout fits: {least.layout} takes {_most(least) / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
+        f"no layout fits: {est.layout} takes {_most(est) / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
         fix="more gpus, or a smaller sequence",
     )
 
@@ -418,19 +420,21 @@ def _raise_nothing_fits(layouts: Layouts, found: Sequence[tuple[Layout, Rough]],
 
 
 def _slower(
-    layouts: Layouts, found: Sequence[tuple[Layout, Rough]], best: Sequence[Estimate], limit: float
+    layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], best: Sequence[Estimate], limit: float
 ) -> Iterator[Lost]:
     """Yields the obvious layouts that are not among the best, each in its fastest variant that fits."""
-    won, shown = best[0], set[Layout]()
+    won, reported = best[0], set[Layout]()
     for name, which in _obvious(won.layout, layouts.device.node).items():
-        mine = [(layout, r) for layout, r in found if which(layout) and layouts.is_lowered(layout.tp, layout.cp)]
-        if not mine or any(which(est.layout) for est in best):
+        variants = [
+            (layout, r) for layout, r in rough_prices if which(layout) and layouts.is_lowered(layout.tp, layout.cp)
+        ]
+        if not variants or any(which(est.layout) for est in best):
             continue
-        fitting = [pair for pair in mine if pair[1].memory <= limit]
-        layout, _ = min(fitting or mine, key=lambda pair: pair[1].seconds if fitting else pair[1].memory)
-        if layout in shown:
+        fitting = [pair for pair in variants if pair[1].memory <= limit]
+        layout, _ = min(fitting or variants, key=lambda pair: pair[1].seconds if fitting else pair[1].memory)
+        if layout in reported:
             continue
-        shown.add(layout)
+        reported.add(layout)
         yield Lost(f"{name}: {layout}", _why(layouts.price(layout), won, layouts.device, limit))
 
 

@@ -20,13 +20,13 @@ def torchrun_line(devices: int, node: int) -> str:
 
 def python_line(layout: Layout) -> str:
     """Returns the call of `distribute` for a layout."""
-    given = [f"{name}={getattr(layout, name)}" for name in ("tp", "pp", "dp")]
-    given += [f"cp={layout.cp}"] * (layout.cp > 1) + [f"microbatches={layout.microbatches}"]
-    given += [f'schedule="{layout.schedule}"'] * (layout.pp > 1 and layout.schedule != "1F1B")
-    given += [f"interleave={layout.interleave}"] * (layout.pp > 1 and layout.interleave is not None)
-    given += ["sequence_parallel=True"] * layout.sequence_parallel
-    given += [f'recompute="{layout.recompute}"'] * (layout.recompute != "none")
-    given += [f'overlap="{layout.overlap}"'] * (layout.overlap != "none")
-    given += [f"zero={layout.zero}"] * bool(layout.zero)
-    given += [f"compute_dtype={layout.dtype}"] * (layout.dtype is not None)
-    return f"trainer = autotp.distribute(model, {', '.join(given)})"
+    arguments = [f"{name}={getattr(layout, name)}" for name in ("tp", "pp", "dp")]
+    arguments += [f"cp={layout.cp}"] * (layout.cp > 1) + [f"microbatches={layout.microbatches}"]
+    arguments += [f'schedule="{layout.schedule}"'] * (layout.pp > 1 and layout.schedule != "1F1B")
+    arguments += [f"interleave={layout.interleave}"] * (layout.pp > 1 and layout.interleave is not None)
+    arguments += ["sequence_parallel=True"] * layout.sequence_parallel
+    arguments += [f'recompute="{layout.recompute}"'] * (layout.recompute != "none")
+    arguments += [f'overlap="{layout.overlap}"'] * (layout.overlap != "none")
+    arguments += [f"zero={layout.zero}"] * bool(layout.zero)
+    arguments += [f"compute_dtype={layout.dtype}"] * (layout.dtype is not None)
+    return f"trainer = autotp.distribute(model, {', '.join(arguments)})"

@@ -79,23 +79,23 @@ class Comparison(Shown):
 def watch(estimate: Estimate, trainer: Any, steps: int, show: Callable[[Comparison], Any]) -> Comparison:
     """Watches a trainer's next steps; as `Estimate.watch` says."""
     _expect_alike(estimate, trainer, steps)
-    found = Comparison(estimate=estimate, steps=steps, rank=trainer.mesh["pp"].get_local_rank())
+    comparison = Comparison(estimate=estimate, steps=steps, rank=trainer.mesh["pp"].get_local_rank())
     device, first = trainer.place.device, trainer.everyone.rank == 0
-    seen: list[float] = []
+    starts: list[float] = []
 
     def before_step() -> bool:
-        seen.append(time.perf_counter())
-        if len(seen) > WARM_UP + 1:
-            found.seconds.append(seen[-1] - seen[-2])
-        if found.done:
+        starts.append(time.perf_counter())
+        if len(starts) > WARM_UP + 1:
+            comparison.seconds.append(starts[-1] - starts[-2])
+        if comparison.done:
             if device.type == "cuda":
-                found.bytes = torch.cuda.max_memory_allocated(device)
+                comparison.bytes = torch.cuda.max_memory_allocated(device)
             if first:
-                show(found)
-        return not found.done
+                show(comparison)
+        return not comparison.done
 
     trainer.watch(before_step)
-    return found
+    return comparison
 
 
 def _expect_alike(estimate: Estimate, trainer: Any, steps: int) -> None:

@@ -62,47 +62,47 @@ def is_saved(model: Any) -> bool:
 def watch_peft() -> None:
     """Changes the constructors of peft's models, once they are imported."""
     models, mixed = (sys.modules.get(name) for name in WATCHED[:2])
-    for kind in (getattr(models, "PeftModel", None), getattr(mixed, "PeftMixedModel", None)):
-        for one in () if kind is None else (kind, *kind.__subclasses__()):
-            if "__init__" in vars(one):
-                _change(one, "__init__", _around_parallel)
+    for model_class in (getattr(models, "PeftModel", None), getattr(mixed, "PeftMixedModel", None)):
+        for changed_class in () if model_class is None else (model_class, *model_class.__subclasses__()):
+            if "__init__" in vars(changed_class):
+                _change(changed_class, "__init__", _around_parallel)
     tuner = getattr(sys.modules.get(WATCHED[2]), "BaseTuner", None)
     if tuner is not None:
         _change(tuner, "__init__", _in_parallel)
         _change(tuner, "inject_adapter", _in_parallel)
 
 
-def _change(kind: type, name: str, around: Callable[[Method], Method]) -> None:
-    if (kind, name) not in _changed:
-        _changed.add((kind, name))
-        theirs = vars(kind)[name]
-        setattr(kind, name, wraps(theirs)(around(theirs)))
+def _change(owner: type, name: str, wrapper: Callable[[Method], Method]) -> None:
+    if (owner, name) not in _changed:
+        _changed.add((owner, name))
+        original = vars(owner)[name]
+        setattr(owner, name, wraps(original)(wrapper(original)))
 
 
-def _around_parallel(theirs: Method) -> Method:
+def _around_parallel(original: Method) -> Method:
     def __init__(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         outermost = isinstance(model, ParallelModule) and not _making.get()
         if outermost:
             expect_own_calls(cast(ParallelModule, model))
-        _made_by_wholes(theirs, self, model, *args, **kwargs)
+        _made_by_wholes(original, self, model, *args, **kwargs)
         if outermost:
             put_around(self, cast(ParallelModule, model))
 
     return __init__
 
 
-def _in_parallel(theirs: Method) -> Method:
+def _in_parallel(original: Method) -> Method:
     def called(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _made_by_wholes(theirs, self, model, *args, **kwargs)
+        return _made_by_wholes(original, self, model, *args, **kwargs)
 
     return called
 
 
-def _made_by_wholes(theirs: Method, maker: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _made_by_wholes(original: Method, maker: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Returns what peft's function returns, which makes adapters in a model; on a failure the model is as before."""
     inside = [module for module in model.modules() if state_of(module) is not None]
     if _making.get() or not inside:
-        return theirs(maker, model, *args, **kwargs)
+        return original(maker, model, *args, **kwargs)
     state = state_of(inside[0])
     assert state is not None
     if kwargs.get("low_cpu_mem_usage"):
@@ -110,7 +110,7 @@ def _made_by_wholes(theirs: Method, maker: Any, model: nn.Module, *args: Any, **
     token = _making.set(True)
     try:
         with _undone_on_failure(model):
-            made = agree(state.tree.mesh, lambda: theirs(maker, model, *args, **kwargs))
+            made = agree(state.tree.mesh, lambda: original(maker, model, *args, **kwargs))
             _gather_new(model)
             return made
     finally:
@@ -130,17 +130,17 @@ def _gather_new(model: nn.Module) -> None:
 def _undone_on_failure(model: nn.Module) -> Iterator[None]:
     """A region after which a model has its modules and parameters as before, if an exception leaves it."""
     modules, flags = list(model.modules()), [(p, p.requires_grad) for p in model.parameters()]
-    held = [dict(vars(module)) for module in modules]
-    tables = [{name: dict(x) for name, x in one.items() if name in ("_parameters", "_modules")} for one in held]
+    before = [dict(vars(module)) for module in modules]
+    tables = [{name: dict(x) for name, x in attrs.items() if name in ("_parameters", "_modules")} for attrs in before]
     try:
         yield
     except BaseException:
-        for module, one, table in zip(modules, held, tables, strict=True):
+        for module, attrs, table in zip(modules, before, tables, strict=True):
             vars(module).clear()
-            vars(module).update(one)
+            vars(module).update(attrs)
             for name, contents in table.items():
-                one[name].clear()
-                one[name].update(contents)
+                attrs[name].clear()
+                attrs[name].update(contents)
         for parameter, flag in flags:
             parameter.requires_grad = flag
         raise
@@ -152,12 +152,12 @@ class Adapts:
     peft_config: Mapping[str, Any]
     active_peft_config: Any
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **given: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
         """Gathers the adapters, and saves them by peft on the first rank; call it on every rank.
 
         Args:
             save_directory: the folder.
-            given: peft's options.
+            options: peft's options.
 
         Raises:
             Error: on every rank: an adapter is a prompt that peft computes, or the file system fails.
@@ -171,12 +171,12 @@ class Adapts:
                 fix="autotp.full_state_dict(model), and peft on one device",
             )
         state = full_state_dict(model, _names_of_adapters(model).__contains__)
-        others = {name: value for name, value in given.items() if name not in ("state_dict", "is_main_process")}
+        rest = {name: value for name, value in options.items() if name not in ("state_dict", "is_main_process")}
 
         def write() -> None:
             if model.mesh.rank == 0:
-                theirs: Any = super(Adapts, model)
-                theirs.save_pretrained(save_directory, state_dict=state, **others)
+                parent: Any = super(Adapts, model)
+                parent.save_pretrained(save_directory, state_dict=state, **rest)
 
         on_first_replica(model.mesh, lambda: agree(model.mesh.alone(), write))
 
@@ -203,31 +203,31 @@ class Adapts:
                 "prompts of a parallel model are not switched off",
                 fix="a second model, without prompts: autotp.parallelize(copy.deepcopy(model)), before peft",
             )
-        theirs: Any = super()
-        return theirs.disable_adapter()
+        parent: Any = super()
+        return parent.disable_adapter()
 
-    def add_adapter(self, adapter_name: str, peft_config: Any, **given: Any) -> None:
+    def add_adapter(self, adapter_name: str, peft_config: Any, **options: Any) -> None:
         """Adds an adapter, cut as the adapters are that the model has. Call it on every rank.
 
         Args:
             adapter_name: its name.
             peft_config: its configuration.
-            given: peft's options.
+            options: peft's options.
 
         Raises:
             Error: on every rank: it is made from values of weights, which are cut.
         """
         model: Any = self
-        layouts, held = model.layouts, {id(p) for p in model.parameters()}
-        theirs: Any = super()
-        _made_by_wholes(lambda *_: theirs.add_adapter(adapter_name, peft_config, **given), self, model)
+        layouts, ids_before = model.layouts, {id(p) for p in model.parameters()}
+        parent: Any = super()
+        _made_by_wholes(lambda *_: parent.add_adapter(adapter_name, peft_config, **options), self, model)
         for name, p in list(model.named_parameters()):
-            layout = None if id(p) in held else _like_another(name, p, adapter_name, layouts)
+            layout = None if id(p) in ids_before else _like_another(name, p, adapter_name, layouts)
             if layout is not None:
                 _cut(model, name, p, layout)
 
     def load_adapter(
-        self, folder: str | os.PathLike[str], adapter_name: str, is_trainable: bool = False, **given: Any
+        self, folder: str | os.PathLike[str], adapter_name: str, is_trainable: bool = False, **options: Any
     ) -> Any:
         """Reads the weights of an adapter, and adds the adapter if the model has none of this name.
 
@@ -237,7 +237,7 @@ class Adapts:
             folder: what `save_pretrained` wrote, on every rank.
             adapter_name: the adapter.
             is_trainable: as of peft: without it, the model is in eval mode then.
-            given: peft's options.
+            options: peft's options.
 
         Returns:
             What peft's method returns.
@@ -252,8 +252,10 @@ class Adapts:
 
             if not os.path.isdir(folder):  # peft would ask a hub.
                 raise Error(f"there is no folder {folder}", fix="the folder that model.save_pretrained wrote")
-            mine = self.peft_config.get(adapter_name)
-            if mine is not None and _kind_of_adapter(mine) != _kind_of_adapter(PeftConfig.from_pretrained(str(folder))):
+            config = self.peft_config.get(adapter_name)
+            if config is not None and _kind_of_adapter(config) != _kind_of_adapter(
+                PeftConfig.from_pretrained(str(folder))
+            ):
                 raise Error(
                     f"the adapter {adapter_name!r} of the model is of another kind than that of {folder}",
                     fix="model.load_adapter(folder, another_name)",
@@ -262,8 +264,8 @@ class Adapts:
 
         model: Any = self
         agree(model.mesh, look)
-        theirs: Any = super()
-        return theirs.load_adapter(str(folder), adapter_name, is_trainable, **({"torch_device": "cpu"} | given))
+        parent: Any = super()
+        return parent.load_adapter(str(folder), adapter_name, is_trainable, **({"torch_device": "cpu"} | options))
 
 
 def _like_another(name: str, parameter: Tensor, adapter: str, layouts: Mapping[str, Layout]) -> Layout | None:
@@ -271,10 +273,10 @@ def _like_another(name: str, parameter: Tensor, adapter: str, layouts: Mapping[s
 
     The other one may have another rank, along which nothing is cut.
     """
-    for other, layout in layouts.items():
-        pairs = list(zip(name.split("."), other.split("."), strict=False))
-        alike = name.count(".") == other.count(".") and all(x in (y, adapter) for x, y in pairs)
-        if alike and layout.dim is not None and layout.shape[layout.dim] == parameter.shape[layout.dim]:
+    for neighbour, layout in layouts.items():
+        pairs = list(zip(name.split("."), neighbour.split("."), strict=False))
+        is_at_place = name.count(".") == neighbour.count(".") and all(x in (y, adapter) for x, y in pairs)
+        if is_at_place and layout.dim is not None and layout.shape[layout.dim] == parameter.shape[layout.dim]:
             return replace(layout, shape=tuple(parameter.shape))
     return None
 
@@ -297,10 +299,10 @@ def _names_of_adapters(model: Any) -> set[str]:
     """Returns the names, in the state dict, of the tensors that peft saves."""
     from peft import get_peft_model_state_dict
 
-    own = nn.Module.state_dict(model)
+    tensors = nn.Module.state_dict(model)
     saved = {
         id(value)
         for name in model.peft_config
-        for value in get_peft_model_state_dict(model, state_dict=dict(own), adapter_name=name).values()
+        for value in get_peft_model_state_dict(model, state_dict=dict(tensors), adapter_name=name).values()
     }
-    return {name for name, value in own.items() if id(value) in saved}
+    return {name for name, value in tensors.items() if id(value) in saved}

@@ -25,15 +25,15 @@ def is_state(x: Any) -> bool:
     """Whether an object is a key-value cache or a layer of one: it holds tensors, and a call changes it."""
     if "transformers.cache_utils" not in sys.modules:
         return False
-    kind: Any = type(x)
+    cls: Any = type(x)
     compiling = torch.compiler.is_compiling()  # Dynamo does not trace a function whose results are remembered.
-    return _is_of_states(kind) if compiling else _remembered(kind)
+    return _is_of_states(cls) if compiling else _remembered(cls)
 
 
-def _is_of_states(kind: type) -> bool:
+def _is_of_states(cls: type) -> bool:
     caches = sys.modules["transformers.cache_utils"]
     names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
-    return any(issubclass(kind, getattr(caches, name)) for name in names if hasattr(caches, name))
+    return any(issubclass(cls, getattr(caches, name)) for name in names if hasattr(caches, name))
 
 
 _remembered = lru_cache(_is_of_states)

@@ -90,7 +90,7 @@ class Generates:
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
         whole = generation_config.output_scores or generation_config.output_logits
-        if not whole and not any(hasattr(one, "model") for one in logits_processor):
+        if not whole and not any(hasattr(processor, "model") for processor in logits_processor):
             LOGITS[self] = "cut"
         return self._decode("_sample", input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
@@ -124,19 +124,19 @@ class Generates:
             is_of_transformers,
         )
 
-        mesh, said = self.mesh, (name, *generation_settings(config, (*processors, *criteria)))
-        expect_alike(said, mesh, "generates with other settings", "the same arguments of generate")
-        given = inputs_as_text({"input_ids": ids, **rest})
-        expect_alike(given, mesh, "generates from other inputs", "the same inputs")
+        mesh, settings = self.mesh, (name, *generation_settings(config, (*processors, *criteria)))
+        expect_alike(settings, mesh, "generates with other settings", "the same arguments of generate")
+        texts = inputs_as_text({"input_ids": ids, **rest})
+        expect_alike(texts, mesh, "generates from other inputs", "the same inputs")
         if config.do_sample:
             follow_first_random_state(mesh)
         criteria[:] = [
-            one if type(one).__name__ in SAME_ON_ALL_RANKS else _FirstRankCriterion(one, mesh) for one in criteria
+            part if type(part).__name__ in SAME_ON_ALL_RANKS else _FirstRankCriterion(part, mesh) for part in criteria
         ]
         loop = getattr(super(), name)
         all_alike = type(processors)(
-            one if is_of_transformers(one) and not holds_function(one) else _FirstRankProcessor(one, mesh)
-            for one in processors
+            part if is_of_transformers(part) and not holds_function(part) else _FirstRankProcessor(part, mesh)
+            for part in processors
         )
         chosen = partial(process_logits, all_alike) if name == "_sample" else all_alike
         return loop(ids, logits_processor=chosen, stopping_criteria=criteria, generation_config=config, **rest)
@@ -174,8 +174,8 @@ class _FirstRankProcessor:
         self.processor, self.mesh = processor, mesh
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        found = agree(self.mesh, lambda: self.processor(input_ids, scores))
-        return broadcast_from_first(found.contiguous(), self.mesh)
+        scores_of_first = agree(self.mesh, lambda: self.processor(input_ids, scores))
+        return broadcast_from_first(scores_of_first.contiguous(), self.mesh)
 
 
 # ---- logits processors
@@ -221,8 +221,8 @@ def process_logits(processors: Any, tokens: Tensor, logits: Any) -> Any:
 
 
 def _apply_processor(processor: Any, tokens: Tensor, scores: Any, logits: Sharded) -> Any:
-    kind = type(processor.processor if isinstance(processor, _FirstRankProcessor) else processor)
-    name = kind.__name__ if kind.__module__ == "transformers.generation.logits_process" else ""
+    processor_class = type(processor.processor if isinstance(processor, _FirstRankProcessor) else processor)
+    name = processor_class.__name__ if processor_class.__module__ == "transformers.generation.logits_process" else ""
     if isinstance(scores, CutScores | FewScores) and name in ADDED + FORCED:
         row = processor(tokens, torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device))
         return scores.added(row) if name in ADDED else scores.forced(row) if row.any() else scores
@@ -230,8 +230,8 @@ def _apply_processor(processor: Any, tokens: Tensor, scores: Any, logits: Sharde
         every = name in AMONG
         return scores.each(lambda row: processor(tokens, row)) if every else processor(tokens, scores.whole())
     if isinstance(scores, CutScores):
-        found = _on_cut_scores(processor, name, tokens, scores)
-        return processor(tokens, scores.whole(logits)) if found is None else found
+        processed = _on_cut_scores(processor, name, tokens, scores)
+        return processor(tokens, scores.whole(logits)) if processed is None else processed
     return processor(tokens, scores)
 
 

@@ -26,12 +26,12 @@ def generation_settings(config: Any, parts: Iterable[Any]) -> list[Any]:
     """
     plain = bool | int | float | str | list | tuple | dict
     settings = sorted((key, repr(value)) for key, value in config.to_dict().items() if isinstance(value, plain))
-    return [settings, [_part(one) for one in parts]]
+    return [settings, [_part(part) for part in parts]]
 
 
-def inputs_as_text(given: Mapping[str, Any]) -> list[str]:
+def inputs_as_text(inputs: Mapping[str, Any]) -> list[str]:
     """Returns a text for each tensor among the inputs of a generation, with a checksum of its values."""
-    return [f"{name} {shown(x)} {checksum(x)}" for name, x in given.items() if type(x) is Tensor]
+    return [f"{name} {shown(x)} {checksum(x)}" for name, x in inputs.items() if type(x) is Tensor]
 
 
 def is_of_transformers(part: Any) -> bool:
@@ -41,12 +41,12 @@ def is_of_transformers(part: Any) -> bool:
 
 def holds_function(part: Any) -> bool:
     """Whether a processor or criterion asks a function of the user's, such as `prefix_allowed_tokens_fn`."""
-    return any(callable(one) and not isinstance(one, nn.Module | type) for one in vars(part).values())
+    return any(callable(attribute) and not isinstance(attribute, nn.Module | type) for attribute in vars(part).values())
 
 
 def _part(part: Any) -> Any:
-    held = sorted(vars(part).items()) if is_of_transformers(part) else []
-    return type(part).__qualname__, [(key, _value(value)) for key, value in held if key not in CLOCKS]
+    attributes = sorted(vars(part).items()) if is_of_transformers(part) else []
+    return type(part).__qualname__, [(key, _value(value)) for key, value in attributes if key not in CLOCKS]
 
 
 def _value(value: Any) -> Any:
@@ -56,6 +56,6 @@ def _value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return sorted((repr(key), repr(_value(inner))) for key, inner in value.items())
     if isinstance(value, list | tuple | set | frozenset):
-        inner = [_value(one) for one in value]
+        inner = [_value(element) for element in value]
         return sorted(inner, key=repr) if isinstance(value, set | frozenset) else inner
     return getattr(value, "__qualname__", None) or shown(value)

@@ -74,8 +74,8 @@ class Transformers(ModelLibrary):
 
     def parameter_adapter(self, model: Any) -> str:
         """Returns the name of a module with an adapter for `target_parameters` of peft; "" if there is none."""
-        kind: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
-        return next((path for path, module in model.named_modules() if isinstance(module, kind)), "")
+        wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
+        return next((path for path, module in model.named_modules() if isinstance(module, wrapper)), "")
 
     def watch_calls(self) -> None:
         """Has accelerate see replicas as its processes, and Trainer save the whole, also if they are imported later."""

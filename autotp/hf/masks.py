@@ -104,7 +104,7 @@ class _OfOthers(TorchFunctionMode):
 def _among(made: list[_Made], x: Any) -> _Made | None:
     """Returns what is known of a mask; None for another tensor."""
     mask = outside_of(x)
-    return next((one for one in made if one.mask is mask), None)
+    return next((record for record in made if record.mask is mask), None)
 
 
 @contextmanager
@@ -117,8 +117,8 @@ def as_on_one_device(exactly: bool, looks: bool) -> Iterator[None]:
         looks: whether it looks at the padding all the same: NOTE [Looks at masks] in `passes/capture/guards/looks.py`.
     """
     masks, attention = sys.modules.get(MASKS), sys.modules.get(ATTENTION)
-    known = masks is not None and all(hasattr(masks, name) for name in (*LEAVES_OUT, "is_tracing"))
-    if not known or not hasattr(attention, "AttentionInterface"):
+    is_known = masks is not None and all(hasattr(masks, name) for name in (*LEAVES_OUT, "is_tracing"))
+    if not is_known or not hasattr(attention, "AttentionInterface"):
         yield
         return
     left_out, made = _Looks(), list[_Made]()
@@ -130,13 +130,13 @@ def as_on_one_device(exactly: bool, looks: bool) -> Iterator[None]:
         stack.enter_context(patch.object(masks, "is_tracing", _unanswered(masks.is_tracing, left_out)))  # type: ignore[union-attr]
         for name, causal in LEAVES_OUT.items():
             real = getattr(masks, name)
-            asked = _looked(masks, real) if looks else _noting(masks, real, causal, left_out)
-            stack.enter_context(patch.object(masks, name, asked))
-        others = stack.enter_context(_OfOthers(made))
+            replacement = _looked(masks, real) if looks else _noting(masks, real, causal, left_out)
+            stack.enter_context(patch.object(masks, name, replacement))
+        mode = stack.enter_context(_OfOthers(made))
         makers = masks.AttentionMaskInterface._global_mapping  # type: ignore[union-attr]
         stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], left_out, made)}))
         readers = attention.AttentionInterface._global_mapping  # type: ignore[union-attr]
-        stack.enter_context(patch.dict(readers, {"sdpa": _reading(readers["sdpa"], others)}))
+        stack.enter_context(patch.dict(readers, {"sdpa": _reading(readers["sdpa"], mode)}))
         try:
             yield
         except Exception as error:  # For example a model's own test of a mask's shape.
@@ -195,29 +195,29 @@ def _making(real: Callable[..., Any], looks: _Looks, made: list[_Made]) -> Calla
     """Returns a function that makes a mask, and notes whether one device may leave it out."""
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
-        if looks.since and isinstance(found, Tensor):
-            made.append(_Made(found, *looks.since[-1]))
+        result = real(*args, **kwargs)
+        if looks.since and isinstance(result, Tensor):
+            made.append(_Made(result, *looks.since[-1]))
         looks.since.clear()
-        return found
+        return result
 
     return mask
 
 
-def _reading(real: Callable[..., Any], others: _OfOthers) -> Callable[..., Any]:
+def _reading(real: Callable[..., Any], mode: _OfOthers) -> Callable[..., Any]:
     """Returns an attention that asks whether a mask is left out, where this makes a difference."""
 
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        known = _among(others.made, attention_mask)
-        if known is not None:
+        record = _among(mode.made, attention_mask)
+        if record is not None:
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
-            if bool(causal) != known.causal and query.shape[2] > 1 and known.left_out():
+            if bool(causal) != record.causal and query.shape[2] > 1 and record.left_out():
                 attention_mask = None
-        others.attends = True
+        mode.attends = True
         try:
             return real(module, query, key, value, attention_mask, *args, **kwargs)
         finally:
-            others.attends = False
+            mode.attends = False
 
     return attention

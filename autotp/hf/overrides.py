@@ -28,21 +28,21 @@ def overrides(original: type) -> tuple[type, ...]:
         ("transformers.modeling_utils", "PreTrainedModel", Saves),
         ("peft.peft_model", "PeftModel", Adapts),
     )
-    classes = ((getattr(sys.modules.get(module), name, None), mine) for module, name, mine in places)
-    return tuple(mine for theirs, mine in classes if theirs is not None and issubclass(original, theirs))
+    classes = ((getattr(sys.modules.get(module), name, None), override) for module, name, override in places)
+    return tuple(override for base, override in classes if base is not None and issubclass(original, base))
 
 
 class Saves:
     """Methods of transformers' models that save, and that switch recomputation."""
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **given: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
         """Saves the whole model by `autotp.save_pretrained`, or a whole state dict by transformers, on the first rank.
 
         Call it on every rank.
 
         Args:
             save_directory: the folder.
-            given: `max_shard_size`, or `state_dict`, that of the model or the whole on the first rank, with any of
+            options: `max_shard_size`, or `state_dict`, that of the model or the whole on the first rank, with any of
                 transformers' options.
 
         Raises:
@@ -54,13 +54,13 @@ class Saves:
             return
         model = cast(nn.Module, self)
         # accelerate's way to save passes these: the first rank writes by itself.
-        rest = {name: x for name, x in given.items() if name not in ("is_main_process", "save_function")}
+        rest = {name: x for name, x in options.items() if name not in ("is_main_process", "save_function")}
         state = rest.pop("state_dict", None)
         if state is not None:
             _save_whole(self, model, save_directory, state, rest)
             return
-        if others := {name for name in rest if rest[name] is not None} - {"max_shard_size"}:
-            names = ", ".join(sorted(others))
+        if refused := {name for name in rest if rest[name] is not None} - {"max_shard_size"}:
+            names = ", ".join(sorted(refused))
             raise Error(
                 f"a parallel model is not saved with {names}",
                 fix="model.save_pretrained(path), on all ranks: it gathers the whole model",
@@ -141,9 +141,9 @@ def _tree_of(model: Any) -> Tree:
     return state.tree
 
 
-def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state: Any, given: Mapping[str, Any]) -> None:
+def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state: Any, rest: Mapping[str, Any]) -> None:
     """Saves a state dict, whole on the first rank, by transformers."""
-    theirs: Any = super(Saves, saves)
+    parent: Any = super(Saves, saves)
     state = whole_for_file(state, model.mesh.everyone)
 
     def write() -> None:
@@ -156,6 +156,6 @@ def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state:
                     f"`{wrong[0]}` is a part in the state dict",
                     fix="state_dict=autotp.full_state_dict(model), which all ranks call",
                 )
-            theirs.save_pretrained(folder, state_dict=state, **given)
+            parent.save_pretrained(folder, state_dict=state, **rest)
 
     on_first_replica(model.mesh, lambda: agree(model.mesh.alone(), write))

@@ -123,17 +123,17 @@ def from_pretrained(
         torch.Size([2, 8, 32])
     """
     size = "" if tp is None else f", tp={tp}"
-    given = {"path": path, "dtype": dtype, "model_class": model_class, "config": config, "strict": strict}
+    arguments = {"path": path, "dtype": dtype, "model_class": model_class, "config": config, "strict": strict}
     settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute, overlap)
-    wanted = ModelArguments(dtype, model_class, config or {}, missing, unexpected)
+    model_arguments = ModelArguments(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout, cp)
-        agree(place, lambda: expect_arguments(from_pretrained, **given))
+        agree(place, lambda: expect_arguments(from_pretrained, **arguments))
         before = fingerprint(Path(path))
-        alike = _same_files(before[1], place)
-        agree(place, lambda: expect_unchanged(Path(path), alike.index(place.everyone.rank), len(alike)))
-        model, sources = agree(place, lambda: _split_sources(_load(Path(path), wanted)))
+        ranks = _same_files(before[1], place)
+        agree(place, lambda: expect_unchanged(Path(path), ranks.index(place.everyone.rank), len(ranks)))
+        model, sources = agree(place, lambda: _split_sources(_load(Path(path), model_arguments)))
         expect_alike(before[0], place, "sees another checkpoint", "the same files")
         if changed := agree(place, lambda: changed_settings(Path(path), SETTINGS)):
             warnings.warn(OTHER_SETTINGS.format(path, _listed(changed)), stacklevel=4)
@@ -185,7 +185,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
             )
         largest = agree(mesh, lambda: parse_size(max_shard_size))
         tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
-        write_checkpoint(folder, tensors, mesh, largest, lambda new: _write_beside(new, parallel), SETTINGS)
+        write_checkpoint(folder, tensors, mesh, largest, lambda target: _write_beside(target, parallel), SETTINGS)
 
     within(f"save_pretrained({type(parallel).__name__}, {path})", lambda: on_first_replica(parallel.mesh, run))
 
@@ -220,18 +220,18 @@ def _unless_replaced(folder: Path, before: Any, run: Callable[[], T]) -> T:
     return result
 
 
-def _load(folder: Path, wanted: ModelArguments) -> nn.Module:
+def _load(folder: Path, arguments: ModelArguments) -> nn.Module:
     """Returns the model that transformers builds from a folder, with lazy parameters and real buffers."""
-    _expect_choices(wanted)
+    _expect_choices(arguments)
     files = stored_tensors(folder)
     _expect_summed(folder, files)
-    config = read_config(folder, wanted)
-    build = class_of(config, wanted, folder)
+    config = read_config(folder, arguments)
+    build = class_of(config, arguments, folder)
     lazies = {name: Lazy(tensor) for name, tensor in files.items()}
-    model, info = _build_model(build, config, lazies, wanted.dtype, StaysOnMeta())
-    _expect_fit(model, info, files, folder, wanted)
+    model, report = _build_model(build, config, lazies, arguments.dtype, StaysOnMeta())
+    _expect_fit(model, report, files, folder, arguments)
     if any(p.is_meta for p in model.parameters()):  # Parameters that no file has: build them with data now.
-        model, _ = _build_model(build, config, lazies, wanted.dtype, nullcontext())
+        model, _ = _build_model(build, config, lazies, arguments.dtype, nullcontext())
     model.config.name_or_path = os.path.abspath(folder)  # `save_pretrained` copies the tokenizer's files from there.
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = read_object(folder / "generation_config.json", type(model.generation_config))
@@ -240,10 +240,10 @@ def _load(folder: Path, wanted: ModelArguments) -> nn.Module:
 
 def _expect_summed(folder: Path, files: Mapping[str, Stored]) -> None:
     """Raises Error if some files have checksums and a file has none: it was not written with the others."""
-    known, used = checksums_in(folder), sorted({tensor.file.name for tensor in files.values()})
-    other = [name for name in used if known and name not in known]
-    if other:
-        raise Error(f"{SIDE_FILE} has no checksums of {other[0]}", at=str(folder), fix=STALE.format(SIDE_FILE))
+    summed, used = checksums_in(folder), sorted({tensor.file.name for tensor in files.values()})
+    unsummed = [name for name in used if summed and name not in summed]
+    if unsummed:
+        raise Error(f"{SIDE_FILE} has no checksums of {unsummed[0]}", at=str(folder), fix=STALE.format(SIDE_FILE))
 
 
 class StaysOnMeta(TorchFunctionMode):
@@ -272,24 +272,24 @@ def _build_model(
     build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the model that transformers builds, and its report about missing and unexpected names."""
-    with offline_and_silent() as said, how:
+    with offline_and_silent() as messages, how:
         try:
-            model, info = build.from_pretrained(
+            model, report = build.from_pretrained(
                 None, config=copy.deepcopy(config), state_dict=dict(lazies), dtype=dtype or "auto",
                 output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
         except Exception as error:
             if getattr(how, "errors", None):
                 raise how.errors[0] from error
-            reasons = re.findall("^Error: (.*)", "\n".join(said), re.MULTILINE)
+            reasons = re.findall("^Error: (.*)", "\n".join(messages), re.MULTILINE)
             facts = {"said": reasons[0]} if reasons else {}
             raise Error(f"{build.__name__} cannot be made of these tensors: {first_line(error)}", **facts) from error
-    return model, info
+    return model, report
 
 
-def lazy_model(folder: Path, wanted: ModelArguments) -> tuple[nn.Module, dict[str, Source]]:
+def lazy_model(folder: Path, arguments: ModelArguments) -> tuple[nn.Module, dict[str, Source]]:
     """Returns the model of a folder with its parameters on meta, and parameter name -> source."""
-    return _split_sources(_load(folder, wanted))
+    return _split_sources(_load(folder, arguments))
 
 
 def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
@@ -313,25 +313,25 @@ def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
     return model, sources
 
 
-def _expect_choices(wanted: ModelArguments) -> None:
+def _expect_choices(arguments: ModelArguments) -> None:
     for name, values in (("missing", ("error", "init")), ("unexpected", ("error", "ignore"))):
-        if getattr(wanted, name) not in values:
-            raise Error(f"{name}={getattr(wanted, name)!r}", expected=" or ".join(map(repr, values)))
+        if getattr(arguments, name) not in values:
+            raise Error(f"{name}={getattr(arguments, name)!r}", expected=" or ".join(map(repr, values)))
 
 
 def _expect_fit(
-    model: nn.Module, info: Mapping[str, Any], files: Mapping[str, Stored], folder: Path, wanted: ModelArguments
+    model: nn.Module, report: Mapping[str, Any], files: Mapping[str, Stored], folder: Path, arguments: ModelArguments
 ) -> None:
     """Raises Error if shapes are not the model's, or names are not and the arguments do not allow it."""
     facts: dict[str, str] = {}
-    if info["missing_keys"] and wanted.missing == "error":
-        facts["missing"] = _listed(f"`{name}`" for name in sorted(info["missing_keys"]))
-    if info["unexpected_keys"] and wanted.unexpected == "error":
-        facts["too much"] = _listed(f"`{name}`{_in_file(name, files)}" for name in sorted(info["unexpected_keys"]))
-    if info["mismatched_keys"]:
+    if report["missing_keys"] and arguments.missing == "error":
+        facts["missing"] = _listed(f"`{name}`" for name in sorted(report["missing_keys"]))
+    if report["unexpected_keys"] and arguments.unexpected == "error":
+        facts["too much"] = _listed(f"`{name}`{_in_file(name, files)}" for name in sorted(report["unexpected_keys"]))
+    if report["mismatched_keys"]:
         facts["shape"] = _listed(
-            f"`{name}` is {list(theirs)}{_in_file(name, files)}, and {list(ours)} in the model"
-            for name, theirs, ours in sorted(info["mismatched_keys"])
+            f"`{name}` is {list(saved_shape)}{_in_file(name, files)}, and {list(model_shape)} in the model"
+            for name, saved_shape, model_shape in sorted(report["mismatched_keys"])
         )
     if not facts:
         return
@@ -340,16 +340,16 @@ def _expect_fit(
         "too much": 'unexpected="ignore", which leaves them out',
         "shape": "the configuration that the tensors were saved with",
     }
-    remedy = "; ".join(remedies[kind] for kind in facts)
+    remedy = "; ".join(remedies[problem] for problem in facts)
     raise Error(f"the tensors are not those of {type(model).__name__}", **facts, at=str(folder), fix=remedy)
 
 
 def _in_file(name: str, files: Mapping[str, Stored]) -> str:
     """Returns " in FILE" for a tensor; the name in the file may lack the first part of the name, or have one more."""
-    found = [
+    files_with_tensor = [
         t.file.name for key, t in files.items() if name == key or name.endswith(f".{key}") or key.endswith(f".{name}")
     ]
-    return f" in {found[0]}" if found else ""
+    return f" in {files_with_tensor[0]}" if files_with_tensor else ""
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -372,12 +372,12 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
         )
     # Without the warnings about local parts: transformers reads only names and storages here.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        held = parallel.state_dict(keep_vars=True)
-        names = remove_tied_weights_from_state_dict(dict(held), parallel)
+        state = parallel.state_dict(keep_vars=True)
+        names = remove_tied_weights_from_state_dict(dict(state), parallel)
         left_out = set(parallel._keys_to_ignore_on_save or ())
         whole = {
             name: Lazy(
-                GatheredTensor(held[name], parallel.layout_of(name) or Layout(tuple(held[name].shape)), parallel.mesh)
+                GatheredTensor(state[name], parallel.layout_of(name) or Layout(tuple(state[name].shape)), parallel.mesh)
             )
             for name in names
             if name not in left_out
@@ -406,5 +406,5 @@ def _error_if_unwritable(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        said = " ".join(str(error).split())
-        raise Error(f"model.{name} cannot be written: {said}", fix=f"change model.{name}") from error
+        reason = " ".join(str(error).split())
+        raise Error(f"model.{name} cannot be written: {reason}", fix=f"change model.{name}") from error

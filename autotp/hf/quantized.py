@@ -22,13 +22,13 @@ PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def quantized_weight(model: nn.Module) -> str:
     """Returns the name of the first quantized weight of a model and who quantized it, as text; "" if there is none."""
     for path, module in model.named_modules():
-        held = {**module._parameters, **module._buffers}
-        for key, tensor in held.items():
+        tensors = {**module._parameters, **module._buffers}
+        for key, tensor in tensors.items():
             if tensor is not None and (tensor.is_quantized or _library_of(type(tensor))):
                 name = f"{path}.{key}" if path else key
                 return f"`{name}` is quantized by {_library_of(type(tensor)) or 'torch'} (a {type(tensor).__name__})"
         library = _library_of(type(module))
-        if library and (library == "torch.ao" or any(_is_packed(tensor) for tensor in held.values())):
+        if library and (library == "torch.ao" or any(_is_packed(tensor) for tensor in tensors.values())):
             return f"`{path}` is quantized by {library} (a {type(module).__name__})"
     return ""
 
@@ -37,10 +37,10 @@ def _is_packed(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.dtype not in PLAIN
 
 
-def _library_of(kind: type) -> str:
+def _library_of(cls: type) -> str:
     """Returns the name of the library that defines a class of modules or tensors, or one that it is derived from.
 
     A mixin says nothing: each model of transformers has one of `transformers.integrations`, for adapters.
     """
-    packages = [f"{base.__module__}." for base in kind.__mro__ if issubclass(base, (nn.Module, Tensor))]
-    return next((name for start, name in LIBRARIES.items() if any(it.startswith(f"{start}.") for it in packages)), "")
+    packages = [f"{base.__module__}." for base in cls.__mro__ if issubclass(base, (nn.Module, Tensor))]
+    return next((name for start, name in LIBRARIES.items() if any(x.startswith(f"{start}.") for x in packages)), "")

@@ -87,8 +87,8 @@ class CutScores(Scores):
     def drawn(self) -> Tensor:
         """Draws a column of each row; scores are logarithms of probabilities, up to a constant: [batch]"""
         noise = torch.empty(len(self.values), self.width, dtype=self.values.dtype, device=self.values.device)
-        mine = noise.exponential_(1)[:, self.places]
-        return self._largest(self.values.double() - mine.double().log())
+        noise_of_columns = noise.exponential_(1)[:, self.places]
+        return self._largest(self.values.double() - noise_of_columns.double().log())
 
     def _largest(self, keys: Tensor) -> Tensor:
         best = self._top(keys, 1)
@@ -101,11 +101,11 @@ class CutScores(Scores):
 
         A rank with fewer keys fills up with -inf in column `width`.
         """
-        held = min(count, keys.shape[1])
+        n = min(count, keys.shape[1])
         pairs = torch.full((len(keys), count, 2), float(self.width), dtype=torch.float64, device=keys.device)
         pairs[..., 0] = EXCLUDED
-        values, at = (keys.max(-1, keepdim=True) if count == 1 else keys.topk(held)) if held else (keys, keys.long())
-        pairs[:, :held, 0], pairs[:, :held, 1] = values.double(), self.places[at].double()
+        values, index = (keys.max(-1, keepdim=True) if count == 1 else keys.topk(n)) if n else (keys, keys.long())
+        pairs[:, :n, 0], pairs[:, :n, 1] = values.double(), self.places[index].double()
         if self.mesh.size == 1 or self.mesh.group is None:
             return pairs
         every = communicate("all_gather_into_tensor", pairs, self.mesh.size, self.mesh.group)
@@ -118,13 +118,13 @@ class CutScores(Scores):
         """
         count = min(count, self.width)
         sent = self._top(self.values, count + 1)
-        least = sent[..., 0].topk(count).values[:, -1:]
+        bound = sent[..., 0].topk(count).values[:, -1:]
         rest = sent[..., 0].unflatten(1, (-1, count + 1))[:, :, -1]  # A rank's other scores are not larger.
-        if ((rest >= least) & (rest > EXCLUDED)).any():
+        if ((rest >= bound) & (rest > EXCLUDED)).any():
             return None
         order = sent[..., 1].argsort(-1)
         values, places = (sent[..., i].gather(1, order) for i in (0, 1))
-        return FewScores(values.masked_fill(values < least, EXCLUDED).to(self.values.dtype), places.long(), self.width)
+        return FewScores(values.masked_fill(values < bound, EXCLUDED).to(self.values.dtype), places.long(), self.width)
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ class PageAxes:
 
     def touched(self, *axes: Axis | None) -> list[int]:
         """Returns the numbers of all leaves of these axes."""
-        found = {self.number(leaf) for axis in axes if axis is not None for leaf in _parts(axis)}
-        return sorted(n for n in found if n is not None)
+        numbers = {self.number(leaf) for axis in axes if axis is not None for leaf in _parts(axis)}
+        return sorted(n for n in numbers if n is not None)
 
     def data(self) -> list[dict[str, Any]]:
         """Returns the axes: label, size, and whether they are cut."""
@@ -78,15 +78,15 @@ class PageAxes:
         name, size = self._names.get(id(leaf), ""), self._text(leaf.size)
         for count in itertools.count(1):
             label = (name or f"axis of {size}") + (f" #{count}" if count > 1 else "")
-            known = next((axis for axis in self._found if axis["label"] == label), None)
+            entry = next((axis for axis in self._found if axis["label"] == label), None)
             free = not {(label, self.block), (label, "")} & self._taken
-            if known is None or (free and known["size"] == size):
+            if entry is None or (free and entry["size"] == size):
                 break
         self._taken.add((label, self.block))
-        if known is None:
-            known = {"number": len(self._found), "label": label, "size": size, "cut": False}
-            self._found.append({**known, "length": self._subject.length(leaf.size)})
-        return int(known["number"])
+        if entry is None:
+            entry = {"number": len(self._found), "label": label, "size": size, "cut": False}
+            self._found.append({**entry, "length": self._subject.length(leaf.size)})
+        return int(entry["number"])
 
     def _cells(self, axis: Axis, cut: Axis | None) -> Iterator[dict[str, Any]]:
         axis = find(axis)
@@ -133,40 +133,40 @@ def symbol_names(subject: Subject) -> dict[str, str]:
 
 def axis_names(subject: Subject) -> dict[int, str]:
     """Returns the id of a leaf axis -> its name: batch, sequence, hidden, heads, kv heads, head size, width, vocab."""
-    program, found = subject.program, dict[int, str]()
+    program, names = subject.program, dict[int, str]()
     for candidate in sorted(program.candidates, key=lambda c: len(c.parameters)):
-        found[id(find(candidate.leaf))] = candidate.name.replace("_", " ")
+        names[id(find(candidate.leaf))] = candidate.name.replace("_", " ")
     hubs = [c for c in program.candidates if c.hub]
     if hubs:
-        found[id(find(max(hubs, key=lambda c: len(c.parameters)).leaf))] = "hidden"
+        names[id(find(max(hubs, key=lambda c: len(c.parameters)).leaf))] = "hidden"
     symbols = symbol_names(subject)
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder" and n in program.axes.dims]
     for node in placeholders:
         for axis in program.axes.of(node):
             leaf = find(axis)
             if leaf.kind == "leaf" and len(leaf.size.symbols) == 1 and leaf.size.number == 1:
-                found.setdefault(id(leaf), symbols.get(leaf.size.symbols[0], ""))
-            found.update(_head_sizes(axis, found))
-    return found | _groups(program.candidates, placeholders, program)
+                names.setdefault(id(leaf), symbols.get(leaf.size.symbols[0], ""))
+            names.update(_head_sizes(axis, names))
+    return names | _groups(program.candidates, placeholders, program)
 
 
 def _head_sizes(axis: Axis, names: dict[int, str]) -> dict[int, str]:
     """Returns the names of the leaves behind heads in a product."""
-    axis, found = find(axis), dict[int, str]()
+    axis, inner = find(axis), dict[int, str]()
     inside = [[names.get(id(leaf), "") for leaf in leaves(part)] for part in axis.parts]
     for i, part in enumerate(axis.parts):
         if axis.kind == "product" and any("heads" in inside[k] for k in range(i)) and "heads" not in inside[i]:
-            found |= {id(leaf): "head size" for leaf in leaves(part)}
-        found |= _head_sizes(part, names)
-    return found
+            inner |= {id(leaf): "head size" for leaf in leaves(part)}
+        inner |= _head_sizes(part, names)
+    return inner
 
 
 def _groups(candidates: Sequence[Candidate], placeholders: Sequence[fx.Node], program: Any) -> dict[int, str]:
     """Returns the names of heads that are a product: key/value heads, and the queries of each."""
-    heads, found = {id(find(c.leaf)) for c in candidates if c.name == "heads"}, dict[int, str]()
+    heads, names = {id(find(c.leaf)) for c in candidates if c.name == "heads"}, dict[int, str]()
     for node in placeholders:
         for axis in program.axes.of(node):
-            both = [leaf for leaf in leaves(axis) if id(leaf) in heads]
-            if len(both) == 2 and both[0] is not both[1] and find(axis).kind == "product":
-                found |= {id(both[0]): "kv heads", id(both[1]): "queries of a kv head"}
-    return found
+            factors = [leaf for leaf in leaves(axis) if id(leaf) in heads]
+            if len(factors) == 2 and factors[0] is not factors[1] and find(axis).kind == "product":
+                names |= {id(factors[0]): "kv heads", id(factors[1]): "queries of a kv head"}
+    return names

@@ -37,40 +37,42 @@ def block_data(subject: Subject, axes: PageAxes) -> list[dict[str, Any]]:
 
     Layers without a gradient, such as positions and masks, are left out.
     """
-    regions, found = regions_of(subject), list[dict[str, Any]]()
+    regions, entries = regions_of(subject), list[dict[str, Any]]()
     for block, nodes in regions:
         like = [name for name, captured in subject.order if captured == block]
         axes.block = block
         rows = [row for row in _rows(nodes, block, subject, axes) if row["learns"] or row["kind"] == "sent"]
-        known = next((one for one in found if block and one["block"] and _text(one["rows"]) == _text(rows)), None)
-        if known is not None:
-            known["names"] += like
+        twin = next(
+            (entry for entry in entries if block and entry["block"] and _text(entry["rows"]) == _text(rows)), None
+        )
+        if twin is not None:
+            twin["names"] += like
         elif rows:
-            found.append(
-                {"block": block, "names": like, "rows": rows, "before": not any(one["block"] for one in found)}
+            entries.append(
+                {"block": block, "names": like, "rows": rows, "before": not any(entry["block"] for entry in entries)}
             )
     axes.block = ""
-    for one in found:
-        one["count"] = len(one["names"])
-        one["totals"] = _totals(one["rows"])
-    return found
+    for entry in entries:
+        entry["count"] = len(entry["names"])
+        entry["totals"] = _totals(entry["rows"])
+    return entries
 
 
 def regions_of(subject: Subject) -> list[tuple[str, list[fx.Node]]]:
     """Returns the operators before, in and behind blocks, each with the block's name, or ""."""
-    found: list[tuple[str, list[fx.Node]]] = []
+    regions: list[tuple[str, list[fx.Node]]] = []
     last = max((i for i, n in enumerate(subject.graph.nodes) if block_of(n)), default=-1)
-    before, behind = list[fx.Node](), list[fx.Node]()
+    before, after = list[fx.Node](), list[fx.Node]()
     blocks: dict[str, list[fx.Node]] = {}
     for i, node in enumerate(subject.graph.nodes):
         if node.op == "call_function" and subject.types.get(node):
             block = _home(node)
-            home = blocks.setdefault(block, []) if block else before if i < last else behind
+            home = blocks.setdefault(block, []) if block else before if i < last else after
             home.append(node)
-    found.append(("", before))
-    found.extend(blocks.items())
-    found.append(("", behind))
-    return found
+    regions.append(("", before))
+    regions.extend(blocks.items())
+    regions.append(("", after))
+    return regions
 
 
 def _home(node: fx.Node) -> str:
@@ -122,7 +124,7 @@ def is_conjugate(node: fx.Node) -> bool:
 
 def weights_of(node: fx.Node, subject: Subject, axes: PageAxes, block: str) -> list[dict[str, Any]]:
     """Returns the parameters that a node reads, also through a conjugate: name in the block, and shape."""
-    found = []
+    weights = []
     for read in node.all_input_nodes:
         while read.op == "call_function" and (is_conjugate(read) or read.target is operator.getitem):
             place: Any = read.args[1] if read.target is operator.getitem else 0
@@ -130,8 +132,8 @@ def weights_of(node: fx.Node, subject: Subject, axes: PageAxes, block: str) -> l
             read = source.all_input_nodes[place] if is_conjugate(source) else source
         if read.name in subject.names and read in subject.types:
             name = subject.names[read.name].removeprefix(f"{block}.")
-            found.append({"name": name, "value": axes.shape(subject.types[read][0])})
-    return found
+            weights.append({"name": name, "value": axes.shape(subject.types[read][0])})
+    return weights
 
 
 def sent_row(node: fx.Node, subject: Subject, axes: PageAxes) -> dict[str, Any]:
@@ -169,12 +171,12 @@ def bytes_of(typed: Typed, subject: Subject) -> int:
 
 def _totals(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the number of collectives and their bytes, forward and backward."""
-    found = {}
+    totals = {}
     for side in ("forward", "backward"):
         sends = [row for row in rows if row["kind"] == "sent" and row[side]]
-        kinds = {kind: sum(row[side] == kind for row in sends) for kind in sorted({row[side] for row in sends})}
-        found[side] = {"kinds": kinds, "bytes": sum(row["bytes"] for row in sends)}
-    return found
+        kinds = {name: sum(row[side] == name for row in sends) for name in sorted({row[side] for row in sends})}
+        totals[side] = {"kinds": kinds, "bytes": sum(row["bytes"] for row in sends)}
+    return totals
 
 
 def _text(rows: Sequence[dict[str, Any]]) -> list[Any]:

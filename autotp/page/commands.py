@@ -22,9 +22,9 @@ def python_line(subject: Subject) -> str:
     options = subject.program.options
     along = f", cp={options.cp}" * (options.cp > 1) + ", sequence_parallel=True" * options.sequence_parallel
     if (mesh := subject.mesh) is not None:
-        given = f"tp={mesh.tp}, pp={mesh.pp}, dp={mesh.dp}{along}, microbatches={mesh.microbatches}"
-        given += f', schedule="{mesh.schedule}"' * (mesh.schedule != "1F1B")
-        given += f", interleave={mesh.interleave}" * (mesh.interleave is not None)
-        given += f", zero={mesh.zero}" * bool(mesh.zero)
-        return f"trainer = autotp.distribute(model, {given})"
+        arguments = f"tp={mesh.tp}, pp={mesh.pp}, dp={mesh.dp}{along}, microbatches={mesh.microbatches}"
+        arguments += f', schedule="{mesh.schedule}"' * (mesh.schedule != "1F1B")
+        arguments += f", interleave={mesh.interleave}" * (mesh.interleave is not None)
+        arguments += f", zero={mesh.zero}" * bool(mesh.zero)
+        return f"trainer = autotp.distribute(model, {arguments})"
     return f"model = autotp.parallelize(model, tp={subject.program.tp}{along})"

@@ -49,10 +49,10 @@ def difference_data(report: Report, blame: Blame | None) -> dict[str, Any]:
 
 def _row(name: str, errors: Mapping[str, float | None], report: Report) -> dict[str, Any]:
     """Returns a name with its errors as texts, the bar of the worst one, and whether all are within the tolerance."""
-    found = [error for error in errors.values() if error is not None]
+    numbers = [error for error in errors.values() if error is not None]
     texts = {label: "" if error is None else f"{error:.1e}" for label, error in errors.items()}
-    ok = all(error <= report.tolerance for error in found)
-    return {"name": name, **texts, "bar": max(map(_bar, found)), "ok": ok, "role": ""}
+    ok = all(error <= report.tolerance for error in numbers)
+    return {"name": name, **texts, "bar": max(map(_bar, numbers)), "ok": ok, "role": ""}
 
 
 def _bar(error: float) -> float:
@@ -70,12 +70,12 @@ def _roles(blame: Blame | None) -> dict[str, str]:
 
 def _guilty(blame: Blame) -> list[dict[str, str]]:
     """Returns what a difference comes from: rows of what it is, and its name."""
-    first, *others = blame.weights or ("none: the difference stays when nothing is cut",)
+    first, *rest = blame.weights or ("none: the difference stays when nothing is cut",)
     rows = [
         ("guilty weight", first),
-        *[("cut with it", f"{', '.join(others)} ({blame.why})")] * bool(others),
+        *[("cut with it", f"{', '.join(rest)} ({blame.why})")] * bool(rest),
         ("guilty pass", ", ".join(blame.passes) or "none that can be left out"),
         ("guilty rule", blame.rule or "none"),
         ("found by", f"{blame.trials} comparisons"),
     ]
-    return [{"what": what, "name": name} for what, name in rows]
+    return [{"what": label, "name": name} for label, name in rows]

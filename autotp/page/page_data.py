@@ -34,7 +34,7 @@ STRONG, QUIET = 7, 6
 
 
 def page_data(
-    found: Plan | Estimate | Search | Report, proof: Report | None = None, blame: Blame | None = None
+    result: Plan | Estimate | Search | Report, proof: Report | None = None, blame: Blame | None = None
 ) -> dict[str, Any]:
     """Returns the data of the page of a result; of a search that of its best layout, and why others lost.
 
@@ -45,7 +45,7 @@ def page_data(
     Raises:
         Error: the result was not made by autotp in this process, or the proof is of another layout.
     """
-    subject, compared = subject_of(found), found if isinstance(found, Report) else None
+    subject, compared = subject_of(result), result if isinstance(result, Report) else None
     axes, estimate = PageAxes(subject), subject.estimate
     blocks = block_data(subject, axes)
     source, ranks = source_data(subject, axes, blocks), rank_data(subject, axes, blocks)
@@ -69,8 +69,8 @@ def page_data(
         "whole": whole_data(subject),
         "torchrun": torchrun_line(subject),
         "python": python_line(subject),
-        "lost": [vars(lost) for lost in found.lost] if isinstance(found, Search) else [],
-        "others": [est.summary() for est in found.best[1:]] if isinstance(found, Search) else [],
+        "lost": [vars(lost) for lost in result.lost] if isinstance(result, Search) else [],
+        "others": [est.summary() for est in result.best[1:]] if isinstance(result, Search) else [],
     }
 
 
@@ -81,12 +81,12 @@ def _coloured(axes: list[dict[str, Any]], weighted: Collection[int]) -> list[dic
         weighted: the axes of parameters: these and batch and sequence are listed on top of the page.
     """
     cut, whole = itertools.count(), itertools.count()
-    found = []
+    coloured = []
     for axis in axes:
         listed = axis["number"] in weighted or axis["cut"] or axis["label"] in LETTERS
         colour = f"c{next(cut) % STRONG}" if axis["cut"] else f"q{next(whole) % QUIET}" if listed else "q0"
-        found.append({**axis, "listed": listed, "colour": colour})
-    return found
+        coloured.append({**axis, "listed": listed, "colour": colour})
+    return coloured
 
 
 def _title(subject: Subject) -> str:
@@ -132,11 +132,11 @@ def _savings(estimate: Estimate) -> list[dict[str, Any]]:
 def _memory(estimate: Estimate) -> dict[str, Any]:
     fullest, ranks = max(estimate.memory, key=lambda rank: rank.total), len(estimate.memory)
     some = {round(i * (ranks - 1) / (BARS - 1)) for i in range(BARS)}
-    kinds = [kind for kind in fullest.kinds if any(vars(rank)[kind] for rank in estimate.memory)]
+    kinds = [category for category in fullest.kinds if any(vars(rank)[category] for rank in estimate.memory)]
     return {
         "ranks": sorted(some if ranks > BARS else range(ranks)),
         "fits": estimate.fits, "reserved": fullest.reserved, "limit": estimate.device.memory,
-        "kinds": kinds, "errors": [memory_bar(kind, estimate.device.is_gpu) for kind in kinds],
+        "kinds": kinds, "errors": [memory_bar(category, estimate.device.is_gpu) for category in kinds],
     }  # fmt: skip
 
 

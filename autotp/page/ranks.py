@@ -24,7 +24,7 @@ def rank_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any]]
     """
     estimate = subject.estimate
     layout = None if estimate is None else estimate.layout
-    parameters = _parameters(subject, axes, {one["block"] for one in blocks} | {""})
+    parameters = _parameters(subject, axes, {block["block"] for block in blocks} | {""})
     return {
         "tp": subject.program.tp,
         "cp": subject.program.options.cp,
@@ -42,25 +42,25 @@ def rank_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any]]
 def _parameters(subject: Subject, axes: PageAxes, drawn: Collection[str]) -> list[dict[str, Any]]:
     """Returns the parameters of the drawn blocks, and those outside of blocks, with what each rank holds."""
     nodes = {subject.names[n.name]: n for n in subject.graph.nodes if n.name in subject.names}
-    captured, found = {like for _, like in subject.order}, []
+    captured, rows = {like for _, like in subject.order}, []
     for name, layout in subject.program.layouts.items():
         block = block_in(name) if block_in(name) in captured else ""
         if block not in drawn or name not in nodes or nodes[name] not in subject.types:
             continue
         axes.block = block
         value = axes.shape(subject.types[nodes[name]][0])
-        shown, size = name.removeprefix(f"{block}."), _itemsize(subject, name)
+        short, size = name.removeprefix(f"{block}."), _itemsize(subject, name)
         shares = _shares(layout, subject.program.tp)
-        found.append({"name": shown, "block": block, "value": value, "itemsize": size, **shares})
+        rows.append({"name": short, "block": block, "value": value, "itemsize": size, **shares})
     axes.block = ""
-    return found
+    return rows
 
 
 def _itemsize(subject: Subject, name: str) -> int:
     """Returns the bytes of an element of a parameter, in the model's own dtype."""
     if subject.estimate is not None:
-        known = subject.estimate.source.model.parameters
-        return next((p.itemsize for key, p in known.items() if key == name), 4)
+        parameters = subject.estimate.source.model.parameters
+        return next((p.itemsize for key, p in parameters.items() if key == name), 4)
     place = next(place for place, key in subject.names.items() if key == name)
     return next(n.meta["val"].dtype.itemsize for n in subject.graph.nodes if n.name == place)
 
@@ -68,9 +68,9 @@ def _itemsize(subject: Subject, name: str) -> int:
 def _shares(layout: Layout, tp: int) -> dict[str, Any]:
     """Returns the shape and the elements that each rank holds; one entry where all are alike."""
     shapes = [list(map(int, layout.local_shape(rank))) for rank in range(tp)]
-    alike = all(shape == shapes[0] for shape in shapes)
-    kept = shapes[:1] if alike else shapes
-    return {"shapes": kept, "elements": [_count(shape) for shape in kept], "whole": list(map(int, layout.shape))}
+    is_even = all(shape == shapes[0] for shape in shapes)
+    listed = shapes[:1] if is_even else shapes
+    return {"shapes": listed, "elements": [_count(shape) for shape in listed], "whole": list(map(int, layout.shape))}
 
 
 def _count(shape: list[int]) -> int:
@@ -83,22 +83,22 @@ def _count(shape: list[int]) -> int:
 def _stages(subject: Subject, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns for each pipeline rank its blocks, its parameters outside of blocks, and its memory in bytes by kind."""
     estimate = subject.estimate
-    kind_of = {name: one["block"] for one in blocks for name in one["names"]}
+    kind_of = {name: block["block"] for block in blocks for name in block["names"]}
     if estimate is None:
         names, captured = [name for name, _ in subject.order], {like for _, like in subject.order}
         outside = [name for name in subject.program.layouts if block_in(name) not in captured]
         return [{"rank": 0, **_held(names, kind_of), "outside": outside, "memory": {}}]
     pieces = {piece.name: piece for piece in estimate.source.pieces(estimate.layout.micro_batch).pieces}
-    found = []
+    rows = []
     for rank, memory in enumerate(estimate.memory):
-        names = [n for home, own in zip(estimate.homes, estimate.stages, strict=True) if home == rank for n in own]
+        names = [n for home, stage in zip(estimate.homes, estimate.stages, strict=True) if home == rank for n in stage]
         outside = [p for n in names for p in pieces[n].parameters if not n or not p.startswith(f"{n}.")]
-        kinds = {kind: round(size) for kind, size in memory.kinds.items() if size}
-        found.append({
+        kinds = {category: round(size) for category, size in memory.kinds.items() if size}
+        rows.append({
             "rank": rank, **_held(names, kind_of), "outside": list(dict.fromkeys(outside)), "memory": kinds,
             "total": round(memory.total), "reserved": round(memory.reserved),
         })  # fmt: skip
-    return found
+    return rows
 
 
 def _held(names: Sequence[str], kind_of: Mapping[str, str]) -> dict[str, Any]:

@@ -107,9 +107,9 @@ def save_trace(estimate: Estimate, path: str | os.PathLike[str]) -> None:
 
 def page_text(data: dict[str, Any]) -> str:
     """Returns the page of what `page_data` returned."""
-    shown = {"ranks": data["ranks"], "timeline": data["timeline"] and _packed(data["timeline"])}
-    shown["kinds"] = data["memory"]["kinds"] if data["memory"] else []
-    return _rendered("page.html.jinja", d=data, shown=shown, js=Markup(_file("page.js")))
+    script_data = {"ranks": data["ranks"], "timeline": data["timeline"] and _packed(data["timeline"])}
+    script_data["kinds"] = data["memory"]["kinds"] if data["memory"] else []
+    return _rendered("page.html.jinja", d=data, shown=script_data, js=Markup(_file("page.js")))
 
 
 def sheets_text(sheets: Sequence[Sheet]) -> str:
@@ -118,11 +118,11 @@ def sheets_text(sheets: Sequence[Sheet]) -> str:
     return _rendered("sheets.html.jinja", title=sheets[0].title, version=autotp.__version__, parts=parts)
 
 
-def _rendered(template: str, **given: Any) -> str:
+def _rendered(template: str, **variables: Any) -> str:
     """Returns a page of a template of this folder, in the style of all pages."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(bytes=bytes_text, gib=lambda size: f"{size / GIB:.1f}")
-    return environment.from_string(_file(template)).render(css=Markup(_file("page.css")), **given)
+    return environment.from_string(_file(template)).render(css=Markup(_file("page.css")), **variables)
 
 
 def _file(name: str) -> str:
@@ -136,20 +136,20 @@ def _packed(timeline: dict[str, Any]) -> dict[str, Any]:
 
 def _write(path: Path, text: str) -> None:
     """Writes a file under another name, and renames it."""
-    new = ""
+    temporary = ""
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=".autotp-", delete=False
         ) as file:
-            new = file.name
+            temporary = file.name
             file.write(text)
-        os.chmod(new, 0o666 & ~_umask())
-        os.replace(new, path)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
     except OSError as error:
         raise Error(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
-        if new and os.path.exists(new):
-            os.unlink(new)
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
 
 
 def _umask() -> int:

@@ -33,7 +33,7 @@ def source_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any
     Args:
         blocks: what `block_data` returned: of alike blocks, one is shown.
     """
-    drawn = {one["block"] for one in blocks} | {""}
+    drawn = {data["block"] for data in blocks} | {""}
     lines: dict[tuple[str, int], Line] = {}
     for block, nodes in regions_of(subject):
         if block in drawn:
@@ -41,14 +41,14 @@ def source_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any
             for node in nodes:
                 _note(node, lines, subject, axes, block)
     axes.block = ""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    functions: dict[tuple[str, int], dict[str, Any]] = {}
     for path, number in lines:
         function = _function(path, number)
         key = path, function["first"]
-        found.setdefault(key, {"file": os.path.basename(path), **function})
+        functions.setdefault(key, {"file": os.path.basename(path), **function})
     made = Counter(path for path, _ in lines)
-    order = sorted(found.items(), key=lambda item: (-made[item[0][0]], item[0]))
-    return [_with_lines(path, each, lines) for (path, _), each in order]
+    order = sorted(functions.items(), key=lambda item: (-made[item[0][0]], item[0]))
+    return [_with_lines(path, details, lines) for (path, _), details in order]
 
 
 def _note(node: fx.Node, lines: dict[tuple[str, int], Line], subject: Subject, axes: PageAxes, block: str) -> None:
@@ -79,9 +79,9 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
         yield from _readers(user) if is_conjugate(user) else (user,)
 
 
-def _add(found: list[Any], one: Any) -> None:
-    if one not in found:
-        found.append(one)
+def _add(rows: list[Any], row: Any) -> None:
+    if row not in rows:
+        rows.append(row)
 
 
 def _function(path: str, number: int) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def _function(path: str, number: int) -> dict[str, Any]:
     while stack:
         node, name = stack.pop()
         for child in ast.iter_child_nodes(node):
-            own = getattr(child, "name", "")
-            inside = f"{name}.{own}".strip(".") if isinstance(own, str) and own else name
+            name_of_child = getattr(child, "name", "")
+            inside = f"{name}.{name_of_child}".strip(".") if isinstance(name_of_child, str) and name_of_child else name
             stack.append((child, inside))
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 first, last = child.lineno, child.end_lineno or 0
@@ -127,7 +127,7 @@ def _with_lines(path: str, function: dict[str, Any], lines: dict[tuple[str, int]
     numbers = [n for n in range(first, last + 1) if not start <= n <= stop]
     made = [n for n in numbers if (path, n) in lines]
     if len(numbers) > LONGEST:
-        numbers = [n for n in numbers if n == first or any(abs(n - other) <= 2 for other in made)]
+        numbers = [n for n in numbers if n == first or any(abs(n - computing) <= 2 for computing in made)]
     rows = [_row(path, n, lines.get((path, n))) for n in numbers]
     while rows and not rows[-1]["text"].strip():
         rows.pop()
@@ -137,12 +137,12 @@ def _with_lines(path: str, function: dict[str, Any], lines: dict[tuple[str, int]
     return {"file": function["file"], "name": function["name"], "lines": rows}
 
 
-def _row(path: str, number: int, found: Line | None) -> dict[str, Any]:
+def _row(path: str, number: int, line: Line | None) -> dict[str, Any]:
     """Returns a line with what it makes; a line whose values stay on it shows the last."""
-    found = found or {"values": [], "weights": [], "sent": []}
-    values = found["values"] or found.get("inner", [])
-    touched = {n for one in (*values, *(w["value"] for w in found["weights"]), *found["sent"]) for n in one["axes"]}
+    line = line or {"values": [], "weights": [], "sent": []}
+    values = line["values"] or line.get("inner", [])
+    touched = {n for value in (*values, *(w["value"] for w in line["weights"]), *line["sent"]) for n in value["axes"]}
     return {
         "number": number, "text": linecache.getline(path, number).rstrip("\n"), "values": values[:VALUES],
-        "weights": found["weights"], "sent": found["sent"], "axes": sorted(touched),
+        "weights": line["weights"], "sent": line["sent"], "axes": sorted(touched),
     }  # fmt: skip

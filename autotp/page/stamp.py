@@ -67,23 +67,23 @@ def _open(subject: Subject, report: Report | None = None) -> list[str]:
     """Returns what was not proved."""
     layout = None if subject.estimate is None else subject.estimate.layout
     mesh = None if report is None else report.mesh
-    found = []
+    gaps = []
     if report is None or not report.gradients:
-        found.append("The numbers. autotp verify compares a model that has values with one device, in float64.")
+        gaps.append("The numbers. autotp verify compares a model that has values with one device, in float64.")
     if subject.program.options.cp > 1 and mesh is None:
-        found.append("The graphs of the other parts of a sequence: autotp verify proves those of all.")
+        gaps.append("The graphs of the other parts of a sequence: autotp verify proves those of all.")
     if layout is not None and layout.pp > 1 and mesh is None:
-        found.append("What stages send each other, and the order of the schedule: autotp verify proves them.")
+        gaps.append("What stages send each other, and the order of the schedule: autotp verify proves them.")
     if layout is not None and layout.dp > 1 and mesh is None:
-        found.append("The sums of gradients over replicas: autotp verify proves that they are those of the batch.")
+        gaps.append("The sums of gradients over replicas: autotp verify proves that they are those of the batch.")
     zero = 0 if mesh is None or not mesh.divides else mesh.zero
     if layout is not None:
         zero = layout.zero if layout.dp > 1 else 0
     if zero:
-        found.append(f"ZeRO {zero}: {NOT_PROVED}.")
+        gaps.append(f"ZeRO {zero}: {NOT_PROVED}.")
     if layout is not None:
-        found.append("Seconds and bytes of memory are estimates, with their error bars.")
-    return found
+        gaps.append("Seconds and bytes of memory are estimates, with their error bars.")
+    return gaps
 
 
 def expect_same_layout(subject: Subject, report: Report) -> None:
@@ -92,15 +92,15 @@ def expect_same_layout(subject: Subject, report: Report) -> None:
     along = report.plan.along_sequence is not None
     options = subject.program.options
     got: tuple[object, ...] = (report.plan.model, report.plan.tp, report.plan.cp, along)
-    wanted: tuple[object, ...] = (subject.model, subject.program.tp, options.cp, options.sequence_parallel)
+    expected: tuple[object, ...] = (subject.model, subject.program.tp, options.cp, options.sequence_parallel)
     names: tuple[str, ...] = ("model", "tp", "cp", "sequence_parallel")
     if layout is not None:
         names = (*names, "pp", "dp", "microbatches", "schedule", "stages of a rank")
         got += (1, 1, 1) if mesh is None else (mesh.pp, mesh.dp, mesh.microbatches)
-        wanted += (layout.pp, layout.dp, layout.microbatches)
+        expected += (layout.pp, layout.dp, layout.microbatches)
         if layout.pp > 1:
             got += (mesh.schedule, engine_of(mesh.schedule, mesh.interleave).rounds) if mesh else ("", 0)
-            wanted += (layout.schedule, engine_of(layout.schedule, layout.interleave).rounds)
-    if got != wanted:
-        shown = [", ".join(f"{n}={x}" for n, x in zip(names, values, strict=False)) for values in (wanted, got)]
-        raise Error("the proof is of another layout", expected=shown[0], got=shown[1])
+            expected += (layout.schedule, engine_of(layout.schedule, layout.interleave).rounds)
+    if got != expected:
+        texts = [", ".join(f"{n}={x}" for n, x in zip(names, values, strict=False)) for values in (expected, got)]
+        raise Error("the proof is of another layout", expected=texts[0], got=texts[1])

@@ -79,17 +79,17 @@ def subject_of(result: Plan | Estimate | Search | Report) -> Subject:
     return _subject_of(result, type(result).__name__)
 
 
-def _subject_of(found: Plan | Estimate | Search, kind: str) -> Subject:
-    estimate = found.best[0] if isinstance(found, Search) else found if isinstance(found, Estimate) else None
-    source: Program | Prices | None = found.source if estimate is None and isinstance(found, Plan) else None
+def _subject_of(result: Plan | Estimate | Search, result_type: str) -> Subject:
+    estimate = result.best[0] if isinstance(result, Search) else result if isinstance(result, Estimate) else None
+    source: Program | Prices | None = result.source if estimate is None and isinstance(result, Plan) else None
     source = estimate.source if estimate is not None else source
     if source is None:
         raise Error(
-            f"this {kind} has no model with it: it was not made by autotp in this process",
+            f"this {result_type} has no model with it: it was not made by autotp in this process",
             fix="autotp.explain, autotp.estimate, autotp.search or autotp.verify, then autotp.save_page",
         )
     if isinstance(source, Program):
-        return _subject(source, found.model if isinstance(found, Plan) else "", (), 0, None)
+        return _subject(source, result.model if isinstance(result, Plan) else "", (), 0, None)
     model = source.model
     rows = estimate.layout.micro_batch if estimate is not None else 0
     return _subject(model.program, model.name, model.order, rows, estimate)
@@ -112,7 +112,7 @@ def _subject(
 def typed_graph(program: Program) -> tuple[fx.Graph, Mapping[fx.Node, tuple[Typed, ...]]]:
     """Returns the lowered graph of the first rank before `overlap` joins products, and the types of its values."""
     to = Target("tp", program.tp, 0, "fast", frozenset(program.local_outputs))
-    graphs = [graph for each, graph in graphs_after_passes(program, to) if each.name != "overlap"]
+    graphs = [graph for stage, graph in graphs_after_passes(program, to) if stage.name != "overlap"]
     types = expect_typed(graphs[-1], program, to, program.axes)
     return next(iter(types)).graph, types
 
@@ -129,16 +129,16 @@ def _proof(program: Program) -> Error | None:
 
 def _sizes(program: Program, rows: int) -> dict[str, int]:
     """Returns the length of each symbol in the inputs. rows: those of a microbatch; 0: as they were captured"""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     batch = {str(n.meta["val"].shape[0]) for n in _inputs(program) if n.name in program.rows and n.meta["val"].dim()}
     for node in _inputs(program):
         for size in node.meta["val"].shape:
             if not isinstance(size, int):
-                found[str(size)] = rows if rows and str(size) in batch else int(size.node.hint or 0)
+                lengths[str(size)] = rows if rows and str(size) in batch else int(size.node.hint or 0)
     for node in program.graph.nodes:  # The lengths of this rank's parts of sequences.
-        if node.target is chunk_size and (whole := str(node.args[0].meta["val"])) in found:
-            found[str(node.meta["val"])] = chunk_size(found[whole], *node.args[1:])
-    return found
+        if node.target is chunk_size and (whole := str(node.args[0].meta["val"])) in lengths:
+            lengths[str(node.meta["val"])] = chunk_size(lengths[whole], *node.args[1:])
+    return lengths
 
 
 def _inputs(program: Program) -> list[fx.Node]:

@@ -23,21 +23,21 @@ def timeline_data(estimate: Estimate) -> dict[str, Any]:
     """
     step = _simulated(estimate)
     tick = estimate.seconds / TICKS
-    shown = _shown_ranks(step)
+    ranks = _shown_ranks(step)
     rows = []
-    for rank in shown:
+    for rank in ranks:
         starts = step.played.starts[rank]
         flat = [[a.stage, a.half, a.microbatch, round(start / tick)] for start, a in starts]
         rows.append({"rank": rank, "actions": flat, "busy": step.played.busy[rank] / step.played.seconds})
     halves = sorted({(a.stage, a.half) for row in step.order for a in row})
     last = estimate.layout.microbatches - 1  # The first forward also casts parameters.
     lengths = {f"{stage}{half}": step.seconds(Action(stage, half, last)) / tick for stage, half in halves}
-    behind = _behind(estimate, step)
+    tail = _behind(estimate, step)
     slowest = max(step.played.busy)
     return {
         "ticks": TICKS, "seconds": estimate.seconds, "pipeline": round(step.played.seconds / tick), "rows": rows,
         "lengths": {key: round(value) for key, value in lengths.items()}, "ranks": len(step.order),
-        "bubble": 1 - slowest / step.played.seconds, "behind": behind, "stages": len(estimate.stages),
+        "bubble": 1 - slowest / step.played.seconds, "behind": tail, "stages": len(estimate.stages),
         "microbatches": estimate.layout.microbatches, "schedule": estimate.layout.schedule,
         "split": any(half == "I" for _, half in halves),
     }  # fmt: skip
@@ -45,9 +45,9 @@ def timeline_data(estimate: Estimate) -> dict[str, Any]:
 
 def _behind(estimate: Estimate, step: Simulated) -> dict[str, float]:
     """Returns the seconds of what follows the pipeline, in order: of the sums over replicas what nothing hides."""
-    found = {name: estimate.spent.get(name, 0.0) for name in ("tied weights pp", "optimizer")}
-    sums = estimate.seconds - step.played.seconds - sum(found.values())
-    parts = {"tied weights pp": found["tied weights pp"], "gradients dp": sums, "optimizer": found["optimizer"]}
+    spent = {name: estimate.spent.get(name, 0.0) for name in ("tied weights pp", "optimizer")}
+    sums = estimate.seconds - step.played.seconds - sum(spent.values())
+    parts = {"tied weights pp": spent["tied weights pp"], "gradients dp": sums, "optimizer": spent["optimizer"]}
     return {name: seconds for name, seconds in parts.items() if seconds > 1e-9}
 
 
@@ -98,10 +98,10 @@ def trace_events(estimate: Estimate) -> dict[str, Any]:
         )
         for start, action in starts:
             events.append(_event(action, start, step.seconds(action), rank))
-        at = step.played.seconds
+        now = step.played.seconds
         for name, seconds in _behind(estimate, step).items():
-            events.append(_complete(name, "update", at, seconds, rank, {}))
-            at += seconds
+            events.append(_complete(name, "update", now, seconds, rank, {}))
+            now += seconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -111,8 +111,8 @@ def _event(action: Action, start: float, seconds: float, rank: int) -> dict[str,
     return _complete(name, NAMES[action.half], start, seconds, rank, facts)
 
 
-def _complete(name: str, kind: str, start: float, seconds: float, rank: int, facts: dict[str, int]) -> dict[str, Any]:
+def _complete(name: str, cat: str, start: float, seconds: float, rank: int, facts: dict[str, int]) -> dict[str, Any]:
     return {
-        "name": name, "cat": kind, "ph": "X", "ts": round(start * 1e6, 3), "dur": round(seconds * 1e6, 3), "pid": 0,
+        "name": name, "cat": cat, "ph": "X", "ts": round(start * 1e6, 3), "dur": round(seconds * 1e6, 3), "pid": 0,
         "tid": rank, "args": facts,
     }  # fmt: skip

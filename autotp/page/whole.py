@@ -34,10 +34,10 @@ CHANGES = {
 
 def change_of(reason: str, sequence_parallel: bool) -> str:
     """Returns what would cut a parameter that stays whole for a reason."""
-    found = next((text for part, text in CHANGES.items() if part in reason), "")
-    if sequence_parallel and "sequence_parallel=True" in found:
+    change = next((text for part, text in CHANGES.items() if part in reason), "")
+    if sequence_parallel and "sequence_parallel=True" in change:
         return "nothing: it is small, and its work is already divided along the sequence"
-    return found
+    return change
 
 
 def whole_data(subject: Subject) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def whole_data(subject: Subject) -> list[dict[str, Any]]:
     for row in subject.plan.whole:
         block = block_in(row.name)
         for name in likes.get(block, [""]) if not row.operator else [""]:
-            shown = renamed(row.name, block, name) if name else row.name
+            name_of_layer = renamed(row.name, block, name) if name else row.name
             shape, why, place = row.cells()
-            rows.append((shown, (shape, why, place, change_of(row.reason, along))))
+            rows.append((name_of_layer, (shape, why, place, change_of(row.reason, along))))
     return [dict(zip(("name", "shape", "why", "at", "change"), cells, strict=True)) for cells in folded(rows)]

@@ -33,24 +33,26 @@ class StageMemory:
     backward: int
 
 
-def stage_memory(pieces: Sequence[Piece], found: Recorded) -> StageMemory:
+def stage_memory(pieces: Sequence[Piece], recorded: Recorded) -> StageMemory:
     """Returns the memory of a stage of these pieces."""
-    own, logits, named = 0, 0, dict[str, int]()
+    private_bytes, logits, named = 0, 0, dict[str, int]()
     forward = backward = 0  # All bytes at the fullest moment.
     for piece in pieces:
-        record = found.records[piece.kind]
+        record = recorded.records[piece.kind]
         names = {m: piece.reads[i] for m, i in record.inputs.items()}
         names |= dict(zip(record.sent_memory, piece.sends, strict=False))
         named |= {names[m]: n for m, n in record.kept.items() if m in names}
-        peaks = found.peaks.get(piece.kind) or found.peaks.setdefault(piece.kind, own_peaks(record))
-        before = own + sum(named.values())
+        peaks = recorded.peaks.get(piece.kind) or recorded.peaks.setdefault(piece.kind, own_peaks(record))
+        before = private_bytes + sum(named.values())
         forward, backward = max(forward, before + peaks["forward"]), max(backward, before + peaks["backward"])
-        own += sum(n for m, n in record.kept.items() if m not in names)
+        private_bytes += sum(n for m, n in record.kept.items() if m not in names)
         logits += sum(record.kept[m] for m in record.head if m not in names)
-    kept = own + sum(named.values())
-    last = found.records[pieces[-1].kind]
+    kept_bytes = private_bytes + sum(named.values())
+    last = recorded.records[pieces[-1].kind]
     sent = sum(value.bytes for value in last.sent[: pieces[-1].boundary])
-    return StageMemory(kept=kept, logits=logits, sent=sent, forward=forward - kept, backward=backward - kept)
+    return StageMemory(
+        kept=kept_bytes, logits=logits, sent=sent, forward=forward - kept_bytes, backward=backward - kept_bytes
+    )
 
 
 def own_peaks(record: Record) -> Mapping[str, int]:
@@ -67,18 +69,18 @@ def own_peaks(record: Record) -> Mapping[str, int]:
     turn = next((i for i, op in enumerate(record.ops) if op.phase != "forward"), len(record.ops))
     changes = [0] * (len(record.ops) + 1)
     for memory, start in first.items():
-        kept, sent, end = memory in record.kept, memory in record.sent_memory, last[memory]
-        if memory in record.held or memory in record.inputs or (kept and sent):
+        is_kept, sent, end = memory in record.kept, memory in record.sent_memory, last[memory]
+        if memory in record.held or memory in record.inputs or (is_kept and sent):
             continue
-        if kept and end < turn:  # No operator of backward is seen that reads it.
+        if is_kept and end < turn:  # No operator of backward is seen that reads it.
             end = len(record.ops) - 1
         elif sent:
             end = max(end, turn - 1)
         changes[start] += record.bytes[memory]
         changes[end + 1] -= record.bytes[memory]
-    now, most = 0, {"forward": 0, "backward": 0}
+    now, peaks = 0, {"forward": 0, "backward": 0}
     for i in range(len(record.ops)):
         now += changes[i]
         phase = "forward" if i < turn else "backward"
-        most[phase] = max(most[phase], now)
-    return most
+        peaks[phase] = max(peaks[phase], now)
+    return peaks

@@ -21,18 +21,18 @@ NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "idx", "index
 
 def shorten(model: nn.Module) -> dict[str, int]:
     """Leaves LEAST blocks in each list of blocks that are alike; returns path of a list -> its number of blocks."""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for path, blocks in list(model.named_modules()):
-        inside = any(path.startswith(f"{other}.") for other in found)
+        inside = any(path.startswith(f"{shortened}.") for shortened in lengths)
         if isinstance(blocks, nn.ModuleList) and len(blocks) > LEAST and not inside and _alike(blocks):
-            found[path] = len(blocks)
+            lengths[path] = len(blocks)
             del blocks[LEAST:]
-    return found
+    return lengths
 
 
 def _alike(blocks: nn.ModuleList) -> bool:
-    first, *others = [list(_signature(block)) for block in blocks]
-    return all(other == first for other in others)
+    first, *rest = [list(_signature(block)) for block in blocks]
+    return all(signature == first for signature in rest)
 
 
 def _signature(block: nn.Module) -> Iterator[Any]:

@@ -51,7 +51,7 @@ def fused(record: Record) -> Record:
 
 def _follows(op: Op, group: Sequence[Op]) -> bool:
     """True if an operator reads what the group makes, or reads the same, in the same phase."""
-    touched = {touch.memory for other in group for touch in (*other.writes, *other.reads)}
+    touched = {touch.memory for member in group for touch in (*member.writes, *member.reads)}
     return bool(group) and op.phase == group[0].phase and any(touch.memory in touched for touch in op.reads)
 
 
@@ -63,7 +63,7 @@ def _joined(ops: Sequence[Op], end: int, last_read: dict[int, int], stays: Colle
         reads.update((t.memory, t) for t in op.reads if t.memory not in written and t.memory not in reads)
         writes.update((t.memory, t) for t in op.writes)
         written |= {t.memory for t in op.writes}
-    kept = [t for m, t in writes.items() if m in stays or last_read.get(m, end + 1) > end]
+    live_writes = [t for m, t in writes.items() if m in stays or last_read.get(m, end + 1) > end]
     assert made == set(writes)
     names = "+".join(op.name for op in ops)
-    return replace(ops[-1], name=names, kind="pointwise", reads=tuple(reads.values()), writes=tuple(kept))
+    return replace(ops[-1], name=names, kind="pointwise", reads=tuple(reads.values()), writes=tuple(live_writes))

@@ -46,10 +46,10 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not _makes_new(func):
         return func(*args, **kwargs)
     try:
-        found = _sizes(func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
+        sizes = _sizes(func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
     except _NotAlikeError:
         return func(*args, **kwargs)
-    return found.empty() if isinstance(found, Sizes) else tuple(each and each.empty() for each in found)
+    return sizes.empty() if isinstance(sizes, Sizes) else tuple(size and size.empty() for size in sizes)
 
 
 class _NotAlikeError(Exception):
@@ -61,20 +61,20 @@ def _makes_new(func: Any) -> bool:
     """True for an operator of torch whose results share no memory with its arguments, by its schema."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
-    return all(each.alias_info is None for each in (*func._schema.arguments, *func._schema.returns))
+    return all(argument.alias_info is None for argument in (*func._schema.arguments, *func._schema.returns))
 
 
 @lru_cache(maxsize=4096)
 def _sizes(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the sizes of an operator's result, or of its results. args, kwargs: as `_key` returns them"""
-    given = _argument(args)
-    found = func(*given, **{name: _argument(value) for name, value in kwargs})
-    memory = {x.untyped_storage()._cdata for x in given if isinstance(x, Tensor)}
-    if isinstance(found, Tensor):
-        return _new(found, memory)
-    if not isinstance(found, tuple | list):
+    operands = _argument(args)
+    result = func(*operands, **{name: _argument(value) for name, value in kwargs})
+    memory = {x.untyped_storage()._cdata for x in operands if isinstance(x, Tensor)}
+    if isinstance(result, Tensor):
+        return _new(result, memory)
+    if not isinstance(result, tuple | list):
         raise _NotAlikeError
-    return tuple(None if x is None else _new(x, memory) for x in found)
+    return tuple(None if x is None else _new(x, memory) for x in result)
 
 
 def _new(x: Any, memory: set[int]) -> Sizes:
@@ -106,4 +106,4 @@ def _argument(key: Any) -> Any:
     """Returns an argument with this key."""
     if isinstance(key, Sizes):
         return key.empty()
-    return key.value if isinstance(key, Constant) else [_argument(each) for each in key]
+    return key.value if isinstance(key, Constant) else [_argument(part) for part in key]

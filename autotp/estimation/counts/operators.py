@@ -118,7 +118,7 @@ POINTWISE = frozenset({
 """Operators that work element by element, beside those that torch marks so."""
 
 
-def work_of(packet: Any, args: Any, found: Sequence[Tensor]) -> tuple[tuple[int, int, int, int], float]:
+def work_of(packet: Any, args: Any, results: Sequence[Tensor]) -> tuple[tuple[int, int, int, int], float]:
     """Returns shape and FLOPs of a product; zeros for other operators."""
     if packet in ATTENTION:
         return _attention(packet, args)

@@ -160,11 +160,11 @@ def lowered(call: Capturing, tp: int, training: Training, checked: bool = True) 
     skeleton, lengths = call.short
     if lengths:
         try:
-            found = _lowered(call, skeleton, lengths, tp, training, checked)
+            short_model = _lowered(call, skeleton, lengths, tp, training, checked)
         except Exception:  # A model that counts on its number of blocks: captured whole, it says what is wrong.
-            found = None
-        if found is not None and _middles_are_alike(found, lengths):
-            return found
+            short_model = None
+        if short_model is not None and _middles_are_alike(short_model, lengths):
+            return short_model
     return _lowered(call, call.whole, {}, tp, training, checked)
 
 
@@ -241,11 +241,11 @@ def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = 
 
 def whole_flops(model: Lowered, rows: int) -> float:
     """Returns the FLOPs of products of a microbatch on one device with the whole model, without what is recomputed."""
-    one = replace(model, program=replace(model.program, layouts=_uncut(model.program)))
+    uncut = replace(model, program=replace(model.program, layouts=_uncut(model.program)))
     graph = fuse(model.program.whole or model.program.graph)
-    found = _recorded(one, _divided(one, graph), rows, True)
-    counts = [sum(op.flops for op in each.ops if op.phase != "again") for each in found.records]
-    return sum(counts[piece.kind] for piece in found.pieces)
+    counted = _recorded(uncut, _divided(uncut, graph), rows, True)
+    counts = [sum(op.flops for op in piece_record.ops if op.phase != "again") for piece_record in counted.records]
+    return sum(counts[piece.kind] for piece in counted.pieces)
 
 
 def _uncut(program: Program) -> dict[str, Layout]:
@@ -284,16 +284,16 @@ def _divided(model: Lowered, graph: fx.Graph) -> Divided:
 
 def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_stop: bool = True) -> Recorded:
     names = model.program.captured.parameters
-    known: dict[Any, int] = {}
+    records_by_key: dict[Any, int] = {}
     records: list[Record] = []
     pieces: list[Piece] = []
     values: dict[str, Value] = {}
-    given = _inputs(model, rows)
+    inputs = _inputs(model, rows)
     for i, stage in enumerate(divided.stages):
-        read = [(n, *_value(n, model, divided.learns, values, given)) for n in _placeholders(stage.graph)]
+        read = [(n, *_value(n, model, divided.learns, values, inputs)) for n in _placeholders(stage.graph)]
         key = tuple((value, reads) for _, value, reads in read), divided.texts[i]
-        if key not in known:
-            known[key] = len(records)
+        if key not in records_by_key:
+            records_by_key[key] = len(records)
             try:
                 records.append(_run(i, divided, model, read, on_gpu, early_stop))
             except Exception as error:
@@ -311,14 +311,14 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
                     f"the graph of {CAPTURED_ROWS} rows does not run for {rows}: {str(error).splitlines()[0]}",
                     fix="a part of the model whose rows are independent",
                 ) from error
-        kind = known[key]
+        number = records_by_key[key]
         sent = [*(node.name for node in returned(stage.graph)), *divided.shared[i]]
-        values.update(zip(sent, records[kind].sent, strict=False))
+        values.update(zip(sent, records[number].sent, strict=False))
         places = tuple(n.name for n in _placeholders(stage.graph))
-        own = tuple(names[place] for place in places if place in names)
+        parameters = tuple(names[place] for place in places if place in names)
         block = next(iter(stage.blocks), "")
         piece = Piece(
-            name=block, kind=kind, parameters=own, reads=places, sends=tuple(sent),
+            name=block, kind=number, parameters=parameters, reads=places, sends=tuple(sent),
             boundary=len(returned(stage.graph)),
         )  # fmt: skip
         pieces.append(piece)
@@ -330,20 +330,20 @@ def _whole(pieces: Sequence[Piece], order: Sequence[tuple[str, str]]) -> tuple[P
     if not order:
         return tuple(pieces)
     places = {piece.name: i for i, piece in enumerate(pieces)}
-    found: list[Piece] = []
+    repeated: list[Piece] = []
     for block, captured in order:
         like = pieces[places[captured]]
-        before = pieces[places[captured] - 1] if found else None
-        received = dict(zip(before.sends[: before.boundary], found[-1].sends, strict=False)) if before else {}
+        before = pieces[places[captured] - 1] if repeated else None
+        received = dict(zip(before.sends[: before.boundary], repeated[-1].sends, strict=False)) if before else {}
         names = {name: f"{name} of {block}" for name in like.sends[: like.boundary]} | received
-        found.append(
+        repeated.append(
             replace(
                 like, name=block, parameters=tuple(renamed(name, captured, block) for name in like.parameters),
                 reads=tuple(names.get(name, name) for name in like.reads),
                 sends=tuple(names.get(name, name) for name in like.sends),
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(repeated)
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -352,22 +352,22 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def _inputs(model: Lowered, rows: int) -> dict[str, Value]:
     """Returns the inputs of a microbatch by placeholder: as they were captured, with another number of rows."""
-    batch, found = set(model.program.rows), {}
+    batch, inputs = set(model.program.rows), {}
     for name, tensor in model.arguments.items():
         shape = (rows, *tensor.shape[1:]) if name in batch else tuple(tensor.shape)
-        found[name] = Value(shape=shape, dtype=tensor.dtype, learns=False)
-    return found
+        inputs[name] = Value(shape=shape, dtype=tensor.dtype, learns=False)
+    return inputs
 
 
 def _value(
-    node: fx.Node, model: Lowered, learns: Collection[str], values: Mapping[str, Value], given: Mapping[str, Value]
+    node: fx.Node, model: Lowered, learns: Collection[str], values: Mapping[str, Value], inputs: Mapping[str, Value]
 ) -> tuple[Value, Reads]:
     """Returns what a placeholder of a piece reads."""
     captured, example = model.program.captured, node.meta.get("val")
     if node.name in values:
         return values[node.name], "input"
-    if node.name in given:
-        return given[node.name], "input"
+    if node.name in inputs:
+        return inputs[node.name], "input"
     if node.name in captured.parameters:
         name = captured.parameters[node.name]
         shape = tuple(model.program.layouts[name].local_shape(0))
@@ -377,11 +377,11 @@ def _value(
         constant = captured.constants[node.name]
         return Value(shape=tuple(constant.shape), dtype=constant.dtype, learns=False), "held"
     assert isinstance(example, Tensor), node.name
-    kind: Reads = "input" if node.name.startswith(TOTAL) else "held"
-    return Value(shape=tuple(int(n) for n in example.shape), dtype=example.dtype, learns=False), kind
+    reads: Reads = "input" if node.name.startswith(TOTAL) else "held"
+    return Value(shape=tuple(int(n) for n in example.shape), dtype=example.dtype, learns=False), reads
 
 
-def _shared(graph: fx.Graph, given: Collection[str]) -> list[fx.Node]:
+def _shared(graph: fx.Graph, input_names: Collection[str]) -> list[fx.Node]:
     """Returns the values that depend on inputs only, such as masks, and that other operators read.
 
     Pieces compute them each for itself, and keep them once: by their names it is seen that they are one.
@@ -389,7 +389,7 @@ def _shared(graph: fx.Graph, given: Collection[str]) -> list[fx.Node]:
     made: set[fx.Node] = set()
     for node in graph.nodes:
         computed = node.op == "call_function" and all(operand in made for operand in node.all_input_nodes)
-        if (node.op == "placeholder" and node.name in given) or (computed and not draws(node)):
+        if (node.op == "placeholder" and node.name in input_names) or (computed and not draws(node)):
             made.add(node)
     tensors = (n for n in graph.nodes if n in made and n.op != "placeholder" and isinstance(n.meta.get("val"), Tensor))
     return [node for node in tensors if any(user not in made and user.op != "output" for user in node.users)]

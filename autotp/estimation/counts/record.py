@@ -123,36 +123,36 @@ def _process_group(name: str, size: int) -> Iterator[None]:
 
 
 def _recorded(module: nn.Module, values: Sequence[tuple[Value, Reads]], on_gpu: bool) -> Record:
-    given = [torch.empty(v.shape, dtype=v.dtype, device=META, requires_grad=v.learns) for v, _ in values]
+    arguments = [torch.empty(v.shape, dtype=v.dtype, device=META, requires_grad=v.learns) for v, _ in values]
     _use_fused(module, FUSED if on_gpu else ON_CPU)
     recorder = _Recorder(views=not on_gpu)
     hooks_of_blocks = [part.register_forward_pre_hook(recorder.enter_block) for part in module.children()]
     hooks_of_blocks += [part.register_forward_hook(recorder.leave_block) for part in module.children()]
-    memories = [recorder.memory_of(x) for x in given]
-    held = {m for m, (_, reads) in zip(memories, values, strict=True) if reads != "input"}
+    memories = [recorder.memory_of(x) for x in arguments]
+    held_memories = {m for m, (_, reads) in zip(memories, values, strict=True) if reads != "input"}
     hooks = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda x: x)
     try:
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), recorder:
             with hooks:
-                found = module(*given)
-            found = tuple(found) if isinstance(found, tuple | list) else (found,)
+                results = module(*arguments)
+            results = tuple(results) if isinstance(results, tuple | list) else (results,)
             recorder.phase = "backward"
-            ends = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
-            learners = [x for x in given if x.requires_grad]
+            ends = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+            learners = [x for x in arguments if x.requires_grad]
             if ends and learners:
                 torch.autograd.grad(ends, learners, [torch.empty_like(x) for x in ends], allow_unused=True)
     finally:
         for hook in hooks_of_blocks:
             hook.remove()
-    tensors = [x for x in found if isinstance(x, Tensor)]
+    tensors = [x for x in results if isinstance(x, Tensor)]
     inputs = {m: i for i, (m, (_, reads)) in enumerate(zip(memories, values, strict=True)) if reads == "input"}
     return Record(
         ops=tuple(recorder.ops),
-        kept={m: recorder.bytes[m] for m in recorder.kept if m not in held},
-        head=frozenset(recorder.head & recorder.kept - held),
+        kept={m: recorder.bytes[m] for m in recorder.kept if m not in held_memories},
+        head=frozenset(recorder.head & recorder.kept - held_memories),
         inputs=inputs,
         bytes=recorder.bytes,
-        held=frozenset(held),
+        held=frozenset(held_memories),
         sent=tuple(Value(shape=tuple(x.shape), dtype=x.dtype, learns=x.requires_grad) for x in tensors),
         sent_memory=tuple(recorder.memory_of(x) for x in tensors),
     )
@@ -177,10 +177,10 @@ def even_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     x: [rows in]; weight: [groups in out]
     """
     groups, rows = weight.shape[0], x.shape[0]
-    each = -(-rows // groups)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, groups * each - rows)) if rows % groups else x
-    found = torch.bmm(padded.view(groups, each, -1), weight)
-    return found.view(groups * each, -1)[:rows]
+    rows_per_group = -(-rows // groups)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, groups * rows_per_group - rows)) if rows % groups else x
+    products = torch.bmm(padded.view(groups, rows_per_group, -1), weight)
+    return products.view(groups * rows_per_group, -1)[:rows]
 
 
 def fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -232,14 +232,14 @@ def fused_zigzag_rows(
     """
     bounds = pieces(key.shape[-2], parts, rank)
     rows = query.split([stop - start for start, stop in bounds], -2)
-    both = zip(rows, bounds, strict=True)
-    return torch.cat([fused_causal_rows(x, key, value, at[0], scale, enable_gqa) for x, at in both], -2)
+    blocks = zip(rows, bounds, strict=True)
+    return torch.cat([fused_causal_rows(x, key, value, bound[0], scale, enable_gqa) for x, bound in blocks], -2)
 
 
 def fused_fast_attention(*arguments: Any) -> Tensor:
     """Returns attention with dropout in one operator; arguments as for `fast_attention`."""
-    *given, scale, enable_gqa, _ = arguments
-    return fused_attention(*given, scale=scale, enable_gqa=enable_gqa)
+    *operands, scale, enable_gqa, _ = arguments
+    return fused_attention(*operands, scale=scale, enable_gqa=enable_gqa)
 
 
 FUSED: dict[Any, Callable[..., Tensor]] = {
@@ -262,10 +262,10 @@ def cpu_attention(
     query: [batch heads seq width]
     """
     if p or value.shape[-1] != query.shape[-1] or (mask is not None and mask.requires_grad):
-        found: Tensor = aten.scaled_dot_product_attention.default(
+        attended: Tensor = aten.scaled_dot_product_attention.default(
             query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa
         )
-        return found
+        return attended
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
@@ -317,13 +317,13 @@ class _Recorder(TorchDispatchMode):
         self._next = itertools.count()
         self._running: dict[int, int] = {}
 
-    def memory_of(self, tensor: Tensor, new: bool = False) -> int:
-        """Returns the number of a tensor's memory. new: the memory was just allocated, perhaps where another was freed
+    def memory_of(self, tensor: Tensor, fresh: bool = False) -> int:
+        """Returns the number of a tensor's memory. fresh: it was just allocated, perhaps where another was freed
 
         Memory of a tensor that no operator made (a constant) gets a number at its first use.
         """
         storage = tensor.untyped_storage()
-        if new or storage._cdata not in self._numbers:
+        if fresh or storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = next(self._next)
         number = self._numbers[storage._cdata]
         self.bytes[number] = storage.nbytes()
@@ -349,28 +349,28 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
-        found = call(func, args, kwargs)
+        results = call(func, args, kwargs)
         before = _tensors((args, kwargs))
         if func.namespace == "_c10d_functional":
-            self._communicate(func, before, found, args)
+            self._communicate(func, before, results, args)
         elif packet not in FREE:
-            self._compute(func, packet, before, found, args, kwargs)
+            self._compute(func, packet, before, results, args, kwargs)
         else:
-            for x in _tensors(found):
-                self.memory_of(x, new=True)
-        return found
+            for x in _tensors(results):
+                self.memory_of(x, fresh=True)
+        return results
 
-    def _compute(self, func: Any, packet: Any, before: Sequence[Tensor], found: Any, args: Any, kwargs: Any) -> None:
-        own = {x.untyped_storage()._cdata for x in before}
-        after = _tensors(found)
-        made = [x for x in after if x.untyped_storage()._cdata not in own]
+    def _compute(self, func: Any, packet: Any, before: Sequence[Tensor], results: Any, args: Any, kwargs: Any) -> None:
+        operand_memory = {x.untyped_storage()._cdata for x in before}
+        after = _tensors(results)
+        made = [x for x in after if x.untyped_storage()._cdata not in operand_memory]
         if not made and not func._schema.is_mutable:
             if self._views:
                 self.ops.append(Op(name=str(packet).partition(".")[2], kind="view", phase=self._now()))
             return
         written = made or _written(func, args)
         reads = [Touch(self.memory_of(x), _bytes(x)) for x in before]
-        writes = [Touch(self.memory_of(x, new=x in _same(made)), _bytes(x)) for x in written]
+        writes = [Touch(self.memory_of(x, fresh=x in _same(made)), _bytes(x)) for x in written]
         shape, flops = work_of(packet, args, after)
         if not any(t.bytes for t in (*reads, *writes)):
             return
@@ -382,22 +382,22 @@ class _Recorder(TorchDispatchMode):
             )
         )  # fmt: skip
 
-    def _communicate(self, func: Any, before: Sequence[Tensor], found: Any, args: Any) -> None:
+    def _communicate(self, func: Any, before: Sequence[Tensor], results: Any, args: Any) -> None:
         name = func.overloadpacket.__name__.rstrip("_")
         if name == "wait_tensor":
             number = self.memory_of(before[0])
-            for x in _tensors(found):  # On `meta` the waiting tensor is another one; on a device it is the same.
+            for x in _tensors(results):  # On `meta` the waiting tensor is another one; on a device it is the same.
                 self._numbers[x.untyped_storage()._cdata] = number
             if (started := self._running.pop(number, -1)) >= 0:
                 self.ops.append(Op(name="wait", kind="wait", phase=self._now(), waits=started))
             return
-        own = {x.untyped_storage()._cdata for x in before}
-        after = _tensors(found)
+        known_memory = {x.untyped_storage()._cdata for x in before}
+        after = _tensors(results)
         if func._schema.is_mutable:  # As above.
             for x, out in zip(before, after, strict=True):
                 self._numbers[out.untyped_storage()._cdata] = self.memory_of(x)
-            own |= {x.untyped_storage()._cdata for x in after}
-        writes = [Touch(self.memory_of(x, x.untyped_storage()._cdata not in own), _bytes(x)) for x in after]
+            known_memory |= {x.untyped_storage()._cdata for x in after}
+        writes = [Touch(self.memory_of(x, x.untyped_storage()._cdata not in known_memory), _bytes(x)) for x in after]
         whole = max(sum(map(_bytes, before)), sum(map(_bytes, after)))
         for touch in writes:
             self._running[touch.memory] = len(self.ops)

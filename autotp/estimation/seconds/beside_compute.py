@@ -31,8 +31,8 @@ def channels(group: Group, device: Hardware) -> int:
 
     A group with one rank in each node has one adapter for each, and few channels.
     """
-    here = group.per_node(device)
-    bandwidth = min(device.node_bandwidth, device.net_bandwidth * here) if group.crosses(device) else math.inf
+    ranks_per_node = group.per_node(device)
+    bandwidth = min(device.node_bandwidth, device.net_bandwidth * ranks_per_node) if group.crosses(device) else math.inf
     return max(1, min(CHANNELS, math.ceil(min(bandwidth, device.node_bandwidth) / CHANNEL_BANDWIDTH)))
 
 

@@ -107,7 +107,9 @@ CPU_GLOO = Hardware(
     units=1, cache_bandwidth=105 * GIGA, matrix_sustained=1.0, memory_sustained=1.0, fill=0.0, launch=8 * MICRO,
     node=2, node_bandwidth=3 * GIGA, net_bandwidth=3 * GIGA, link_sustained=1.0, latency=70 * MICRO,
 )  # fmt: skip
-KINDS = {kind.name: kind for kind in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB, CPU_GLOO)}
+KINDS = {
+    device.name: device for device in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB, CPU_GLOO)
+}
 
 LINE = "989TF 3.35TB/s 80GB node=8x450GB/s net=50GB/s"
 """An example of a line that describes a device."""
@@ -150,7 +152,7 @@ def hardware_of(gpu: str | Hardware) -> Hardware:
 
 
 def _parsed(line: str) -> Hardware:
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     base = H100_80GB
     for word in line.split():
         key, text = word.split("=", 1) if "=" in word else ("", word)
@@ -161,18 +163,18 @@ def _parsed(line: str) -> Hardware:
             count, _, text = text.partition("x")
             if not count.isdigit() or not int(count):
                 raise _unreadable(line, word)
-            found["node"] = int(count)
+            numbers["node"] = int(count)
         match = _NUMBER.fullmatch(text)
         field = _FIELDS.get((key, match[2][-1] if match else ""))
-        if match is None or match[2] not in _UNITS or field is None or field in found or not float(match[1]):
+        if match is None or match[2] not in _UNITS or field is None or field in numbers or not float(match[1]):
             raise _unreadable(line, word)
-        found[field] = float(match[1]) * _UNITS[match[2]]
-    lacking = ", ".join(name for name in (*_FIELDS.values(), "node") if name not in found)
+        numbers[field] = float(match[1]) * _UNITS[match[2]]
+    lacking = ", ".join(name for name in (*_FIELDS.values(), "node") if name not in numbers)
     if lacking:
         raise Error(f"gpu={line!r} does not say {lacking}", fix=f"gpu={LINE!r}")
-    node, faster = int(found.pop("node")), found["matrix_flops"] / base.matrix_flops
+    node, faster = int(numbers.pop("node")), numbers["matrix_flops"] / base.matrix_flops
     more = {"vector_flops": base.vector_flops * faster, "cache_bandwidth": base.cache_bandwidth * faster}
-    sizes: dict[str, Any] = {**found, **more, "node": node}
+    sizes: dict[str, Any] = {**numbers, **more, "node": node}
     return replace(base, name=line, **sizes)
 
 
@@ -203,20 +205,20 @@ def loaded(path: Path) -> Hardware:
     """
     fix = f"autotp calibrate --save {path.name}"
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except OSError as error:
         raise Error(f"gpu={str(path)!r}: {error.strerror}", fix=fix) from error
     except ValueError as error:
         raise Error(f"gpu={str(path)!r} is no JSON", fix=fix) from error
-    if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("name"), str):
+    if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("name"), str):
         raise Error(f"gpu={str(path)!r} is no file of a device, version {VERSION}", fix=fix)
-    wrong = sorted({*NUMBERS, "version", "name"} ^ found.keys())
-    wrong += [n for n in NUMBERS if n in found and not _is_positive(found[n], n)]
+    wrong = sorted({*NUMBERS, "version", "name"} ^ content.keys())
+    wrong += [n for n in NUMBERS if n in content and not _is_positive(content[n], n)]
     if wrong:
         raise Error(f"gpu={str(path)!r}: `{wrong[0]}` is missing, unknown or no positive number", fix=fix)
-    numbers: dict[str, Any] = {n: float(found[n]) for n in NUMBERS}
-    whole = {n: int(found[n]) for n in ("units", "node")}
-    return Hardware(name=found["name"], **numbers | whole)
+    numbers: dict[str, Any] = {n: float(content[n]) for n in NUMBERS}
+    whole = {n: int(content[n]) for n in ("units", "node")}
+    return Hardware(name=content["name"], **numbers | whole)
 
 
 def _is_positive(value: Any, name: str) -> bool:

@@ -51,10 +51,10 @@ def collective_seconds(name: str, size: float, group: Group, device: Hardware) -
         return 0.0
     if name == "reduce-scatter" and not device.is_gpu:
         name = "all-reduce"  # gloo sums the whole tensor on all ranks.
-    here, rounds = group.per_node(device), RINGS[name]
+    per_node, rounds = group.per_node(device), RINGS[name]
     bandwidth = device.node_bandwidth
     if group.crosses(device):
-        bandwidth = min(bandwidth, device.net_bandwidth * here) if here > 1 else device.net_bandwidth
+        bandwidth = min(bandwidth, device.net_bandwidth * per_node) if per_node > 1 else device.net_bandwidth
     bandwidth *= device.link_sustained
     steps = group.size - 1
     ring = rounds * (steps / group.size * size / bandwidth + steps * device.latency)

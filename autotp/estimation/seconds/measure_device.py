@@ -61,17 +61,17 @@ class Measured:
 
 def measure_device(device: torch.device, seconds: float) -> Measured:
     """Returns what was measured. seconds: for all of it, about"""
-    each = seconds / 7
+    part = seconds / 7
     count = COPIED[device.type] // 4
     x, y, out = (torch.ones(count, device=device) for _ in range(3))
-    copied = 8 * count / typical(lambda: out.copy_(x), device, each)
-    summed = 12 * count / typical(lambda: torch.add(x, y, out=out), device, each)
+    copied = 8 * count / typical(lambda: out.copy_(x), device, part)
+    summed = 12 * count / typical(lambda: torch.add(x, y, out=out), device, part)
     half, single, double = (
-        _linear(dtype, device, each, copied) for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        _linear(dtype, device, part, copied) for dtype in (torch.bfloat16, torch.float32, torch.float64)
     )
     return Measured(
-        half=half, single=single, double=double, square=_square(SIDE, device, each), short=_square(SHORT, device, each),
-        copy=copied, add=summed, call=_call(device, each), memory=_memory(device),
+        half=half, single=single, double=double, square=_square(SIDE, device, part), short=_square(SHORT, device, part),
+        copy=copied, add=summed, call=_call(device, part), memory=_memory(device),
     )  # fmt: skip
 
 
@@ -118,11 +118,11 @@ def _call(device: torch.device, seconds: float) -> float:
     x = torch.ones(4, device=device, requires_grad=True)
     if device.type != "cpu":
         return typical(lambda: [x * 1.0 for _ in range(CHAIN)], device, seconds) / CHAIN
-    old, new = (torch.ones(COPIED["cpu"] // 4) for _ in range(2))
+    old, target = (torch.ones(COPIED["cpu"] // 4) for _ in range(2))
 
     def times(run: Callable[[], object]) -> Iterator[float]:
         for _ in range(CHAIN):
-            new.copy_(old)
+            target.copy_(old)
             yield _on_cpu(run)
 
     calls, nothing, end = list[float](), list[float](), time.perf_counter() + seconds
@@ -143,10 +143,10 @@ def _memory(device: torch.device) -> float:
 def typical(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Returns the median seconds of a function's runs: of five, or of as many as `seconds` allow."""
     run()
-    found, end = list[float](), time.perf_counter() + seconds
-    while len(found) < 5 or time.perf_counter() < end:
-        found.append(_on_gpu(run) if device.type == "cuda" else _on_cpu(run))
-    return statistics.median(found)
+    durations, end = list[float](), time.perf_counter() + seconds
+    while len(durations) < 5 or time.perf_counter() < end:
+        durations.append(_on_gpu(run) if device.type == "cuda" else _on_cpu(run))
+    return statistics.median(durations)
 
 
 def _on_cpu(run: Callable[[], object]) -> float:

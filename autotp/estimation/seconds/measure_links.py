@@ -74,7 +74,7 @@ def fitted(times: Sequence[Timed], ranks: int) -> Link:
 
 def timed(group: Any, device: torch.device, seconds: float) -> Link:
     """Returns the link of a group's ranks, which call it together; the fastest run of each collective counts."""
-    ranks, found = dist.get_world_size(group), []
+    ranks, timings = dist.get_world_size(group), []
     for size in (n * (8 if device.type == "cuda" else 1) for n in SIZES):
         part = torch.ones(size // 4 // ranks, device=device)
         whole = torch.ones(part.numel() * ranks, device=device)
@@ -83,16 +83,16 @@ def timed(group: Any, device: torch.device, seconds: float) -> Link:
             1: partial(dist.all_gather_single, whole, part, group=group),
         }
         for rounds, run in runs.items():
-            found.append(Timed(rounds, whole.numel() * 4, _fastest(run, group, device, seconds / 2 / len(SIZES))))
+            timings.append(Timed(rounds, whole.numel() * 4, _fastest(run, group, device, seconds / 2 / len(SIZES))))
             whole.fill_(1)
-    return fitted(found, ranks)
+    return fitted(timings, ranks)
 
 
 def _fastest(run: Any, group: Any, device: torch.device, seconds: float) -> float:
     """Returns the seconds of the fastest run. All ranks run as often: as the slowest of them finds right."""
-    one = torch.tensor(_once(run, device), device=device)
-    dist.all_reduce(one, dist.ReduceOp.MAX, group=group)
-    times = max(5, min(2000, int(seconds / max(1e-6, float(one)))))
+    duration = torch.tensor(_once(run, device), device=device)
+    dist.all_reduce(duration, dist.ReduceOp.MAX, group=group)
+    times = max(5, min(2000, int(seconds / max(1e-6, float(duration)))))
     return min(_once(run, device) for _ in range(times))
 
 
@@ -107,17 +107,17 @@ def _once(run: Any, device: torch.device) -> float:
 # ---- processes of its own
 
 
-def measured_alone(kind: str, seconds: float) -> Link | None:
-    """Returns the link of ranks that are started for it; None where there is one GPU only. kind: "cpu", or "cuda"
+def measured_alone(device_type: str, seconds: float) -> Link | None:
+    """Returns the link of ranks that are started for it; None where there is one GPU only. device_type: "cpu" or "cuda"
 
     Raises:
         Error: the processes cannot meet, or one of them fails.
     """
-    ranks = 2 if kind == "cpu" else torch.cuda.device_count()
+    ranks = 2 if device_type == "cpu" else torch.cuda.device_count()
     if ranks < 2:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "autotp.estimation.seconds.measure_links", folder, str(ranks), kind]
+        command = [sys.executable, "-m", "autotp.estimation.seconds.measure_links", folder, str(ranks), device_type]
         started = [
             subprocess.Popen(
                 [*command, str(seconds), str(rank)], env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -125,7 +125,7 @@ def measured_alone(kind: str, seconds: float) -> Link | None:
             for rank in range(ranks)
         ]
         try:
-            told = [process.communicate(timeout=2 * TIMEOUT.total_seconds() + seconds) for process in started]
+            outputs = [process.communicate(timeout=2 * TIMEOUT.total_seconds() + seconds) for process in started]
         except subprocess.TimeoutExpired as error:
             raise Error("the processes that measure the links do not end", fix="torchrun, with your network") from error
         finally:
@@ -133,34 +133,34 @@ def measured_alone(kind: str, seconds: float) -> Link | None:
                 if process.poll() is None:
                     process.kill()
                     process.communicate()
-    failed = [err for process, (_, err) in zip(started, told, strict=True) if process.returncode]
+    failed = [err for process, (_, err) in zip(started, outputs, strict=True) if process.returncode]
     if failed:
         why = (failed[0].decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         raise Error(f"the processes that measure the links fail: {why}", fix="torchrun, with your network")
-    return Link(**json.loads(told[0][0].decode().splitlines()[-1]))
+    return Link(**json.loads(outputs[0][0].decode().splitlines()[-1]))
 
 
 def _environment() -> dict[str, str]:
     """Returns the variables for the processes: they meet on loopback, and know no launcher."""
-    found = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if "lo" in (name for _, name in socket.if_nameindex()):
-        found["GLOO_SOCKET_IFNAME"] = "lo"
-    return found
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    return variables
 
 
-def _main(folder: str, ranks: str, kind: str, seconds: str, rank: str) -> None:
+def _main(folder: str, ranks: str, device_type: str, seconds: str, rank: str) -> None:
     """Runs one rank; the first prints what was measured."""
-    device = torch.device(kind, int(rank)) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
+    device = torch.device(device_type, int(rank)) if device_type == "cuda" else torch.device(device_type)
+    if device_type == "cuda":
         torch.cuda.set_device(device)
     store = dist.FileStore(str(Path(folder) / "store"), int(ranks))
-    backend = "nccl" if kind == "cuda" else "gloo"
+    backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(ranks), timeout=TIMEOUT)
-    found = timed(dist.group.WORLD, device, float(seconds))
+    link = timed(dist.group.WORLD, device, float(seconds))
     dist.barrier()
     dist.destroy_process_group()
     if rank == "0":
-        print(json.dumps(vars(found)))
+        print(json.dumps(vars(link)))
 
 
 if __name__ == "__main__":

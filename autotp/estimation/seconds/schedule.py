@@ -30,7 +30,7 @@ class Action:
 
 
 @lru_cache(maxsize=64)
-def actions_of(kind: Engine, ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def actions_of(engine: Engine, ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """Returns the actions of each rank in order, from torch's own schedule.
 
     Raises:
@@ -41,17 +41,17 @@ def actions_of(kind: Engine, ranks: int, microbatches: int) -> tuple[tuple[Actio
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
 
-    made = getattr(pipelining, kind.kind, None) or getattr(schedules, kind.kind)
-    total = ranks * kind.rounds
-    stages = [_stage(i, total, ranks) for i in kind.stages(0, ranks)]
+    made = getattr(pipelining, engine.kind, None) or getattr(schedules, engine.kind)
+    total = ranks * engine.rounds
+    stages = [_stage(i, total, ranks) for i in engine.stages(0, ranks)]
     try:
-        found = _listing(made)(stages[0] if kind.rounds == 1 else stages, microbatches, loss_fn=_no_loss)
+        listing = _listing(made)(stages[0] if engine.rounds == 1 else stages, microbatches, loss_fn=_no_loss)
     except ValueError as error:
         raise Error(
             f"this schedule on {ranks} ranks cannot run {microbatches} microbatches: {error}",
             fix=f"a batch of {-(-microbatches // ranks) * ranks} microbatches for each replica",
         ) from error
-    order = found.pipeline_order
+    order = listing.pipeline_order
     return tuple(
         _numbered([a for a in order[r] if a is not None and a.is_compute_op], microbatches) for r in range(ranks)
     )
@@ -69,9 +69,11 @@ def _no_loss(*_: Any) -> Any:
     raise AssertionError("a schedule that only lists actions was run")
 
 
-def _listing(kind: Any) -> Any:
+def _listing(schedule_class: Any) -> Any:
     """Returns a schedule's class that does not add sends and receives, which take it minutes for 64 ranks."""
-    return type(kind.__name__, (kind,), {"_prepare_schedule_with_comms": lambda self, actions, **_: None})
+    return type(
+        schedule_class.__name__, (schedule_class,), {"_prepare_schedule_with_comms": lambda self, actions, **_: None}
+    )
 
 
 def _numbered(actions: Sequence[Any], microbatches: int) -> tuple[Action, ...]:
@@ -80,13 +82,13 @@ def _numbered(actions: Sequence[Any], microbatches: int) -> tuple[Action, ...]:
     torch 2.13 lists 1F1B with forwards of microbatches that do not exist: from 1 on in the last rank, and more than
     there are where a pipeline has more ranks than microbatches. Its runs do not: they count, too.
     """
-    counts, found = Counter[tuple[int, Half]](), []
+    counts, numbered = Counter[tuple[int, Half]](), []
     for action in actions:
         key = action.stage_index, action.computation_type.value
         if counts[key] < microbatches:
-            found.append(Action(*key, counts[key]))
+            numbered.append(Action(*key, counts[key]))
         counts[key] += 1
-    return tuple(found)
+    return tuple(numbered)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +122,15 @@ def play(
     stages = max(action.stage for row in order for action in row) + 1
     split = any(action.half == "I" for row in order for action in row)
     done: dict[Action, float] = {}
-    at, free, busy = [0] * len(order), [0.0] * len(order), [0.0] * len(order)
+    positions, free, busy = [0] * len(order), [0.0] * len(order), [0.0] * len(order)
     starts: list[list[tuple[float, Action]]] = [[] for _ in order]
     ready = list(range(len(order)))
     waiting: dict[Action, int] = {}
     while ready:
         rank = ready.pop()
         row = order[rank]
-        while at[rank] < len(row):
-            action = row[at[rank]]
+        while positions[rank] < len(row):
+            action = row[positions[rank]]
             begin, missing = free[rank], None
             for needed, delay in _needs(action, stages, sends, split):
                 if needed is not None and (end := _end(done, needed)) is None:
@@ -143,11 +145,11 @@ def play(
             free[rank] = begin + spent + waits(action, begin)
             busy[rank] += spent
             done[action] = free[rank]
-            at[rank] += 1
+            positions[rank] += 1
             for key in _meets(action):
                 if key in waiting:
                     ready.append(waiting.pop(key))
-    if any(at[rank] < len(row) for rank, row in enumerate(order)):
+    if any(positions[rank] < len(row) for rank, row in enumerate(order)):
         raise AssertionError("a schedule waits for itself")
     return Played(seconds=max(free), busy=tuple(busy), starts=tuple(map(tuple, starts)))
 
@@ -176,16 +178,16 @@ def _meets(action: Action) -> tuple[Action, ...]:
     return (Action(action.stage, "B", action.microbatch), action) if action.half == "I" else (action,)
 
 
-def most_held(row: Sequence[Action], kept: Callable[[int], float], extra: Callable[[Action], float]) -> float:
+def most_held(row: Sequence[Action], kept_bytes: Callable[[int], float], extra: Callable[[Action], float]) -> float:
     """Returns the most bytes that a rank keeps for backward, and needs beside for the running action.
 
     Args:
-        kept: stage -> the bytes that it keeps for one microbatch.
+        kept_bytes: stage -> the bytes that it keeps for one microbatch.
         extra: action -> the bytes that it needs while it runs.
     """
-    now = most = 0.0
+    now = peak = 0.0
     for action in row:
-        now += kept(action.stage) if action.half == "F" else 0.0
-        most = max(most, now + extra(action))
-        now -= kept(action.stage) if action.half in ("B", "W") else 0.0
-    return most
+        now += kept_bytes(action.stage) if action.half == "F" else 0.0
+        peak = max(peak, now + extra(action))
+        now -= kept_bytes(action.stage) if action.half in ("B", "W") else 0.0
+    return peak

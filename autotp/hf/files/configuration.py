@@ -36,7 +36,7 @@ class ModelArguments:
     unexpected: str
 
 
-def read_config(folder: Path, wanted: ModelArguments, name: str = CONFIG) -> Any:
+def read_config(folder: Path, arguments: ModelArguments, name: str = CONFIG) -> Any:
     """Reads the configuration of a folder. name: its file
 
     Raises:
@@ -48,20 +48,20 @@ def read_config(folder: Path, wanted: ModelArguments, name: str = CONFIG) -> Any
     if (folder / ADAPTER).is_file():
         remedy = "load both with peft, and autotp.parallelize what it returns; or merge_and_unload() and save that"
         raise Error(f"an adapter is beside the model: {ADAPTER}", at=str(folder), fix=remedy)
-    expect_no_code(file, wanted.config)
-    own = getattr(wanted.model_class, "config_class", None)
-    source, local = (own, {}) if own else (transformers_module().AutoConfig, LOCAL)
-    config = read_object(file, source, **wanted.config, **local)
+    expect_no_code(file, arguments.config)
+    config_class = getattr(arguments.model_class, "config_class", None)
+    source, local = (config_class, {}) if config_class else (transformers_module().AutoConfig, LOCAL)
+    config = read_object(file, source, **arguments.config, **local)
     if getattr(config, "quantization_config", None) is not None:
         raise Error("the checkpoint is quantized", at=str(file), fix="a checkpoint of floating tensors")
     return config
 
 
-def expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
+def expect_no_code(file: Path, overrides: Mapping[str, Any]) -> None:
     """Raises Error if a configuration names code to run: classes in its folder, or kernels on a hub."""
     try:
         config = json.loads(read_regular(file), parse_constant=_raise_not_a_number, parse_float=_number)
-        config |= {key: given[key] for key in given if key == "auto_map"}
+        config |= {key: overrides[key] for key in overrides if key == "auto_map"}
         entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
         if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
             _raise_not_a_number("NaN")
@@ -73,11 +73,11 @@ def expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
             f"the configuration names other files ({OTHER_FILES}), which are not read", at=str(file), fix=remedy
         )
     for key, value, texts in entries:
-        _expect_count(file, key, value, given)
+        _expect_count(file, key, value, overrides)
         if key == "auto_map" and value:
-            own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
-            raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), fix=own)
-        hubs = [text for text in texts if "/" in text and key not in given]
+            advice = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
+            raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), fix=advice)
+        hubs = [text for text in texts if "/" in text and key not in overrides]
         if hubs:
             named = f"the checkpoint names code in a hub ({key}: {hubs[0]}): it is not fetched"
             raise Error(named, at=str(file), fix=f'config={{"{key}": "sdpa"}}')
@@ -89,18 +89,18 @@ def _raise_not_a_number(text: str) -> None:
 
 def _number(text: str) -> float:
     """Returns a number of JSON; 1e999 would be infinite."""
-    if math.isinf(found := float(text)):
+    if math.isinf(number := float(text)):
         _raise_not_a_number(text)
-    return found
+    return number
 
 
-def _expect_count(file: Path, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _expect_count(file: Path, key: str, value: Any, overrides: Mapping[str, Any]) -> None:
     """Raises Error if a model would have too many parts: building one takes memory and time for each."""
     counted = re.search(r"(?:^|_)(labels|layers?|blocks|stages|experts|heads)$", key)
-    most = MOST_LABELS if counted and counted[1] == "labels" else MOST_PARTS
-    if counted and isinstance(value, int) and value > most and key not in given:
+    limit = MOST_LABELS if counted and counted[1] == "labels" else MOST_PARTS
+    if counted and isinstance(value, int) and value > limit and key not in overrides:
         raise Error(
-            f"the configuration says {key}={value}, and a model has at most {most:,}",
+            f"the configuration says {key}={value}, and a model has at most {limit:,}",
             at=str(file),
             fix=f'config={{"{key}": {value}}}, if it is true',
         )
@@ -120,35 +120,35 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _entries(inner)
 
 
-def read_object(file: Path, kind: Any, **given: Any) -> Any:
+def read_object(file: Path, source_class: Any, **options: Any) -> Any:
     """Returns the object that a class of transformers reads from a file of a checkpoint."""
     try:
         read_regular(file)  # transformers would also wait for a pipe, and read a file with holes into the memory.
         with offline_and_silent():
             where = file.parent if file.name == CONFIG or "generation" in file.name else file
-            return kind.from_pretrained(where, local_files_only=True, **given)
+            return source_class.from_pretrained(where, local_files_only=True, **options)
     except Exception as error:
         raise Error(f"the configuration cannot be read: {first_line(error)}", at=str(file)) from error
 
 
-def class_of(config: Any, wanted: ModelArguments, folder: Path) -> Any:
+def class_of(config: Any, arguments: ModelArguments, folder: Path) -> Any:
     """Returns the class of the model: `model_class`, resolved if it is an Auto class, or else the saved class."""
-    hf, given = transformers_module(), wanted.model_class
-    if given is None:
-        found = [getattr(hf, name, None) for name in config.architectures or []]
-        if not found or not (isinstance(found[0], type) and issubclass(found[0], hf.PreTrainedModel)):
-            known = "which is no model that transformers has"
-            named = f"names {config.architectures[0]}, {known}" if found else "names no class"
+    hf, chosen = transformers_module(), arguments.model_class
+    if chosen is None:
+        saved = [getattr(hf, name, None) for name in config.architectures or []]
+        if not saved or not (isinstance(saved[0], type) and issubclass(saved[0], hf.PreTrainedModel)):
+            reason = "which is no model that transformers has"
+            named = f"names {config.architectures[0]}, {reason}" if saved else "names no class"
             remedy = "model_class=transformers.AutoModelForCausalLM, or the class itself"
             raise Error(f"config.json {named}", at=str(folder / "config.json"), fix=remedy)
-        return found[0]
-    if isinstance(given, type) and issubclass(given, hf.PreTrainedModel):
-        return given
+        return saved[0]
+    if isinstance(chosen, type) and issubclass(chosen, hf.PreTrainedModel):
+        return chosen
     try:
         with offline_and_silent(), torch.device("meta"):
-            return type(given.from_config(config, **LOCAL))
+            return type(chosen.from_config(config, **LOCAL))
     except Exception as error:
-        raise Error(f"model_class={given!r} makes no model of {type(config).__name__}: {first_line(error)}") from error
+        raise Error(f"model_class={chosen!r} makes no model of {type(config).__name__}: {first_line(error)}") from error
 
 
 # ---- transformers
@@ -173,20 +173,20 @@ def offline_and_silent() -> Iterator[list[str]]:
     from huggingface_hub import constants
     from transformers.utils import logging as theirs
 
-    said: list[str] = []
+    messages: list[str] = []
     offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    library, shown = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
+    library, progress_bar = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
     handlers, spread = library.handlers[:], library.propagate
     listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    listener.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     theirs.disable_progress_bar()
     library.handlers[:], library.propagate = [listener], False
     try:
-        yield said
+        yield messages
     finally:
         constants.HF_HUB_OFFLINE = offline
         library.handlers[:], library.propagate = handlers, spread
-        if shown:
+        if progress_bar:
             theirs.enable_progress_bar()
 
 

@@ -27,13 +27,13 @@ def as_in_modules(folder: Path) -> dict[str, Source]:
     """
     model, sources = lazy_model(folder, ModelArguments(None, None, {}, "error", "error"))
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, Source] = {}
+    sources_by_name: dict[str, Source] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in first:
-            found[name] = Held(tensor)
+            sources_by_name[name] = Held(tensor)
         elif first[id(tensor)] == name:
-            found[name] = sources[name]
-    return found
+            sources_by_name[name] = sources[name]
+    return sources_by_name
 
 
 def as_in_files(tensors: Mapping[str, Source], config: Path) -> dict[str, Source]:
@@ -47,14 +47,16 @@ def as_in_files(tensors: Mapping[str, Source], config: Path) -> dict[str, Source
     """
     with torch.device("meta"):
         model = model_from_configuration(config, {})
-    held = model.state_dict()
-    unlike = [name for name, it in tensors.items() if name not in held or tuple(held[name].shape) != tuple(it.shape)]
+    state = model.state_dict()
+    unlike = [name for name, x in tensors.items() if name not in state or tuple(state[name].shape) != tuple(x.shape)]
     tied = {id(p): name for name, p in model.named_parameters()}
-    own = [name for name, p in model.named_parameters() if name not in tensors and tied[id(p)] == name]
-    if unlike or own:
-        facts = {"unlike": ", ".join(unlike[:4]), "missing": ", ".join(own[:4])}
-        kind = type(model).__name__
-        raise Error(f"the tensors are not those of {kind}", at=str(config), **{k: v for k, v in facts.items() if v})
+    missing = [name for name, p in model.named_parameters() if name not in tensors and tied[id(p)] == name]
+    if unlike or missing:
+        facts = {"unlike": ", ".join(unlike[:4]), "missing": ", ".join(missing[:4])}
+        class_name = type(model).__name__
+        raise Error(
+            f"the tensors are not those of {class_name}", at=str(config), **{k: v for k, v in facts.items() if v}
+        )
     transformers_module()
     from transformers.core_model_loading import revert_weight_conversion
 

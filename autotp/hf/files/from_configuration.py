@@ -54,15 +54,15 @@ def model_from_configuration(
         Error: the configuration cannot be read, or names code; transformers has no such class, or cannot build it.
     """
     folder, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
-    wanted = ModelArguments(dtype, _named(model_class), config, "error", "error")
-    read = read_config(folder, wanted, name)
-    build = class_of(read, wanted, folder)
+    arguments = ModelArguments(dtype, _named(model_class), config, "error", "error")
+    read = read_config(folder, arguments, name)
+    build = class_of(read, arguments, folder)
     if layers is not None:
         read = type(read).from_dict(_shortened(read.to_dict(), layers, path))
-    given = {"attn_implementation": attention, "dtype": dtype}
+    options = {"attn_implementation": attention, "dtype": dtype}
     try:
         with offline_and_silent():
-            model = build._from_config(read, **{name: value for name, value in given.items() if value is not None})
+            model = build._from_config(read, **{name: value for name, value in options.items() if value is not None})
     except Exception as error:
         raise Error(f"{build.__name__} cannot be built: {first_line(error)}", at=str(path)) from error
     return model.train()
@@ -71,10 +71,10 @@ def model_from_configuration(
 def _named(model_class: str | None) -> Any:
     if model_class is None:
         return None
-    found = getattr(transformers_module(), model_class, None)
-    if not isinstance(found, type):
+    cls = getattr(transformers_module(), model_class, None)
+    if not isinstance(cls, type):
         raise Error(f"transformers has no class {model_class}", expected="such as AutoModelForCausalLM")
-    return found
+    return cls
 
 
 def _shortened(settings: dict[str, Any], layers: int, path: Path) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def _shortened(settings: dict[str, Any], layers: int, path: Path) -> dict[str, A
     Raises:
         Error: the configuration has no number of layers.
     """
-    found, shorter = _fewer(settings, layers)
-    if not found:
+    has_layers, shorter = _fewer(settings, layers)
+    if not has_layers:
         remedy = "--kwargs, with the setting of this model"
         raise Error("the configuration has no number of layers", expected=", ".join(LAYERS), at=str(path), fix=remedy)
     return shorter
@@ -93,19 +93,19 @@ def _shortened(settings: dict[str, Any], layers: int, path: Path) -> dict[str, A
 def _fewer(settings: Mapping[str, Any], layers: int) -> tuple[bool, dict[str, Any]]:
     """Returns whether there is a number of layers, and the settings with fewer; also in the settings of parts."""
     counts = {name: settings[name] for name in LAYERS if type(settings.get(name)) is int}
-    kept = {count: _representatives(settings, count, layers) for count in counts.values()}
-    found, new = bool(counts), dict(settings)
+    layers_by_count = {count: _representatives(settings, count, layers) for count in counts.values()}
+    has_layers, shorter = bool(counts), dict(settings)
     for name, value in settings.items():
         if name in counts:
-            new[name] = min(value, layers)
-        elif isinstance(value, list) and len(value) in kept:  # One entry a layer.
-            new[name] = [value[i] for i in kept[len(value)]]
+            shorter[name] = min(value, layers)
+        elif isinstance(value, list) and len(value) in layers_by_count:  # One entry a layer.
+            shorter[name] = [value[i] for i in layers_by_count[len(value)]]
         elif isinstance(value, dict):
-            inside, new[name] = _fewer(value, layers)
-            found = found or inside
+            inside, shorter[name] = _fewer(value, layers)
+            has_layers = has_layers or inside
         elif name == FIRST_DENSE and type(value) is int:
-            new[name] = min(value, max(layers - 1, 0))
-    return found, new
+            shorter[name] = min(value, max(layers - 1, 0))
+    return has_layers, shorter
 
 
 def _representatives(settings: Mapping[str, Any], count: int, layers: int) -> list[int]:
@@ -113,6 +113,6 @@ def _representatives(settings: Mapping[str, Any], count: int, layers: int) -> li
     kinds = settings.get(KINDS)
     if not isinstance(kinds, list) or len(kinds) != count:
         return list(range(min(count, layers)))
-    firsts = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
-    others = [i for i in range(count) if i not in firsts]
-    return sorted([*firsts, *others][:layers])
+    firsts = [i for i, layer_kind in enumerate(kinds) if layer_kind not in kinds[:i]]
+    rest = [i for i in range(count) if i not in firsts]
+    return sorted([*firsts, *rest][:layers])

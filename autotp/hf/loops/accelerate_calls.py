@@ -62,9 +62,9 @@ def _expect_no_join(accelerator: Any, name: str, caller: str) -> None:
 def _expect_single_steps(schedule: Any, name: str, caller: str) -> None:
     """Raises Error if a step of the schedule counts as many steps as there are processes."""
     parameters = [p for optimizer in schedule.optimizers for group in optimizer.param_groups for p in group["params"]]
-    several = schedule.step_with_optimizer and not schedule.split_batches and _processes() > 1
-    held, _ = sorted_by_model(parameters) if several else ({}, [])
-    if _is_unknown(held):
+    steps_for_all = schedule.step_with_optimizer and not schedule.split_batches and _processes() > 1
+    by_model, _ = sorted_by_model(parameters) if steps_for_all else ({}, [])
+    if _is_unknown(by_model):
         raise Error(
             "a schedule that accelerate prepared steps once for each process, and the ranks of a parallel model are "
             "processes of one model",
@@ -81,5 +81,5 @@ def _is_unknown(live: Iterable[Any]) -> bool:
 
 
 def _processes() -> int:
-    found: int = sys.modules["accelerate.state"].AcceleratorState().num_processes
-    return found
+    count: int = sys.modules["accelerate.state"].AcceleratorState().num_processes
+    return count

@@ -40,8 +40,8 @@ def show_replicas() -> None:
     if partial not in _changed:
         _changed.add(partial)
         _change(state)
-    for kind in (partial, state.AcceleratorState):  # They may have been made before the model was parallel.
-        _show_all_ranks(kind._shared_state, state.DistributedType)
+    for state_class in (partial, state.AcceleratorState):  # They may have been made before the model was parallel.
+        _show_all_ranks(state_class._shared_state, state.DistributedType)
 
 
 @contextmanager
@@ -66,15 +66,15 @@ def each_is_first() -> Iterator[None]:
 
 def _change(state: Any) -> None:
     partial = state.PartialState
-    for kind in (partial, state.AcceleratorState):
-        kind.num_processes = _stored("num_processes", _number)
-        kind.process_index = _stored("process_index", _index)
+    for changed_class in (partial, state.AcceleratorState):
+        changed_class.num_processes = _stored("num_processes", _number)
+        changed_class.process_index = _stored("process_index", _index)
     partial.__init__ = _with_all_ranks(partial.__init__, state.DistributedType)
     # This one tells how many processes there are: it keeps trackers and printing to the first rank.
-    partial.use_distributed = property(lambda it: it.__dict__["num_processes"] > 1)
+    partial.use_distributed = property(lambda self: self.__dict__["num_processes"] > 1)
     partial.is_main_process = _of_one_rank(partial.is_main_process, lambda: 0)
-    for kind in (partial, sys.modules["accelerate.accelerator"].Accelerator):
-        kind.is_last_process = _of_one_rank(kind.is_last_process, lambda: dist.get_world_size() - 1)
+    for changed_class in (partial, sys.modules["accelerate.accelerator"].Accelerator):
+        changed_class.is_last_process = _of_one_rank(changed_class.is_last_process, lambda: dist.get_world_size() - 1)
     partial.on_process = _on_first_of_replica(partial.on_process)
     operations: Any = sys.modules["accelerate.utils.operations"]
     operations.PartialState = _state_of_operations(state)
@@ -84,26 +84,26 @@ def _change(state: Any) -> None:
 
 
 def _number(stored: int) -> int:
-    axis, (_, shown) = replicas(), _shown.get()
+    axis, (_, number) = replicas(), _shown.get()
     if axis is None:
         return stored
-    return axis.size if shown is None else shown
+    return axis.size if number is None else number
 
 
 def _index(stored: int) -> int:
-    axis, (shown, _) = replicas(), _shown.get()
+    axis, (index, _) = replicas(), _shown.get()
     if axis is None:
         return stored
-    return axis.rank if shown is None else shown
+    return axis.rank if index is None else index
 
 
-def _stored(name: str, shown: Callable[[int], int]) -> property:
-    """Returns a property whose value is in `__dict__`, where accelerate writes it, and is shown as `shown` says."""
+def _stored(name: str, convert: Callable[[int], int]) -> property:
+    """Returns a property whose value is in `__dict__`, where accelerate writes it, and is shown as `convert` says."""
 
     def read(self: Any) -> int:
         if name not in self.__dict__:
             self.__getattr__(name)  # It raises accelerate's own error.
-        return shown(self.__dict__[name])
+        return convert(self.__dict__[name])
 
     def write(self: Any, value: int) -> None:
         self.__dict__[name] = value
@@ -111,9 +111,9 @@ def _stored(name: str, shown: Callable[[int], int]) -> property:
     return property(read, write)
 
 
-def _of_one_rank(theirs: property, rank: Callable[[], int]) -> property:
+def _of_one_rank(original: property, rank: Callable[[], int]) -> property:
     """Returns a property that is True on one rank of all, not on all ranks of one replica."""
-    read = theirs.fget
+    read = original.fget
     assert read is not None
     return property(lambda self: read(self) if replicas() is None else _each.get() or dist.get_rank() == rank())
 
@@ -133,10 +133,10 @@ def _show_all_ranks(state: dict[str, Any], kinds: Any) -> None:
     Each rank would be the first, and all would write the same files.
     """
     if state.get("distributed_type") is kinds.NO and replicas() is not None:
-        kind = kinds.MULTI_GPU if state["device"].type == "cuda" else kinds.MULTI_CPU
+        distributed_type = kinds.MULTI_GPU if state["device"].type == "cuda" else kinds.MULTI_CPU
         rank = dist.get_rank()
         local = int(os.environ.get("LOCAL_RANK", rank))
-        state.update(distributed_type=kind, backend=dist.get_backend(), num_processes=dist.get_world_size())
+        state.update(distributed_type=distributed_type, backend=dist.get_backend(), num_processes=dist.get_world_size())
         state.update(process_index=rank, local_process_index=local)
 
 
@@ -173,7 +173,7 @@ def _read_by_first(method: Method, initialized: Callable[[Any], Any]) -> Method:
         if replicas() is None or self.state.process_index or not dist.get_rank():
             return method(self, iterator)
         with showing(index=-1):
-            _, told = method(self, iterator)
-        return None if told[0] is None else initialized(told[0]), told
+            _, batch = method(self, iterator)
+        return None if batch[0] is None else initialized(batch[0]), batch
 
     return _fetch_batches

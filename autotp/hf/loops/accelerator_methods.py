@@ -54,8 +54,8 @@ def watch_accelerator() -> None:
     _changed.add(accelerator)
     read = accelerator.dispatch_batches.fget
     accelerator.dispatch_batches = property(lambda self: False if is_one_replica() else read(self))
-    for name, around in AROUND.items():
-        setattr(accelerator, name, wraps(getattr(accelerator, name))(around(getattr(accelerator, name))))
+    for name, wrapper in AROUND.items():
+        setattr(accelerator, name, wraps(getattr(accelerator, name))(wrapper(getattr(accelerator, name))))
 
 
 def _initialized(method: Method) -> Method:
@@ -81,10 +81,10 @@ def _expect_layout(config: Any, axis: Mesh) -> None:
 
 def _with_wrappers_of_replicas(method: Method) -> Method:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = self.distributed_type.name
-        if replicas() is not None and kind not in WRAPPERS and any(isinstance(it, ParallelModule) for it in args):
+        strategy = self.distributed_type.name
+        if replicas() is not None and strategy not in WRAPPERS and any(isinstance(x, ParallelModule) for x in args):
             raise Error(
-                f"{kind} divides a model among all processes, and autotp has divided it",
+                f"{strategy} divides a model among all processes, and autotp has divided it",
                 fix="accelerate without FSDP, DeepSpeed or Megatron-LM",
                 alternative="autotp.distribute(model, tp=..., dp=..., zero=...), which shards over replicas",
             )
@@ -123,8 +123,8 @@ def _in_precision(accelerator: Any, model: ParallelModule) -> Iterator[None]:
     if mixed:
         modeling, operations = (sys.modules[f"accelerate.utils.{name}"] for name in ("modeling", "operations"))
         context = modeling.get_mixed_precision_context_manager(mixed, accelerator.autocast_handler)
-        own: Any = model.forward
-        model._original_forward = own.__func__  # `unwrap_model(model, keep_fp32_wrapper=False)` sets it again.
+        method: Any = model.forward
+        model._original_forward = method.__func__  # `unwrap_model(model, keep_fp32_wrapper=False)` sets it again.
         call_through(model, lambda forward: operations.convert_outputs_to_fp32(context(forward)))
     accelerator.native_amp = False
     try:
@@ -150,12 +150,12 @@ class _HandlerOverReplicas:
 @contextmanager
 def _averaging_over(accelerator: Any, group: dist.ProcessGroup) -> Iterator[None]:
     """A region in which accelerate's DistributedDataParallel averages over this group."""
-    theirs = accelerator.ddp_handler
-    accelerator.ddp_handler = _HandlerOverReplicas(theirs, group)
+    handler = accelerator.ddp_handler
+    accelerator.ddp_handler = _HandlerOverReplicas(handler, group)
     try:
         yield
     finally:
-        accelerator.ddp_handler = theirs
+        accelerator.ddp_handler = handler
 
 
 def _gathering(method: Method) -> Method:
@@ -175,9 +175,9 @@ def _with_whole_optimizers(method: Method) -> Method:
             return method(self, *args, **kwargs)
         mesh, registered = own_ranks(), self._custom_objects
         # Each process writes its random state. The files of the first rank of each replica come first: they are read.
-        whole = whole_state_dicts([it.optimizer for it in self._optimizers])
+        whole = whole_state_dicts([optimizer.optimizer for optimizer in self._optimizers])
         with whole, showing(index=axis.rank + mesh.rank * axis.size):
-            self._custom_objects = [of_all(partial(_of_file, i, thing)) for i, thing in enumerate(registered)]
+            self._custom_objects = [of_all(partial(_of_file, i, part)) for i, part in enumerate(registered)]
             try:
                 return done_by_all(partial(method, self, *args, **kwargs))
             finally:
@@ -196,21 +196,21 @@ def _there_for_all(method: Method) -> Method:
     return save_model
 
 
-def _of_file(number: int, thing: Any) -> Any:
+def _of_file(number: int, value: Any) -> Any:
     """Returns what stands for an object that the user registered while accelerate writes: its state is whole.
 
     Raises:
         Error: on every rank: it has another state on some rank. accelerate writes the first rank's.
     """
-    state, mesh = thing.state_dict(), own_ranks()
+    state, mesh = value.state_dict(), own_ranks()
     whole = whole_for_file(state, mesh)
     leaves = zip(pytree.tree_leaves(state), pytree.tree_leaves(whole), strict=True)
-    plain = [x for x, other in leaves if x is other]
-    said = [(x.dtype, x.shape, checksum(x)) if isinstance(x, Tensor) else repr(x) for x in plain]
-    rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
+    plain = [x for x, whole_leaf in leaves if x is whole_leaf]
+    digests = [(x.dtype, x.shape, checksum(x)) if isinstance(x, Tensor) else repr(x) for x in plain]
+    rows = gather_ints([zlib.crc32(repr(digests).encode())], mesh)
     if any(row != rows[0] for row in rows):
         raise Error(
-            f"save_state: object {number} of register_for_checkpointing, a {type(thing).__name__}, has another state "
+            f"save_state: object {number} of register_for_checkpointing, a {type(value).__name__}, has another state "
             "on each rank, as parts of weights have, and accelerate writes the first rank's",
             fix="let each rank save it to a file of its own",
             alternative="autotp.gather(tensor), or the cut tensor itself, in place of `tensor.to_local()`",

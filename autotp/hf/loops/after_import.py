@@ -26,8 +26,8 @@ class _Finder(MetaPathFinder):
         """Returns the module's spec, whose loader calls back; None for other modules."""
         if name not in self.names:
             return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 

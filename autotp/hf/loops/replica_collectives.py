@@ -21,10 +21,10 @@ class ReplicaCollectives:
     """torch.distributed, whose processes are the replicas. Everything else, such as barriers, is torch's own."""
 
     def __getattr__(self, name: str) -> Any:
-        ours, axis = COLLECTIVES.get(name), replicas()
-        if ours is None or axis is None:
+        collective, axis = COLLECTIVES.get(name), replicas()
+        if collective is None or axis is None:
             return getattr(dist, name)
-        return lambda *args, **kwargs: ours(axis, *args, **kwargs)
+        return lambda *args, **kwargs: collective(axis, *args, **kwargs)
 
 
 class TorchOfReplicas:
@@ -50,11 +50,11 @@ def _gathered_into(axis: Mesh, output: Tensor, tensor: Tensor) -> None:
         dist.all_gather_into_tensor(output, tensor, group=group_of(axis))
 
 
-def _objects_gathered(axis: Mesh, outputs: list[Any], thing: Any) -> None:
+def _objects_gathered(axis: Mesh, outputs: list[Any], value: Any) -> None:
     if axis.size == 1:
-        outputs[0] = thing
+        outputs[0] = value
     else:
-        dist.all_gather_object(outputs, thing, group=group_of(axis))
+        dist.all_gather_object(outputs, value, group=group_of(axis))
 
 
 def _reduced(axis: Mesh, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
@@ -67,8 +67,8 @@ def _broadcast(axis: Mesh, tensor: Tensor, src: int = 0) -> None:
     dist.broadcast(tensor, first_rank_of(src))
 
 
-def _objects_broadcast(axis: Mesh, things: list[Any], src: int = 0) -> None:
-    dist.broadcast_object_list(things, first_rank_of(src))
+def _objects_broadcast(axis: Mesh, values: list[Any], src: int = 0) -> None:
+    dist.broadcast_object_list(values, first_rank_of(src))
 
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {

@@ -40,10 +40,10 @@ def replicas() -> Mesh | None:
     The axis has a process group if there are several replicas: of the ranks with the same part.
     """
     meshes = _meshes()
-    found = [ALONE if mesh.everyone.size == dist.get_world_size() else mesh.replicas for mesh in meshes]
-    newest = found[-1] if found else None  # An older model may be left from a process group that was destroyed.
-    same = all(axis is not None and newest is not None and axis.size == newest.size for axis in found)
-    return newest if same else None
+    axes = [ALONE if mesh.everyone.size == dist.get_world_size() else mesh.replicas for mesh in meshes]
+    newest = axes[-1] if axes else None  # An older model may be left from a process group that was destroyed.
+    is_same_size = all(axis is not None and newest is not None and axis.size == newest.size for axis in axes)
+    return newest if is_same_size else None
 
 
 def is_one_replica() -> bool:
@@ -95,8 +95,8 @@ def whole_state(module: nn.Module) -> dict[str, Any]:
 
 def parallel_models(module: Any) -> list[tuple[str, ParallelModule]]:
     """Returns the parallel models of several ranks in a module, with their names there."""
-    found = module.named_modules() if isinstance(module, nn.Module) else ()
-    return [(name, it) for name, it in found if isinstance(it, ParallelModule) and it.mesh.everyone.size > 1]
+    modules = module.named_modules() if isinstance(module, nn.Module) else ()
+    return [(name, m) for name, m in modules if isinstance(m, ParallelModule) and m.mesh.everyone.size > 1]
 
 
 def own_ranks() -> Mesh:
@@ -117,5 +117,5 @@ def _meshes() -> list[Mesh]:
     if not dist.is_initialized():
         return []
     states = [state_of(model) for model in models() if isinstance(model, ParallelModule)]
-    found = [state.tree.mesh for state in states if state is not None]
-    return [mesh for mesh in found if mesh.everyone.size > 1]
+    meshes = [state.tree.mesh for state in states if state is not None]
+    return [mesh for mesh in meshes if mesh.everyone.size > 1]

@@ -26,9 +26,9 @@ def watch_torchmetrics() -> None:
     if metric is None or metric in _changed:
         return
     _changed.add(metric)
-    theirs = metric.sync
+    original = metric.sync
 
-    @wraps(theirs)
+    @wraps(original)
     def sync(
         it: Any,
         dist_sync_fn: Any = None,
@@ -37,10 +37,10 @@ def watch_torchmetrics() -> None:
         distributed_available: Any = None,
     ) -> None:
         axis = replicas()
-        ours = axis is not None and (process_group or it.process_group) is None
-        if ours and axis is not None and axis.size > 1:
+        over_replicas = axis is not None and (process_group or it.process_group) is None
+        if over_replicas and axis is not None and axis.size > 1:
             process_group = group_of(axis)
-        alone = ours and axis is not None and axis.size == 1
-        theirs(it, dist_sync_fn, process_group, should_sync and not alone, distributed_available)
+        alone = over_replicas and axis is not None and axis.size == 1
+        original(it, dist_sync_fn, process_group, should_sync and not alone, distributed_available)
 
     metric.sync = sync

@@ -50,18 +50,18 @@ def watch_trainer() -> None:
     if trainer is None or trainer in _changed:
         return
     _changed.add(trainer)
-    for name, around in AROUND.items():
-        theirs = getattr(trainer, name)
-        setattr(trainer, name, wraps(theirs)(around(theirs)))
+    for name, wrapper in AROUND.items():
+        original = getattr(trainer, name)
+        setattr(trainer, name, wraps(original)(wrapper(original)))
     module: Any = sys.modules["transformers.trainer"]
     module.activate_neftune = noisy(module.activate_neftune)
     functions: Any = sys.modules["transformers.trainer_pt_utils"]
     functions.dist = ReplicaCollectives()  # It gathers logged losses and counts of operations.
 
 
-def _of_first_rank(theirs: property, on_each_node: str) -> property:
+def _of_first_rank(original: property, on_each_node: str) -> property:
     """Returns a property that is True on the first rank of all, where Trainer asks for the first process."""
-    read = theirs.fget
+    read = original.fget
     assert read is not None
 
     def first(self: Any) -> bool:
@@ -125,10 +125,10 @@ def _loading_optimizer(method: Method) -> Method:
         if checkpoint is None or axis is None or not _is_ours(self):
             return method(self, checkpoint)
         names = (*STATES, f"rng_state_{axis.rank}.pth")
-        seen = [name for name in names if os.path.isfile(os.path.join(checkpoint, name))]
-        told = f"sees other files in {checkpoint}"
-        of_all(lambda: expect_alike(seen, self.model.mesh, told, SHARED))
-        expect_alike([name for name in seen if name in STATES], axis, told, SHARED)
+        visible_files = [name for name in names if os.path.isfile(os.path.join(checkpoint, name))]
+        problem = f"sees other files in {checkpoint}"
+        of_all(lambda: expect_alike(visible_files, self.model.mesh, problem, SHARED))
+        expect_alike([name for name in visible_files if name in STATES], axis, problem, SHARED)
         with showing(number=1):  # Of several processes each would read the whole state to its GPU.
             return method(self, checkpoint)
 
@@ -163,9 +163,9 @@ def _opening_repository(method: Method) -> Method:
         if not _is_ours(self):
             return method(self, token)
         done_by_all(partial(method, self, token))
-        told = [self.hub_model_id]
-        dist.broadcast_object_list(told)
-        self.hub_model_id, self.push_in_progress = told[0], getattr(self, "push_in_progress", None)
+        repository = [self.hub_model_id]
+        dist.broadcast_object_list(repository)
+        self.hub_model_id, self.push_in_progress = repository[0], getattr(self, "push_in_progress", None)
 
     return init_hf_repo
 
@@ -184,8 +184,8 @@ def _making_optimizer(method: Method) -> Method:
         """Raises Error for an optimizer that steps in backward."""
         if self.optimizer is not None or not _is_ours(self):
             return method(self, *args, **kwargs)
-        given, name = self.optimizer_cls_and_kwargs, str(getattr(self.args.optim, "value", self.args.optim))
-        if given is None and IN_BACKWARD.search(name):
+        class_and_options, name = self.optimizer_cls_and_kwargs, str(getattr(self.args.optim, "value", self.args.optim))
+        if class_and_options is None and IN_BACKWARD.search(name):
             raise Error(
                 f'optim="{name}" steps in backward, each parameter by its own gradient, and ranks have parts of these',
                 fix='optim="adafactor" or "adamw_torch"',

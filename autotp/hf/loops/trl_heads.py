@@ -22,8 +22,8 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 
 def formula_of(function: type) -> Callable[..., Any] | None:
     """Returns `log_probabilities` for TRL's Function, None for others."""
-    theirs = function.__name__ == "ChunkedLogProbFunction" and function.__module__.startswith("trl.")
-    return log_probabilities if theirs else None
+    is_of_trl = function.__name__ == "ChunkedLogProbFunction" and function.__module__.startswith("trl.")
+    return log_probabilities if is_of_trl else None
 
 
 def log_probabilities(
@@ -56,23 +56,23 @@ def log_probabilities(
     if final_logit_softcapping is not None:
         logits = final_logit_softcapping * torch.tanh(logits / final_logit_softcapping)
     logits = logits / temperature
-    found = -F.cross_entropy(logits, targets, reduction="none")
+    log_probability = -F.cross_entropy(logits, targets, reduction="none")
     every = F.log_softmax(logits, -1)
     entropy = -(every.exp() * every).sum(-1) if "entropy" in outputs else None
     fixed = logits.detach()
     squares = torch.logsumexp(2 * every.detach(), -1) if "log_sum_sq_probs" in outputs else None
     mean = fixed.mean(-1) if "mean_logits" in outputs else None
     top = fixed.argmax(-1) == targets if "is_top1" in outputs else None
-    return found, entropy, squares, mean, top
+    return log_probability, entropy, squares, mean, top
 
 
 def watch_trl() -> None:
     """Has TRL's head score all rows while a graph is captured, also where it would pick those with labels."""
     module: Any = sys.modules.get("trl.trainer.utils")
-    theirs = getattr(module, "_use_triton", None)
-    if theirs is not None and theirs.__module__ != __name__:
+    original = getattr(module, "_use_triton", None)
+    if original is not None and original.__module__ != __name__:
 
         def _use_triton(device: torch.device) -> bool:
-            return not torch.compiler.is_exporting() and bool(theirs(device))
+            return not torch.compiler.is_exporting() and bool(original(device))
 
         module._use_triton = _use_triton

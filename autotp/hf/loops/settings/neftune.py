@@ -50,8 +50,8 @@ class Noise:
         plain = self.before
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
-            found = type(module).forward(module, *args, **kwargs) if plain is None else plain(*args, **kwargs)
-            return _with_noise(found, module.neftune_noise_alpha) if module.training else found
+            embedded = type(module).forward(module, *args, **kwargs) if plain is None else plain(*args, **kwargs)
+            return _with_noise(embedded, module.neftune_noise_alpha) if module.training else embedded
 
         embeddings.forward = MethodType(forward, embeddings)
 
@@ -63,7 +63,7 @@ class Noise:
             self.embeddings.forward = self.before
 
 
-def _with_noise(found: Tensor, alpha: float) -> Tensor:
-    """Returns embeddings plus uniform noise. found: [batch sequence hidden]"""
-    bound = alpha / torch.sqrt(torch.tensor(found.size(1) * found.size(2)))
-    return found + (torch.rand_like(found) * (2 * bound) - bound)
+def _with_noise(embedded: Tensor, alpha: float) -> Tensor:
+    """Returns embeddings plus uniform noise. embedded: [batch sequence hidden]"""
+    bound = alpha / torch.sqrt(torch.tensor(embedded.size(1) * embedded.size(2)))
+    return embedded + (torch.rand_like(embedded) * (2 * bound) - bound)

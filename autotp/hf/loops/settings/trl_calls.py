@@ -32,18 +32,18 @@ def watch_trl_trainers() -> None:
         trainer = getattr(sys.modules.get(module), name, None)
         if trainer is not None and trainer not in _changed:
             _changed.add(trainer)
-            theirs = trainer._precompute_ref_logps
-            trainer._precompute_ref_logps = wraps(theirs)(_written_where_read(theirs))
+            original = trainer._precompute_ref_logps
+            trainer._precompute_ref_logps = wraps(original)(_written_where_read(original))
 
 
 def _written_where_read(method: Method) -> Method:
     def _precompute_ref_logps(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         path = getattr(dataset, "_get_cache_file_path", str)
-        apart = False
+        differs = False
         if replicas() is not None:
             rows = gather_ints([zlib.crc32(str(path("")).encode())], own_ranks())
-            apart = any(row != rows[0] for row in rows)
-        with each_is_first() if apart else nullcontext():
+            differs = any(row != rows[0] for row in rows)
+        with each_is_first() if differs else nullcontext():
             return method(self, dataset, *args, **kwargs)
 
     return _precompute_ref_logps
