@@ -48,9 +48,9 @@ class BackgroundExchange:
             why = reason(lambda rank: self.mesh.named([rank])) or str(error).partition("\n")[0]
             text = f"{self.mesh.axis} rank {self.mesh.rank} of {self.mesh.size} cannot save: {why}"
             raise Error(text, fix="read the other ranks' logs") from error
-        told = [json.loads(text) for text in texts]
-        result_of_all(self.mesh, [None], problem, [failed for failed, *_ in told])
-        return [json.loads(text) for _, text in told]
+        answers = [json.loads(text) for text in texts]
+        result_of_all(self.mesh, [None], problem, [failed for failed, *_ in answers])
+        return [json.loads(text) for _, text in answers]
 
     def agree(self, make: Callable[[], T]) -> T:
         """Returns the result of `make()`, once it has returned on every rank.
@@ -64,12 +64,12 @@ class BackgroundExchange:
 
     def _exchanged(self, text: str) -> list[str]:
         """Returns every rank's text, by rank."""
-        mine = text.encode()
-        lengths = [int(n) for n in self._gather(torch.tensor([len(mine)]))]
-        padded = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
+        encoded = text.encode()
+        lengths = [int(n) for n in self._gather(torch.tensor([len(encoded)]))]
+        padded = torch.frombuffer(bytearray(encoded.ljust(max(lengths))), dtype=torch.uint8)
         return [row.numpy().tobytes().decode() for row in self._gather(padded)]
 
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(mine) for _ in range(self.mesh.size)]
-        self.group.allgather([found], [mine]).wait()
-        return found
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.mesh.size)]
+        self.group.allgather([gathered], [tensor]).wait()
+        return gathered

@@ -60,10 +60,10 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
     if failed:
         remedy = "read the error of that rank: this rank has none"
         raise Error(f"{mesh.named(failed)} could not build a graph", fix=remedy)
-    other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
-    found = {} if other is None else _first_difference(lines, other, mesh)
-    alike = "build the same model and call it alike on all ranks"
-    expect_as_first(rows, 0, mesh, "would run another graph than rank 0", alike, **found)
+    different_rank = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
+    difference = {} if different_rank is None else _first_difference(lines, different_rank, mesh)
+    advice = "build the same model and call it alike on all ranks"
+    expect_as_first(rows, 0, mesh, "would run another graph than rank 0", advice, **difference)
     return made[0]
 
 
@@ -76,24 +76,24 @@ def _compared(line: str) -> str:
     return line.partition(SOURCE)[0]
 
 
-def _first_difference(lines: Sequence[str], other: int, mesh: Mesh) -> dict[str, str]:
+def _first_difference(lines: Sequence[str], other_rank: int, mesh: Mesh) -> dict[str, str]:
     """Returns the first line that differs between the first rank and another rank, for both ranks."""
     longest = max(row[0] for row in gather_ints([len(lines)], mesh))
-    mine = [zlib.crc32(_compared(line).encode()) for line in lines]
-    rows = gather_ints([*mine, *[-1] * (longest - len(mine))], mesh)
-    at = next(i for i, pair in enumerate(zip(rows[0], rows[other], strict=True)) if pair[0] != pair[1])
-    told = gather_texts(lines[at] if at < len(lines) else "nothing more", mesh)
-    pair = told[0], told[other]
+    checksums = [zlib.crc32(_compared(line).encode()) for line in lines]
+    rows = gather_ints([*checksums, *[-1] * (longest - len(checksums))], mesh)
+    index = next(i for i, pair in enumerate(zip(rows[0], rows[other_rank], strict=True)) if pair[0] != pair[1])
+    texts = gather_texts(lines[index] if index < len(lines) else "nothing more", mesh)
+    pair = texts[0], texts[other_rank]
     if not any(line.startswith("%") for line in pair):  # The text is a list of settings, not of operators.
         pair = _around(*pair)
-    return {f"rank {rank}": line.replace(SOURCE, "  at ") for rank, line in zip((0, other), pair, strict=True)}
+    return {f"rank {rank}": line.replace(SOURCE, "  at ") for rank, line in zip((0, other_rank), pair, strict=True)}
 
 
-def _around(one: str, other: str) -> tuple[str, str]:
+def _around(first_line: str, second_line: str) -> tuple[str, str]:
     """Returns two lines from their last common word on."""
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-    start = one.rfind(" ", 0, max(one.rfind(" ", 0, same), 0)) + 1
-    return tuple(f"... {line[start : start + SHOWN]} ..." for line in (one, other))  # type: ignore[return-value]
+    common = next((i for i, (a, b) in enumerate(zip(first_line, second_line, strict=False)) if a != b), 0)
+    start = first_line.rfind(" ", 0, max(first_line.rfind(" ", 0, common), 0)) + 1
+    return tuple(f"... {line[start : start + SHOWN]} ..." for line in (first_line, second_line))  # type: ignore[return-value]
 
 
 def tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
@@ -110,10 +110,12 @@ def _is_of_memory(error: Exception) -> bool:
 
 
 def _no_memory(error: Exception) -> Error:
-    told = str(error).strip().splitlines()
-    found = Error(f"there is not enough memory{': ' + told[0] if told else ''}", fix="free memory, and call it again")
-    found.__cause__ = error
-    return found
+    lines = str(error).strip().splitlines()
+    result = Error(
+        f"there is not enough memory{': ' + lines[0] if lines else ''}", fix="free memory, and call it again"
+    )
+    result.__cause__ = error
+    return result
 
 
 def agree(mesh: Mesh, make: Callable[[], T]) -> T:
@@ -162,8 +164,8 @@ def result_of_all(mesh: Mesh, made: Sequence[T], problem: Exception | None, text
         raise problem
     failed = [rank for rank, text in enumerate(texts) if text]
     if failed:
-        said, facts = json.loads(texts[failed[0]])
-        raise Error(said, **{**facts, "on": facts.get("on", mesh.named(failed))})  # The error may be of an agreement.
+        text, facts = json.loads(texts[failed[0]])
+        raise Error(text, **{**facts, "on": facts.get("on", mesh.named(failed))})  # The error may be of an agreement.
     return made[0]
 
 
@@ -173,11 +175,13 @@ def _spelled(error: Exception) -> tuple[str, dict[str, str]]:
 
 def gather_texts(text: str, mesh: Mesh) -> list[str]:
     """Returns every rank's `text`, by rank."""
-    mine = text.encode()
-    words = [int.from_bytes(mine[i : i + 8].ljust(8, b"\0"), "little", signed=True) for i in range(0, len(mine), 8)]
-    rows = gather_ints([len(mine), *words], mesh)
+    encoded = text.encode()
+    words = [
+        int.from_bytes(encoded[i : i + 8].ljust(8, b"\0"), "little", signed=True) for i in range(0, len(encoded), 8)
+    ]
+    rows = gather_ints([len(encoded), *words], mesh)
     packed = [b"".join(word.to_bytes(8, "little", signed=True) for word in row[1:]) for row in rows]
-    return [found[: row[0]].decode() for found, row in zip(packed, rows, strict=True)]
+    return [data[: row[0]].decode() for data, row in zip(packed, rows, strict=True)]
 
 
 def checksum(tensor: Tensor) -> int:
@@ -229,18 +233,18 @@ def random_state(mesh: Mesh) -> int:
 
 
 def expect_as_first(
-    rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str, **facts: str
+    rows: Sequence[Sequence[int]], column: int, mesh: Mesh, problem: str, remedy: str, **facts: str
 ) -> None:
     """Raises Error if the rows of some ranks differ from the first rank's row in this column."""
-    other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
-    if other:
-        raise Error(f"{mesh.named(other)} {what}", **facts, fix=remedy)
+    different_ranks = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
+    if different_ranks:
+        raise Error(f"{mesh.named(different_ranks)} {problem}", **facts, fix=remedy)
 
 
 def compared(
-    rows: Sequence[Sequence[int]], column: int, mesh: Mesh, ranks: Sequence[int], what: str, remedy: str
+    rows: Sequence[Sequence[int]], column: int, mesh: Mesh, ranks: Sequence[int], problem: str, remedy: str
 ) -> None:
     """Raises Error if the rows of some of these ranks differ from that of the first of them in this column."""
-    other = [rank for rank in ranks if rows[rank][column] != rows[ranks[0]][column]]
-    if other:
-        raise Error(f"{mesh.named(other)} {what} than {mesh.named(ranks[:1])}", fix=remedy)
+    different_ranks = [rank for rank in ranks if rows[rank][column] != rows[ranks[0]][column]]
+    if different_ranks:
+        raise Error(f"{mesh.named(different_ranks)} {problem} than {mesh.named(ranks[:1])}", fix=remedy)

@@ -52,9 +52,9 @@ def launch() -> Launch | None:
     if all(name in os.environ for name in TORCHRUN):
         local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", 1)
         return Launch("torchrun", _number("RANK"), _number("WORLD_SIZE"), *local)
-    for found in (_open_mpi(), _srun(), _hydra()):
-        if found is not None and found.size > 1:
-            return found
+    for candidate in (_open_mpi(), _srun(), _hydra()):
+        if candidate is not None and candidate.size > 1:
+            return candidate
     return None
 
 
@@ -165,9 +165,9 @@ def meeting(started: Launch) -> Iterator[None]:
         if isinstance(error, Error) or not (of_gloo or isinstance(error, dist.DistError)):
             raise
         where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', 'any port')}"
-        seen = (str(error) or type(error).__name__).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise Error(
-            f"global rank {started.rank} of {started.size} could not meet the others at {where}: {seen}",
+            f"global rank {started.rank} of {started.size} could not meet the others at {where}: {reason}",
             fix=f"{GLOO_INTERFACE}=<the network interface that the other machines reach>, on each machine"
             if of_gloo
             else "start all processes, and read the log of each; MASTER_PORT=<a free port> if this one is taken",
@@ -178,8 +178,8 @@ def meeting(started: Launch) -> Iterator[None]:
 def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
     """Returns a store on a free port, which the first process writes into a file with the job's name."""
     if started.local_size != started.size or not started.job:
-        given = "MASTER_ADDR=<the first node> MASTER_PORT=29500"
-        flags = {"srun": f"{given} srun", "mpirun": "mpirun " + given.replace("MASTER", "-x MASTER")}
+        variables = "MASTER_ADDR=<the first node> MASTER_PORT=29500"
+        flags = {"srun": f"{variables} srun", "mpirun": "mpirun " + variables.replace("MASTER", "-x MASTER")}
         raise Error(
             f"{started.by} started {started.size} processes ({started.local_size} here), and they do not know where "
             "to meet",
@@ -188,9 +188,9 @@ def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
     file = _folder() / re.sub(r"[^\w.-]", "_", started.job)
     if started.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, started.size, True, timeout, wait_for_workers=False)
-        new = file.with_name(f"{file.name}.new")
-        new.write_text(str(store.port))
-        new.replace(file)
+        temporary = file.with_name(f"{file.name}.new")
+        temporary.write_text(str(store.port))
+        temporary.replace(file)
         atexit.register(file.unlink, missing_ok=True)
         return store
     return dist.TCPStore("127.0.0.1", _port_in(file, timeout), started.size, False, timeout)
@@ -212,7 +212,7 @@ def _folder() -> Path:
     """Returns a folder that only this user can write to."""
     folder = Path(tempfile.gettempdir(), f"autotp-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise Error(f"{folder} can be changed by other users", fix="TMPDIR=<a folder of yours>")
     return folder

@@ -32,7 +32,7 @@ def watch(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
 
 def watch_instead(model: Model, inside: nn.Module) -> Model:
     """Notes that a model is parallel in the place of a parallel model that became a part of it, and returns it."""
-    for number in [number for number, one in _models.items() if one is inside]:
+    for number in [number for number, watched in _models.items() if watched is inside]:
         _models[number] = model
     weakref.finalize(model, _left).atexit = False
     return model
@@ -51,28 +51,28 @@ def sorted_by_model(tensors: Iterable[Tensor]) -> tuple[dict[nn.Module, dict[str
             owner[id(parameter)] = model, name
             if parameter.grad is not None:
                 owner[id(parameter.grad)] = model, name
-    given = list(tensors)
-    held: dict[nn.Module, dict[str, Tensor]] = {}
-    for tensor in (tensor for tensor in given if id(tensor) in owner):
+    all_tensors = list(tensors)
+    by_model: dict[nn.Module, dict[str, Tensor]] = {}
+    for tensor in (tensor for tensor in all_tensors if id(tensor) in owner):
         model, name = owner[id(tensor)]
-        held.setdefault(model, {})[name] = tensor
-    ordered = {model: held[model] for model in models() if model in held}
-    return ordered, [tensor for tensor in given if id(tensor) not in owner]
+        by_model.setdefault(model, {})[name] = tensor
+    ordered = {model: by_model[model] for model in models() if model in by_model}
+    return ordered, [tensor for tensor in all_tensors if id(tensor) not in owner]
 
 
-def _named_parameters(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_parameters(module: nn.Module, prefix: str, visited: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields a model's parameters as torch does, also where a module cannot be hashed.
 
     Optimizers of other models are checked with all live models: a model that torch cannot list must not stop them.
     """
-    seen.add(id(module))
+    visited.add(id(module))
     for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in seen:
-            seen.add(id(parameter))
+        if parameter is not None and id(parameter) not in visited:
+            visited.add(id(parameter))
             yield prefix + name, parameter
     for name, child in module._modules.items():
-        if child is not None and id(child) not in seen:
-            yield from _named_parameters(child, f"{prefix}{name}.", seen)
+        if child is not None and id(child) not in visited:
+            yield from _named_parameters(child, f"{prefix}{name}.", visited)
 
 
 def _left() -> None:

@@ -73,8 +73,8 @@ class Mesh:
     @property
     def groups(self) -> dict[str, str | None]:
         """Name in graphs -> process group: `tp`, and `tp/4` for groups of four neighbouring ranks; `cp`."""
-        own = {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
-        return own if self.sequence is None else own | self.sequence.groups
+        own_groups = {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
+        return own_groups if self.sequence is None else own_groups | self.sequence.groups
 
     @property
     def everyone(self) -> Mesh:
@@ -143,10 +143,10 @@ def make_mesh(
     _check_world(tp, cp, world_size())
     if not dist.is_initialized() and launch() is None:
         if tp is None:
-            told = (
+            notice = (
                 "there is one process, so nothing is cut. To cut, start several: torchrun --nproc-per-node 8 train.py"
             )
-            warnings.warn(f"{told}. For one process, write tp=1", stacklevel=5)
+            warnings.warn(f"{notice}. For one process, write tp=1", stacklevel=5)
         return Mesh(device=_own_device(device))
     if timeout is None:
         timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
@@ -191,9 +191,9 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta, axis: str = "glob
         except TimeoutError as error:
             raise RuntimeError(f"timed out: {error}") from error
         except NotImplementedError as error:
-            told = str(error).partition(";")[0]
+            reason = str(error).partition(";")[0]
             fix = "TORCH_DISTRIBUTED_USE_TORCHCOMMS=0"
-            raise Error(f"torch cannot make a process group of some ranks only: {told}", fix=fix) from error
+            raise Error(f"torch cannot make a process group of some ranks only: {reason}", fix=fix) from error
 
 
 def _with_priority(backends: str, timeout: timedelta) -> Any:
@@ -212,8 +212,8 @@ def _with_priority(backends: str, timeout: timedelta) -> Any:
 def timeout_of(group: Any) -> timedelta:
     """Returns the timeout of a group's collectives."""
     options = group._get_backend(group._device_types[0]).options  # None of a backend that waits for nothing.
-    found: timedelta = dist.default_pg_timeout if options is None else options._timeout
-    return found
+    timeout: timedelta = dist.default_pg_timeout if options is None else options._timeout
+    return timeout
 
 
 def expect_timeout(timeout: Any) -> None:
@@ -238,8 +238,8 @@ def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for group, its in zip(groups, before, strict=True):
-            dist.distributed_c10d._set_pg_timeout(its, group)
+        for group, group_timeout in zip(groups, before, strict=True):
+            dist.distributed_c10d._set_pg_timeout(group_timeout, group)
 
 
 def expect_size(size: Any, axis: str = "tp") -> None:
@@ -276,12 +276,12 @@ def _sparse_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
     coalesced, *first = gather_ints([coordinates and tensor.is_coalesced(), *lengths], mesh)[0]
     of_first = iter(first)
     sent = [piece.detach().new_empty([next(of_first) for _ in piece.shape]) for piece in pieces]
-    for piece, mine in zip(sent, pieces, strict=True):
-        broadcast_from_first(piece.copy_(mine) if piece.shape == mine.shape else piece, mesh)
+    for piece, part in zip(sent, pieces, strict=True):
+        broadcast_from_first(piece.copy_(part) if piece.shape == part.shape else piece, mesh)
     make: Any = torch.sparse_coo_tensor if coordinates else torch.sparse_compressed_tensor
     how = {"is_coalesced": bool(coalesced)} if coordinates else {"layout": tensor.layout}
-    found = make(*sent, size=tensor.shape, check_invariants=False, **how)
-    return tensor.resize_as_sparse_(found).copy_(found)
+    result = make(*sent, size=tensor.shape, check_invariants=False, **how)
+    return tensor.resize_as_sparse_(result).copy_(result)
 
 
 def follow_first_random_state(mesh: Mesh) -> None:
@@ -412,8 +412,8 @@ def _sends_from(mesh: Mesh) -> torch.device:
 
 
 def _gathered(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    mine = torch.tensor([list(values)], dtype=torch.int64, device=_sends_from(mesh))
-    return gather(mine, mesh.group, 0, mesh.size).tolist()
+    row = torch.tensor([list(values)], dtype=torch.int64, device=_sends_from(mesh))
+    return gather(row, mesh.group, 0, mesh.size).tolist()
 
 
 def _refuse_calls(call: str, mesh: Mesh) -> NoReturn:
@@ -422,19 +422,19 @@ def _refuse_calls(call: str, mesh: Mesh) -> NoReturn:
     rows = _gathered([int.from_bytes(name[i : i + 8], "little", signed=True) for i in range(0, len(name), 8)], mesh)
     names = [b"".join(n.to_bytes(8, "little", signed=True) for n in row).rstrip(b"\0") for row in rows]
     spelled = [name.decode(errors="replace") or "outside autotp" for name in names]
-    other = next((rank for rank, name in enumerate(spelled) if name != spelled[0]), 0)
+    different_rank = next((rank for rank, name in enumerate(spelled) if name != spelled[0]), 0)
     raise Error(
-        f"{mesh.named([0])} is in {spelled[0]}, and {mesh.named([other])} in {spelled[other]}",
+        f"{mesh.named([0])} is in {spelled[0]}, and {mesh.named([different_rank])} in {spelled[different_rank]}",
         fix="the same calls on all ranks, in the same order: none under `if rank == 0`",
     )
 
 
-def expect_alike(said: Any, mesh: Mesh, what: str, remedy: str) -> None:
-    """Raises Error, on every rank, if the text of `said` differs on some rank."""
-    rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
-    other = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if other:
-        raise Error(f"{mesh.named(other)} {what} than rank 0", fix=f"{remedy} on all ranks")
+def expect_alike(value: Any, mesh: Mesh, problem: str, remedy: str) -> None:
+    """Raises Error, on every rank, if the text of `value` differs on some rank."""
+    rows = gather_ints([zlib.crc32(repr(value).encode())], mesh)
+    different_ranks = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if different_ranks:
+        raise Error(f"{mesh.named(different_ranks)} {problem} than rank 0", fix=f"{remedy} on all ranks")
 
 
 def _from_device_mesh(
@@ -456,17 +456,17 @@ def _from_device_mesh(
         )
     group = mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group()
     across = mesh.get_group("cp") if mesh.ndim > 1 and "cp" in names else None
-    found = {"tp": group.size(), "cp": across.size() if across is not None else 1}
+    sizes = {"tp": group.size(), "cp": across.size() if across is not None else 1}
     for name, size in {"tp": tp, "cp": cp}.items():
-        if size not in (None, found[name]):
-            raise Error(f"{name}={size}, but the mesh has {name}={found[name]}", fix=f"leave {name} out")
+        if size not in (None, sizes[name]):
+            raise Error(f"{name}={size}, but the mesh has {name}={sizes[name]}", fix=f"leave {name} out")
     where = _mesh_device(mesh, device)
-    every = _ranks_of_model(mesh) if found["cp"] > 1 else []
+    every = _ranks_of_model(mesh) if sizes["cp"] > 1 else []
     begin(where)
     if timeout is not None:  # The caller's groups keep their timeouts.
         group, across = _with_timeout(group, timeout, "tp"), _with_timeout(across, timeout, "cp")
-    own = _with_runs(Mesh("tp", group.size(), group.rank(), group.group_name, where), group)
-    return own if found["cp"] == 1 else _with_sequences(own, group, across, every, timeout_of(group))
+    tp_mesh = _with_runs(Mesh("tp", group.size(), group.rank(), group.group_name, where), group)
+    return tp_mesh if sizes["cp"] == 1 else _with_sequences(tp_mesh, group, across, every, timeout_of(group))
 
 
 def _with_timeout(group: Any, timeout: timedelta, axis: str) -> Any:
@@ -486,19 +486,19 @@ def _ranks_of_model(mesh: DeviceMesh) -> list[int]:
         Error: it is so for a rank of the mesh.
     """
     names = list(mesh.mesh_dim_names or ())
-    own: list[int] = list(mesh.get_coordinate() or [])
-    both = [names.index("cp"), names.index("tp")]
-    grids = mesh.mesh.movedim(both, [-2, -1])
+    coordinate: list[int] = list(mesh.get_coordinate() or [])
+    dims = [names.index("cp"), names.index("tp")]
+    grids = mesh.mesh.movedim(dims, [-2, -1])
     for grid in grids.flatten(0, -3) if grids.dim() > 2 else [grids]:
         rows = sorted(map(sorted, grid.tolist()))
         every = [rank for row in rows for rank in row]
-        columns = (set(map(frozenset, zip(*each, strict=True))) for each in (rows, grid.tolist()))
+        columns = (set(map(frozenset, zip(*table, strict=True))) for table in (rows, grid.tolist()))
         if every != sorted(every) or len(set(map(frozenset, columns))) > 1:
             raise Error(
                 f"the ranks of one model are not in order, cp before tp: {grid.tolist()}",
                 fix=f'init_device_mesh("{mesh.device_type}", ..., mesh_dim_names=(..., "cp", "tp"))',
             )
-    return sorted(grids[tuple(own[i] for i in range(mesh.ndim) if i not in both)].flatten().tolist())
+    return sorted(grids[tuple(coordinate[i] for i in range(mesh.ndim) if i not in dims)].flatten().tolist())
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None) -> torch.device:
@@ -513,9 +513,9 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None
         Error: ranks share a GPU, and not all of them were told so by `device`.
     """
     report_errors()
-    own = _own_device(device)
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
+    local_device = _own_device(device)
+    if local_device.type == "cuda":
+        torch.cuda.set_device(local_device)
     started = launch() or Launch("", 0, 1, 0, 1)
     several_machines = started.local_size < started.size
     if dist.is_initialized():
@@ -524,13 +524,13 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None
         with meeting(started), connecting_late(started.size):
             store = store_of(started, timeout) if started.by else dist.HashStore()
             choose_interface(store, several_machines)
-            backend = _backend(own, own == torch.device(device or "cuda"), store, started)
+            backend = _backend(local_device, local_device == torch.device(device or "cuda"), store, started)
             dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
-    begin(own)
-    return own
+    begin(local_device)
+    return local_device
 
 
-def _backend(own: torch.device, asked_for: bool, store: dist.Store, started: Launch) -> str:
+def _backend(local_device: torch.device, asked_for: bool, store: dist.Store, started: Launch) -> str:
     """Returns the backend of the default group, the same on all ranks: NCCL if each has a GPU of its own, else gloo.
 
     Args:
@@ -539,9 +539,9 @@ def _backend(own: torch.device, asked_for: bool, store: dist.Store, started: Lau
     Raises:
         Error: as `start`.
     """
-    if own.type != "cuda":
+    if local_device.type != "cuda":
         return "gloo"
-    ranks, all_asked = ranks_on_one_card(store, started, torch.cuda.get_device_properties(own), asked_for)
+    ranks, all_asked = ranks_on_one_card(store, started, torch.cuda.get_device_properties(local_device), asked_for)
     if not ranks:
         return "cpu:gloo,cuda:nccl"
     problem = f"global ranks {' and '.join(map(str, ranks))} compute on the same GPU"
@@ -555,19 +555,19 @@ def _backend(own: torch.device, asked_for: bool, store: dist.Store, started: Lau
 
 
 def _over_the_world(tp: int, cp: int, device: torch.device | str | None, timeout: timedelta) -> Mesh:
-    own = start(timeout, device)
+    local_device = start(timeout, device)
     count, me = dist.get_world_size(), dist.get_rank()
     first, row = me // (tp * cp) * (tp * cp), me // tp * tp
     # New groups, so that they have this timeout and this name, whatever the default group has.
     group = new_group(range(row, row + tp), timeout, "tp") if tp > 1 or cp == 1 else None
-    mesh = _with_runs(Mesh("tp", tp, me % tp, None if group is None else group.group_name, own), group)
+    mesh = _with_runs(Mesh("tp", tp, me % tp, None if group is None else group.group_name, local_device), group)
     if cp > 1:
         every = range(first, first + tp * cp)
         mesh = _with_sequences(mesh, group, new_group(every[me % tp :: tp], timeout, "cp"), every, timeout)
     if tp * cp == count:
         return mesh
-    alike = new_group(range(me % (tp * cp), count, tp * cp), timeout, "dp")
-    return replace(mesh, replicas=with_number(_along(mesh, alike, "replica")))
+    dp_group = new_group(range(me % (tp * cp), count, tp * cp), timeout, "dp")
+    return replace(mesh, replicas=with_number(_along(mesh, dp_group, "replica")))
 
 
 def _with_sequences(mesh: Mesh, group: Any, across: Any, every: Sequence[int], timeout: timedelta) -> Mesh:
@@ -578,10 +578,10 @@ def _with_sequences(mesh: Mesh, group: Any, across: Any, every: Sequence[int], t
         across: that of this process's axis `cp`.
         every: the global ranks of both axes, those along `tp` neighbours.
     """
-    same = [its for its in (group, across) if its is not None and its.size() == len(every)]
-    both = same[0] if same else new_group(every, timeout, "cp x tp")
+    spanning = [candidate for candidate in (group, across) if candidate is not None and candidate.size() == len(every)]
+    joint_group = spanning[0] if spanning else new_group(every, timeout, "cp x tp")
     names = tuple(f"tp rank {i % mesh.size}, cp rank {i // mesh.size}" for i in range(len(every)))
-    together = with_number(replace(_along(mesh, both, "cp x tp"), names=names))
+    together = with_number(replace(_along(mesh, joint_group, "cp x tp"), names=names))
     return replace(mesh, sequence=with_number(_along(mesh, across, "cp")), together=together)
 
 
@@ -624,14 +624,14 @@ def numbered_groups() -> dict[str, Mesh]:
 def _check_world(tp: int | None, cp: int, world: int) -> None:
     if tp in (None, world) and cp == 1:
         return
-    asked = ", ".join([f"tp={tp}"] * (tp is not None) + [f"cp={cp}"] * (cp > 1))
+    request = ", ".join([f"tp={tp}"] * (tp is not None) + [f"cp={cp}"] * (cp > 1))
     count = (tp or 1) * cp
     if not dist.is_initialized() and launch() is None:
-        raise _too_few(tp or 1, cp, f"{asked} needs {count} processes, and this is one")
+        raise _too_few(tp or 1, cp, f"{request} needs {count} processes, and this is one")
     if world < count:
-        raise Error(f"{asked} needs {count} processes, and the world has {world}", fix=_command(count))
+        raise Error(f"{request} needs {count} processes, and the world has {world}", fix=_command(count))
     if world % count:
-        raise Error(f"{world} processes are not a multiple of {asked}", fix=_command(count))
+        raise Error(f"{world} processes are not a multiple of {request}", fix=_command(count))
     if count == 1:
         raise Error(
             f"{world} processes are more than tp=1: without a mesh the replicas would silently drift apart",
@@ -641,8 +641,8 @@ def _check_world(tp: int | None, cp: int, world: int) -> None:
 
 
 def _mesh_line(tp: int, dp: int) -> str:
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return f'mesh = init_device_mesh("{kind}", ({dp}, {tp}), mesh_dim_names=("dp", "tp"))'
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return f'mesh = init_device_mesh("{device_type}", ({dp}, {tp}), mesh_dim_names=("dp", "tp"))'
 
 
 def _too_few(tp: int, cp: int, problem: str) -> Error:
@@ -702,15 +702,15 @@ def _own_device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", _local_rank())
 
 
-def _usable(given: Any) -> torch.device:
+def _usable(spec: Any) -> torch.device:
     """Returns a device; raises Error if torch knows no such device, or has none here."""
     try:
-        device = torch.device(given)
+        device = torch.device(spec)
         if device.type != "cuda":  # Whether there are enough of these, the caller asks.
             torch.empty((), device=device)
     except (RuntimeError, TypeError, AssertionError) as error:
-        told = str(error).partition("\n")[0]
-        raise Error(f"device={given!r} cannot be used: {told}", fix='device="cpu", or device="cuda"') from error
+        reason = str(error).partition("\n")[0]
+        raise Error(f"device={spec!r} cannot be used: {reason}", fix='device="cpu", or device="cuda"') from error
     return device
 
 

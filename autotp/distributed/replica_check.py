@@ -21,16 +21,16 @@ from autotp.sharding.boxes import has_dtensors
 from autotp.source_location import line_of
 
 
-def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -> None:
+def expect_own_ranks(model: nn.Module, mesh: Mesh, tensors: Mapping[str, Tensor]) -> None:
     """Raises Error, in a call of a parallel model, if it is sharded or averaged over its own ranks.
 
     Args:
-        held: its present parameters and buffers.
+        tensors: its present parameters and buffers.
     """
-    around = DistributedDataParallel._get_active_ddp_module()  # It may have wrapped the model before `parallelize`.
-    if around is not None and any(module is model for module in around.modules()):
-        expect_apart("DistributedDataParallel", dist.get_process_group_ranks(around.process_group), mesh)
-    if not isinstance(model, FSDPModule) and not has_dtensors(held.values()):
+    wrapper = DistributedDataParallel._get_active_ddp_module()  # It may have wrapped the model before `parallelize`.
+    if wrapper is not None and any(module is model for module in wrapper.modules()):
+        expect_apart("DistributedDataParallel", dist.get_process_group_ranks(wrapper.process_group), mesh)
+    if not isinstance(model, FSDPModule) and not has_dtensors(tensors.values()):
         return
     for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule)):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
@@ -62,40 +62,40 @@ def expect_collectives_of_replicas(graph: fx.Graph, mesh: Mesh) -> None:
             )
 
 
-def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:
-    """Raises Error if the ranks of the wrapper `what` include several ranks of one model."""
-    ranks = common_ranks(theirs, mesh.everyone)
+def expect_apart(wrapper: str, group_ranks: Iterable[int], mesh: Mesh) -> None:
+    """Raises Error if the ranks of `wrapper` include several ranks of one model."""
+    ranks = common_ranks(group_ranks, mesh.everyone)
     if len(ranks) < 2:
         return
-    shown = "process_group=mesh['dp'].get_group()" if what != "fully_shard" else "mesh=mesh['dp']"
+    argument = "process_group=mesh['dp'].get_group()" if wrapper != "fully_shard" else "mesh=mesh['dp']"
     raise Error(
-        f"{what} over ranks {ranks} of one tensor-parallel model, which are not replicas",
-        fix=f"no {what}: these ranks hold the model together, and autotp has summed their gradients",
-        alternative=f"with replicas: parallelize(model, mesh=mesh), and {what}(model, {shown})",
+        f"{wrapper} over ranks {ranks} of one tensor-parallel model, which are not replicas",
+        fix=f"no {wrapper}: these ranks hold the model together, and autotp has summed their gradients",
+        alternative=f"with replicas: parallelize(model, mesh=mesh), and {wrapper}(model, {argument})",
     )
 
 
-def expect_replicas(what: str, tensor: str, theirs: Iterable[int], mesh: Mesh) -> None:
+def expect_replicas(collective: str, tensor: str, group_ranks: Iterable[int], mesh: Mesh) -> None:
     """Raises Error for a collective of a cut tensor over ranks that have different parts of it.
 
     Args:
-        what: the collective.
+        collective: its name.
         tensor: names the tensor.
-        theirs: the global ranks of the collective's group.
+        group_ranks: the global ranks of the collective's group.
         mesh: the ranks that hold the tensor.
     """
-    ranks = common_ranks(theirs, mesh)
+    ranks = common_ranks(group_ranks, mesh)
     if len(ranks) > 1:
         raise Error(
-            f"{what} of {tensor} over ranks {ranks}, which have different parts of it",
+            f"{collective} of {tensor} over ranks {ranks}, which have different parts of it",
             fix="no such loop over parameters: autotp has broadcast them, and has summed their gradients",
             alternative="with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()",
         )
 
 
-def common_ranks(theirs: Iterable[int], mesh: Mesh) -> list[int]:
+def common_ranks(group_ranks: Iterable[int], mesh: Mesh) -> list[int]:
     """Returns the global ranks that belong both to the mesh of a model and to a group."""
-    return sorted(set(ranks_of(mesh)).intersection(theirs))
+    return sorted(set(ranks_of(mesh)).intersection(group_ranks))
 
 
 def ranks_of(mesh: Mesh) -> list[int]:

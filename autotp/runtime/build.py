@@ -38,12 +38,12 @@ ReadParts = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 
 
 def build(
-    model: nn.Module, place: Mesh, given: Any, settings: Options, strict: bool, read: ReadParts | None = None
+    model: nn.Module, place: Mesh, example_inputs: Any, settings: Options, strict: bool, read: ReadParts | None = None
 ) -> ParallelModule:
     """Makes a model parallel on an existing mesh; `parallelize` explains the options.
 
     Args:
-        given: example inputs, as the user gave them.
+        example_inputs: as the user gave them.
         read: (layouts by first parameter name) -> this rank's parts of tensors that are not taken from the model.
     """
 
@@ -54,7 +54,7 @@ def build(
     def make() -> tuple[GraphEntry, Mapping[nn.Module, type[Part]]]:
         expect_ordinary(model)
         expect_choices(settings)
-        args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
+        args, kwargs = signature_of(model).by_name(*find_inputs(model, example_inputs))
         call = CallState(autocast=ambient(place.device))
         analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, call, cp_rank=place.cp_rank)
         _expect_plain(model, analysis.layouts)
@@ -75,8 +75,8 @@ def build(
     replicas = place.replicas
     first, classes = agreed_on() if replicas is None else agree_on_graph(replicas, agreed_on, text)
     layouts = first.analysis.layouts
-    taken = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
-    adopt(model, classes, taken, Tree(place, settings), layouts)
+    parts = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
+    adopt(model, classes, parts, Tree(place, settings), layouts)
     executable_of(model).first(first)
     if replicas is not None:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -117,10 +117,10 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
     parallel = set(models())
     if state_of(model) is not None or any(module in parallel for module in model.modules()):
         raise Error("the model is parallel already", fix=remedy)
-    held = [path for path, module in model.named_modules() if state_of(module) is not None]
-    held += [name for name, p in model.named_parameters() if isinstance(p, CutTensor)]
-    if held:
-        raise _shared(held[0])
+    parallel_names = [path for path, module in model.named_modules() if state_of(module) is not None]
+    parallel_names += [name for name, p in model.named_parameters() if isinstance(p, CutTensor)]
+    if parallel_names:
+        raise _shared(parallel_names[0])
     if was_taken(model):
         raise Error(
             "the model was made parallel before, and its parameters are in that parallel model",
@@ -131,15 +131,15 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
             f"`{lazy[0]}` has no size yet: its module takes it from a first call",
             fix="model(...) once, on one device, before autotp.parallelize",
         )
-    if found := quantized_weight(model):
+    if subject := quantized_weight(model):
         raise Error(
-            f"{found}, and weights that are quantized cannot be cut",
+            f"{subject}, and weights that are quantized cannot be cut",
             fix="the model in its own dtype, without quantize_ or quantization_config: each rank holds 1/tp of it",
             alternative="dtype=torch.bfloat16, and LoRA: autotp.parallelize(get_peft_model(model, config))",
         )
-    if found := parameter_adapter(model):
+    if subject := parameter_adapter(model):
         raise Error(
-            f"`{found}` has an adapter for `target_parameters`, which peft writes into the parameter in each call",
+            f"`{subject}` has an adapter for `target_parameters`, which peft writes into the parameter in each call",
             fix='LoraConfig(target_modules=["up_proj"]), for the weight of a module',
         )
     expect_unwrapped(model)

@@ -46,8 +46,8 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool, pa
         "got other inputs than rank 0",
         "the same batch for all ranks of one model: no DistributedSampler, one seed for shuffling",
     )
-    alike = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
-    expect_as_first(rows, 1, mesh, "was called in another mode than rank 0", alike)
+    remedy = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
+    expect_as_first(rows, 1, mesh, "was called in another mode than rank 0", remedy)
     agree_on_random(mesh, [row[2] for row in rows])
     _expect_own_parts(mesh, [row[3] for row in rows])
 
@@ -76,27 +76,27 @@ def checksum_of_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layou
         tensors: name -> what this rank holds of a parameter.
         layouts: name -> how it is held.
     """
-    found = []
+    sums = []
     for name, layout in layouts.items():
         part = local_of(tensors[name].detach())
         # Several ranks may have the same heads, and initial values may be the same everywhere.
         if layout.dim is not None and not layout.repeated and part.numel() and bool((part != part.flatten()[0]).any()):
-            found.append(checksum(part))
-    return zlib.crc32(repr(found).encode()) if found else 0
+            sums.append(checksum(part))
+    return zlib.crc32(repr(sums).encode()) if sums else 0
 
 
 def _expect_own_parts(mesh: Mesh, sums: Sequence[int]) -> None:
     """Raises Error on every rank if some tensor-parallel ranks loaded the same parts."""
     rows = [sums[start : start + mesh.size] for start in range(0, len(sums), mesh.size)]
-    same = [
-        at + rank
-        for at, row in zip(range(0, len(sums), mesh.size), rows, strict=True)
-        for rank, one in enumerate(row)
-        if one and row.count(one) > 1
+    duplicates = [
+        start + rank
+        for start, row in zip(range(0, len(sums), mesh.size), rows, strict=True)
+        for rank, value in enumerate(row)
+        if value and row.count(value) > 1
     ]
-    if same:
+    if duplicates:
         raise Error(
-            f"{mesh.named(same)} loaded the same state_dict, which is of one rank's parts",
+            f"{mesh.named(duplicates)} loaded the same state_dict, which is of one rank's parts",
             fix="a file for each rank: save and load model.state_dict() on every rank",
             alternative="autotp.full_state_dict and autotp.load_full_state_dict, for one file of the whole model",
         )

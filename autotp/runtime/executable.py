@@ -155,8 +155,8 @@ class Executable:
         self.ties = ties(self.module, self.first_names, self.places)
         self.modules = dict(self.module.named_modules())
         self.look_at_modes()
-        held = {name: held_in(module).get(key) for name, (module, key) in self.places.items()}
-        self.layouts = {name: layout for name, layout in held.items() if layout is not None}
+        layouts = {name: held_in(module).get(key) for name, (module, key) in self.places.items()}
+        self.layouts = {name: layout for name, layout in layouts.items() if layout is not None}
         self.whole = {name: self._on_meta(name, tensor) for name, tensor in self.tensors().items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in self.whole.items()}
         modules = self.module.named_modules(remove_duplicate=False)
@@ -228,22 +228,25 @@ class Executable:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         looks = not (torch.compiler.is_compiling() or self._is_recorded())
         called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device), looks)
-        held: Mapping[str, Tensor] = self.tensors()
+        model_tensors: Mapping[str, Tensor] = self.tensors()
         parts: AbstractContextManager[None] = nullcontext()
         if not torch.compiler.is_compiling():
-            expect_tied(self.ties, held)
-            if taken := own_parts(held, self.layouts, self.mesh):
-                held, parts = {**held, **taken}, in_places({self.places[name]: x for name, x in taken.items()})
-        key = self._key(leaves, spec, called.autocast, held)
-        known: tuple[Outcome, ...] = ()
+            expect_tied(self.ties, model_tensors)
+            if func_parts := own_parts(model_tensors, self.layouts, self.mesh):
+                model_tensors, parts = (
+                    {**model_tensors, **func_parts},
+                    in_places({self.places[name]: x for name, x in func_parts.items()}),
+                )
+        key = self._key(leaves, spec, called.autocast, model_tensors)
+        known_outcomes: tuple[Outcome, ...] = ()
         with parts:
             while True:
-                entry = self._entry(key, called, held, known)
-                ran = self._run_or_read(entry, called, held, known)
-                outcomes = self._contradicted(entry, ran, known) if isinstance(ran, _Ran) else ran
+                entry = self._entry(key, called, model_tensors, known_outcomes)
+                ran = self._run_or_read(entry, called, model_tensors, known_outcomes)
+                outcomes = self._contradicted(entry, ran, known_outcomes) if isinstance(ran, _Ran) else ran
                 if outcomes is None:
                     break
-                known = outcomes
+                known_outcomes = outcomes
             assert isinstance(ran, _Ran)
             return self._returned(entry, ran.found, states((args, kwargs)), ran.mine, ran.shapes)
 
@@ -252,40 +255,47 @@ class Executable:
         return self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _entry(
-        self, key: Key, called: FlatCall, held: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
+        self, key: Key, called: FlatCall, model_tensors: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
     ) -> GraphEntry:
         """Returns the graph for a call in which the first reads of values have these outcomes."""
         if not torch.compiler.is_compiling():
-            found = self._find(key, called, held, outcomes)
-            if found is None and self._learns_numbers(key):
+            match = self._find(key, called, model_tensors, outcomes)
+            if match is None and self._learns_numbers(key):
                 raise _OtherNumbers
             try:
-                return self._agreed(found, called, key, held, outcomes)
+                return self._agreed(match, called, key, model_tensors, outcomes)
             except Error:
-                if found is not None or not self._numbers_in(called.spec):
+                if match is not None or not self._numbers_in(called.spec):
                     raise
                 self._set_numbers(called.spec, frozenset())  # Perhaps the graph has no operator for a number.
                 raise _OtherNumbers from None
         find = partial(self.uncompiled, self._find) if self.read_places else self._find  # Dynamo has no values, either.
-        entry = find(key, called, held, outcomes)
-        return entry or self.uncompiled(self._agreed, entry, called, key, held, outcomes)
+        entry = find(key, called, model_tensors, outcomes)
+        return entry or self.uncompiled(self._agreed, entry, called, key, model_tensors, outcomes)
 
     def _run_or_read(
-        self, entry: GraphEntry, called: FlatCall, held: Mapping[str, Tensor], known: tuple[Outcome, ...]
+        self,
+        entry: GraphEntry,
+        called: FlatCall,
+        model_tensors: Mapping[str, Tensor],
+        known_outcomes: tuple[Outcome, ...],
     ) -> _Ran | tuple[Outcome, ...]:
         """Runs a graph. Returns the outcomes of the call's reads if it fails since it assumes others."""
         if entry.assumed_reads is None or torch.compiler.is_compiling():
-            return self._run(entry, called, held)
-        if is_recorded() and (outcomes := self._read(entry.assumed_reads, entry, called, held, known)) is not None:
+            return self._run(entry, called, model_tensors)
+        if (
+            is_recorded()
+            and (outcomes := self._read(entry.assumed_reads, entry, called, model_tensors, known_outcomes)) is not None
+        ):
             return outcomes  # A graph that is not right must not be recorded.
         state = random_state_of(self.mesh.device)
         try:
-            return self._run(entry, called, held)
+            return self._run(entry, called, model_tensors)
         except Error:  # Of a lost rank, for example.
             raise
         except (IndexError, RuntimeError, ValueError):  # NOTE [A graph that fails] in graph_entry.py
             set_random_state(self.mesh.device, state)
-            outcomes = self._read(entry.assumed_reads, entry, called, held, known)
+            outcomes = self._read(entry.assumed_reads, entry, called, model_tensors, known_outcomes)
             if outcomes is None:
                 raise
             return outcomes
@@ -295,45 +305,47 @@ class Executable:
         reads: AssumedReads,
         entry: GraphEntry,
         called: FlatCall,
-        held: Mapping[str, Tensor],
-        known: tuple[Outcome, ...],
+        model_tensors: Mapping[str, Tensor],
+        known_outcomes: tuple[Outcome, ...],
     ) -> tuple[Outcome, ...] | None:
         """Makes the reads of a call one by one; returns the outcomes if the graph assumes others."""
         captured = entry.analysis.captured
         tensors, _ = self._given(captured, called.tensors)
-        values = {name: held[x] if isinstance(x, str) else x for name, x in entry.sources.items()}
+        values = {name: model_tensors[x] if isinstance(x, str) else x for name, x in entry.sources.items()}
         values |= zip(captured.inputs, tensors, strict=True)
         with unseen(), called.autocast.off():
-            return reads.other(values, len(known))
+            return reads.other(values, len(known_outcomes))
 
-    def _run(self, entry: GraphEntry, called: FlatCall, held: Mapping[str, Tensor]) -> _Ran:
+    def _run(self, entry: GraphEntry, called: FlatCall, model_tensors: Mapping[str, Tensor]) -> _Ran:
         """Runs a graph on a call's tensors and the model's."""
         if entry.numpy_random:
             follow = self.uncompiled if torch.compiler.is_compiling() else _call
             follow(follow_first_numpy_state, self.mesh)
         state = random_state_of(self.mesh.device) if entry.assumes and entry.random else None
         tensors, shapes = self._given(entry.analysis.captured, called.tensors)
-        mine = self._written_into(entry.analysis.captured, tensors)
+        written = self._written_into(entry.analysis.captured, tensors)
         tensors = to_device(tensors, self.mesh.device, entry.on_host)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
-            found = entry.module(
-                *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
+            results = entry.module(
+                *(expect_whole(x, model_tensors[x]) if isinstance(x, str) else x for x in entry.operands),
                 *map(local_part, tensors),
             )
-        return _Ran(found, mine, shapes, state)
+        return _Ran(results, written, shapes, state)
 
-    def _contradicted(self, entry: GraphEntry, ran: _Ran, known: tuple[Outcome, ...]) -> tuple[Outcome, ...] | None:
+    def _contradicted(
+        self, entry: GraphEntry, ran: _Ran, known_outcomes: tuple[Outcome, ...]
+    ) -> tuple[Outcome, ...] | None:
         """Returns the outcomes of a call's reads if the graph assumed others; None if it is right.
 
         If it is not, the random state is what it was before the call.
 
         Args:
-            known: outcomes of the first reads, from an earlier run of this call.
+            known_outcomes: outcomes of the first reads, from an earlier run of this call.
         """
         if not entry.assumes:
             return None
         read = self.uncompiled if torch.compiler.is_compiling() else _call
-        outcomes = read(contradicted, entry.analysis.captured, ran.found, len(known))
+        outcomes = read(contradicted, entry.analysis.captured, ran.found, len(known_outcomes))
         if outcomes is None:
             self.count += 1
             entry.last = self.count
@@ -356,25 +368,25 @@ class Executable:
 
         It replaces them in `tensors` by copies, so that tensors saved for backward do not change.
         """
-        mine = {at: tensors[i] for i, at in captured.into}
-        if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in mine.values()):
+        written = {index: tensors[i] for i, index in captured.into}
+        if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in written.values()):
             raise Error(
                 f"{self.name}.forward writes into an argument that requires a gradient",
                 fix="give it a clone()",
             )
-        if mine:
-            apart = self.uncompiled if torch.compiler.is_compiling() else _call
-            apart(_expect_apart, self.name, [i for i, _ in captured.into], [*tensors, *self.tensors().values()])
+        if written:
+            check_apart = self.uncompiled if torch.compiler.is_compiling() else _call
+            check_apart(_expect_apart, self.name, [i for i, _ in captured.into], [*tensors, *self.tensors().values()])
         for i, _ in captured.into:
             tensors[i] = tensors[i].clone()
-        return mine
+        return written
 
     def _returned(
         self,
         entry: GraphEntry,
-        found: Sequence[Any],
+        results: Sequence[Any],
         changed: Sequence[Any],
-        mine: Mapping[int, Tensor],
+        written: Mapping[int, Tensor],
         shapes: Shapes,
     ) -> Any:
         """Rebuilds the model's result from the outputs, and notes the layout of each tensor on it.
@@ -383,33 +395,33 @@ class Executable:
         """
         with torch.no_grad():
             # In reverse: a buffer that was written to and then replaced comes twice, with its final value first.
-            for name, value in reversed(list(zip(entry.updated, found[entry.count :], strict=True))):
+            for name, value in reversed(list(zip(entry.updated, results[entry.count :], strict=True))):
                 value_at(self.places[name]).copy_(value)
-        found = list(found)
-        for at, output in entry.cut.items():
-            found[at] = output.of(found[at])
+        results = list(results)
+        for index, output in entry.cut.items():
+            results[index] = output.of(results[index])
         captured = entry.analysis.captured
-        for at, tensor in mine.items():
-            write_into(tensor, found[at])
-            found[at] = tensor
+        for index, tensor in written.items():
+            write_into(tensor, results[index])
+            results[index] = tensor
         if captured.changes:
-            self._change(captured.changes, found, shapes)
+            self._change(captured.changes, results, shapes)
         add_hooks(captured.hooks, self.modules, table_of)
         for name, value in captured.sets:
             name.scope.put(name.name, value)
-        return captured.outputs(found, changed)
+        return captured.outputs(results, changed)
 
-    def _change(self, changes: Sequence[Change | Write], found: Sequence[Any], shapes: Shapes) -> None:
+    def _change(self, changes: Sequence[Change | Write], results: Sequence[Any], shapes: Shapes) -> None:
         """Makes the changes that the original forward makes to the model's attributes."""
 
         def leaf(x: Any) -> Any:
             if isinstance(x, OutputAt):
-                return found[x.at]
+                return results[x.at]
             return x.kind(x.expression(shapes)) if isinstance(x, InputSize) else x
 
         for change in changes:
             if isinstance(change, Write):
-                self._write(change, found[change.at])
+                self._write(change, results[change.at])
         apply_changes([change for change in changes if isinstance(change, Change)], self.modules, leaf)
         if any(change.path[1:] == (TABLES,) for change in changes):
             self.tree.version += 1  # A buffer has another shape now.
@@ -428,45 +440,45 @@ class Executable:
         """Returns the present parameters and buffers by first name."""
         return dict(zip(self.places, values_at(self.places.values()), strict=True))
 
-    def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
+    def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, model_tensors: Mapping[str, Tensor]) -> Key:
         """Returns all facts of a call that select a graph, except sizes and values of tensors."""
         settings = self.tree.settings
         with torch._C.DisableTorchFunctionSubclass():  # A part would look for the user's code.
             kinds = tuple([_kind(leaf) if isinstance(leaf, Tensor) else argument_key(leaf) for leaf in leaves])
-            used = dtypes(self.module, held)
-        asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
-        return spec, kinds, self.structure, self.modes, used, *asked
+            used = dtypes(self.module, model_tensors)
+        requested = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
+        return spec, kinds, self.structure, self.modes, used, *requested
 
     def _find(
-        self, key: Key, called: FlatCall, held: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
+        self, key: Key, called: FlatCall, model_tensors: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
     ) -> GraphEntry | None:
         """Returns the graph for a call; of those that assume outcomes of activations the one that was right last.
 
         What one graph has read of the call's inputs, the next does not read again: each look at a mask is one wait of
         the host for the device.
         """
-        found: GraphEntry | None = None
-        seen = outcomes  # Of the graphs that read inputs only.
-        for known, entry in self.entries:
-            if known != key or (called.looks and not entry.analysis.captured.looks):
+        best: GraphEntry | None = None
+        input_outcomes = outcomes  # Of the graphs that read inputs only.
+        for entry_key, entry in self.entries:
+            if entry_key != key or (called.looks and not entry.analysis.captured.looks):
                 continue
             if not called.looks and not entry.keeps_masks:
                 continue
-            first = outcomes if entry.assumes or not called.looks else seen
-            given = self._given_if_right(entry, called.tensors, held, first)
-            if given is None:
+            first = outcomes if entry.assumes or not called.looks else input_outcomes
+            operands = self._given_if_right(entry, called.tensors, model_tensors, first)
+            if operands is None:
                 continue
             try:
-                other = entry.other_reads(given, 0 if entry.assumes else len(first), called.looks)
+                other_outcomes = entry.other_reads(operands, 0 if entry.assumes else len(first), called.looks)
             except Exception:  # After another outcome, later reads may be of nothing, as int() of infinity.
                 continue
-            if not entry.assumes and other is None:
+            if not entry.assumes and other_outcomes is None:
                 return entry
-            if not entry.assumes and other is not None:
-                seen = other
-            elif other is None and (found is None or entry.last > found.last):
-                found = entry
-        return found
+            if not entry.assumes and other_outcomes is not None:
+                input_outcomes = other_outcomes
+            elif other_outcomes is None and (best is None or entry.last > best.last):
+                best = entry
+        return best
 
     def _given_if_right(
         self,
@@ -482,26 +494,26 @@ class Executable:
         captured, guard, version = entry.analysis.captured, entry.guard, self.tree.version
         if guard is None or (captured.opened and not guard.holds(version)):
             return None
-        given, shapes = self._given(captured, tensors)
+        operands, shapes = self._given(captured, tensors)
         if not captured.fits(shapes) or not _begins_with(captured, outcomes):
             return None
         if captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors, parameters)):
             return None
-        return given if captured.opened or guard.holds(version) else None
+        return operands if captured.opened or guard.holds(version) else None
 
     def _agreed(
         self,
         entry: GraphEntry | None,
         called: FlatCall,
         key: Key,
-        held: Mapping[str, Tensor],
+        model_tensors: Mapping[str, Tensor],
         outcomes: tuple[Outcome, ...],
     ) -> GraphEntry:
         """Returns the graph for a call, after the ranks agree on it; captures it if there is none.
 
         Args:
             key: the call's key.
-            held: the present parameters and buffers.
+            model_tensors: the present parameters and buffers.
             outcomes: what the first reads of values in this call gave.
 
         Raises:
@@ -517,15 +529,15 @@ class Executable:
             )
         with unseen():  # NOTE [What is no operator of the model]
             expect_no_global_hooks()
-            expect_own_ranks(self.module, self.mesh, held)
+            expect_own_ranks(self.module, self.mesh, model_tensors)
             check = self.tree.settings.check_inputs
             if self.seen_loaded != self.tree.loaded:  # What was loaded is compared in the next calls.
                 self.seen_loaded = self.tree.loaded
-                for _, known in self.entries:
-                    known.calls = 0
+                for _, graph in self.entries:
+                    graph.calls = 0
             if self.read_places:
-                at = next((i for i, (_, known) in enumerate(self.entries) if known is entry), -1)
-                within(f"{self.name}.forward", lambda: agree_on_values(self.mesh, at))
+                index = next((i for i, (_, graph) in enumerate(self.entries) if graph is entry), -1)
+                within(f"{self.name}.forward", lambda: agree_on_values(self.mesh, index))
             if entry is None or (check != "never" and (check != "first" or entry.calls < CHECKED_CALLS)):
                 entry = within(f"{self.name}.forward", lambda: self._checked(entry, called, key[3:], check, outcomes))
             entry.warned = entry.warned or warn_of_whole_sequences(entry.analysis, f"{self.name}.forward")
@@ -553,25 +565,25 @@ class Executable:
         """Captures a graph. Captures again where the values of inputs, which the graph says, were not known before."""
         while True:
             entry = self._capture(called, outcomes)
-            given, _ = self._given(entry.analysis.captured, called.tensors)
-            found = entry.other_reads(given, looks=called.looks)
-            if found is None:
+            operands, _ = self._given(entry.analysis.captured, called.tensors)
+            other_outcomes = entry.other_reads(operands, looks=called.looks)
+            if other_outcomes is None:
                 return entry
-            if len(found) <= len(outcomes):
-                raise other_reads(found[-1].place)
-            outcomes = found
+            if len(other_outcomes) <= len(outcomes):
+                raise other_reads(other_outcomes[-1].place)
+            outcomes = other_outcomes
 
     def _capture(self, called: FlatCall, outcomes: tuple[Outcome, ...]) -> GraphEntry:
         """Captures a further graph for a new kind of call, with the present layouts of parameters."""
         watch_calls()  # Here, as libraries may be imported after the model was made parallel.
         self._open_what_changes(called)
         mesh, settings = self.mesh, self.tree.settings
-        given: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
-        given |= {at: x.held for at, x in everything(self.module) if isinstance(x, Sharded)}
+        layouts: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
+        layouts |= {place: x.held for place, x in everything(self.module) if isinstance(x, Sharded)}
         call = CallState(
             autocast=called.autocast,
             layouts=self.layouts,
-            given=given,
+            given=layouts,
             opened=self.opened,
             wanted=self._wanted(called.tensors, self.tensors()),
             values=KnownValues(self.read_places, outcomes, guesses=self.guesses),
@@ -598,33 +610,35 @@ class Executable:
         """
         spec, kinds, *_ = key
         before = self._numbers_in(spec)
-        if before and sum(known == key for known, _ in self.entries) >= GRAPHS_OF_NUMBERS:
+        if before and sum(entry_key == key for entry_key, _ in self.entries) >= GRAPHS_OF_NUMBERS:
             self._set_numbers(spec, frozenset())
             return True
         if before is not None and not before:
             return False
-        changed = {i for known, _ in self.entries for i in _other_numbers(known, key) if is_countable(kinds[i][1])}
+        changed = {
+            i for entry_key, _ in self.entries for i in _other_numbers(entry_key, key) if is_countable(kinds[i][1])
+        }
         if changed:
             self._set_numbers(spec, changed | (before or set()))
         return bool(changed)
 
     def _numbers_in(self, spec: Any) -> frozenset[int] | None:
         """Returns the positions of the numbers that are inputs; None for calls of which nothing is known."""
-        return next((positions for known, positions in self.numbers if known == spec), None)
+        return next((positions for known_spec, positions in self.numbers if known_spec == spec), None)
 
     def _set_numbers(self, spec: Any, positions: Iterable[int]) -> None:
-        others = [(known, its) for known, its in self.numbers if known != spec]
-        self.numbers = [*others, (spec, frozenset(positions))]
+        remaining = [(known_spec, indices) for known_spec, indices in self.numbers if known_spec != spec]
+        self.numbers = [*remaining, (spec, frozenset(positions))]
 
-    def _wanted(self, tensors: Sequence[Tensor], held: Mapping[str, Tensor]) -> GradientsWanted:
+    def _wanted(self, tensors: Sequence[Tensor], model_tensors: Mapping[str, Tensor]) -> GradientsWanted:
         """Returns the gradient modes of a call."""
         with torch._C.DisableTorchFunctionSubclass():  # A cut parameter would look for the user's code.
-            return wanted_now(tensors, [held[name] for name in self.layouts])
+            return wanted_now(tensors, [model_tensors[name] for name in self.layouts])
 
     def _open_what_changes(self, called: FlatCall) -> None:
         """Notes the attributes with tensors that changed since a capture: they become inputs of later graphs."""
         key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
-        guards = [entry.guard for known, entry in self.entries if known == key and entry.guard is not None]
+        guards = [entry.guard for entry_key, entry in self.entries if entry_key == key and entry.guard is not None]
         for guard in guards:
             places = guard.changed()
             self.opened |= Opened(
@@ -632,12 +646,12 @@ class Executable:
             )
         if is_many(len(guards)) and (changed := guards[-1].changed()):
             self._warn(len(guards), spelled_places(changed), "a buffer, or a plain attribute")
-        others = [numbers for known, _ in self.entries if (numbers := _other_numbers(known, key))]
-        if is_many(len(others)):
+        differences = [numbers for entry_key, _ in self.entries if (numbers := _other_numbers(entry_key, key))]
+        if is_many(len(differences)):
             of_leaves = [name.partition(".")[2] for name in leaf_names(called.spec)]  # Behind "args" or "kwargs".
-            names = ", ".join(f"`{of_leaves[i]}`" for i in others[-1])
-            self._warn(len(others), names, "without dimensions, as `torch.tensor(3)`")
-        fixed = sum(known == key and entry.analysis.captured.symbols != "all" for known, entry in self.entries)
+            names = ", ".join(f"`{of_leaves[i]}`" for i in differences[-1])
+            self._warn(len(differences), names, "without dimensions, as `torch.tensor(3)`")
+        fixed = sum(entry_key == key and entry.analysis.captured.symbols != "all" for entry_key, entry in self.entries)
         if is_many(fixed):
             warnings.warn(
                 f"{self.name}.forward is captured for the {fixed + 1}th time, since its inputs had other sizes each "
@@ -649,22 +663,22 @@ class Executable:
 
     def _count_values(self, key: Key) -> None:
         """Warns of captures for other values of tensors. Raises Error if activations have selected too many graphs."""
-        entries = [entry for known, entry in self.entries if known == key and entry.analysis.captured.asked]
+        entries = [entry for entry_key, entry in self.entries if entry_key == key and entry.analysis.captured.asked]
         if len(entries) < FEW:
             return
-        at = shown(_other_read(*(entry.analysis.captured.asked for entry in entries[-2:])).place)
+        place = shown(_other_read(*(entry.analysis.captured.asked for entry in entries[-2:])).place)
         if sum(entry.assumes for entry in entries) >= FEW:
             raise Error(
                 f"Python reads other values of activations in almost every call, and each of {FEW} graphs is right for "
                 "some of them",
-                at=at,
+                at=place,
                 fix="torch.where, or a mask, in place of the branch. Leave out `if mask.any():` before work on rows of "
                 "the mask: on no rows it changes nothing. Set the probability of a random branch to 0",
             )
         if is_many(len(entries)):
             warnings.warn(
                 f"{self.name}.forward is captured for the {len(entries) + 1}th time, since what Python reads of "
-                f"tensors had another value each time, as at {at}. torch.where or a mask needs no new capture",
+                f"tensors had another value each time, as at {place}. torch.where or a mask needs no new capture",
                 stacklevel=2,
             )
 
@@ -678,20 +692,20 @@ class Executable:
     def _on_meta(self, name: str, tensor: Tensor) -> Tensor:
         """Returns a parameter or buffer on meta with the original's shape."""
         shape = self.layouts[name].shape if name in self.layouts else tensor.shape
-        same = tuple(shape) == tuple(tensor.shape) and not isinstance(tensor, DTensor)
-        empty = _empty_like(tensor) if same else torch.empty(shape, dtype=tensor.dtype, device="meta")
+        has_shape = tuple(shape) == tuple(tensor.shape) and not isinstance(tensor, DTensor)
+        empty = _empty_like(tensor) if has_shape else torch.empty(shape, dtype=tensor.dtype, device="meta")
         return nn.Parameter(empty, tensor.requires_grad) if name in self.layouts else empty
 
     def _whole(self) -> dict[str, Tensor]:
         """Returns each parameter and buffer on meta with the original's shape and the present compute dtype."""
-        held = self.tensors()
-        found = {}
-        for (name, tensor), dtype in zip(held.items(), dtypes(self.module, held), strict=True):
+        model_tensors = self.tensors()
+        whole_tensors = {}
+        for (name, tensor), dtype in zip(model_tensors.items(), dtypes(self.module, model_tensors), strict=True):
             whole = self.whole[name]
             flag = (tensor if isinstance(tensor, nn.Parameter) else whole).requires_grad
-            same = whole.dtype == dtype and whole.requires_grad == flag
-            found[name] = whole if same else _as(whole, dtype, flag)
-        return found
+            fits = whole.dtype == dtype and whole.requires_grad == flag
+            whole_tensors[name] = whole if fits else _as(whole, dtype, flag)
+        return whole_tensors
 
     def first(self, entry: GraphEntry) -> None:
         """Keeps the graph that was captured when the model became parallel."""
@@ -703,14 +717,14 @@ class Executable:
         """Keeps a graph for later calls; its blocks read their parameters from this model."""
         parts = dict(self.module.named_modules(remove_duplicate=False))
         entry = made.on(self.places, lambda block: parts.get(block) if block else None)
-        captured, known = entry.analysis.captured, entry.analysis.captured.known
+        captured, opened = entry.analysis.captured, entry.analysis.captured.known
         self.tree.read |= {name for _, name in captured.reads}
-        self.opened |= known
+        self.opened |= opened
         self.read_places |= captured.places
         entry.guard = Guard(
             captured.reads,
-            known.slots,
-            known.numbers - known.fixed,
+            opened.slots,
+            opened.numbers - opened.fixed,
             captured.written,
             self.modules,
             attribute_of,
@@ -797,8 +811,8 @@ def _empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _as(tensor: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
-    new = _empty_like(tensor, dtype)
-    return nn.Parameter(new, requires_grad) if isinstance(tensor, nn.Parameter) else new
+    empty = _empty_like(tensor, dtype)
+    return nn.Parameter(empty, requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def is_many(count: int) -> bool:
@@ -814,8 +828,8 @@ def _begins_with(captured: Captured, outcomes: Sequence[Outcome]) -> bool:
 
 def _other_read(first: Sequence[ValueRead], second: Sequence[ValueRead]) -> Outcome:
     """Returns the first read in which two graphs differ; the last read if none does."""
-    pairs = ((one.outcome, two.outcome) for one, two in zip(first, second, strict=False))
-    return next((two for one, two in pairs if not one.is_same(two)), second[-1].outcome)
+    pairs = ((first_read.outcome, second_read.outcome) for first_read, second_read in zip(first, second, strict=False))
+    return next((after for before, after in pairs if not before.is_same(after)), second[-1].outcome)
 
 
 def _expect_apart(name: str, written: Sequence[int], tensors: Sequence[Tensor]) -> None:
@@ -829,13 +843,13 @@ def _expect_apart(name: str, written: Sequence[int], tensors: Sequence[Tensor]) 
             )
 
 
-def _other_numbers(known: Key, key: Key) -> list[int]:
+def _other_numbers(earlier: Key, key: Key) -> list[int]:
     """Returns the positions of numbers among the arguments, if two keys differ in these numbers only; else []."""
-    if known[0] != key[0] or known[2:] != key[2:]:
+    if earlier[0] != key[0] or earlier[2:] != key[2:]:
         return []
-    other = [i for i, (one, two) in enumerate(zip(known[1], key[1], strict=True)) if one != two]
-    kinds = [(known[1][i][0], key[1][i][0]) for i in other]
-    return other if all(pair in ((int, int), (float, float), (Number, int)) for pair in kinds) else []
+    positions = [i for i, (before, after) in enumerate(zip(earlier[1], key[1], strict=True)) if before != after]
+    kinds = [(earlier[1][i][0], key[1][i][0]) for i in positions]
+    return positions if all(pair in ((int, int), (float, float), (Number, int)) for pair in kinds) else []
 
 
 def _kind(tensor: Tensor) -> Any:
@@ -843,8 +857,8 @@ def _kind(tensor: Tensor) -> Any:
     if isinstance(tensor, Number):
         return (Number,)
     cut = tensor.cut if isinstance(tensor, Sharded) else None
-    own = not torch.compiler.is_compiling() and computes_by_itself(type(tensor))
-    return tensor.dim(), tensor.dtype, cut, tensor.layout, tensor.is_nested, own
+    by_itself = not torch.compiler.is_compiling() and computes_by_itself(type(tensor))
+    return tensor.dim(), tensor.dtype, cut, tensor.layout, tensor.is_nested, by_itself
 
 
 def expect_untraced(name: str) -> None:

@@ -15,18 +15,18 @@ from autotp.errors import Error
 from autotp.sharding.boxes import has_dtensors
 
 
-def dtypes(root: nn.Module, held: Mapping[str, Tensor]) -> tuple[torch.dtype, ...]:
+def dtypes(root: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, ...]:
     """Returns the compute dtype of each parameter and buffer; for a sharded one the policy of its FSDP unit decides."""
-    if not has_dtensors(held.values()):
-        return tuple([tensor.dtype for tensor in held.values()])
+    if not has_dtensors(tensors.values()):
+        return tuple([tensor.dtype for tensor in tensors.values()])
     units = {name: unit for name, unit in root.named_modules() if isinstance(unit, FSDPModule)}
-    found = []
-    for name, tensor in held.items():
-        around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
-        policy = units[max(around, key=len)]._get_fsdp_state()._mp_policy if around else None
+    result = []
+    for name, tensor in tensors.items():
+        enclosing = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+        policy = units[max(enclosing, key=len)]._get_fsdp_state()._mp_policy if enclosing else None
         cast = policy is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        found.append((policy.param_dtype if cast and policy else None) or tensor.dtype)
-    return tuple(found)
+        result.append((policy.param_dtype if cast and policy else None) or tensor.dtype)
+    return tuple(result)
 
 
 def expect_whole(name: str, tensor: Tensor) -> Tensor:

@@ -21,42 +21,42 @@ from autotp.passes.emit.attach_parameters import ParameterPlace
 from autotp.sharding.layout import Layout
 
 
-def own_parts(held: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Tensor]:
+def own_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Tensor]:
     """Returns by name this rank's part of each tensor that `functional_call` gave a call as the whole.
 
     Args:
-        held: name -> the tensor that the call reads, as `functional_call` gave it: the whole, or this rank's part.
+        tensors: name -> the tensor that the call reads, as `functional_call` gave it: the whole, or this rank's part.
         layouts: name -> layout of a parameter.
 
     Raises:
         Error: a tensor for a cut parameter has neither shape.
     """
-    taken = {}
+    parts = {}
     for name, layout in layouts.items():
-        tensor = held[name]
+        tensor = tensors[name]
         if layout.dim is None or type(tensor) is CutParameter:
             continue
         shape, part = tuple(tensor.shape), layout.local_shape(mesh.rank)
         if shape == layout.shape:
-            taken[name] = taken_part(tensor, layout, mesh)
+            parts[name] = taken_part(tensor, layout, mesh)
         elif shape != part:
             raise Error(
                 f"the call was given a tensor {list(shape)} for `{name}`, which is {list(layout.shape)}",
                 fix="tensors computed from dict(model.named_parameters())",
                 alternative=f"model.layouts[{name!r}].take(whole, model.mesh.rank), the part of a whole tensor",
             )
-    return taken
+    return parts
 
 
-def expect_tied(ties: Mapping[str, tuple[ParameterPlace, str]], held: Mapping[str, Tensor]) -> None:
+def expect_tied(ties: Mapping[str, tuple[ParameterPlace, str]], tensors: Mapping[str, Tensor]) -> None:
     """Raises Error if a call reads another tensor under one of the names of a tied parameter.
 
     Args:
         ties: further name of a parameter -> its place under this name, and its first name.
-        held: first name -> the tensor that the call reads, as `functional_call` gave it.
+        tensors: first name -> the tensor that the call reads, as `functional_call` gave it.
     """
     for name, ((module, key), first) in ties.items():
-        if module._parameters.get(key) is not held[first]:
+        if module._parameters.get(key) is not tensors[first]:
             raise Error(
                 f"`{first}` and `{name}` are one parameter, and the call was given two tensors for them",
                 fix="functional_call(..., tie_weights=True), or one tensor under both names",

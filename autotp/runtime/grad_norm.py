@@ -76,23 +76,23 @@ def total_norm(parts: Holdings, tensors: Mapping[str, Tensor], norm_type: float 
     if not order > 0:
         raise Error(f"clip_grad_norm_: norm_type={norm_type!r}", expected="a number above 0, or inf")
     infinite = order == float("inf")
-    place, kind = parts.place, "max" if infinite else "sum"
+    place, op = parts.place, "max" if infinite else "sum"
     dtype = torch.float64 if place.device.type != "mps" else torch.float32
     # All meshes of sharded parameters, so that all ranks reduce alike.
     meshes = dict.fromkeys([None, *map(_mesh_of, parts.held.values())])
     norms: dict[DeviceMesh | None, list[Tensor]] = {mesh: [] for mesh in meshes}
     for name, tensor in tensors.items():
-        found = norms[_mesh_of(tensor)]
-        mine = parts.counts(name, tensor)
-        found += [torch.linalg.vector_norm(part, order, dtype=_wide(part)).to(dtype) for _, part in mine]
+        mesh_norms = norms[_mesh_of(tensor)]
+        counted = parts.counts(name, tensor)
+        mesh_norms += [torch.linalg.vector_norm(part, order, dtype=_wide(part)).to(dtype) for _, part in counted]
     total = torch.zeros((), dtype=dtype, device=place.device)
     for mesh, some in norms.items():
         part = torch.stack([torch.zeros_like(total), *some])
         part = part.max() if infinite else (part**order).sum()
-        part = part if mesh is None else reduce(part, mesh.get_group().group_name, kind)
+        part = part if mesh is None else reduce(part, mesh.get_group().group_name, op)
         total = torch.maximum(total, part) if infinite else total + part
     for group in (place.group, parts.pipeline):
-        total = reduce(total, group, kind) if group is not None else total
+        total = reduce(total, group, op) if group is not None else total
     return total if infinite else total ** (1 / order)
 
 

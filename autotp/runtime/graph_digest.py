@@ -52,15 +52,15 @@ def draws_alike(lowered: fx.Graph) -> bool:
     return any(draws(node) and node.target not in (fast_attention, fast_dropout) for node in lowered.nodes)
 
 
-def agree_on_cards(mesh: Mesh, alike: bool) -> None:
+def agree_on_cards(mesh: Mesh, shares_draws: bool) -> None:
     """Raises Error on every rank if ranks have GPUs of several kinds, and must draw the same random numbers.
 
     The kernels of CUDA divide a stream of random numbers by the number of a GPU's processors.
 
     Args:
-        alike: `draws_alike` of this rank's graph.
+        shares_draws: `draws_alike` of this rank's graph.
     """
-    if not alike or mesh.device.type != "cuda" or mesh.everyone.size == 1:
+    if not shares_draws or mesh.device.type != "cuda" or mesh.everyone.size == 1:
         return
     card = torch.cuda.get_device_properties(mesh.device)
     expect_as_first(
@@ -81,18 +81,18 @@ def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured, symbols
     """Returns a node as `%2 = aten.add.Tensor(%0, %1)  float32[2, 3]`, with its source line."""
     if node.op == "placeholder":
         return f"{number[node]} = {_placed(node, captured)}  {_shaped(node, symbols)}"
-    given = fx.map_arg((node.args, node.kwargs), number.__getitem__)
-    parts = [*map(str, given[0]), *(f"{name}={value}" for name, value in given[1].items())]
+    arguments = fx.map_arg((node.args, node.kwargs), number.__getitem__)
+    parts = [*map(str, arguments[0]), *(f"{name}={value}" for name, value in arguments[1].items())]
     called = re.sub(r"'(%\d+)'", r"\1", f"{_called(node)}({', '.join(parts)})")
     line = f"{number[node]} = {called}  {_shaped(node, symbols)}".rstrip()
-    return line if (at := line_of(node)) == "?" else f"{line}{SOURCE}{at}"
+    return line if (place := line_of(node)) == "?" else f"{line}{SOURCE}{place}"
 
 
 def _placed(node: fx.Node, captured: Captured) -> str:
     """Returns the meaning of a placeholder as text."""
-    for kind, names in (("parameter", captured.parameters), ("buffer", captured.buffers)):
+    for role, names in (("parameter", captured.parameters), ("buffer", captured.buffers)):
         if node.name in names:
-            return f"{kind} `{names[node.name]}`"
+            return f"{role} `{names[node.name]}`"
     if node.name in captured.constants:
         return f"a tensor made in forward, with checksum {checksum(captured.constants[node.name]):08x}"
     return f"input {captured.inputs.index(node.name)}" if node.name in captured.inputs else node.name
@@ -101,8 +101,8 @@ def _placed(node: fx.Node, captured: Captured) -> str:
 def _shaped(node: fx.Node, symbols: dict[str, str]) -> str:
     """Returns dtypes and shapes as text. symbols: name of a symbol -> its name in the text."""
 
-    def named(found: re.Match[str]) -> str:
-        return symbols.setdefault(found[0], f"{found[0][0]}{len(symbols)}")
+    def named(match: re.Match[str]) -> str:
+        return symbols.setdefault(match[0], f"{match[0][0]}{len(symbols)}")
 
     shapes = (re.sub(r"\b[su]\d+\b", named, str(list(t.shape))) for t in outputs_of(node))
     kinds = (str(t.dtype).removeprefix("torch.") for t in outputs_of(node))

@@ -94,18 +94,18 @@ class GraphEntry:
         """
         if self.input_values is None:
             return None
-        found, asked = self.input_values(tensors), self.analysis.captured.asked
-        for i, read in enumerate(asked):
-            wanted = i >= first and read.of_inputs and (looks or not read.look)
-            if wanted and not (other := read.made(found)).is_same(read.outcome):
-                return (*(one.outcome for one in asked[:i]), other)
+        values, reads = self.input_values(tensors), self.analysis.captured.asked
+        for i, read in enumerate(reads):
+            is_due = i >= first and read.of_inputs and (looks or not read.look)
+            if is_due and not (outcome := read.made(values)).is_same(read.outcome):
+                return (*(earlier.outcome for earlier in reads[:i]), outcome)
         return None
 
     def on(self, places: Mapping[str, ParameterPlace], owner_of: Callable[[str], nn.Module | None]) -> GraphEntry:
         """Returns the graph for a model with parameters at these places, whose blocks read their own parameters."""
         module = attach_parameters(self.outlined, self.analysis.captured.parameters, places, owner_of)
-        left = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-        return replace(self, module=module, operands=[self.sources[name] for name in left if name in self.sources])
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        return replace(self, module=module, operands=[self.sources[name] for name in names if name in self.sources])
 
 
 @dataclass(frozen=True)
@@ -157,26 +157,26 @@ class AssumedReads:
         Args:
             operands: placeholder name -> tensor.
         """
-        asked, state = self.captured.asked, random_state_of(self.mesh.device)
-        for i, read in enumerate(asked):
+        reads, state = self.captured.asked, random_state_of(self.mesh.device)
+        for i, read in enumerate(reads):
             if i >= first and not read.of_inputs:
-                other = self._made(read, operands)
+                outcome = self._made(read, operands)
                 set_random_state(self.mesh.device, state)
-                if not other.is_same(read.outcome):
-                    return (*(one.outcome for one in asked[:i]), other)
+                if not outcome.is_same(read.outcome):
+                    return (*(earlier.outcome for earlier in reads[:i]), outcome)
         return None
 
     def _made(self, read: ValueRead, operands: Mapping[str, Tensor]) -> Outcome:
         results = returned(self.graph)
-        at = [x.at for x in read.given if isinstance(x, OutputAt)]
-        wanted = ancestors(results[i] for i in at)
+        indices = [x.at for x in read.given if isinstance(x, OutputAt)]
+        needed = ancestors(results[i] for i in indices)
         order = list(self.graph.nodes)
-        drawn = filter(draws, order[: max(map(order.index, wanted))])  # They move the random stream.
-        part = part_of(self.graph, [results[i] for i in at], wanted | ancestors(drawn))
+        drawn = filter(draws, order[: max(map(order.index, needed))])  # They move the random stream.
+        part = part_of(self.graph, [results[i] for i in indices], needed | ancestors(drawn))
         module = fx.GraphModule(nn.Module(), bind(part, self.mesh.device, self.mesh.groups, reuse=False))
-        given = [operands[node.name] for node in part.find_nodes(op="placeholder")]
+        inputs = [operands[node.name] for node in part.find_nodes(op="placeholder")]
         with torch.no_grad(), unseen():
-            outputs = dict(zip(at, module(*given), strict=True))
+            outputs = dict(zip(indices, module(*inputs), strict=True))
         return read.made(lambda x: outputs[x.at] if isinstance(x, OutputAt) else x)
 
 
@@ -210,7 +210,7 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     }
     updated = [captured.buffers[name] for name in analysis.updated]
     count = len(returned(lowered)) - len(updated)
-    cut = {at: cut_output(layout, mesh) for at, layout in analysis.local_outputs.items() if mesh.size > 1}
+    cut = {index: cut_output(layout, mesh) for index, layout in analysis.local_outputs.items() if mesh.size > 1}
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
     values = input_values_on(captured, mesh.device)
     stay = inputs_on_host(analysis.graph, captured.inputs)

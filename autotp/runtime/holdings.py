@@ -97,21 +97,21 @@ def holdings_of(model: Any, call: str) -> Holdings:
     if isinstance(inner, HasHoldings):
         return inner.holdings()
     inner = parallel_of(model, call)
-    it = executable_of(inner)
-    saved, here, beside, left_out = saved_names(
+    runner = executable_of(inner)
+    saved, local_shapes, beside, left_out = saved_names(
         inner
     )  # First: reading its state makes `fully_shard` free gathered parameters.
-    held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
-    for name in (name for name in held if name in it.layouts):
-        expect_part(name, held[name], it.layouts[name], it.mesh)
-    check = it.tree.settings.check_inputs
-    alike: tuple[tuple[Mesh, frozenset[str]], ...] = ((it.mesh, uncut(held, it.layouts)),)
-    for axis in (it.mesh.sequence, it.mesh.replicas):
+    tensors, shapes = runner.tensors(), {name: layout.shape for name, layout in runner.layouts.items()}
+    for name in (name for name in tensors if name in runner.layouts):
+        expect_part(name, tensors[name], runner.layouts[name], runner.mesh)
+    check = runner.tree.settings.check_inputs
+    replicated: tuple[tuple[Mesh, frozenset[str]], ...] = ((runner.mesh, uncut(tensors, runner.layouts)),)
+    for axis in (runner.mesh.sequence, runner.mesh.replicas):
         if axis is not None:
-            alike += ((axis, frozenset(held)),)
+            replicated += ((axis, frozenset(tensors)),)
     return Holdings(
-        held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh.everyone,
-        replica=it.mesh.cp_rank, check=check, alike=alike, beside=beside, left_out=left_out,
+        tensors, frozenset(tensors), saved, local_shapes | shapes, runner.layouts, runner.mesh, runner.mesh.everyone,
+        replica=runner.mesh.cp_rank, check=check, alike=replicated, beside=beside, left_out=left_out,
     )  # fmt: skip
 
 
@@ -132,9 +132,9 @@ def _unwrapped(model: Any, kinds: tuple[type, ...]) -> Any:
     return model
 
 
-def uncut(held: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> frozenset[str]:
+def uncut(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> frozenset[str]:
     """Returns the names of the tensors that the tensor-parallel ranks do not cut."""
-    return frozenset(name for name in held if name not in layouts or layouts[name].dim is None)
+    return frozenset(name for name in tensors if name not in layouts or layouts[name].dim is None)
 
 
 def saved_names(
@@ -148,13 +148,15 @@ def saved_names(
     """
     first = places(model)[0]
     tensors, state = [*model.named_parameters(), *model.named_buffers()], model.state_dict()
-    names, own = list(state), dict(tensors)
+    names, tensors_by_name = list(state), dict(tensors)
     saved = {name: first[name] for name in names if name in first}
     left_out = [name for name, x in model.named_parameters() if x.requires_grad and name not in saved.values()]
     beside = tuple(
         name
         for name in names
-        if name not in first or not is_dense(own[first[name]]) or not _is_of(state[name], own[first[name]])
+        if name not in first
+        or not is_dense(tensors_by_name[first[name]])
+        or not _is_of(state[name], tensors_by_name[first[name]])
     )
     return saved, {name: tuple(x.shape) for name, x in tensors}, beside, tuple(left_out)
 

@@ -75,8 +75,8 @@ class Part(nn.Module):
             super().__init_subclass__(**kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        own = any(name in table for table in (self._parameters, self._buffers, self._modules))
-        if name in OURS and state_of(self) is not None and not own:  # First: a class as peft's asks another model.
+        own_name = any(name in table for table in (self._parameters, self._buffers, self._modules))
+        if name in OURS and state_of(self) is not None and not own_name:  # First: a class as peft's asks another model.
             return OURS[name](executable_of(self))
         return super().__getattr__(name)
 
@@ -110,11 +110,11 @@ class Part(nn.Module):
 
     def _is_known(self, name: str, value: Any, tree: Tree) -> bool:
         """True if setting an attribute may change a graph; False for an attribute that no graph reads."""
-        kind = original_class(type(self))
+        cls = original_class(type(self))
         tables = (self._parameters, self._buffers, self._modules)
-        held = isinstance(value, (nn.Module, nn.Parameter)) or any(name in table for table in tables)
-        own = kind.__setattr__ is not nn.Module.__setattr__ or hasattr(getattr(kind, name, None), "__set__")
-        return held or own or name == "forward" or name in tree.read
+        is_part = isinstance(value, (nn.Module, nn.Parameter)) or any(name in table for table in tables)
+        has_setter = cls.__setattr__ is not nn.Module.__setattr__ or hasattr(getattr(cls, name, None), "__set__")
+        return is_part or has_setter or name == "forward" or name in tree.read
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers a parameter; raises Error for one that this module has under another name: pruning begins so."""
@@ -194,8 +194,8 @@ class Part(nn.Module):
     def extra_repr(self) -> str:
         """Returns the original module's text, and the layout of each parameter that is cut."""
         state = state_of(self)
-        held = [f"{key} {layout}" for key, layout in state.held.items() if layout.dim is not None] if state else []
-        return ", ".join(text for text in (super().extra_repr(), *held) if text)
+        layouts = [f"{key} {layout}" for key, layout in state.held.items() if layout.dim is not None] if state else []
+        return ", ".join(text for text in (super().extra_repr(), *layouts) if text)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
         return copied(self, type(self), vars(self), memo)
@@ -214,13 +214,13 @@ class Submodule(Part):
     (`fully_shard`), which do not read arguments, are allowed there.
     """
 
-    def _register(self, kind: str, hook: Any, args: Any, given: Any) -> Any:
+    def _register(self, method: str, hook: Any, args: Any, kwargs: Any) -> Any:
         state = state_of(self)
         if state is not None and not getattr(hook, "__module__", "").startswith("torch.distributed."):
             raise Error(
                 "a hook on a submodule of a parallel model would never run: its work is part of the model's graph",
                 fix=BACKWARD_HOOK
-                if "backward" in kind
+                if "backward" in method
                 else "register it on the original model before autotp.parallelize, or on the whole parallel model",
             )
         if state is not None and not state.is_block:
@@ -228,7 +228,7 @@ class Submodule(Part):
                 f"fully_shard({type(self).__name__}): this part of a parallel model is not a block: it is never called",
                 fix="fully_shard each numbered block, such as model.h[0], and the model",
             )
-        return getattr(super(), kind)(hook, *args, **given)
+        return getattr(super(), method)(hook, *args, **kwargs)
 
     def register_forward_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
         """Registers a hook of torch.distributed on a block; raises Error for other hooks."""
@@ -306,13 +306,13 @@ class ParallelModule(Part):
         if state is not None and prefix:  # Without a prefix it is our own `load_state_dict`, which has done this.
             _expect_no_swap(self, "load_state_dict")
             mesh, start = state.tree.mesh, len(prefix)
-            mine = {key[start:]: value for key, value in state_dict.items() if key.startswith(prefix)}
+            entries = {key[start:]: value for key, value in state_dict.items() if key.startswith(prefix)}
 
             def load() -> Mapping[str, Any]:
                 gather_ints([], mesh)  # All ranks are here.
                 take_note_back()
                 renew(self, state.tree)
-                return agree(mesh, lambda: parts_to_load(self, mine, mesh.rank))
+                return agree(mesh, lambda: parts_to_load(self, entries, mesh.rank))
 
             expect_all_to_call("load_state_dict")
             parts = within(f"{type(self).__name__}.load_state_dict", load)
@@ -330,23 +330,23 @@ class ParallelModule(Part):
 
 
 OURS: dict[str, Callable[[Executable], Any]] = {
-    "plan": lambda it: report(it.latest.analysis, it.name),
-    "layouts": lambda it: it.layouts,
-    "mesh": lambda it: it.mesh,
-    "recompute": lambda it: it.tree.settings.recompute,
-    "code": lambda it: it.code,
-    "compile_blocks": lambda it: it.compile_blocks,
-    "layout_of": lambda it: it.layout_of,
-    "outputs_stay_cut": lambda it: it.tree.outputs_stay_cut,
+    "plan": lambda executable: report(executable.latest.analysis, executable.name),
+    "layouts": lambda executable: executable.layouts,
+    "mesh": lambda executable: executable.mesh,
+    "recompute": lambda executable: executable.tree.settings.recompute,
+    "code": lambda executable: executable.code,
+    "compile_blocks": lambda executable: executable.compile_blocks,
+    "layout_of": lambda executable: executable.layout_of,
+    "outputs_stay_cut": lambda executable: executable.tree.outputs_stay_cut,
 }
 """Attributes such as `model.plan`, unless the model itself has an attribute of this name."""
 
 
-def _expect_no_swap(module: nn.Module, what: str) -> None:
+def _expect_no_swap(module: nn.Module, action: str) -> None:
     """Raises Error if torch would replace parts by plain parameters, in the same objects."""
     if state_of(module) is not None and torch.__future__.get_swap_module_params_on_conversion():
         raise Error(
-            f"{what} of a parallel model by swapping its parameters",
+            f"{action} of a parallel model by swapping its parameters",
             fix="torch.__future__.set_swap_module_params_on_conversion(False)",
         )
 
@@ -359,7 +359,7 @@ def _is_sharding(frame: FrameType) -> bool:
 def _has(module: nn.Module, name: str) -> bool:
     """True if the model itself has an attribute of this name."""
     tables = (module.__dict__, module._parameters, module._buffers, module._modules)
-    return any(name in table for table in tables) or any(name in vars(kind) for kind in type(module).__mro__)
+    return any(name in table for table in tables) or any(name in vars(base) for base in type(module).__mro__)
 
 
 def executable_of(module: nn.Module) -> Executable:
@@ -377,14 +377,14 @@ def executable_of(module: nn.Module) -> Executable:
         with _own_parameters(module):
             renew(module, state.tree)
             state.executable = Executable(module, state.tree)
-    found: Executable = state.executable
-    if found.seen != state.tree.version:
+    executable: Executable = state.executable
+    if executable.seen != state.tree.version:
         with _own_parameters(module):
-            found.uncompiled(renew, module, state.tree)
-            found.uncompiled(found.look_again)
-    if found.seen_modes != state.tree.modes:
-        found.look_at_modes()
-    return found
+            executable.uncompiled(renew, module, state.tree)
+            executable.uncompiled(executable.look_again)
+    if executable.seen_modes != state.tree.modes:
+        executable.look_at_modes()
+    return executable
 
 
 def _own_parameters(module: nn.Module) -> AbstractContextManager[None]:
@@ -410,8 +410,8 @@ def classes_of(model: nn.Module) -> dict[nn.Module, type[Part]]:
 
 def _class_of(module: Any, role: Any) -> type[Part]:
     """Returns the new class of a module, with the name of its own class; all modules of a class share it."""
-    kind: Any = type(module)
-    return _made(kind, role)
+    cls: Any = type(module)
+    return _made(cls, role)
 
 
 @cache
@@ -472,22 +472,22 @@ def _kind_of(meta: Any) -> Any:
     """
 
     class Kind(meta):
-        def __new__(kind, name: str, bases: Any, names: Any, **given: Any) -> Any:
+        def __new__(mcs, name: str, bases: Any, names: Any, **kwargs: Any) -> Any:
             """Returns a class; the metaclass of the model is not asked about ours, which is no new class to it."""
             if ORIGINAL not in names:
-                return super().__new__(kind, name, bases, names, **given)
-            own = {"_abc_impl": ABCMeta("", (), {})._abc_impl} if issubclass(meta, ABCMeta) else {}  # type: ignore[attr-defined]
-            return type.__new__(kind, name, bases, names | own)  # `isinstance` keeps what it found in `_abc_impl`.
+                return super().__new__(mcs, name, bases, names, **kwargs)
+            extra = {"_abc_impl": ABCMeta("", (), {})._abc_impl} if issubclass(meta, ABCMeta) else {}  # type: ignore[attr-defined]
+            return type.__new__(mcs, name, bases, names | extra)  # `isinstance` keeps what it found in `_abc_impl`.
 
-        def __init__(cls, name: str, bases: Any, names: Any, **given: Any) -> None:
+        def __init__(cls, name: str, bases: Any, names: Any, **kwargs: Any) -> None:
             if ORIGINAL not in names:
-                super().__init__(name, bases, names, **given)
+                super().__init__(name, bases, names, **kwargs)
 
         def mro(cls) -> list[type]:
             if ORIGINAL not in vars(cls):
                 return super().mro()
-            original, *ours = cls.__bases__
-            before = [kind for one in ours for kind in one.__mro__ if kind not in original.__mro__]
+            original, *part_bases = cls.__bases__
+            before = [ancestor for base in part_bases for ancestor in base.__mro__ if ancestor not in original.__mro__]
             return [cls, *dict.fromkeys(before), *original.__mro__]
 
         def __eq__(cls, other: object) -> bool:
@@ -500,8 +500,8 @@ def _kind_of(meta: Any) -> Any:
             if original is None or name.startswith("__") or name == "_abc_impl":
                 super().__setattr__(name, value)
             else:
-                own = name in vars(cls) and vars(cls)[name] is value
-                setattr(original, name, value.__wrapped__ if own else value)
+                is_class_attribute = name in vars(cls) and vars(cls)[name] is value
+                setattr(original, name, value.__wrapped__ if is_class_attribute else value)
 
         def __delattr__(cls, name: str) -> None:
             original = vars(cls).get(ORIGINAL)  # A class that torch derives (parametrized, sharded) is its own.
@@ -527,40 +527,40 @@ def adopt(
     """
     parts: dict[int, tuple[Tensor, Layout | None]] = {id(b): (tensors[n], None) for n, b in model.named_buffers()}
     for name, p in model.named_parameters():
-        mine = tensors[name]
-        own = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
-        own.__dict__.update(p.__dict__)
-        parts[id(p)] = as_cut(own, Cut(name, layouts[name], tree.mesh)), layouts[name]
-    for module, kind in classes.items():
-        held = {key: parts[id(p)][1] for key, p in module._parameters.items() if p is not None}
+        part = tensors[name]
+        parameter = part if isinstance(part, nn.Parameter) else nn.Parameter(part, p.requires_grad)
+        parameter.__dict__.update(p.__dict__)
+        parts[id(p)] = as_cut(parameter, Cut(name, layouts[name], tree.mesh)), layouts[name]
+    for module, cls in classes.items():
+        own_layouts = {key: parts[id(p)][1] for key, p in module._parameters.items() if p is not None}
         for table in (module._parameters, module._buffers):
             table.update({key: parts[id(tensor)][0] for key, tensor in table.items() if tensor is not None})  # type: ignore[misc]
-        _give(module, kind, tree, {key: layout for key, layout in held.items() if layout is not None})
+        _give(module, cls, tree, {key: layout for key, layout in own_layouts.items() if layout is not None})
 
 
-def _give(module: nn.Module, kind: type[Part], tree: Tree, held: Mapping[str, Layout]) -> None:
+def _give(module: nn.Module, cls: type[Part], tree: Tree, layouts: Mapping[str, Layout]) -> None:
     """Makes one module a module of a parallel model."""
     attributes = vars(module)
-    own = {name: attributes.pop(name) for name in FORWARD_HOOKS if name in attributes}
-    attributes.update({name: OrderedDict() for name in own})
-    given = attributes.pop("forward", None)
-    state = give_state(module, ModuleState(tree, held, own))
+    hooks = {name: attributes.pop(name) for name in FORWARD_HOOKS if name in attributes}
+    attributes.update({name: OrderedDict() for name in hooks})
+    user_forward = attributes.pop("forward", None)
+    state = give_state(module, ModuleState(tree, layouts, hooks))
     state.known = {key: p for key, p in module._parameters.items() if p is not None}
-    vars(object)["__class__"].__set__(module, kind)  # Not by assignment: the module's `__setattr__` may do anything.
-    if given is not None:
-        _hold_forward(module, given)
+    vars(object)["__class__"].__set__(module, cls)  # Not by assignment: the module's `__setattr__` may do anything.
+    if user_forward is not None:
+        _hold_forward(module, user_forward)
 
 
-def call_through(model: ParallelModule, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def call_through(model: ParallelModule, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Has calls of a parallel model go through another function, outside of its graph.
 
     Args:
-        around: takes the function of `model.forward`, without `self`, and returns the one that is called.
+        wrap: takes the function of `model.forward`, without `self`, and returns the one that is called.
     """
-    vars(model)["forward"] = MethodType(around(model.forward.__func__), model)  # type: ignore[attr-defined]
+    vars(model)["forward"] = MethodType(wrap(model.forward.__func__), model)  # type: ignore[attr-defined]
 
 
-def _hold_forward(module: nn.Module, given: Any) -> None:
+def _hold_forward(module: nn.Module, user_forward: Any) -> None:
     """Keeps a `forward` that the user gave to one module.
 
     The next capture runs it. Who reads `model.forward`, to put another function around it, gets a function that stands
@@ -570,16 +570,16 @@ def _hold_forward(module: nn.Module, given: Any) -> None:
     assert state is not None
     run = type(module).forward
 
-    @wraps(given, updated=())
+    @wraps(user_forward, updated=())
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return given(*args, **kwargs) if state_of(self) is None else run(self, *args, **kwargs)
+        return user_forward(*args, **kwargs) if state_of(self) is None else run(self, *args, **kwargs)
 
     with suppress(ValueError, TypeError):  # Not every callable has one.
-        arguments = signature(given)  # Of `model.forward`, too: a Trainer chooses columns of data by it.
-        own = Parameter("module", Parameter.POSITIONAL_ONLY)
-        shown: Any = forward
-        shown.__signature__ = arguments.replace(parameters=[own, *arguments.parameters.values()])
-    state.own["forward"] = given
+        arguments = signature(user_forward)  # Of `model.forward`, too: a Trainer chooses columns of data by it.
+        module_parameter = Parameter("module", Parameter.POSITIONAL_ONLY)
+        untyped_forward: Any = forward
+        untyped_forward.__signature__ = arguments.replace(parameters=[module_parameter, *arguments.parameters.values()])
+    state.own["forward"] = user_forward
     vars(module)["forward"] = MethodType(forward, module)
 
 
@@ -616,9 +616,9 @@ def put_around(outer: nn.Module, inner: ParallelModule) -> ParallelModule:
     state.executable = None
     _give(outer, _class_of(outer, ParallelModule), state.tree, {})
     state.tree.version += 1
-    found: Any = watch_instead(outer, inner)
-    executable_of(found)
-    return found
+    watched: Any = watch_instead(outer, inner)
+    executable_of(watched)
+    return watched
 
 
 def renew(model: nn.Module, tree: Tree) -> None:
@@ -634,7 +634,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
         state, added = state_of(module), list[Tensor]()
         if state is not None:
             _expect_unparametrized(path, module)
-            if state.tree is not tree and all(_tree_of(other) is not state.tree for other in models()):
+            if state.tree is not tree and all(_tree_of(parallel) is not state.tree for parallel in models()):
                 state.tree = tree  # A copy of a part came with a copy of the tree.
         else:
             _give(module, _class_of(module, Submodule), tree, {})

@@ -45,7 +45,7 @@ def shard_parameters(
     rank: int,
     everyone: Mesh,
     read: Mapping[str, Tensor] | None = None,
-    wanted: Collection[str] | None = None,
+    names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """Returns this rank's parts of the model's tensors by first name, and leaves the model on meta.
 
@@ -53,17 +53,17 @@ def shard_parameters(
         rank: the rank on the tensor-parallel axis.
         everyone: all ranks that make the call.
         read: parts that exist already.
-        wanted: names that this rank keeps; None means all.
+        names: names that this rank keeps; None means all.
     """
     read = read or {}
     on_meta = any(p.is_meta for name, p in model.named_parameters() if name not in read)
     if gather_ints([on_meta], everyone)[0][0]:  # The first rank decides: others may be on meta to save memory.
         agree_on_random(everyone)
-        found = initialize(model, layouts, rank, everyone.device)
+        parts = initialize(model, layouts, rank, everyone.device)
     else:
-        found = _moved(model, layouts, rank, everyone, read, wanted)
+        parts = _moved(model, layouts, rank, everyone, read, names)
     leave_behind(model.parameters())
-    return found if wanted is None else {name: found[name] for name in wanted}
+    return parts if names is None else {name: parts[name] for name in names}
 
 
 def _moved(
@@ -72,12 +72,12 @@ def _moved(
     rank: int,
     everyone: Mesh,
     read: Mapping[str, Tensor],
-    wanted: Collection[str] | None,
+    names: Collection[str] | None,
 ) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    held = _held(model)
-    learning = gather_ints([table[key].grad is not None for ((table, key), *_) in held.values()], everyone)[0]
-    for (name, holders), learns in zip(held.items(), learning, strict=True):
+    parts: dict[str, Tensor] = {}
+    by_name = _held(model)
+    learning = gather_ints([table[key].grad is not None for ((table, key), *_) in by_name.values()], everyone)[0]
+    for (name, holders), learns in zip(by_name.items(), learning, strict=True):
         table, key = holders[0]
         tensor = table[key]
         local = read[name] if name in read else _part(tensor, layouts.get(name), rank, everyone)
@@ -88,9 +88,9 @@ def _moved(
         empty.__dict__.update(tensor.__dict__)
         for table, key in holders:
             table[key] = empty
-        if wanted is None or name in wanted:
-            found[name] = _now(tensor, local, gradient)
-    return found
+        if names is None or name in names:
+            parts[name] = _now(tensor, local, gradient)
+    return parts
 
 
 def _part(tensor: Tensor, layout: Layout | None, rank: int, everyone: Mesh) -> Tensor:
@@ -117,8 +117,8 @@ def _forget_graphs(parameter: nn.Parameter) -> None:
     Such a graph (of a kept output, or of torch's old `weight_norm`) keeps the node that accumulates the parameter's
     gradient, with its old shape. torch makes a new node when the data changes its dtype.
     """
-    other = torch.float32 if parameter.dtype == torch.bfloat16 else torch.bfloat16
-    parameter.data = parameter.data.new_empty(0, dtype=other)
+    dtype = torch.float32 if parameter.dtype == torch.bfloat16 else torch.bfloat16
+    parameter.data = parameter.data.new_empty(0, dtype=dtype)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
@@ -132,11 +132,11 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
 def _held(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
     """First name -> all (table, key) of a parameter or buffer, without references to the tensors themselves."""
     names: dict[int, str] = {}
-    found: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    holders: dict[str, list[tuple[dict[str, Any], str]]] = {}
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is not None:
                     name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
-                    found.setdefault(name, []).append((table, key))
-    return found
+                    holders.setdefault(name, []).append((table, key))
+    return holders

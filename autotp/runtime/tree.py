@@ -69,8 +69,8 @@ class Tree:
             self.settings = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tree:
-        memo[id(self)] = new = replace(self, read=set(self.read))  # The copy has the same process group.
-        return new
+        memo[id(self)] = clone = replace(self, read=set(self.read))  # The copy has the same process group.
+        return clone
 
 
 class ModuleState:
@@ -86,17 +86,17 @@ class ModuleState:
         unfit: the tree's version at which its own graph did not have the axis of one of its cuts; -1 before.
     """
 
-    def __init__(self, tree: Tree, held: Mapping[str, Layout], own: Mapping[str, Any]) -> None:
-        self.tree, self.held, self.own, self.is_block = tree, dict(held), dict(own), False
+    def __init__(self, tree: Tree, layouts: Mapping[str, Layout], removed: Mapping[str, Any]) -> None:
+        self.tree, self.held, self.own, self.is_block = tree, dict(layouts), dict(removed), False
         self.known: dict[str, Tensor] = {}
         self.executable: Any = None
         self.unfit = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         """Returns the state for a copied model, which captures new graphs: it may change before its first call."""
-        memo[id(self)] = new = ModuleState(copy.deepcopy(self.tree, memo), self.held, copy.deepcopy(self.own, memo))
-        new.known = copy.deepcopy(self.known, memo)
-        return new
+        memo[id(self)] = clone = ModuleState(copy.deepcopy(self.tree, memo), self.held, copy.deepcopy(self.own, memo))
+        clone.known = copy.deepcopy(self.known, memo)
+        return clone
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -114,10 +114,10 @@ ORIGINAL = "_autotp_original"
 """The attribute of a new class with the original class."""
 
 
-def original_class(kind: type[nn.Module]) -> type[nn.Module]:
+def original_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the original class of a parallel model's module class; any other class unchanged."""
-    found: type[nn.Module] = getattr(kind, ORIGINAL, kind)
-    return found
+    original: type[nn.Module] = getattr(cls, ORIGINAL, cls)
+    return original
 
 
 def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
@@ -128,21 +128,21 @@ def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
     """
     memo = stand_ins(model, "meta", whole)
     kinds = {m: original_class(type(m)) for m in model.modules()}
-    new = {module: object.__new__(kind) for module, kind in kinds.items()}
-    memo |= {id(module): copied for module, copied in new.items()}  # First: modules refer to each other.
+    clones = {module: object.__new__(cls) for module, cls in kinds.items()}
+    memo |= {id(module): copied for module, copied in clones.items()}  # First: modules refer to each other.
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
-    own = [value for state in states for value in state.own.values()]
-    given = [one for value in own for one in (value.values() if isinstance(value, dict) else [value])]
+    own_values = [value for state in states for value in state.own.values()]
+    contents = [member for value in own_values for member in (value.values() if isinstance(value, dict) else [value])]
     with copying():
-        close_over(memo, model, given)
-        for module, kind in kinds.items():
+        close_over(memo, model, contents)
+        for module, cls in kinds.items():
             attributes = {key: value for key, value in vars(module).items() if not _is_torchs(key)}
             if (state := state_of(module)) is not None:
                 del attributes[STATE]
                 attributes.pop("forward", None)
                 attributes |= {key: OrderedDict() for key in attributes if key.endswith("_hooks")} | state.own
-            copied(module, kind, attributes, memo)
-    return new[model]
+            copied(module, cls, attributes, memo)
+    return clones[model]
 
 
 def _is_torchs(key: str) -> bool:
@@ -150,13 +150,13 @@ def _is_torchs(key: str) -> bool:
     return key.startswith("__composable_api_state_key")
 
 
-def copied(module: nn.Module, kind: type[nn.Module], attributes: Mapping[str, Any], memo: dict[Any, Any]) -> nn.Module:
-    """Returns a deep copy of a module with these attributes, as an instance of `kind`."""
+def copied(module: nn.Module, cls: type[nn.Module], attributes: Mapping[str, Any], memo: dict[Any, Any]) -> nn.Module:
+    """Returns a deep copy of a module with these attributes, as an instance of `cls`."""
     if id(module) not in memo:
-        memo[id(module)] = object.__new__(kind)
-    new: nn.Module = memo[id(module)]
-    new.__setstate__(copy.deepcopy(dict(attributes), memo))
-    return new
+        memo[id(module)] = object.__new__(cls)
+    clone: nn.Module = memo[id(module)]
+    clone.__setstate__(copy.deepcopy(dict(attributes), memo))
+    return clone
 
 
 def held_in(module: nn.Module) -> Mapping[str, Layout]:

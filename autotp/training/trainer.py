@@ -397,9 +397,7 @@ class Trainer(InGraphs, HasHoldings):
         parameters = {name for name, _ in model.named_parameters()}
         for name in (name for stage in stages for name in stage.blocks):
             module_at(self, name, Owner)
-        for name, tensor in shard_parameters(
-            model, self.layouts, self.place.rank, self.everyone, wanted=needed
-        ).items():
+        for name, tensor in shard_parameters(model, self.layouts, self.place.rank, self.everyone, names=needed).items():
             path, _, key = name.rpartition(".")
             module = module_at(self, path)
             if name in parameters:

@@ -103,27 +103,27 @@ class CutTensor(Tensor):
     @classmethod
     @torch.compiler.disable  # NOTE [Parts in compiled code]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = kind_of(func)
+        category = kind_of(func)
         frame = sys._getframe(2)  # Behind the one of `disable`.
         if func is Tensor.data_ptr and reads_memory(frame):
             raise memory_refused(f"`{args[0].autotp_cut.name}`")
-        if kind is Kind.ABOUT or (kind in (Kind.GRADIENT, Kind.SET) and _removes(frame)):
+        if category is Kind.ABOUT or (category in (Kind.GRADIENT, Kind.SET) and _removes(frame)):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if frame.f_globals.get("__name__") == "torch.nn.parameter":  # `nn.Parameter(x)` must have the class of x.
             made = part_like(torch._C._disabled_torch_function_impl(func, types, args, kwargs or {}), args[0])
             if type(made) is CutTensor:
                 _become(made, type(args[0]))
             return made
-        asked = _asks(frame) and not _looks_for_node(frame, args)
+        user_asks = _asks(frame) and not _looks_for_node(frame, args)
         with torch._C.DisableTorchFunctionSubclass():
-            if kind is Kind.REPLICAS:
+            if category is Kind.REPLICAS:
                 cut, group = _first(args, kwargs or {}).autotp_cut, (kwargs or {}).get("group")
                 expect_replicas(
                     func.__name__, f"`{cut.name}`", torch.distributed.get_process_group_ranks(group), cut.mesh
                 )
-            if not asked:
+            if not user_asks:
                 return _by_torch(func, args, kwargs or {}, frame)
-            return FOR_USERS.get(kind, _of_wholes)(func, args, kwargs or {})
+            return FOR_USERS.get(category, _of_wholes)(func, args, kwargs or {})
 
     def to_local(self) -> Tensor:
         """Returns this rank's part, in the same memory, as a plain tensor. Gradients flow through it."""
@@ -340,8 +340,8 @@ def _part_to_set(part: CutTensor, value: Any) -> Any:
     if isinstance(part, CutDTensor):
         return rows_to_set(part, value, cut.layout, cut.mesh, cut.name)
     if isinstance(value, CutTensor):
-        same = (value.autotp_cut.layout.dim, value.autotp_cut.layout.pieces) == (cut.layout.dim, cut.layout.pieces)
-        return value.as_subclass(Tensor) if same else part_of(_whole_of(value), cut.held, cut.mesh)
+        equal = (value.autotp_cut.layout.dim, value.autotp_cut.layout.pieces) == (cut.layout.dim, cut.layout.pieces)
+        return value.as_subclass(Tensor) if equal else part_of(_whole_of(value), cut.held, cut.mesh)
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape == cut.layout.shape:
@@ -543,9 +543,9 @@ def hold_parts(optimizer: Optimizer, plain_are_parts: bool) -> None:
                 state[key] = part_like(x.part, p)
 
 
-def _become(tensor: Any, kind: type[Tensor]) -> None:
+def _become(tensor: Any, cls: type[Tensor]) -> None:
     """Changes the class of a tensor in place."""
-    tensor.__class__ = kind
+    tensor.__class__ = cls
 
 
 def is_ordinary(tensor: Tensor) -> bool:
@@ -624,8 +624,8 @@ def _users(frame: FrameType) -> FrameType:
 
 
 def _say(text: str, frame: FrameType) -> None:
-    at = frame.f_code.co_filename, frame.f_lineno
-    warnings.warn_explicit(text, UserWarning, *at, module=str(frame.f_globals.get("__name__")))
+    location = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, UserWarning, *location, module=str(frame.f_globals.get("__name__")))
 
 
 @dataclass(frozen=True)
@@ -669,13 +669,13 @@ def _tell_hooks(parameter: nn.Parameter, cut: Cut) -> None:
         after[key] = hook if is_own else ParameterHook(hook)
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
+def _tensors(arguments: Any) -> Iterator[Tensor]:
     """Yields the tensors among arguments, and in lists among them."""
-    for x in given:
+    for x in arguments:
         if isinstance(x, Tensor):
             yield x
         elif isinstance(x, list | tuple):
-            yield from (one for one in x if isinstance(one, Tensor))
+            yield from (item for item in x if isinstance(item, Tensor))
 
 
 @cache

@@ -82,13 +82,13 @@ def on_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], c
         return _among_replicas(func, args, kwargs, cuts[0], cut_type)
     if func.name().startswith("aten::_foreach_"):
         return _on_lists(func, args, kwargs, cut_type)
-    if torch.Tag.pointwise in func.tags and (found := _pointwise(func, args, kwargs, cuts, cut_type)) is not None:
-        return found
+    if torch.Tag.pointwise in func.tags and (result := _pointwise(func, args, kwargs, cuts, cut_type)) is not None:
+        return result
     if (answer := compared(func, args, kwargs)) is not None:
         return answer
     composed = func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
-    if composed and (found := func.decompose(*args, **kwargs)) is not NotImplemented:
-        return found  # Without autograd (in inference mode), torch does not take these apart itself.
+    if composed and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+        return result  # Without autograd (in inference mode), torch does not take these apart itself.
     if torch.Tag.inplace_view in func.tags:
         return _reshaped(func, args, kwargs, cut_type)
     form = _functional(func, args, cut_type)
@@ -124,10 +124,10 @@ def _among_replicas(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 def _ranks_of(group: Any) -> list[int]:
     """Returns the global ranks of a group, which a collective gets by name or as an object of TorchScript."""
     try:
-        found = process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
+        resolved = process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
     except (Error, RuntimeError, TypeError):  # The kind of a sum, by name or as an object.
         return []
-    return dist.get_process_group_ranks(found)
+    return dist.get_process_group_ranks(resolved)
 
 
 def _pointwise(
@@ -302,15 +302,15 @@ def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_t
         return None
     plan, size = Plan(cuts[0], rule, factor, results), cuts[0].shape[cuts[0].cut[0]]
     dims = [plan.dim_in(term, x) for term, x in zip(rule.outs, results, strict=True)]
-    alike = all(d is not None and x.shape[d] == size for d, x in zip(dims, results, strict=True))
-    return plan if alike and results else None
+    fits = all(d is not None and x.shape[d] == size for d, x in zip(dims, results, strict=True))
+    return plan if fits and results else None
 
 
 def _rule(func: OpOverload, call: Call) -> Rule | None:
     if func in MORE_RULES:
         return MORE_RULES[func](call)
-    found = rule_of(call)
-    return f.pointwise()(call) if found is None and torch.Tag.pointwise in func.tags else found
+    rule = rule_of(call)
+    return f.pointwise()(call) if rule is None and torch.Tag.pointwise in func.tags else rule
 
 
 def _reads_places(call: Call) -> Rule:
@@ -361,15 +361,15 @@ def _is_tensor(x: Any) -> bool:
 
 def _factors(term: Term, ndim: int) -> list[Factor | None]:
     """Returns the factor of each dimension; None for a dimension that must be whole, or is composed of factors."""
-    found: list[Factor | None] = []
+    factors: list[Factor | None] = []
     for expr in term:
         if expr == STAR:
             length = ndim - len(term) + 1
-            found += [("*", length - i) for i in range(length)]
+            factors += [("*", length - i) for i in range(length)]
         else:
             plain = isinstance(expr, Name) and expr != UNIT and not expr.mark
-            found.append((expr.name, 0) if plain and isinstance(expr, Name) else None)
-    return found
+            factors.append((expr.name, 0) if plain and isinstance(expr, Name) else None)
+    return factors
 
 
 # ---- on a rank
@@ -401,7 +401,7 @@ def _part(x: Any, term: Term, plan: Plan, cut_type: Any) -> Tensor:
     return layout.take(x, plan.source.mesh.rank)
 
 
-def _joined(found: Any, plan: Plan) -> Any:
+def _joined(local_result: Any, plan: Plan) -> Any:
     """Returns the rank's results as parts of the wholes."""
     rows = iter(zip(plan.rule.outs, plan.results, strict=True))
 
@@ -411,4 +411,4 @@ def _joined(found: Any, plan: Plan) -> Any:
         assert dim is not None  # `_plan` has looked.
         return plan.source.like(part, dim, result.stride())
 
-    return _mapped(whole, found)
+    return _mapped(whole, local_result)

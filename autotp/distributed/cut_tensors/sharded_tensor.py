@@ -62,16 +62,16 @@ class Sharded(Tensor):
     @staticmethod
     def __new__(cls, part: Tensor, layout: Layout, mesh: Mesh, strides: Sequence[int] | None = None) -> Sharded:
         shape = [layout.size if d == layout.dim else n for d, n in enumerate(part.shape)]
-        new: Sharded = Tensor._make_wrapper_subclass(
+        wrapper: Sharded = Tensor._make_wrapper_subclass(
             cls,
             shape,
             strides=strides or whole_strides(part, layout),
             dtype=part.dtype,
             device=part.device,
         )
-        new.part, new.held, new.mesh = part, replace(layout, shape=()) if layout.shape else layout, mesh
-        new.memory = part
-        return new
+        wrapper.part, wrapper.held, wrapper.mesh = part, replace(layout, shape=()) if layout.shape else layout, mesh
+        wrapper.memory = part
+        return wrapper
 
     @classmethod
     @torch.compiler.disable
@@ -209,8 +209,8 @@ def whole_strides(part: Tensor, layout: Layout) -> list[int] | None:
     dim, strides = layout.dim or 0, part.stride()
     if part.is_contiguous():
         return None
-    own, length = strides[dim], max(part.shape[dim], 1)
-    outer = [n > own or (n == own and d < dim) for d, n in enumerate(strides)]
+    stride, length = strides[dim], max(part.shape[dim], 1)
+    outer = [n > stride or (n == stride and d < dim) for d, n in enumerate(strides)]
     return [n // length * layout.size if is_outer else n for n, is_outer in zip(strides, outer, strict=True)]
 
 
@@ -355,10 +355,10 @@ def joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     lengths = layout.lengths()
     size, block = sum(lengths), gcd(*lengths)
     if layout.repeated or lengths != [n * block for n in chunk_sizes(size // block, mesh.size)]:
-        mine = layout.first(mesh.rank)
-        places = tuple(layout.places(mesh.rank, mine))
+        first_ranges = layout.first(mesh.rank)
+        places = tuple(layout.places(mesh.rank, first_ranges))
         summed = local.int() if local.dtype is torch.int16 else local  # gloo and NCCL have no sum of short integers.
-        placed = placement_moves.place(summed, mesh.axis, layout.dim, tuple(mine), places, layout.size)
+        placed = placement_moves.place(summed, mesh.axis, layout.dim, tuple(first_ranges), places, layout.size)
         return collectives.reduce(placed, mesh.group).to(local.dtype)
     whole = collectives.gather(local, mesh.group, layout.dim, size, block)
     received = [part for piece in layout.pieces for part in piece]
@@ -393,14 +393,14 @@ class CompiledOutput(Tensor):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})  # For its guards.
         args, kwargs = pytree.tree_map(as_sharded, (args, kwargs or {}))
         if traced:
-            found = func(*args, **kwargs)
-            return _local_in_graphs(found).as_subclass(cls) if func in CASTS else found
+            result = func(*args, **kwargs)
+            return _local_in_graphs(result).as_subclass(cls) if func in CASTS else result
         if func is Tensor.data_ptr and reads_memory(sys._getframe(1)):
             raise memory_refused(f"a tensor {shown(args[0])}")
-        own = vars(Sharded).get(getattr(func, "__name__", ""), func)
+        method = vars(Sharded).get(getattr(func, "__name__", ""), func)
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            own = Sharded.data.fset
-        return own(*args, **kwargs)
+            method = Sharded.data.fset
+        return method(*args, **kwargs)
 
 
 CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.detach)
@@ -474,15 +474,15 @@ def cut_output(layout: Layout, mesh: Mesh) -> CutOutput:
     its graph; the arguments of this function must be tensors or numbers. So there is a function for each layout.
     """
 
-    held = replace(layout, shape=())
+    local_layout = replace(layout, shape=())
 
     def whole_of(part: Tensor) -> Tensor:
         plain = part.as_subclass(Tensor) if isinstance(part, CompiledOutput) else part
-        return sharded(plain, held, mesh)
+        return sharded(plain, local_layout, mesh)
 
     torch._dynamo.allow_in_graph([_local_in_graphs, _full_in_graphs])
     allowed = staticmethod(torch._dynamo.allow_in_graph(whole_of))
-    return CutOutput(layout, held, mesh, type("CompiledOutput", (CompiledOutput,), {"whole_of": allowed}))
+    return CutOutput(layout, local_layout, mesh, type("CompiledOutput", (CompiledOutput,), {"whole_of": allowed}))
 
 
 def local_part(x: Any) -> Any:

@@ -110,7 +110,7 @@ class WholeView(Tensor):
 
     @staticmethod
     def __new__(cls, view: Tensor, whole: Whole) -> WholeView:
-        new: WholeView = Tensor._make_wrapper_subclass(
+        wrapper: WholeView = Tensor._make_wrapper_subclass(
             cls,
             view.shape,
             strides=view.stride(),
@@ -118,8 +118,8 @@ class WholeView(Tensor):
             dtype=view.dtype,
             device=view.device,
         )
-        new.value, new.whole = view, whole
-        return new
+        wrapper.value, wrapper.whole = view, whole
+        return wrapper
 
     @classmethod
     @torch.compiler.disable
@@ -176,8 +176,8 @@ def on_wholes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             if id(y) in wholes:
                 wholes[id(y)].write()
     operands = zip(_tensors([*plain, *named.values()]), _tensors([*args, *kwargs.values()]), strict=True)
-    same = {id(p): x for p, x in operands}
-    return _mapped(lambda x: same[id(x)] if id(x) in same else _as_view(x, wholes, func), result)
+    operand_by_id = {id(p): x for p, x in operands}
+    return _mapped(lambda x: operand_by_id[id(x)] if id(x) in operand_by_id else _as_view(x, wholes, func), result)
 
 
 def shape_refused(name: str) -> Error:
@@ -203,7 +203,7 @@ def _plain(wholes: dict[int, Whole], only_written: bool, x: Tensor) -> Tensor:
 
 def _as_view(x: Tensor, wholes: Mapping[int, Whole], func: OpOverload) -> Tensor:
     """Returns a result; one that shares memory with a whole, as a `WholeView` of it."""
-    if not any(ret.alias_info is not None for ret in func._schema.returns):
+    if not any(output.alias_info is not None for output in func._schema.returns):
         return x
     memory = x.untyped_storage()._cdata
     whole = next((w for w in wholes.values() if w.tensor.untyped_storage()._cdata == memory), None)
@@ -261,8 +261,8 @@ def reduced(func: OpOverload, bound: Mapping[str, Any], cut_type: Any) -> Any:
     x = bound.get("self")
     if func not in REDUCTIONS or not isinstance(x, cut_type) or x.numel() == 0:
         return None
-    given = bound.get("dim")
-    dims = [given] if isinstance(given, int) else list(given or [])
+    dim = bound.get("dim")
+    dims = [dim] if isinstance(dim, int) else list(dim or [])
     dims = sorted({d % x.dim() for d in dims}) or list(range(x.dim()))
     if x.cut[0] not in dims:
         return None
@@ -304,14 +304,14 @@ class Reduction:
     def extreme(self, values: Tensor, largest: bool) -> Tensor:
         """Returns the largest or smallest of values like the part, over dimensions and ranks; NaN if there is one."""
         if all(values.shape[d] for d in self.dims):
-            mine = (torch.amax if largest else torch.amin)(values, self.dims, self.keepdim)
+            local = (torch.amax if largest else torch.amin)(values, self.dims, self.keepdim)
         else:
             shape = [1 if d in self.dims else n for d, n in enumerate(values.shape)]
-            info: Any = torch.finfo(values.dtype) if values.is_floating_point() else torch.iinfo(values.dtype)
-            ends = (-math.inf, math.inf) if values.is_floating_point() else (info.min, info.max)
-            mine = values.new_full(shape, ends[0] if largest else ends[1])
-            mine = mine if self.keepdim else mine.reshape([n for d, n in enumerate(shape) if d not in self.dims])
-        every = collectives.gather(mine.unsqueeze(0), self.mesh.group, 0, self.mesh.size)
+            limits: Any = torch.finfo(values.dtype) if values.is_floating_point() else torch.iinfo(values.dtype)
+            ends = (-math.inf, math.inf) if values.is_floating_point() else (limits.min, limits.max)
+            local = values.new_full(shape, ends[0] if largest else ends[1])
+            local = local if self.keepdim else local.reshape([n for d, n in enumerate(shape) if d not in self.dims])
+        every = collectives.gather(local.unsqueeze(0), self.mesh.group, 0, self.mesh.size)
         return (torch.amax if largest else torch.amin)(every, 0)
 
 

@@ -26,13 +26,13 @@ GROUPS = 4
 ALTERNATIVE = "autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
 
 
-def unhooked_step(kind: type[Optimizer]) -> Any:
+def unhooked_step(cls: type[Optimizer]) -> Any:
     """Returns the `step` of a class without torch's hooks around it."""
-    step: Any = kind.step
+    step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def step_groups(kind: type[Optimizer], optimizer: Any, empty: bool) -> None:
+def step_groups(cls: type[Optimizer], optimizer: Any, empty: bool) -> None:
     """Steps the groups of an optimizer, without torch's hooks around it.
 
     Args:
@@ -42,13 +42,13 @@ def step_groups(kind: type[Optimizer], optimizer: Any, empty: bool) -> None:
     try:
         optimizer.param_groups = [group for group in groups if empty or group["params"]]
         if optimizer.param_groups:
-            unhooked_step(kind)(optimizer)
+            unhooked_step(cls)(optimizer)
     finally:
         optimizer.param_groups = groups
 
 
 def expect_alone(
-    kind: type[Optimizer], groups: Sequence[tuple[int, Mapping[str, Any]]], args: Any, kwargs: Any, device: torch.device
+    cls: type[Optimizer], groups: Sequence[tuple[int, Mapping[str, Any]]], args: Any, kwargs: Any, device: torch.device
 ) -> bool:
     """Returns whether a step takes groups without parameters; some stack the gradients of a group.
 
@@ -63,29 +63,29 @@ def expect_alone(
     groups = groups[:GROUPS]
     shapes = [[(4, 3) if dims == 2 else (2,) * (dims - 1) + (3,)] * 2 for dims, _ in groups]  # A step may stack them.
     generator = torch.Generator().manual_seed(0)
-    given = [
+    drawn_groups = [
         [_drawn(shape if dims else (), generator, device) for shape in some]
         for (dims, _), some in zip(groups, shapes, strict=True)
     ]
-    options = [its for _, its in groups]
+    options = [group_options for _, group_options in groups]
     try:
-        stepped = partial(_stepped, kind, args, kwargs)
-        together = stepped(options, given, empty=False)
+        stepped = partial(_stepped, cls, args, kwargs)
+        together = stepped(options, drawn_groups, empty=False)
         try:
-            alone, takes_empty = _each_alone(stepped, options, given, of_empty), True
+            alone, takes_empty = _each_alone(stepped, options, drawn_groups, of_empty), True
         except Exception:  # As torch.stack of no gradients.
-            alone, takes_empty = _each_alone(stepped, options, given, ()), False
+            alone, takes_empty = _each_alone(stepped, options, drawn_groups, ()), False
     except Exception as error:
-        told = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
         raise Error(
-            f"{kind.__name__} does not step a small tensor without a closure: {type(error).__name__}: {told}",
+            f"{cls.__name__} does not step a small tensor without a closure: {type(error).__name__}: {first_line}",
             fix="an optimizer that uses each gradient once, such as torch.optim.Muon",
             alternative=ALTERNATIVE,
         ) from error
     pairs = [pair for some in zip(together, alone, strict=True) for pair in zip(*some, strict=True)]
     if not all(torch.allclose(a, b, rtol=1e-9, atol=0, equal_nan=True) for a, b in pairs):
         raise Error(
-            f"{kind.__name__} steps a parameter in another way beside other parameters than alone: it uses the "
+            f"{cls.__name__} steps a parameter in another way beside other parameters than alone: it uses the "
             "gradients of several parameters at once, or random numbers",
             fix="an optimizer of each parameter by itself, such as torch.optim.Muon; for the norm of all gradients "
             "autotp.clip_grad_norm_",
@@ -124,7 +124,7 @@ def expect_alone_in_groups(optimizer: Optimizer, why: str) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     drawn = [_drawn(shape, generator, torch.device("cpu")) for shape in ((4, 3), (3, 5))]
-    together, alone = _trial(optimizer, drawn), [_trial(optimizer, [each])[0] for each in drawn]
+    together, alone = _trial(optimizer, drawn), [_trial(optimizer, [drawn_parameter])[0] for drawn_parameter in drawn]
     pairs = zip(together, alone, strict=True)
     if not all(torch.allclose(a, b, rtol=1e-9, atol=0, equal_nan=True) for a, b in pairs):
         raise Error(
@@ -151,9 +151,9 @@ def _trial(optimizer: Optimizer, drawn: Sequence[Drawn]) -> list[Tensor]:
                     parameter.grad = gradients[i].clone()
                 unhooked_step(type(optimizer))(trial)
     except Exception as error:
-        told = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
         raise Error(
-            f"{type(optimizer).__name__} does not step a small tensor: {type(error).__name__}: {told}",
+            f"{type(optimizer).__name__} does not step a small tensor: {type(error).__name__}: {first_line}",
             fix="an optimizer that steps each element by itself, such as torch.optim.AdamW",
         ) from error
     return [parameter.detach() for parameter in parameters]
@@ -167,7 +167,7 @@ Options = Sequence[Mapping[str, Any]]
 
 def _drawn(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Drawn:
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, _wide(device)) for _ in range(3)]
-    return drawn[0], tuple(size * each for size, each in zip(SIZES, drawn[1:], strict=True))
+    return drawn[0], tuple(size * gradient for size, gradient in zip(SIZES, drawn[1:], strict=True))
 
 
 def _wide(device: torch.device) -> torch.dtype:
@@ -175,7 +175,7 @@ def _wide(device: torch.device) -> torch.dtype:
 
 
 def _each_alone(
-    stepped: Any, options: Options, given: Sequence[Sequence[Drawn]], of_empty: Options
+    stepped: Any, options: Options, drawn_groups: Sequence[Sequence[Drawn]], of_empty: Options
 ) -> list[list[Tensor]]:
     """Returns the same as `_stepped` where each parameter is the only one, beside groups without parameters.
 
@@ -184,31 +184,31 @@ def _each_alone(
     """
 
     def alone(group: int, number: int) -> Tensor:
-        only = [[some[number]] if i == group else [] for i, some in enumerate(given)]
+        only = [[some[number]] if i == group else [] for i, some in enumerate(drawn_groups)]
         every = [*only, *([] for _ in of_empty)]
         value: Tensor = stepped([*options, *of_empty], every, empty=bool(of_empty))[group][0]
         return value
 
-    return [[alone(i, j) for j in range(len(some))] for i, some in enumerate(given)]
+    return [[alone(i, j) for j in range(len(some))] for i, some in enumerate(drawn_groups)]
 
 
 def _stepped(
-    kind: type[Optimizer],
+    cls: type[Optimizer],
     args: Any,
     kwargs: Any,
     options: Options,
-    given: Sequence[Sequence[Drawn]],
+    drawn_groups: Sequence[Sequence[Drawn]],
     empty: bool,
 ) -> list[list[Tensor]]:
     """Returns the parameters of each group after some steps of a new optimizer."""
-    parameters = [[nn.Parameter(start.clone()) for start, _ in some] for some in given]
-    groups = [{**its, "params": some} for its, some in zip(options, parameters, strict=True)]
+    parameters = [[nn.Parameter(start.clone()) for start, _ in some] for some in drawn_groups]
+    groups = [{**group_options, "params": some} for group_options, some in zip(options, parameters, strict=True)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        optimizer: Any = kind(groups, *args, **kwargs)
+        optimizer: Any = cls(groups, *args, **kwargs)
         for i in range(len(SIZES)):
-            for some, drawn in zip(parameters, given, strict=True):
+            for some, drawn in zip(parameters, drawn_groups, strict=True):
                 for parameter, (_, gradients) in zip(some, drawn, strict=True):
                     parameter.grad = gradients[i].clone()
-            step_groups(kind, optimizer, empty)
+            step_groups(cls, optimizer, empty)
     return [[parameter.detach() for parameter in some] for some in parameters]

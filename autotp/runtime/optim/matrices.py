@@ -79,18 +79,18 @@ class Matrices:
         Args:
             before: the owners of an earlier plan.
         """
-        held = [self._held(name) for name in self.parameters]
-        every = [from_text(text) for text in gather_texts(as_text(held), self.mesh)]
+        entries = [self._held(name) for name in self.parameters]
+        every = [from_text(text) for text in gather_texts(as_text(entries), self.mesh)]
         self._ranks, self._filled, self._rows = {}, {}, []
         for rank, some in enumerate(every):
-            self._ranks.setdefault(tuple(one.name for one in some), []).append(rank)
-            for one in some:
-                self._filled.setdefault(one.name, set()).update({rank} if one.boxes else ())
+            self._ranks.setdefault(tuple(entry.name for entry in some), []).append(rank)
+            for entry in some:
+                self._filled.setdefault(entry.name, set()).update({rank} if entry.boxes else ())
         self.owners = assign(every, self.mesh.rank, before)
         expect_alike(sorted(self.owners.owners.items()), self.mesh, "has other owners", "the same groups of parameters")
         self._sent = {}
-        mine = [name for name in self.parameters if self.owners.owners[name] == self.mesh.rank]
-        self.wholes = {name: self.wholes.get(name) or self._whole(name) for name in mine}
+        owned = [name for name in self.parameters if self.owners.owners[name] == self.mesh.rank]
+        self.wholes = {name: self.wholes.get(name) or self._whole(name) for name in owned}
 
     def _held(self, name: str) -> Held:
         def places(first: bool) -> tuple[Place, ...]:
@@ -124,9 +124,9 @@ class Matrices:
                 owner has not loaded a state and another rank has.
         """
         stale = stale or self.owners is None
-        seen = [] if stale else self._seen(is_foreign)
+        flags = [] if stale else self._seen(is_foreign)
         problem = problem or self._unseen_write()
-        rows = self._rows_of([int(stale), int(problem is not None), *_packed(seen)])
+        rows = self._rows_of([int(stale), int(problem is not None), *_packed(flags)])
         if any(row[1] for row in rows):
             agreed(problem, self.mesh)
         if any(row[0] for row in rows):
@@ -144,12 +144,12 @@ class Matrices:
         assert self.owners is not None
         learning = {name for name, p in self.parameters.items() if p.grad is not None}
         changed = self._changed([name for name in self.parameters if name in learning and name in self.owners.sent])
-        found = []
+        result = []
         for name in self.parameters:
-            seen = Seen.GRADIENT if name in learning else Seen(0)
-            seen |= Seen.CHANGED if name in changed else Seen(0)
-            found.append(seen | (Seen.FOREIGN if is_foreign(name) else Seen(0)))
-        return found
+            flags = Seen.GRADIENT if name in learning else Seen(0)
+            flags |= Seen.CHANGED if name in changed else Seen(0)
+            result.append(flags | (Seen.FOREIGN if is_foreign(name) else Seen(0)))
+        return result
 
     def _changed(self, names: Sequence[str]) -> set[str]:
         """Returns those of the parameters whose values are not the ones that the owner sent.
@@ -161,26 +161,26 @@ class Matrices:
         """
         parts = {name: _plain(self.parameters[name]) for name in names}
         changed = {name for name, part in parts.items() if name not in self._sent or self._sent[name].is_other(part)}
-        known = [name for name in names if name not in changed]
-        if known:
-            before = torch.stack([self._sent[name].bits for name in known])
-            differs = (bits_of_all([parts[name] for name in known]) != before).any(1)
+        unchanged = [name for name in names if name not in changed]
+        if unchanged:
+            before = torch.stack([self._sent[name].bits for name in unchanged])
+            differs = (bits_of_all([parts[name] for name in unchanged]) != before).any(1)
             if not differs.is_cuda:
-                return changed | {name for name, other in zip(known, differs.tolist(), strict=True) if other}
-            self._late.append(LateComparison.begun(known, differs))
+                return changed | {name for name, dirty in zip(unchanged, differs.tolist(), strict=True) if dirty}
+            self._late.append(LateComparison.begun(unchanged, differs))
         return changed
 
     def _unseen_write(self) -> Exception | None:
         """Returns the Error of a write through `.data`, once a comparison that tells of one has come from the GPU."""
         arrived = [late for late in self._late if late.arrived.query()]
         self._late = [late for late in self._late if late not in arrived]
-        others = [
-            name for late in arrived for name, other in zip(late.names, late.differs.tolist(), strict=True) if other
+        missed = [
+            name for late in arrived for name, dirty in zip(late.names, late.differs.tolist(), strict=True) if dirty
         ]
-        if not others:
+        if not missed:
             return None
         return Error(
-            f"`{others[0]}` was written through `.data`, which torch does not count, before one of the last steps: its "
+            f"`{missed[0]}` was written through `.data`, which torch does not count, before one of the last steps: its "
             "owner has stepped the values from before",
             fix="`with torch.no_grad(): parameter.clamp_(...)`, or another write into the parameter itself",
         )
@@ -189,31 +189,31 @@ class Matrices:
         assert self.owners is not None
         by_name: dict[str, dict[int, Seen]] = {}
         for names, ranks in self._ranks.items():
-            alike = all(rows[rank] == rows[ranks[0]] for rank in ranks)
-            for rank in ranks[:1] if alike else ranks:
-                for name, seen in zip(names, _unpacked(rows[rank], len(names)), strict=True):
-                    by_name.setdefault(name, {})[rank] = seen
+            rows_agree = all(rows[rank] == rows[ranks[0]] for rank in ranks)
+            for rank in ranks[:1] if rows_agree else ranks:
+                for name, flags in zip(names, _unpacked(rows[rank], len(names)), strict=True):
+                    by_name.setdefault(name, {})[rank] = flags
         changed, active = set[str](), set[str]()
-        for name, its in by_name.items():
-            filled = [rank for rank in its if rank in self._filled[name]] or its
-            have = {rank: bool(its[rank] & Seen.GRADIENT) for rank in filled}
+        for name, by_rank in by_name.items():
+            filled = [rank for rank in by_rank if rank in self._filled[name]] or by_rank
+            have = {rank: bool(by_rank[rank] & Seen.GRADIENT) for rank in filled}
             if len(set(have.values())) > 1:
                 raise Error(
                     f"`{name}` does not have a gradient on all ranks that hold a part of it",
-                    got=f"none on {self.mesh.named([rank for rank, one in have.items() if not one])}",
+                    got=f"none on {self.mesh.named([rank for rank, has_gradient in have.items() if not has_gradient])}",
                     fix="one backward for all ranks",
                 )
-            self._expect_loaded(name, its)
+            self._expect_loaded(name, by_rank)
             active |= {name} if any(have.values()) else set()
-            changed |= {name} if any(seen & Seen.CHANGED for seen in its.values()) else set()
-        mine = frozenset(self.parameters)
-        return Told(mine & active, mine & changed, bool(changed))
+            changed |= {name} if any(flags & Seen.CHANGED for flags in by_rank.values()) else set()
+        local_names = frozenset(self.parameters)
+        return Told(local_names & active, local_names & changed, bool(changed))
 
-    def _expect_loaded(self, name: str, its: Mapping[int, Seen]) -> None:
+    def _expect_loaded(self, name: str, by_rank: Mapping[int, Seen]) -> None:
         """Raises Error if a state was loaded on some ranks, and not on the owner, which needs it."""
         assert self.owners is not None
-        loaded, owner = [rank for rank, seen in its.items() if seen & Seen.FOREIGN], self.owners.owners[name]
-        if loaded and owner in its and owner not in loaded:
+        loaded, owner = [rank for rank, flags in by_rank.items() if flags & Seen.FOREIGN], self.owners.owners[name]
+        if loaded and owner in by_rank and owner not in loaded:
             raise Error(
                 f"the state of `{name}` was loaded on {self.mesh.named(loaded)}, and not on its owner, "
                 f"{self.mesh.named([owner])}",
@@ -223,18 +223,18 @@ class Matrices:
 
     # ---- a step
 
-    def gather(self, told: Told) -> None:
+    def gather(self, observed: Told) -> None:
         """Gives the matrices of this rank their gradients, and their values where these changed. Call on every rank."""
         assert self.owners is not None
-        for name in (name for name in self.wholes if name in told.active):
+        for name in (name for name in self.wholes if name in observed.active):
             whole, parameter = self.wholes[name], self.parameters[name]
             if self._is_whole(name):
                 whole.data, whole.grad = _plain(parameter), _plain(_gradient(parameter))
             else:
                 whole.grad = torch.empty_like(whole)
-        if told.any_changed:
-            self._to_owners(told.changed, lambda p: p)
-        self._to_owners(told.active, _gradient)
+        if observed.any_changed:
+            self._to_owners(observed.changed, lambda p: p)
+        self._to_owners(observed.active, _gradient)
 
     def _to_owners(self, names: Collection[str], of: Callable[[Tensor], Tensor]) -> None:
         assert self.owners is not None
@@ -246,11 +246,11 @@ class Matrices:
             lambda move: _at(of(self.wholes[move.name]), move),
         )
 
-    def scatter(self, told: Told) -> None:
+    def scatter(self, observed: Told) -> None:
         """Gives all ranks their parts of the matrices that were stepped. Call it on every rank."""
         assert self.owners is not None
         exchange(
-            [move for move in self.owners.from_owner if move.name in told.active and not self._stays(move)],
+            [move for move in self.owners.from_owner if move.name in observed.active and not self._stays(move)],
             self._dtypes(self.owners.scattered),
             self.mesh,
             lambda move: _at(self.wholes[move.name], move),
@@ -258,7 +258,7 @@ class Matrices:
         )
         for whole in self.wholes.values():
             whole.grad = None
-        names = [name for name in self.parameters if name in told.active and name in self.owners.sent]
+        names = [name for name in self.parameters if name in observed.active and name in self.owners.sent]
         self._sent |= {name: Sent.of(_plain(self.parameters[name])) for name in names}
 
     def _stays(self, move: Move) -> bool:
@@ -298,7 +298,7 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def _at(whole: Tensor, move: Move) -> Tensor:
-    return whole.detach()[tuple(slice(at, at + size) for at, size in zip(move.start, move.sizes, strict=True))]
+    return whole.detach()[tuple(slice(start, start + size) for start, size in zip(move.start, move.sizes, strict=True))]
 
 
 # ---- values that other code writes
@@ -348,9 +348,9 @@ class LateComparison:
         return late
 
 
-def _packed(seen: Sequence[Seen]) -> list[int]:
-    chunks = [seen[i : i + PACKED] for i in range(0, len(seen), PACKED)]
-    return [sum(int(one) << (BITS * i) for i, one in enumerate(chunk)) for chunk in chunks]
+def _packed(flags: Sequence[Seen]) -> list[int]:
+    chunks = [flags[i : i + PACKED] for i in range(0, len(flags), PACKED)]
+    return [sum(int(flag) << (BITS * i) for i, flag in enumerate(chunk)) for chunk in chunks]
 
 
 def _unpacked(words: Sequence[int], count: int) -> list[Seen]:

@@ -49,6 +49,6 @@ def _between(
     for move, box in got:
         of[move.source] += box.numel() * dtype.itemsize
     # As bytes: backends lack some dtypes.
-    found = communicate("all_to_all_single", out.view(torch.uint8), of, to, mesh.group).view(dtype)
-    for (_, box), part in zip(got, found.split([box.numel() for _, box in got]), strict=True):
+    received = communicate("all_to_all_single", out.view(torch.uint8), of, to, mesh.group).view(dtype)
+    for (_, box), part in zip(got, received.split([box.numel() for _, box in got]), strict=True):
         box.copy_(part.view(box.shape))

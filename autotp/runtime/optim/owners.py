@@ -75,22 +75,29 @@ class Owners:
     sent: frozenset[str]
 
 
-def as_text(held: Iterable[Held]) -> str:
+def as_text(entries: Iterable[Held]) -> str:
     """Returns what a rank holds as text, for the other ranks."""
     rows = [
-        [one.name, one.group, one.shape, one.dtype, one.boxes, one.counted if one.counted != one.boxes else None]
-        for one in held
+        [
+            part.name,
+            part.group,
+            part.shape,
+            part.dtype,
+            part.boxes,
+            part.counted if part.counted != part.boxes else None,
+        ]
+        for part in entries
     ]
     return json.dumps(rows)
 
 
 def from_text(text: str) -> list[Held]:
     """Returns what another rank holds; the inverse of `as_text`."""
-    found = []
+    entries = []
     for name, group, shape, dtype, boxes, counted in json.loads(text):
-        held = _places(boxes)
-        found.append(Held(name, group, tuple(shape), dtype, held, held if counted is None else _places(counted)))
-    return found
+        places = _places(boxes)
+        entries.append(Held(name, group, tuple(shape), dtype, places, places if counted is None else _places(counted)))
+    return entries
 
 
 def _places(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Place, ...]:
@@ -113,25 +120,25 @@ def assign(every: Sequence[Sequence[Held]], rank: int, before: Mapping[str, int]
     owners, load = dict[str, int](), [0] * len(every)
     order = sorted(holders, key=lambda name: (-_cost(_any(holders[name]).shape), name))
     for name in sorted(order, key=lambda name: name not in (before or {})):  # Those that stay come first.
-        its = holders[name]
-        candidates = [before[name]] if before and before.get(name) in its else _candidates(its)
-        owners[name] = min(candidates, key=lambda one: (load[one], one))
-        load[owners[name]] += _cost(_any(its).shape)
+        by_rank = holders[name]
+        candidates = [before[name]] if before and before.get(name) in by_rank else _candidates(by_rank)
+        owners[name] = min(candidates, key=lambda candidate: (load[candidate], candidate))
+        load[owners[name]] += _cost(_any(by_rank).shape)
     sent = [0] * len(every)
     to_owner, from_owner, names = list[Move](), list[Move](), set[str]()
     gathered, scattered = set[str](), set[str]()
     for name in order:
-        its = holders[name]
-        moves = _gradients(name, its, owners[name], sent)
+        by_rank = holders[name]
+        moves = _gradients(name, by_rank, owners[name], sent)
         if any(move.source != move.target for move in moves):
-            gathered.add(_any(its).dtype)
-            names |= {name} if rank in its else set()
-        if len(its) > 1:
-            scattered.add(_any(its).dtype)
+            gathered.add(_any(by_rank).dtype)
+            names |= {name} if rank in by_rank else set()
+        if len(by_rank) > 1:
+            scattered.add(_any(by_rank).dtype)
         to_owner += [move for move in moves if rank in (move.source, move.target)]
-        for other, held in its.items():
-            if rank in (other, owners[name]):
-                from_owner += [Move(name, owners[name], other, *box) for box in held.boxes]
+        for target, part in by_rank.items():
+            if rank in (target, owners[name]):
+                from_owner += [Move(name, owners[name], target, *box) for box in part.boxes]
     dtypes = tuple(sorted(gathered)), tuple(sorted(scattered))
     return Owners(owners, *dtypes, tuple(to_owner), tuple(from_owner), frozenset(names))
 
@@ -142,29 +149,29 @@ def _holders(every: Sequence[Sequence[Held]]) -> dict[str, dict[int, Held]]:
     Raises:
         Error: ranks disagree about the parameter, or do not hold all of it.
     """
-    found: dict[str, dict[int, Held]] = {}
+    holders: dict[str, dict[int, Held]] = {}
     for rank, some in enumerate(every):
-        for one in some:
-            found.setdefault(one.name, {})[rank] = one
-    for name, its in found.items():
-        kinds = {(one.group, one.shape, one.dtype) for one in its.values()}
+        for part in some:
+            holders.setdefault(part.name, {})[rank] = part
+    for name, by_rank in holders.items():
+        kinds = {(part.group, part.shape, part.dtype) for part in by_rank.values()}
         if len(kinds) > 1:
             raise Error(
                 f"`{name}` is not in the same group of the optimizer on all ranks, or has another shape or dtype there",
                 fix="the same groups of parameters on all ranks",
             )
-        held, whole = sum(prod(sizes) for _, sizes in _sources(its)), prod(_any(its).shape)
-        if held != whole:
+        total, whole = sum(prod(sizes) for _, sizes in _sources(by_rank)), prod(_any(by_rank).shape)
+        if total != whole:
             raise Error(
-                f"the ranks that step `{name}` together hold {held:,} of its {whole:,} elements",
+                f"the ranks that step `{name}` together hold {total:,} of its {whole:,} elements",
                 fix="autotp.distribute(model, tp=..., dp=..., zero=...) in place of fully_shard on a parallel model",
                 alternative="an optimizer with the same parameters on all ranks",
             )
-    return found
+    return holders
 
 
-def _any(its: Mapping[int, Held]) -> Held:
-    return next(iter(its.values()))
+def _any(by_rank: Mapping[int, Held]) -> Held:
+    return next(iter(by_rank.values()))
 
 
 def _cost(shape: tuple[int, ...]) -> int:
@@ -172,26 +179,26 @@ def _cost(shape: tuple[int, ...]) -> int:
     return prod(shape) * (min(shape) if len(shape) > 1 else 1)
 
 
-def _candidates(its: Mapping[int, Held]) -> list[int]:
+def _candidates(by_rank: Mapping[int, Held]) -> list[int]:
     """Returns the ranks that may own a parameter: those that keep the moves within the bytes of an all-gather.
 
     Let n ranks hold H of the W elements together, copies included, and a rank h of them. It receives W - h elements as
     the owner, and sends H - h. An all-gather of a matrix, of which each element is on one rank, moves (n - 1) W. Of two
     ranks it is the one with the larger part that may own. A rank with an average part always may.
     """
-    whole, held = prod(_any(its).shape), sum(one.elements for one in its.values())
-    return [rank for rank, one in its.items() if whole + held - 2 * one.elements <= (len(its) - 1) * whole]
+    whole, total = prod(_any(by_rank).shape), sum(part.elements for part in by_rank.values())
+    return [rank for rank, part in by_rank.items() if whole + total - 2 * part.elements <= (len(by_rank) - 1) * whole]
 
 
-def _gradients(name: str, its: Mapping[int, Held], owner: int, sent: list[int]) -> list[Move]:
+def _gradients(name: str, by_rank: Mapping[int, Held], owner: int, sent: list[int]) -> list[Move]:
     """Returns the moves of a gradient to its owner; adds to `sent` the elements that each rank sends.
 
     What the owner holds it has for itself. Of other ranks that hold the same box the one sends it that sends the fewest
     elements.
     """
     moves = []
-    for box, ranks in _sources(its).items():
-        inside, outside = _split(box, its[owner].boxes)
+    for box, ranks in _sources(by_rank).items():
+        inside, outside = _split(box, by_rank[owner].boxes)
         moves += [Move(name, owner, owner, *place) for place in inside]
         for place in outside:
             source = min(ranks, key=lambda rank: (sent[rank], rank))
@@ -200,33 +207,33 @@ def _gradients(name: str, its: Mapping[int, Held], owner: int, sent: list[int]) 
     return moves
 
 
-def _sources(its: Mapping[int, Held]) -> dict[Place, list[int]]:
+def _sources(by_rank: Mapping[int, Held]) -> dict[Place, list[int]]:
     """Returns boxes that make up the whole, each with the ranks that hold it."""
-    found: dict[Place, list[int]] = {}
-    for rank, one in its.items():
-        for box in one.counted:
-            found.setdefault(box, []).append(rank)
-    return found
+    ranks_by_box: dict[Place, list[int]] = {}
+    for rank, part in by_rank.items():
+        for box in part.counted:
+            ranks_by_box.setdefault(box, []).append(rank)
+    return ranks_by_box
 
 
-def _split(box: Place, others: Iterable[Place]) -> tuple[list[Place], list[Place]]:
-    """Returns the boxes within some of `others`, and those outside of all, that make up `box`."""
+def _split(box: Place, regions: Iterable[Place]) -> tuple[list[Place], list[Place]]:
+    """Returns the boxes within some of `regions`, and those outside of all, that make up `box`."""
     inside, outside = list[Place](), [box]
-    for other in others:
-        left = list[Place]()
-        for one in outside:
-            common, rest = _cut_out(one, other)
+    for region in regions:
+        remaining = list[Place]()
+        for piece in outside:
+            common, rest = _cut_out(piece, region)
             inside += common
-            left += rest
-        outside = left
+            remaining += rest
+        outside = remaining
     return inside, outside
 
 
-def _cut_out(box: Place, other: Place) -> tuple[list[Place], list[Place]]:
+def _cut_out(box: Place, region: Place) -> tuple[list[Place], list[Place]]:
     """Returns the common box of two, if there is one, and boxes that make up the rest of `box`."""
-    start, stop = list(box[0]), [at + size for at, size in zip(*box, strict=True)]
+    start, stop = list(box[0]), [offset + size for offset, size in zip(*box, strict=True)]
     rest = list[Place]()
-    for dim, (low, size) in enumerate(zip(*other, strict=True)):
+    for dim, (low, size) in enumerate(zip(*region, strict=True)):
         if low >= stop[dim] or low + size <= start[dim]:
             return [], [box]
         for a, b in ((start[dim], low), (low + size, stop[dim])):

@@ -56,17 +56,17 @@ def whole_matrices(kind: type[Kind]) -> type[Kind]:
     return within("whole_matrices", lambda: _class_of(kind))
 
 
-def _class_of(kind: Any) -> Any:
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        told = repr(kind) if not isinstance(kind, Optimizer) else f"an object of {type(kind).__name__}"
-        raise Error(f"{told} is not a class of optimizers", fix="autotp.whole_matrices(torch.optim.Muon)(parameters)")
-    return kind if issubclass(kind, WholeMatrices) else _made(cast(Any, kind))
+def _class_of(cls: Any) -> Any:
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        text = repr(cls) if not isinstance(cls, Optimizer) else f"an object of {type(cls).__name__}"
+        raise Error(f"{text} is not a class of optimizers", fix="autotp.whole_matrices(torch.optim.Muon)(parameters)")
+    return cls if issubclass(cls, WholeMatrices) else _made(cast(Any, cls))
 
 
 @cache
-def _made(kind: Any) -> Any:
-    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "kind": kind}
-    return type(kind.__name__, (WholeMatrices, kind), names)
+def _made(cls: Any) -> Any:
+    names = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "kind": cls}
+    return type(cls.__name__, (WholeMatrices, cls), names)
 
 
 class WholeMatrices(Optimizer):
@@ -93,7 +93,7 @@ class WholeMatrices(Optimizer):
         super().__init__(params, *args, **kwargs)
         self.state.clear()  # What a constructor makes has the shapes of the parts.
         self.register_state_dict_post_hook(_note_rank)
-        groups = [(group["params"][0].dim() if group["params"] else 2, its) for group, its in self._groups()]
+        groups = [(group["params"][0].dim() if group["params"] else 2, options) for group, options in self._groups()]
         devices = [p.device for group in self.param_groups for p in group["params"] if not p.is_meta]
         device = devices[0] if devices else torch.device("cpu")
         self._takes_empty = within(
@@ -158,8 +158,8 @@ class WholeMatrices(Optimizer):
             parameter: a parameter of the optimizer.
         """
         for matrices in self._models.values():
-            for name, its in matrices.parameters.items():
-                if its is parameter:
+            for name, part in matrices.parameters.items():
+                if part is parameter:
                     return None if matrices.owners is None else name in matrices.wholes
         return None if self._whole is None else True
 
@@ -169,48 +169,48 @@ class WholeMatrices(Optimizer):
 
     def _told(self) -> list[tuple[Matrices, Told]]:
         """Returns for each model what all ranks tell of its parameters."""
-        known = [[(id(p), p.dtype, p.device) for p in group["params"]] for group in self.param_groups]
-        stale, before = known != self._known, self._models
+        identities = [[(id(p), p.dtype, p.device) for p in group["params"]] for group in self.param_groups]
+        stale, before = identities != self._known, self._models
         if stale:
             self._models = self._by_model()
-        found = []
+        result = []
         for model, matrices in self._models.items():
-            told = self._agreed(matrices, stale)
-            if told is None:
+            observed = self._agreed(matrices, stale)
+            if observed is None:
                 earlier = before[model].owners if model in before else None
                 matrices.assign(earlier.owners if earlier else {})
-                stale, told = True, self._agreed(matrices, False)
-            assert told is not None
-            found.append((matrices, told))
+                stale, observed = True, self._agreed(matrices, False)
+            assert observed is not None
+            result.append((matrices, observed))
         if stale or self._whole is None:
             self._make_whole()
-        self._known = known
-        return found
+        self._known = identities
+        return result
 
     def _by_model(self) -> WeakKeyDictionary[nn.Module, Matrices]:
         """Returns the parameters of each parallel model; raises Error for a part of no model."""
         every = [p for group in self.param_groups for p in group["params"]]
         numbers = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        held, others = sorted_by_model(every)
-        for part in (part for part in others if isinstance(part, CutTensor)):
+        by_model, unassigned = sorted_by_model(every)
+        for part in (part for part in unassigned if isinstance(part, CutTensor)):
             raise Error(
                 f"`{part.autotp_cut.name}` is a part of a parameter, and of no parallel model: a copy, or its model is "
                 "gone",
                 fix="a new optimizer of model.parameters()",
             )
-        found = WeakKeyDictionary[nn.Module, Matrices]()
-        for model, named in held.items():
+        matrices_by_model = WeakKeyDictionary[nn.Module, Matrices]()
+        for model, named in by_model.items():
             groups = {name: numbers[id(p)] for name, p in named.items()}
-            found[model] = Matrices(holdings_of(model, "step"), named, groups)
-        return found
+            matrices_by_model[model] = Matrices(holdings_of(model, "step"), named, groups)
+        return matrices_by_model
 
     def _agreed(self, matrices: Matrices, stale: bool) -> Told | None:
         _, problem = tried(lambda: self._expect_steppable(matrices))
         return matrices.tell(stale, lambda name: self._is_foreign(matrices.parameters[name]), problem)
 
     def _is_foreign(self, parameter: Tensor) -> bool:
-        its = self.state.get(parameter)
-        return bool(its) and its is not self._kept.get(parameter)
+        state = self.state.get(parameter)
+        return bool(state) and state is not self._kept.get(parameter)
 
     def _expect_steppable(self, matrices: Matrices) -> None:
         """Raises Error if this rank cannot step."""
@@ -231,28 +231,28 @@ class WholeMatrices(Optimizer):
     def _make_whole(self) -> None:
         """Makes the optimizer of the whole matrices that this rank owns."""
         wholes = {id(m.parameters[name]): whole for m in self._models.values() for name, whole in m.wholes.items()}
-        ours = {id(p) for matrices in self._models.values() for p in matrices.parameters.values()}
+        part_ids = {id(p) for matrices in self._models.values() for p in matrices.parameters.values()}
         groups, self._pairs = [], list[tuple[Tensor, Tensor]]()
         for group, options in self._groups():
-            pairs = [(p, wholes.get(id(p)) if id(p) in ours else p) for p in group["params"]]
+            pairs = [(p, wholes.get(id(p)) if id(p) in part_ids else p) for p in group["params"]]
             some = [(p, whole) for p, whole in pairs if whole is not None]
             self._pairs += some
             groups.append({**options, "params": [whole for _, whole in some]})
         args, kwargs = self._arguments
-        kind: Any = self.kind
-        self._whole = kind(groups, *args, **kwargs)
+        cls: Any = self.kind
+        self._whole = cls(groups, *args, **kwargs)
 
     # ---- a step
 
     def _step(self) -> None:
-        found = self._told()
-        for matrices, told in found:
-            matrices.gather(told)
+        observations = self._told()
+        for matrices, observed in observations:
+            matrices.gather(observed)
         self._give()
         step_groups(self.kind, self._whole, self._takes_empty)
         self._take()
-        for matrices, told in found:
-            matrices.scatter(told)
+        for matrices, observed in observations:
+            matrices.scatter(observed)
         self._loaded_of = None
 
     def _give(self) -> None:
@@ -277,11 +277,11 @@ class WholeMatrices(Optimizer):
         """Returns what this rank does not have of the state, as text; "" if it has all."""
         for matrices in self._models.values():
             if matrices.owners is not None:
-                others = [name for name in matrices.owners.owners if name not in matrices.wholes]
-                if others:
-                    owner = matrices.mesh.named([matrices.owners.owners[others[0]]])
-                    more = f", and {len(others) - 1} more are on other ranks" if others[1:] else ""
-                    return f"the state of `{others[0]}` is on {owner}{more}"
+                missing_names = [name for name in matrices.owners.owners if name not in matrices.wholes]
+                if missing_names:
+                    owner = matrices.mesh.named([matrices.owners.owners[missing_names[0]]])
+                    more = f", and {len(missing_names) - 1} more are on other ranks" if missing_names[1:] else ""
+                    return f"the state of `{missing_names[0]}` is on {owner}{more}"
         return ""
 
 

@@ -46,27 +46,27 @@ def _cell(function: Callable[..., Any]) -> Any:
     return function.__closure__[function.__code__.co_freevars.index("func")]
 
 
-def _instead(old: Callable[..., Any], new: Callable[..., Any]) -> Any:
-    """Returns `new` with `old` as first argument. It is never compiled: it depends on the models that exist."""
+def _instead(old: Callable[..., Any], replacement: Callable[..., Any]) -> Any:
+    """Returns `replacement` with `old` as first argument. It is never compiled: it depends on the models that exist."""
 
     @wraps(old)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return new(old, *args, **kwargs)
+        return replacement(old, *args, **kwargs)
 
     return torch.compiler.disable(call)
 
 
 def _of_parallel(tensors: Iterable[Tensor]) -> tuple[list[tuple[Holdings, dict[str, Tensor]]], list[Tensor]]:
     """Splits tensors into those of parallel models with several ranks, by model, and the others."""
-    held, others = sorted_by_model(tensors)
-    found = []
-    for model, some in held.items():
+    by_model, plain = sorted_by_model(tensors)
+    parallel = []
+    for model, some in by_model.items():
         parts = holdings_of(model, "clip_grad_norm_")
         if parts.everyone.size > 1:
-            found.append((parts, some))
+            parallel.append((parts, some))
         else:
-            others += some.values()
-    return found, others
+            plain += some.values()
+    return parallel, plain
 
 
 def _norm_of_all(
@@ -77,17 +77,17 @@ def _norm_of_all(
     foreach: bool | None = None,
 ) -> Tensor:
     """Computes the norm as torch does, but over all ranks of each model; other tensors are the same on all ranks."""
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    models, others = _of_parallel(given)
-    others = [whole_operand(x) for x in others]  # Copies of parts, and values computed from them.
+    all_tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    models, plain = _of_parallel(all_tensors)
+    plain = [whole_operand(x) for x in plain]  # Copies of parts, and values computed from them.
     if not models:
-        return old(others, norm_type, error_if_nonfinite, foreach)
+        return old(plain, norm_type, error_if_nonfinite, foreach)
     norms = [total_norm(parts, some, norm_type) for parts, some in models]
-    if others:
-        rest = old(others, norm_type, False, foreach)
+    if plain:
+        rest = old(plain, norm_type, False, foreach)
         norms.append((rest.full_tensor() if isinstance(rest, DTensor) else rest).to(norms[0]))
     # torch's function, on the norms: for its last step, its error and its dtype.
-    return old([torch.stack(norms)], norm_type, error_if_nonfinite, foreach).to(given[0].dtype)
+    return old([torch.stack(norms)], norm_type, error_if_nonfinite, foreach).to(all_tensors[0].dtype)
 
 
 def _unscaled_on_all(
@@ -98,12 +98,12 @@ def _unscaled_on_all(
     **named: Any,
 ) -> dict[torch.device, Tensor]:
     """Returns by device whether a gradient overflowed, as torch does; 1 on all ranks if it did on any rank."""
-    found = old(scaler, optimizer, *rest, **named)
+    overflows = old(scaler, optimizer, *rest, **named)
     models, _ = _of_parallel(p for group in optimizer.param_groups for p in group["params"])
     for parts, _ in models:
         place = parts.everyone
-        mine = sum((x.to(place.device) for x in found.values()), torch.zeros((), device=place.device))
-        anywhere = reduce(mine, place.group, "max")
-        for flag in found.values():
+        local = sum((x.to(place.device) for x in overflows.values()), torch.zeros((), device=place.device))
+        anywhere = reduce(local, place.group, "max")
+        for flag in overflows.values():
             flag.copy_(anywhere)
-    return found
+    return overflows

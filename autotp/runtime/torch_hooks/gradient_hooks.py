@@ -24,30 +24,30 @@ TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """A region in which the hooks of parameters do not run."""
     tables = [table for parameter in parameters for name in TABLES if (table := getattr(parameter, name))]
-    held = [dict(table) for table in tables]
+    saved = [dict(table) for table in tables]
     for table in tables:
         table.clear()
     try:
         yield
     finally:
-        for table, hooks in zip(tables, held, strict=True):
+        for table, hooks in zip(tables, saved, strict=True):
             table.update(hooks)
 
 
 def add_gradients(before: Mapping[nn.Parameter, Tensor | None]) -> None:
     """Adds each parameter's `.grad` to the gradient that it had before, as torch's backward does: with its hooks."""
     for parameter, grad in before.items():
-        new, parameter.grad = parameter.grad, grad
-        if new is None:
+        gradient, parameter.grad = parameter.grad, grad
+        if gradient is None:
             continue
         if any(getattr(parameter, name) for name in TABLES):
-            torch.autograd.backward([parameter], [new])
+            torch.autograd.backward([parameter], [gradient])
         else:
-            parameter.grad = new if grad is None else grad.add_(new)
+            parameter.grad = gradient if grad is None else grad.add_(gradient)
 
 
-def move_hooks(parameter: nn.Parameter, other: nn.Parameter) -> None:
+def move_hooks(parameter: nn.Parameter, successor: nn.Parameter) -> None:
     """Lets the hooks of a parameter run for the parameter that takes its place; their handles remove them there."""
     for name in TABLES:
-        if parameter is not other and getattr(parameter, name):
-            setattr(other, name, getattr(parameter, name))
+        if parameter is not successor and getattr(parameter, name):
+            setattr(successor, name, getattr(parameter, name))

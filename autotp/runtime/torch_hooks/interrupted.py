@@ -73,22 +73,22 @@ _passed: dict[str, str] = {}
 def _compare(group: str) -> None:
     """Raises Error unless all ranks of a group come here, after equally many collectives."""
     place, started = numbered_groups()[group], started_collectives(group)
-    key, others = _key(place), dist.get_process_group_ranks(process_group(group))
+    key, members = _key(place), dist.get_process_group_ranks(process_group(group))
 
     def passed() -> str:
         """Returns which rank has passed the place. The others are asked once this rank has waited for a second."""
-        tell(others, WAITS, [key, started])
+        tell(members, WAITS, [key, started])
         return f"{_passed[key]} went on without one" if key in _passed else ""
 
     try:
-        told = store_gather(str(started), place, unless=passed)
+        texts = store_gather(str(started), place, unless=passed)
     except Error as error:
         why = f"an exception left a forward or backward on some ranks only: {error.problem}"
         raise Error(why, **REMEDY) from error.__cause__
     _compared[_group_key(place)] = _compared.get(_group_key(place), 0) + 1
-    if other := [rank for rank, text in enumerate(told) if text != told[0]]:
+    if elsewhere := [rank for rank, text in enumerate(texts) if text != texts[0]]:
         raise Error(
-            f"an exception left a forward or backward at another place on {place.named(other)} than on rank 0",
+            f"an exception left a forward or backward at another place on {place.named(elsewhere)} than on rank 0",
             **REMEDY,
         )
     take_note_back()
@@ -106,8 +106,8 @@ def _key(place: Mesh) -> str:
 def _look() -> None:
     """Tells a rank that waits for this one that this one has passed the place."""
     for group, place in numbered_groups().items() if _waiting else ():
-        mine = started_collectives(group)
-        late = [rank for rank, started in _waiting.get(_key(place), {}).items() if mine > started]
+        started_here = started_collectives(group)
+        late = [rank for rank, started in _waiting.get(_key(place), {}).items() if started_here > started]
         if late and group not in uncompared:
             tell(late, PASSED, [_key(place), place.named([place.rank])])
 
@@ -115,8 +115,8 @@ def _look() -> None:
 def install() -> Undo:
     """Notes exceptions that leave a backward; returns the undo."""
     on_each_look(_look)
-    on_news(WAITS, lambda sender, told: _waiting.setdefault(told[0], {}).update({sender: told[1]}))
-    on_news(PASSED, lambda sender, told: _passed.update({told[0]: told[1]}))
+    on_news(WAITS, lambda sender, message: _waiting.setdefault(message[0], {}).update({sender: message[1]}))
+    on_news(PASSED, lambda sender, message: _passed.update({message[0]: message[1]}))
     run = internals.RUNS_BACKWARD.original()
 
     @wraps(run)
@@ -135,12 +135,12 @@ def _is_of_model(outputs: Iterable[Any]) -> bool:
     """True if the graph behind these tensors or edges has a function of autotp, or a parameter of a parallel model."""
     parameters = {id(p) for model in models() for p in model.parameters()}
     nodes = [x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None) for x in outputs]
-    seen = set[Any]()
+    visited = set[Any]()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         function = getattr(type(node), "_forward_cls", None)
         if getattr(function, "__module__", "").startswith(OURS) or id(getattr(node, "variable", None)) in parameters:
             return True

@@ -25,29 +25,29 @@ from autotp.sharding.layout import Layout
 LOADING = ("load_state_dict", "_load_from_state_dict")
 
 
-def parts_to_load(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+def parts_to_load(module: nn.Module, state_dict: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
     """Returns what torch is to load into a module of a parallel model: see NOTE [Code that changes what is loaded].
 
     Raises:
         Error: a tensor has neither the shape of the whole nor of the part, or some are whole and others parts.
     """
     if not own_loading(module):
-        return _parts_of(module, given, rank)
-    found = _copy(given)
-    for name, _, tensor, part in _cut(module, given):
+        return _parts_of(module, state_dict, rank)
+    result = _copy(state_dict)
+    for name, _, tensor, part in _cut(module, state_dict):
         if tensor.shape == part.shape and isinstance(part, CutTensor):
-            found[name] = part_like(tensor.detach(), part)  # It warns of a norm.
-    return found
+            result[name] = part_like(tensor.detach(), part)  # It warns of a norm.
+    return result
 
 
 def own_loading(module: nn.Module) -> str:
     """Returns the name of code of the model that changes what is loaded, other than torch's; "" if there is none."""
-    for one in module.modules():
-        for kind in type(one).__mro__:
-            users = ORIGINAL not in vars(kind) and not _is_ours(kind.__module__)
-            if users and (found := next((name for name in LOADING if name in vars(kind)), "")):
-                return f"{kind.__qualname__}.{found}"
-        for hook in one._load_state_dict_pre_hooks.values():
+    for submodule in module.modules():
+        for base in type(submodule).__mro__:
+            users = ORIGINAL not in vars(base) and not _is_ours(base.__module__)
+            if users and (method := next((name for name in LOADING if name in vars(base)), "")):
+                return f"{base.__qualname__}.{method}"
+        for hook in submodule._load_state_dict_pre_hooks.values():
             if not _is_ours(str(getattr(hook, "__module__", ""))):
                 return str(getattr(hook, "__qualname__", "a hook"))
     return ""
@@ -81,42 +81,42 @@ def part_in(tensor: Tensor, layout: Layout, rank: int) -> Tensor:
     return layout.take(tensor, rank)
 
 
-def _copy(given: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    found = OrderedDict(given)
-    if hasattr(given, "_metadata"):  # The versions of modules, which torch keeps so.
-        found._metadata = given._metadata  # type: ignore[attr-defined]
-    return found
+def _copy(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    result = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):  # The versions of modules, which torch keeps so.
+        result._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    return result
 
 
-def _cut(module: nn.Module, given: Mapping[str, Any]) -> list[tuple[str, Any, Tensor, Tensor]]:
+def _cut(module: nn.Module, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Tensor, Tensor]]:
     """Returns the given tensors of which this rank holds a part: name, layout, tensor, parameter."""
-    found = []
-    for path, one in module.named_modules(remove_duplicate=False):
-        for key, layout in held_in(one).items():
+    cuts = []
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        for key, layout in held_in(submodule).items():
             name = f"{path}.{key}" if path else key
-            tensor, part = given.get(name), one.get_parameter(key)
+            tensor, part = state_dict.get(name), submodule.get_parameter(key)
             if layout.dim is not None and isinstance(tensor, Tensor) and part.shape != layout.shape:
-                found.append((name, layout, tensor, part))
-    return found
+                cuts.append((name, layout, tensor, part))
+    return cuts
 
 
-def _parts_of(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+def _parts_of(module: nn.Module, state_dict: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
     """Returns a state dict with this rank's part of each tensor.
 
     Args:
-        given: name -> the whole tensor, or this rank's part.
+        state_dict: name -> the whole tensor, or this rank's part.
 
     Raises:
         Error: a tensor has neither of these shapes, or some are whole and others parts.
     """
-    found = _copy(given)
+    result = _copy(state_dict)
     parts: list[str] = []
     wholes: list[str] = []
-    for name, layout, tensor, part in _cut(module, given):
+    for name, layout, tensor, part in _cut(module, state_dict):
         if tensor.shape == part.shape:
             parts.append(name)
         elif tensor.shape == layout.shape:
-            found[name] = part_in(tensor, layout, rank)
+            result[name] = part_in(tensor, layout, rank)
             wholes.append(name)
         else:
             raise Error(
@@ -129,4 +129,4 @@ def _parts_of(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping
             f"`{parts[0]}` has the shape of this rank's part, and `{wholes[0]}` that of the whole",
             fix="the state dict of the original model, or model.state_dict() of this rank; this is another model's",
         )
-    return found
+    return result

@@ -118,25 +118,25 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watched.steps += 1
     if watched.late:
         within(f"{type(optimizer).__name__}.step", partial(_compare_late, watched, step))
-    known = (watched.size, watched.state) == (size, id(optimizer.state))
-    if (not due and known) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    is_unchanged = (watched.size, watched.state) == (size, id(optimizer.state))
+    if (not due and is_unchanged) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         watched.models.count(optimizer)
         return
-    other = watched.state != id(optimizer.state)  # It was loaded, or is new.
+    is_new_state = watched.state != id(optimizer.state)  # It was loaded, or is new.
     watched.size, watched.state = size, id(optimizer.state)
     within(f"{type(optimizer).__name__}.step", partial(_expect_live, optimizer))
-    held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
-    watched.models = SteppedModels(held)
+    by_model, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
+    watched.models = SteppedModels(by_model)
     watched.models.count(optimizer)
-    for model, parameters in held.items():
+    for model, parameters in by_model.items():
         parts = holdings_of(model, "step")
         if parts.everyone.size > 1:
             watch_state(optimizer)
             watched.always |= parts.check == "always"
             whole = isinstance(optimizer, WholeMatrices)  # Its states are whole, and it checks them itself.
-            if other and parts.place.size > 1 and parts.check != "never" and not whole:
-                own = partial(_expect_own_state, optimizer, parts, parameters, step)
-                within(f"{type(optimizer).__name__}.step", own)
+            if is_new_state and parts.place.size > 1 and parts.check != "never" and not whole:
+                check = partial(_expect_own_state, optimizer, parts, parameters, step)
+                within(f"{type(optimizer).__name__}.step", check)
             begin = partial(_checked, optimizer, parts, parameters, step, due and parts.check != "never")
             within(f"{type(optimizer).__name__}.step", partial(_compare, watched, begin, step))
 
@@ -144,9 +144,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _expect_live(optimizer: Optimizer) -> None:
     """Raises Error if an optimizer has parameters of the original model, which have no gradients and are not read."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
-    if left := [p for p in every if is_left_behind(p)]:
+    if originals := [p for p in every if is_left_behind(p)]:
         raise Error(
-            f"{len(left)} of {len(every)} parameters are the original model's, and the parallel model has others",
+            f"{len(originals)} of {len(every)} parameters are the original model's, and the parallel model has others",
             fix="make the optimizer of model.parameters() after autotp.parallelize, of trainer.parameters() after "
             "autotp.distribute",
         )
@@ -188,13 +188,13 @@ def _checked(
         foreign = [name for name in cut if _of_another_rank(optimizer, parameters[name], parts.layout(name))]
     begun = list[Comparison]()
     for place, names in parts.alike if compared else ():
-        same = {name: p for name, p in parameters.items() if name in names and not p.is_meta}
-        if place.size > 1 and (same or place is parts.place):
+        replicated = {name: p for name, p in parameters.items() if name in names and not p.is_meta}
+        if place.size > 1 and (replicated or place is parts.place):
             # Of cut parameters ranks compare all but the values; a part that is empty may be left out of the step.
             filled = [name for name in cut if place is parts.place and all(parts.layout(name).lengths())]
             parts_of = {name: parameters[name] for name in filled}
-            theirs = foreign if place is parts.place else []
-            begun.append(Comparison.begun(optimizer, same, parts_of, place, step, theirs))
+            foreign_names = foreign if place is parts.place else []
+            begun.append(Comparison.begun(optimizer, replicated, parts_of, place, step, foreign_names))
     return begun
 
 
@@ -214,12 +214,12 @@ def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: in
 
     It behaves as the whole, as the parameter does.
     """
-    kept = optimizer.state.get(parameter, {}) if parameter.shape != layout.shape else {}
-    whole = [key for key, x in kept.items() if type(x) is Tensor and x.shape == layout.shape]
-    parts = {key: layout.take(kept[key], rank).to(parameter.device) for key in whole}
+    state = optimizer.state.get(parameter, {}) if parameter.shape != layout.shape else {}
+    whole = [key for key, x in state.items() if type(x) is Tensor and x.shape == layout.shape]
+    parts = {key: layout.take(state[key], rank).to(parameter.device) for key in whole}
     if isinstance(parameter, CutTensor):
         parts = {key: part_like(part, parameter) for key, part in parts.items()}
-    kept.update(parts)
+    state.update(parts)
 
 
 def _move_state(optimizer: Optimizer, parameter: Tensor) -> None:
@@ -243,27 +243,27 @@ def _of_another_rank(optimizer: Optimizer, parameter: Tensor, layout: Layout) ->
     if not steps_elements(optimizer):
         return False
     shapes = [tuple(x.shape) for x in optimizer.state.get(parameter, {}).values() if type(x) is Tensor and x.dim() > 0]
-    others = {layout.local_shape(rank) for rank in range(len(layout.pieces))} - {tuple(parameter.shape)}
-    return bool(shapes) and others.issuperset(shapes)
+    other_shapes = {layout.local_shape(rank) for rank in range(len(layout.pieces))} - {tuple(parameter.shape)}
+    return bool(shapes) and other_shapes.issuperset(shapes)
 
 
 def _expect_own_state(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int) -> None:
     """Raises Error on every rank if several ranks have loaded the same state for different parts: it is one rank's."""
-    found, held = list[int | str](), list[Tensor]()
+    state_sums, cut_parameters = list[int | str](), list[Tensor]()
     for name, p in parameters.items():
         layout = parts.layout(name)
         state = optimizer.state.get(p, {}).values() if steps_elements(optimizer) else ()
         states_of_part = [x for x in state if isinstance(x, Tensor) and x.shape == p.shape]
         if layout.dim is not None and not layout.repeated and p.shape != layout.shape:
             locals_ = [local_of(x.detach()) for x in states_of_part if x.layout is torch.strided]
-            found += Checksums([x for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any())]).read()
-            held.append(p)
-    text = json.dumps([found, Checksums(held).read()])
-    every = [json.loads(one) for one in _exchanged(LOADED, text, parts.place, step)]
-    others = [[one[0] for one in every if one[0] == mine[0] and one[1] != mine[1]] for mine in every]
-    if same := [rank for rank, mine in enumerate(every) if mine[0] and others[rank]]:
+            state_sums += Checksums([x for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any())]).read()
+            cut_parameters.append(p)
+    text = json.dumps([state_sums, Checksums(cut_parameters).read()])
+    every = [json.loads(answer) for answer in _exchanged(LOADED, text, parts.place, step)]
+    twins = [[peer_row[0] for peer_row in every if peer_row[0] == row[0] and peer_row[1] != row[1]] for row in every]
+    if duplicates := [rank for rank, row in enumerate(every) if row[0] and twins[rank]]:
         raise Error(
-            f"{parts.place.named(same)} have the same state, which is of one rank's parts",
+            f"{parts.place.named(duplicates)} have the same state, which is of one rank's parts",
             fix="each rank loads the optimizer's state that it saved; or autotp.save_checkpoint, with "
             "autotp.distribute, saves the whole for any layout",
         )
@@ -273,17 +273,17 @@ LOADED, COMPARED = "loaded", "compared"
 """What an exchange is for: a rank that has loaded a state makes one more."""
 
 
-def _exchanged(kind: str, text: str, place: Mesh, step: int) -> list[str]:
+def _exchanged(topic: str, text: str, place: Mesh, step: int) -> list[str]:
     """Returns every rank's `text`, by rank; raises Error if a rank does not step, or has loaded a state alone."""
     try:
-        every = [one.partition(" ") for one in store_gather(f"{kind} {text}", place)]
+        every = [answer.partition(" ") for answer in store_gather(f"{topic} {text}", place)]
     except Error as error:
         raise Error(
             f"step {step} is not taken by all ranks: {error.problem}",
             fix="call step on all ranks: decide by a value that is the same on all whether to step",
         ) from error
-    if len({one[0] for one in every}) > 1:
-        loaded = [rank for rank, one in enumerate(every) if one[0] == LOADED]
+    if len({answer[0] for answer in every}) > 1:
+        loaded = [rank for rank, answer in enumerate(every) if answer[0] == LOADED]
         raise Error(
             f"only {place.named(loaded)} loaded a state into the optimizer",
             fix="optimizer.load_state_dict on all ranks",
@@ -325,9 +325,9 @@ class Checksums:
 
     def values(self) -> list[int | str]:
         """Returns the checksums, which have come."""
-        found: dict[int, int | str] = {**self._here}
-        found |= {i: str(pair) for i, pair in zip(self._of_gpu, self._bits.tolist(), strict=True)}
-        return [found[i] for i in range(len(found))]
+        by_index: dict[int, int | str] = {**self._here}
+        by_index |= {i: str(pair) for i, pair in zip(self._of_gpu, self._bits.tolist(), strict=True)}
+        return [by_index[i] for i in range(len(by_index))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,7 +358,7 @@ class Comparison:
     @staticmethod
     def begun(
         optimizer: Optimizer,
-        same: Mapping[str, Tensor],
+        replicated: Mapping[str, Tensor],
         cut: Mapping[str, Tensor],
         place: Mesh,
         step: int,
@@ -369,12 +369,12 @@ class Comparison:
         Args:
             cut: the parameters of which each rank has a part.
         """
-        every_one = {**same, **cut}
-        apart = {name for name, p in same.items() if _is_sharded(p, place)} | set(cut)
+        every_one = {**replicated, **cut}
+        sharded = {name for name, p in replicated.items() if _is_sharded(p, place)} | set(cut)
         tensors = list[Tensor]()
 
         def position(name: str, tensor: Tensor | None) -> int | None:
-            if name in apart or tensor is None:
+            if name in sharded or tensor is None:
                 return None
             tensors.append(tensor)
             return len(tensors) - 1
@@ -383,7 +383,7 @@ class Comparison:
         gradients = {name: position(name, p.grad) for name, p in every_one.items()}
         without = frozenset(name for name, p in every_one.items() if p.grad is None)
         settings = _settings_of(optimizer, every_one)
-        return Comparison(place, step, same, foreign, settings, values, gradients, without, Checksums(tensors))
+        return Comparison(place, step, replicated, foreign, settings, values, gradients, without, Checksums(tensors))
 
     def as_plain_data(self) -> dict[str, Any]:
         """Returns what the ranks exchange."""
@@ -414,7 +414,7 @@ def _differing(comparison: Comparison, late: bool) -> str:
     texts = _exchanged(COMPARED, str(zlib.crc32(text.encode())), place, comparison.step)
     if len(set(texts)) == 1 and not comparison.foreign:
         return ""
-    every = [json.loads(one) for one in _exchanged(COMPARED, text, place, comparison.step)]
+    every = [json.loads(answer) for answer in _exchanged(COMPARED, text, place, comparison.step)]
     _expect_same_calls(every, place)
     return _expect_close(comparison.same, every, place, late)
 
@@ -429,10 +429,10 @@ def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
     return any(dist.get_process_group_ranks(mesh.get_group(dim)) == ranks for dim in range(mesh.ndim))
 
 
-def _settings_of(optimizer: Optimizer, same: Mapping[str, Tensor]) -> list[str]:
+def _settings_of(optimizer: Optimizer, replicated: Mapping[str, Tensor]) -> list[str]:
     """Returns the settings of the parameter groups with these parameters; of all groups if there are none."""
-    wanted = {id(p) for p in same.values()}
-    groups = [group for group in optimizer.param_groups if any(id(p) in wanted for p in group["params"])]
+    ids = {id(p) for p in replicated.values()}
+    groups = [group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"])]
     return [_settings(group) for group in groups or optimizer.param_groups]
 
 
@@ -444,75 +444,76 @@ def _settings(group: Mapping[str, Any]) -> str:
 
 def _expect_same_calls(every: list[dict[str, Any]], place: Mesh) -> None:
     """Raises Error if the ranks step different parameters, at different steps, with other settings or foreign state."""
-    if theirs := [rank for rank, one in enumerate(every) if one["foreign"]]:
+    if foreign_ranks := [rank for rank, row in enumerate(every) if row["foreign"]]:
         raise Error(
-            f"the state of `{every[theirs[0]]['foreign'][0]}` has the shape of another rank's part",
-            on=place.named(theirs),
+            f"the state of `{every[foreign_ranks[0]]['foreign'][0]}` has the shape of another rank's part",
+            on=place.named(foreign_ranks),
             fix="each rank loads the optimizer's state that it saved; or autotp.save_checkpoint, with "
             "autotp.distribute, saves the whole for any layout",
         )
-    steps, settings = [one["step"] for one in every], [one["settings"] for one in every]
-    alike = {"fix": "decide by a value that is the same on all ranks: a loss, not a value of one rank"}
-    _same(steps, place, "the steps taken so far differ", alike)
-    _same(settings, place, "the settings differ", alike)
-    for name in dict.fromkeys(name for one in every for name in one["values"]):
-        where = ["stepped" if name in one["values"] else "left out" for one in every]
+    steps, settings = [row["step"] for row in every], [row["settings"] for row in every]
+    remedy = {"fix": "decide by a value that is the same on all ranks: a loss, not a value of one rank"}
+    _same(steps, place, "the steps taken so far differ", remedy)
+    _same(settings, place, "the settings differ", remedy)
+    for name in dict.fromkeys(name for row in every for name in row["values"]):
+        where = ["stepped" if name in row["values"] else "left out" for row in every]
         _same(
             where, place, f"`{name}` is not stepped on all ranks", {"fix": "give all ranks' optimizers all parameters"}
         )
-        where = ["none" if one["gradients"][name] is None else "one" for one in every]
+        where = ["none" if row["gradients"][name] is None else "one" for row in every]
         _same(where, place, f"`{name}` does not have a gradient on all ranks", {"fix": "one backward for all ranks"})
 
 
 def _same(values: list[Any], place: Mesh, problem: str, facts: dict[str, str]) -> None:
-    other = [rank for rank, value in enumerate(values) if value != values[0]]
-    if other:
+    different_ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+    if different_ranks:
         expected = {"expected": f"{values[0]}, as on {place.named([0])}"}
-        raise Error(problem, **expected, got=f"{values[other[0]]} on {place.named(other)}", **facts)
+        raise Error(problem, **expected, got=f"{values[different_ranks[0]]} on {place.named(different_ranks)}", **facts)
 
 
-def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place: Mesh, late: bool) -> str:
+def _expect_close(replicated: Mapping[str, Tensor], every: list[dict[str, Any]], place: Mesh, late: bool) -> str:
     """Gives all ranks the first rank's values and gradients if they differ by round-off; raises Error if by more.
 
     Args:
         late: whether gradients that differed are in the values by now.
     """
-    other = {
-        kind: [name for name in same if len({one[kind][name] for one in every}) > 1] for kind in ("values", "gradients")
+    different = {
+        quantity: [name for name in replicated if len({row[quantity][name] for row in every}) > 1]
+        for quantity in ("values", "gradients")
     }
     if late:
-        other = {"values": list(dict.fromkeys([*other["values"], *other["gradients"]])), "gradients": []}
-    found = []
-    for kind, what in (("values", ""), ("gradients", "the gradient of ")):
-        for name in other[kind]:
-            tensor = same[name] if kind == "values" else same[name].grad
+        different = {"values": list(dict.fromkeys([*different["values"], *different["gradients"]])), "gradients": []}
+    notes = []
+    for quantity, prefix in (("values", ""), ("gradients", "the gradient of ")):
+        for name in different[quantity]:
+            tensor = replicated[name] if quantity == "values" else replicated[name].grad
             assert tensor is not None
             off, first = _off(local_of(tensor.detach()), place)
             if not off <= torch.finfo(tensor.dtype).eps ** 0.5:
-                raise _apart(f"{what}`{name}`", off, place)
+                raise _apart(f"{prefix}`{name}`", off, place)
             if not tensor.is_sparse:
                 local_of(tensor.detach()).copy_(first)
-            found.append(f"{what}`{name}` differed between ranks by {off:.1e} of its largest element")
-    if not found:
+            notes.append(f"{prefix}`{name}` differed between ranks by {off:.1e} of its largest element")
+    if not notes:
         return ""
     return (
-        f"{found[0]}. This is round-off and no error: sums over replicas, and sums within kernels of GPUs, may have "
+        f"{notes[0]}. This is round-off and no error: sums over replicas, and sums within kernels of GPUs, may have "
         "another order on each rank. All ranks go on with the first rank's numbers (this is said once)"
     )
 
 
-def _apart(what: str, off: float, place: Mesh) -> Error:
-    told = f"{what} differs between ranks by {off:.1e} of its largest element: they would drift apart"
+def _apart(subject: str, off: float, place: Mesh) -> Error:
+    problem = f"{subject} differs between ranks by {off:.1e} of its largest element: they would drift apart"
     if place.axis == "replica":
         return Error(
-            told,
+            problem,
             likely="nobody averaged the gradients of the replicas that `tp` below the number of processes makes",
             fix="transformers.Trainer or Accelerator.prepare, which average them",
             alternative="in a loop of your own: parallelize(model, mesh=mesh) with the dimensions ('dp', 'tp'), and "
             "DistributedDataParallel(model, process_group=mesh['dp'].get_group())",
         )
     return Error(
-        told,
+        problem,
         likely="each rank changed it by another number: the norm of its own gradients, its batch, noise",
         fix="autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce",
     )

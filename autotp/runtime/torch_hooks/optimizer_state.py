@@ -55,8 +55,8 @@ def _before_state_dict(optimizer: Optimizer) -> None:
     frame = _reader(sys._getframe(1))
     if frame is None or (line := (frame.f_code.co_filename, frame.f_lineno)) in _told.setdefault(optimizer, set()):
         return
-    held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
-    for model, parameters in held.items():
+    by_model, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
+    for model, parameters in by_model.items():
         if text := _missing(optimizer, holdings_of(model, "state_dict"), parameters):
             _told[optimizer].add(line)
             tell_user(
@@ -83,5 +83,5 @@ def _missing(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Ten
     """Returns what this rank does not have of the optimizer's state, as text; "" if it has the whole."""
     if isinstance(optimizer, WholeMatrices):
         return optimizer.missing()
-    kept = any(optimizer.state.get(parameter) for parameter in parameters.values())
-    return "it has the parameters of this rank's stages" if kept and parts.pipeline is not None else ""
+    has_state = any(optimizer.state.get(parameter) for parameter in parameters.values())
+    return "it has the parameters of this rank's stages" if has_state and parts.pipeline is not None else ""

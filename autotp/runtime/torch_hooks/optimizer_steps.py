@@ -38,8 +38,8 @@ class SteppedModels:
     def count(self, optimizer: Optimizer) -> None:
         """Counts a step of the optimizer."""
         for trainer in self.trainers:
-            taken = _taken.setdefault(trainer, WeakKeyDictionary())
-            taken[optimizer] = taken.get(optimizer, 0) + 1
+            counts = _taken.setdefault(trainer, WeakKeyDictionary())
+            counts[optimizer] = counts.get(optimizer, 0) + 1
         for mesh in self.meshes:
             count_step(mesh)
 

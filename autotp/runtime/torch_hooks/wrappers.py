@@ -25,13 +25,13 @@ def install() -> Undo:
     return register_module_module_registration_hook(_put).remove
 
 
-def _put(around: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Raises Error if `around` has a process group over ranks that hold a model in `module` together."""
-    group = around.__dict__.get("process_group")
+def _put(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raises Error if `wrapper` has a process group over ranks that hold a model in `module` together."""
+    group = wrapper.__dict__.get("process_group")
     if isinstance(group, dist.ProcessGroup) and module is not None:
-        inside, theirs = set(module.modules()), dist.get_process_group_ranks(group)
+        inside, ranks = set(module.modules()), dist.get_process_group_ranks(group)
         for model in (model for model in models() if model in inside):
-            expect_apart(type(around).__name__, theirs, holdings_of(model, "").everyone)
+            expect_apart(type(wrapper).__name__, ranks, holdings_of(model, "").everyone)
 
 
 AROUND = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
@@ -40,19 +40,19 @@ AROUND = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedData
 def expect_unwrapped(model: nn.Module) -> None:
     """Raises Error if a model is wrapped, sharded or compiled already; this must follow `parallelize`."""
     for path, module in model.named_modules():
-        what = f"`{path}`, a {type(module).__name__}," if path else f"the {type(module).__name__}"
+        subject = f"`{path}`, a {type(module).__name__}," if path else f"the {type(module).__name__}"
         if isinstance(module, AROUND):
             raise Error(
-                f"{what} is a wrapper around a model",
+                f"{subject} is a wrapper around a model",
                 fix="parallelize the model itself; the ranks of one model need no wrapper, replicas mesh=",
             )
         if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module._parameters.values()):
             raise Error(
-                f"{what} is sharded already, by fully_shard or as DTensors",
+                f"{subject} is sharded already, by fully_shard or as DTensors",
                 fix="parallelize the original model; fully_shard(model, mesh=mesh['dp']) after that",
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise Error(f"{what} is compiled by torch.jit", fix="parallelize the Python module")
+            raise Error(f"{subject} is compiled by torch.jit", fix="parallelize the Python module")
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise Error(
             "the model is compiled already, and the parallel model would not be",
