@@ -33,16 +33,16 @@ def write_error(error: Exception) -> None:
 
 def report_errors() -> None:
     """Writes an error that ends the program, from here on, to torchrun's file; does nothing under other launchers."""
-    theirs = EXCEPT_HOOK.original()
-    if VARIABLE not in os.environ or hasattr(theirs, OURS):
+    previous_hook = EXCEPT_HOOK.original()
+    if VARIABLE not in os.environ or hasattr(previous_hook, OURS):
         return
 
-    @wraps(theirs)
+    @wraps(previous_hook)
     def reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
             write_error(error)
             error.__traceback__ = trace
-        theirs(kind, error, trace)
+        previous_hook(kind, error, trace)
 
     setattr(reported, OURS, True)
     EXCEPT_HOOK.put(reported)

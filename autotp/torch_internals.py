@@ -1,7 +1,7 @@
 """torch_internals: every name of torch or Python that autotp replaces, and every private name of torch that it uses.
 
 A new release of torch may rename any of them. All code that replaces a name takes it from `REPLACED`, and
-tests/project/test_torch_internals.py fails for a replacement or a private name that a table here lacks.
+tests/test_torch_internals.py fails for a replacement or a private name that a table here lacks.
 
 NOTE [Losses that nobody would see]
 A name that is gone is an Error when it is replaced. It is worse if torch keeps the name, and no longer looks it up
@@ -162,7 +162,7 @@ APPLIES_IN_FUNC = Replaced(
 )  # fmt: skip
 IS_EXPORTING = Replaced(
     "torch.compiler", "is_exporting", "capture", "a torch.autograd.Function stays in the graph operator by operator",
-    callers=("torch._export.wrappers:_maybe_find_pre_dispatch_tf_mode_for_export",),
+    callers=("torch._export.wrappers:allow_in_pre_dispatch_graph",),
     silent="a torch.autograd.Function would be one node, whose backward no rank can cut",
 )  # fmt: skip
 BEGINS_DERIVATIVE = (
@@ -503,7 +503,7 @@ CALLERS = (*RIGHT_ON_PARTS, *NEED_WHOLES, *PASSES_ON, *READ_THROUGH, *BETWEEN)
 @cache
 def expect_callers() -> None:
     """Raises Error if this version of torch lacks one of `CALLERS`: its code would be taken for that of others."""
-    for name in (each.rstrip(".") for each in CALLERS):
+    for name in (module.rstrip(".") for module in CALLERS):
         parent = name.rpartition(".")[0]
         if parent in sys.modules and name not in sys.modules and find_spec(name) is None:
             raise Error(
