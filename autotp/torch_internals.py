@@ -53,6 +53,14 @@ class Replaced:
     def __str__(self) -> str:
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
+    def untried(self, problem: str) -> Error:
+        """Returns the error that says that autotp was not tried with this version of torch."""
+        return Error(
+            f"torch {torch.__version__} {problem}, on which autotp relies: {self.why}",
+            fix="a version of torch that autotp was tried with (docs/versions.md)",
+            **({"otherwise": self.silent} if self.silent else {}),
+        )
+
     def resolved_owner(self) -> Any:
         return resolve_name(self.owner)
 
@@ -96,26 +104,18 @@ def _expect_called(row: Replaced) -> None:
     """Raises Error if torch has not the name of a row, or does not look it up where it did."""
     owner = _resolved(row.owner, row)
     if not hasattr(owner, row.name) and row.name not in ADDED:
-        raise _untried(row, f"has no `{row}`")
+        raise row.untried(f"has no `{row}`")
     for caller in row.callers:
         function = _resolved(caller, row)
         if not looks_up(function, owner, row.name):
-            raise _untried(row, f"does not call `{row}` in `{caller.replace(':', '.')}`")
+            raise row.untried(f"does not call `{row}` in `{caller.replace(':', '.')}`")
 
 
 def _resolved(path: str, row: Replaced) -> Any:
     try:
         return resolve_name(path)
     except (ImportError, AttributeError) as error:
-        raise _untried(row, f"has no `{path.replace(':', '.')}`") from error
-
-
-def _untried(row: Replaced, problem: str) -> Error:
-    return Error(
-        f"torch {torch.__version__} {problem}, on which autotp relies: {row.why}",
-        fix="a version of torch that autotp was tried with (docs/versions.md)",
-        **({"otherwise": row.silent} if row.silent else {}),
-    )
+        raise row.untried(f"has no `{path.replace(':', '.')}`") from error
 
 
 def looks_up(function: Any, owner: Any, name: str) -> bool:
@@ -149,15 +149,18 @@ CONVERTS_MODULE = Replaced(
     silent="the first call would change the model for later ones",
 )  # fmt: skip
 ZERO_GRAD = Replaced(MODULE, "zero_grad", "capture", "refuses it in forward")
-APPLIES_FUNCTION = Replaced(
-    "torch.autograd.function:_SingleLevelFunction", "apply", "capture",
+READS_FUNCTION = Replaced(
+    "torch.autograd.function:FunctionMeta", "__getattribute__", "capture",
     "puts the backward of a torch.autograd.Function into the graph",
-    callers=("torch.autograd.function:Function.apply",),
     silent="the model's own backward would be replaced by that of its operators",
 )  # fmt: skip
 APPLIES_IN_FUNC = Replaced(
     "torch.autograd.function", "custom_function_call", "capture", "the same under transforms of torch.func",
-    callers=("torch.autograd.function:Function.apply",),
+    callers=(
+        "torch.autograd.function:_call_custom_function_call"  # torch 2.14
+        if hasattr(torch.autograd.function, "_call_custom_function_call")
+        else "torch.autograd.function:Function.apply",
+    ),
     silent="the model's own backward would be replaced by that of its operators",
 )  # fmt: skip
 IS_EXPORTING = Replaced(
@@ -386,7 +389,7 @@ USED = (
     Used("torch.autograd.forward_ad", "_current_level", "whether a dual level is open"),
     # Autograd: the order of backward, and what it keeps.
     Used("torch", "_C", "the functions of this table that are in torch's C++"),
-    Used("torch._C", "_autograd _FunctionBase _functions", "hooks on saved tensors; the classes of nodes"),
+    Used("torch._C", "_autograd _functions", "hooks on saved tensors; the classes of nodes"),
     Used("torch._C", "_current_graph_task_id", "tells one backward from another"),
     Used(
         "torch._C._autograd",

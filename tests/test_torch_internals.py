@@ -57,7 +57,8 @@ def test_each_name_exists_and_its_callers_look_it_up(row: Replaced) -> None:
 
 
 def test_a_silent_loss_has_callers_to_look_at() -> None:
-    assert [str(row) for row in REPLACED if row.silent and not row.callers] == []
+    """C++ asks for the one that has none: tests/passes/capture/unsupported/test_lost_gradients.py has its canary."""
+    assert [row for row in REPLACED if row.silent and not row.callers] == [internals.READS_FUNCTION]
 
 
 @pytest.mark.parametrize("row", REPLACED, ids=str)

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -58,24 +59,73 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
 def _functions_in_graph() -> Iterator[None]:
     """A region in which `apply` of a Function puts its own backward into the graph.
 
-    A model may have kept the method with its class (`sparsemax = Sparsemax.apply`). So it is not replaced itself, but
-    what it calls: a method of torch's class below, or under torch.func a function.
+    A model may have kept the method with its class (`sparsemax = Sparsemax.apply`), so `apply` is not replaced. It is
+    written in C++, and asks the class for the type of its `ctx`, and then for `forward`: the second answer is ours.
     """
-    real = vars(torch._C._FunctionBase)["apply"]
+    _expect_asks()
+    calls: list[tuple[type, bool]] = []  # Functions that have asked for a `ctx`, and whether gradients are recorded
+    forward_of = internals.READS_FUNCTION.original()
 
-    def applied(function: type, *args: Any) -> Any:
-        if function is CheckpointFunction:
-            run, _, *operands = args
-            result = run(*operands)
-            return result if torch.is_grad_enabled() else pytree.tree_map_only(Tensor, Tensor.detach, result)
-        if function.__module__ == "torch._library.autograd":  # Part of a custom operator, which the graph has.
-            return real.__get__(None, function)(*args)
-        return functions.run_function(function, args)
+    def read(function: type, name: str) -> Any:
+        value = forward_of(function, name)
+        if name == "_backward_cls" and _has_own_backward(function):
+            calls.append((function, torch._C.is_grad_enabled()))
+        elif name == "forward" and calls and calls[-1][0] is function:
+            return partial(_run_recording, *calls.pop())
+        return value
 
     with (
-        internals.APPLIES_FUNCTION.replaced_by(classmethod(applied)), internals.APPLIES_IN_FUNC.replaced_by(applied),
-    ):  # fmt: skip
+        internals.READS_FUNCTION.replaced_by(read),
+        internals.APPLIES_IN_FUNC.replaced_by(lambda function, *args: functions.run_function(function, args)),
+    ):
         yield
+
+
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        pass
+
+
+@cache
+def _expect_asks() -> None:
+    """Raises Error if `apply` of this torch does not ask the class for what `_functions_in_graph` answers."""
+    asked: list[str] = []
+    row = internals.READS_FUNCTION
+    original = row.original()
+
+    def read(function: type, name: str) -> Any:
+        asked.append(name)
+        return original(function, name)
+
+    kept = _Probe.apply
+    with row.replaced_by(read):
+        kept()
+    if [name for name in asked if name in ("_backward_cls", "forward")][-2:] != ["_backward_cls", "forward"]:
+        raise row.untried("does not ask the class in `torch.autograd.Function.apply`")
+
+
+def _has_own_backward(function: type) -> bool:
+    """False for a part of a custom operator, which the graph has as one operator."""
+    return function.__module__ != "torch._library.autograd"
+
+
+def _run_recording(function: Any, records: bool, *args: Any) -> Any:
+    """Runs a Function as its caller sees it: torch calls `forward` where no gradients are recorded."""
+    if function.setup_context is torch.autograd.Function.setup_context:
+        args = args[1:]  # The first is torch's `ctx`.
+    with torch._C.DisableTorchFunction():  # The graph must not have the change.
+        before = torch._C.is_grad_enabled()
+        torch._C._set_grad_enabled(records)
+    try:
+        if function is not CheckpointFunction:
+            return functions.run_function(function, args)
+        run, _, *operands = args
+        result = run(*operands)
+        return result if records else pytree.tree_map_only(Tensor, Tensor.detach, result)
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
 
 
 BACKWARD_HOOK = "in its place, call in forward a torch.autograd.Function whose backward does what the hook does"

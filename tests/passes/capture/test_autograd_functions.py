@@ -91,7 +91,14 @@ class Peaked(torch.autograd.Function):
         return torch.where(y > -1, 2 * grad, grad * y)
 
 
+class NegatedInC(Negated):
+    """Has the `apply` of torch 2.14."""
+
+    apply = torch._C._FunctionBase.__dict__["apply"]
+
+
 squared, rounded = Square.apply, Rounded.apply
+negated_in_c = NegatedInC.apply
 
 
 class Aliased(Inside):
@@ -103,6 +110,15 @@ class Aliased(Inside):
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.down(self.negated(rounded(squared(self.up(x)))))
+
+
+class AliasedInC(Aliased):
+    """Is called once where gradients are recorded, and once where they are not."""
+
+    def mlp(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = negated_in_c(x).mean(-1, keepdim=True)
+        return self.down(rounded(negated_in_c(self.up(x)))) * scale
 
 
 class Outside(Inside):
@@ -121,6 +137,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     **{f"outside-{name}": lambda kind=kind: Outside(kind) for name, kind in KINDS.items()},
     "reversed": lambda: Inside(Reversed, 0.3),
     "aliased": Aliased,
+    "aliased-in-c": AliasedInC,
     "default": lambda: Inside(Scaled),
     "writing": lambda: Inside(Peaked),
 }

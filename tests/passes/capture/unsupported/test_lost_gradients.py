@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import autotp
+from autotp.passes.capture.unsupported import lost_gradients
 from autotp.passes.capture.unsupported.lost_gradients import BACKWARD_HOOK
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
@@ -235,3 +236,16 @@ def test_a_hook_on_all_modules(register: str) -> None:
     with FlopCounterMode(display=False) as flops:
         parallel(X)
     assert flops.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("asks", [[], ["forward"], ["forward", "_backward_cls"]])
+def test_a_torch_whose_functions_do_not_ask_their_class_is_an_error(
+    asks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = lost_gradients._Probe
+    monkeypatch.setattr(probe, "apply", lambda: [getattr(probe, name) for name in asks])
+    lost_gradients._expect_asks.cache_clear()
+    with pytest.raises(autotp.Error, match=r"does not ask the class in `.*apply`"):
+        autotp.explain(Plain(), 2, example_inputs=X)
+    monkeypatch.undo()
+    assert autotp.explain(Plain(), 2, example_inputs=X).cuts
