@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from traceback import FrameSummary
 from types import FrameType
@@ -31,6 +32,11 @@ def user_line(frames: Sequence[FrameSummary]) -> str:
         if not is_library(frame.filename) and not frame.filename.startswith("<"):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line or ''}".rstrip()
     return "?"
+
+
+def calling_frame(depth: int = 1) -> FrameType:
+    """Returns the frame of the code that calls the function which asks: one above it, or `depth`."""
+    return sys._getframe(depth + 1)
 
 
 def is_users(frame: FrameType) -> bool:

@@ -5,7 +5,6 @@ See NOTE [The model stays the user's] in `tree.py`. `copy.deepcopy` of a paralle
 
 from __future__ import annotations
 
-import sys
 from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -46,7 +45,7 @@ from autotp.runtime.executable import Executable
 from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
 from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, give_state, original_class, state_of
 from autotp.sharding.layout import Layout
-from autotp.source_location import reads_for_caller, reads_to_fill
+from autotp.source_location import calling_frame, reads_for_caller, reads_to_fill
 
 FORWARD_HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -92,7 +91,7 @@ class Part(nn.Module):
         if state is None or (is_internal(name) and name != "training"):
             return super().__setattr__(name, value)
         sharded = isinstance(value, DTensor) and name in state.held  # Loaded with assign=True, for example.
-        if isinstance(value, nn.Parameter) and (sharded or _is_sharding(sys._getframe(1))):
+        if isinstance(value, nn.Parameter) and (sharded or _is_sharding(calling_frame())):
             cut = getattr(self._parameters.get(name), "autotp_cut", None)
             cut = cut or Cut(name, state.held[name], state.tree.mesh)
             if cut.hooks_run and isinstance(value, DTensor):
@@ -178,7 +177,7 @@ class Part(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        reader = sys._getframe(1)
+        reader = calling_frame()
         while reader.f_back is not None and reads_for_caller(reader):
             reader = reader.f_back
         if reads_to_fill(reader):
@@ -391,7 +390,7 @@ def _own_parameters(module: nn.Module) -> AbstractContextManager[None]:
     """A region in which a module has its own parameters, also in a `functional_call`, which puts others there."""
     if torch.compiler.is_compiling():  # Dynamo has no frames.
         return nullcontext()
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = calling_frame(2)
     while frame is not None:
         if (frame.f_code.co_name, frame.f_globals.get("__name__")) == ("_functional_call", "torch.nn.utils.stateless"):
             states = [(part, state_of(part)) for part in module.modules()]

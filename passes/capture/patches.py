@@ -19,7 +19,6 @@ Only one thread captures at a time (`CAPTURING`).
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
@@ -53,7 +52,7 @@ from autotp.passes.capture.unsupported.lost_gradients import nothing_lost, witho
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
 from autotp.passes.capture.unsupported.sizes_as_keys import known_sizes
 from autotp.passes.capture.unsupported.tensor_values import none_caught
-from autotp.source_location import is_library
+from autotp.source_location import calling_frame, is_library
 
 CAPTURING = threading.RLock()
 """Held during a capture: torch.export and the patches allow one thread at a time."""
@@ -157,7 +156,7 @@ class UserStack:
     def extract() -> UserStack:
         """Returns the frames below the run of the model."""
         frames: list[tuple[str, int, str]] = []
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = calling_frame()
         while frame is not None and frame.f_code.co_filename != RUN:
             if frame.f_code.co_name == "forward":  # Torch drops all others.
                 frames.append((frame.f_code.co_filename, frame.f_lineno, "forward"))

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -60,7 +59,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import expect_replicas
 from autotp.errors import Error
 from autotp.sharding.layout import Layout
-from autotp.source_location import is_users
+from autotp.source_location import calling_frame, is_users
 from autotp.torch_internals import NEED_WHOLES, PASSES_ON, RIGHT_ON_PARTS, expect_callers
 
 
@@ -104,7 +103,7 @@ class CutTensor(Tensor):
     @torch.compiler.disable  # NOTE [Parts in compiled code]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         category = kind_of(func)
-        frame = sys._getframe(2)  # Behind the one of `disable`.
+        frame = calling_frame(2)  # Behind the one of `disable`.
         if func is Tensor.data_ptr and reads_memory(frame):
             raise memory_refused(f"`{args[0].autotp_cut.name}`")
         if category is Kind.ABOUT or (category in (Kind.GRADIENT, Kind.SET) and _removes(frame)):
@@ -162,7 +161,7 @@ class CutTensor(Tensor):
         """Takes other memory. (torch's does not ask `__torch_function__`.) Raises Error if the user gives the whole."""
         source = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
-            users = is_users(sys._getframe(1))  # What torch's own code puts here is looked at in the next call.
+            users = is_users(calling_frame())  # What torch's own code puts here is looked at in the next call.
             if users and isinstance(source, Tensor) and self.shape != source.shape == self.autotp_cut.layout.shape:
                 raise Error(
                     f"`set_` of `{self.autotp_cut.name}`: this rank's part cannot take the memory of the whole",
@@ -210,7 +209,7 @@ class CutDTensor(CutTensor, DTensor):
     def full_tensor(self, **kwargs: Any) -> Tensor:
         """Returns the whole tensor, for torch's own code the part: all ranks call this. Gradients flow through it."""
         with torch._C.DisableTorchFunctionSubclass():
-            if is_users(sys._getframe(1)):
+            if is_users(calling_frame()):
                 return plain_whole(self)
             return DTensor.full_tensor(self, **kwargs)
 
@@ -222,7 +221,7 @@ class CutDTensor(CutTensor, DTensor):
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         """Redistributes over replicas, for torch's own code; raises Error for user code, which sees the whole."""
         with torch._C.DisableTorchFunctionSubclass():
-            if is_users(sys._getframe(1)):
+            if is_users(calling_frame()):
                 raise Error(
                     f"redistribute of `{self.autotp_cut.name}`, of which ranks hold parts, and replicas rows of these",
                     fix="tensor.full_tensor(), the whole; tensor.to_local(), the rows of this rank",

@@ -12,7 +12,6 @@ Error. Parameters that a transform is given are tensors of the transform around 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -36,6 +35,7 @@ from autotp.ops import collectives, placement_moves
 from autotp.ops.eager_mode import apply_plain, has_tangent, is_mapped, is_transformed
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_sizes
+from autotp.source_location import calling_frame
 
 
 class Sharded(Tensor):
@@ -124,7 +124,7 @@ class Sharded(Tensor):
 
     def data_ptr(self) -> int:
         """Returns the address of the part, by which some code tells tensors apart; for other code raises Error."""
-        if reads_memory(sys._getframe(1)):
+        if reads_memory(calling_frame()):
             raise memory_refused(f"a tensor {shown(self)}")
         return self.part.data_ptr()
 
@@ -168,7 +168,7 @@ class Sharded(Tensor):
 
     def untyped_storage(self) -> Any:
         """Returns memory without data, by which torch.compile tells tensors apart; for others raises Error."""
-        if not str(sys._getframe(1).f_globals.get("__name__")).startswith(COMPILING):
+        if not str(calling_frame().f_globals.get("__name__")).startswith(COMPILING):
             raise refused("untyped_storage", self)
         return super().untyped_storage()
 
@@ -389,13 +389,13 @@ class CompiledOutput(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         traced = torch.compiler.is_dynamo_compiling()
-        if not traced and str(sys._getframe(1).f_globals.get("__name__")).startswith(COMPILING):
+        if not traced and str(calling_frame().f_globals.get("__name__")).startswith(COMPILING):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})  # For its guards.
         args, kwargs = pytree.tree_map(as_sharded, (args, kwargs or {}))
         if traced:
             result = func(*args, **kwargs)
             return _local_in_graphs(result).as_subclass(cls) if func in CASTS else result
-        if func is Tensor.data_ptr and reads_memory(sys._getframe(1)):
+        if func is Tensor.data_ptr and reads_memory(calling_frame()):
             raise memory_refused(f"a tensor {shown(args[0])}")
         method = vars(Sharded).get(getattr(func, "__name__", ""), func)
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]

@@ -17,7 +17,6 @@ writes this rank's part of what is written into it.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,7 +30,7 @@ from autotp.distributed.mesh import broadcast_from_first
 from autotp.errors import Error
 from autotp.ops import collectives
 from autotp.ops.placement_moves import chosen
-from autotp.source_location import is_users
+from autotp.source_location import calling_frame, is_users
 
 aten = torch.ops.aten
 LARGE = 2**28
@@ -227,7 +226,7 @@ def _gathered(gradient: Tensor) -> Tensor:
 def _expect_small(cut: Any) -> None:
     """Warns of a line that gathers a large tensor, once."""
     size = math.prod(cut.shape) * cut.part.element_size()
-    frame: Any = sys._getframe(1)
+    frame: Any = calling_frame()
     if size <= LARGE:
         return
     while frame is not None and not is_users(frame):

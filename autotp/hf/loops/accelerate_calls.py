@@ -21,6 +21,7 @@ from autotp.distributed.live_models import models, sorted_by_model
 from autotp.errors import Error
 from autotp.hf.loops.replicas import replicas
 from autotp.runtime.module import ParallelModule
+from autotp.source_location import calling_frame
 
 JOINS = ("gather", "gather_for_metrics", "reduce")
 """Methods of `Accelerator` that join tensors of all processes."""
@@ -43,7 +44,7 @@ def watch_accelerate() -> None:
 def _checked(method: Callable[..., Any], check: Callable[[Any, str, str], None]) -> Any:
     @wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check(self, method.__name__, str(sys._getframe(1).f_globals.get("__name__")))
+        check(self, method.__name__, str(calling_frame().f_globals.get("__name__")))
         return method(self, *args, **kwargs)
 
     return called

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from autotp.hf.loops.replica_collectives import TorchOfReplicas
 from autotp.hf.loops.replicas import is_one_replica, own_ranks, replicas
+from autotp.source_location import calling_frame
 
 BROADCASTS = ("broadcast", "broadcast_object_list")
 """Functions of accelerate.utils.operations that stay those of all ranks."""
@@ -158,7 +159,7 @@ def _state_of_operations(state: Any) -> Callable[[], Any]:
 
     def found() -> Any:
         real = state.PartialState()
-        if not is_one_replica() or sys._getframe(1).f_code.co_name in BROADCASTS:
+        if not is_one_replica() or calling_frame().f_code.co_name in BROADCASTS:
             return real
         alone = state.DistributedType.NO
         return SimpleNamespace(**real.__dict__ | {"distributed_type": alone, "num_processes": 1, "process_index": 0})

@@ -8,7 +8,6 @@ torch has no hook for the state dicts of all optimizers, so each gets one at its
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -21,7 +20,7 @@ from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.live_models import sorted_by_model
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.runtime.optim.whole_matrices import WholeMatrices
-from autotp.source_location import is_users, reads_for_caller
+from autotp.source_location import calling_frame, is_users, reads_for_caller
 from autotp.torch_internals import BETWEEN
 
 Line = tuple[str, int]
@@ -52,7 +51,7 @@ def not_watched(optimizer: Optimizer) -> Iterator[None]:
 def _before_state_dict(optimizer: Optimizer) -> None:
     if optimizer in _whole:
         return
-    frame = _reader(sys._getframe(1))
+    frame = _reader(calling_frame())
     if frame is None or (line := (frame.f_code.co_filename, frame.f_lineno)) in _told.setdefault(optimizer, set()):
         return
     by_model, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])

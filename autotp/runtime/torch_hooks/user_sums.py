@@ -13,7 +13,6 @@ nobody waits for a text.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -31,7 +30,7 @@ from autotp.distributed.peers.store_gather import texts_so_far, write_text
 from autotp.distributed.replica_check import common_ranks
 from autotp.groups.process_group import replace_methods
 from autotp.runtime.holdings import holdings_of
-from autotp.source_location import is_users
+from autotp.source_location import calling_frame, is_users
 from autotp.torch_internals import SUMS_OF_USERS
 
 OF_USERS = "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"
@@ -52,7 +51,7 @@ def _compares(method: Any) -> Any:
     def call(group: ProcessGroup, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         user = None
         if _compared[group.group_name] < COMPARED and _is_sum_at_once((*args, *kwargs.values())):
-            user = _user(sys._getframe(1))
+            user = _user(calling_frame())
         if user is None or not _can_be_compared(tensors):
             return method(group, tensors, *args, **kwargs)
         return _compared_sum(lambda: method(group, tensors, *args, **kwargs), group, tensors, user)

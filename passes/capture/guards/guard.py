@@ -16,7 +16,6 @@ modules.
 from __future__ import annotations
 
 import operator
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ from autotp.passes.capture.guards.attribute_paths import (
 from autotp.passes.capture.guards.attribute_writes import content_of, same_content
 from autotp.passes.capture.guards.code_names import CodeName, Named, is_library, settings_in
 from autotp.passes.capture.guards.comparison import Frozen
-from autotp.source_location import is_users
+from autotp.source_location import calling_frame, is_users
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 ASK_FOR_OTHERS = (("autotp.passes.capture.repeats.repeats", "get"), ("torch.nn.modules.module", "__dir__"))
@@ -75,7 +74,7 @@ class Reads:
             table = get(module, "__dict__")
             if name != "__dict__":
                 note((id(table), name))
-            elif is_users(_asking(sys._getframe(1))):
+            elif is_users(_asking(calling_frame())):
                 for key in (KEYS, *table):
                     note((id(table), key))
             return get(module, name)

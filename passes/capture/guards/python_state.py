@@ -34,7 +34,7 @@ from autotp.errors import Error
 from autotp.model_library import instead_of_python_random
 from autotp.passes.capture.guards.attribute_paths import reached, spelled
 from autotp.passes.capture.replacements.everywhere import Pairs
-from autotp.source_location import is_users, user_line
+from autotp.source_location import calling_frame, is_users, user_line
 
 ASKING = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 IN_PLACE_NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -101,7 +101,7 @@ class GradientQueries(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if args and isinstance(args[0], Tensor):
             self._follow(func, args[0], result)
-        if func not in ASKING or not is_users(sys._getframe(1)):
+        if func not in ASKING or not is_users(calling_frame()):
             return result
         self.flags = True
         if self.wanted.enabled or args[0].is_leaf or any(args[0] is x for x in self.inputs):
@@ -135,7 +135,7 @@ class GradientQueries(TorchFunctionMode):
         real, is_inference = row.original(), row.name == "is_inference_mode_enabled"
 
         def answer() -> bool:
-            if not is_users(sys._getframe(1)):
+            if not is_users(calling_frame()):
                 return bool(real())
             self.modes = True
             return bool(self.wanted.inference if is_inference else real() and self.wanted.enabled)
@@ -251,7 +251,7 @@ def _asked_by_dynamo() -> bool:
 
     It traces the branches of `torch.cond`, for one. A model's seed has other callers.
     """
-    frame = sys._getframe(2)
+    frame = calling_frame(2)
     while frame.f_globals.get("__name__") == "torch.random" and frame.f_back:
         frame = frame.f_back
     return frame.f_globals.get("__name__") in ("torch._dynamo.convert_frame", "torch._dynamo.trace_rules")

@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 import linecache
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from autotp.errors import Error
 from autotp.model_library import BeginAgain
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.guards.looks import is_looking
-from autotp.source_location import is_library, is_users
+from autotp.source_location import calling_frame, is_library, is_users
 from autotp.torch_internals import NO_COMPLEX, NO_NUMPY
 
 PREDICATES = (
@@ -235,7 +234,7 @@ class Reading(TorchFunctionMode):
         def decided(number: Any) -> bool:
             symbols = free_unbacked_symbols(number)
             truth = number if cls is torch.SymBool or not symbols else number != 0
-            if symbols and is_users(sys._getframe(1)):
+            if symbols and is_users(calling_frame()):
                 place = place_of(None)._replace(function=TRUTH)
                 predicate = self._predicate(truth) if self._is_truth(place, symbols) else None
                 if predicate is not None:
@@ -532,7 +531,7 @@ def shown(place: Place) -> str:
 
 def place_of(func: Any) -> Place:
     """Returns the place of a call: the innermost line outside of torch and autotp."""
-    frame = sys._getframe(1)
+    frame = calling_frame()
     while frame.f_back is not None and _is_within(frame.f_code.co_filename):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, getattr(func, "__name__", ""))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -48,6 +47,7 @@ from autotp.passes.capture.repeats import record as recorded
 from autotp.passes.capture.repeats.blocks import Blocks, blocks_of, definer, differing, is_ordinary, parts_of, patched
 from autotp.passes.capture.repeats.queries import Entangled, Number, ObjectAt, Request, TensorAt, is_queryable
 from autotp.passes.capture.repeats.record import CALLS, LAST, RecordedCall, again, tensors_in, unbacked, with_tensors
+from autotp.source_location import calling_frame
 
 UNTOUCHED = ("_parameters", "_buffers", "_modules")  # `tensors_of` and `structure` have these.
 # Files whose code reads `__dict__` of modules only to look up single attributes.
@@ -236,7 +236,7 @@ class Repeats:
         if call is None or self.is_asking or name in UNTOUCHED or (name.startswith("__") and name != "__dict__"):
             return None
         if name == "__dict__":  # Its reader may have read any attribute.
-            call.usable &= sys._getframe(2).f_code.co_filename.startswith(LOOKUP_FILES)
+            call.usable &= calling_frame(2).f_code.co_filename.startswith(LOOKUP_FILES)
             return None
         path = call.paths.get(id(object.__getattribute__(module, "__dict__")))
         if path is None:

@@ -10,7 +10,6 @@ ranks are known: `expect_collectives_of_replicas` in `autotp/distributed/replica
 from __future__ import annotations
 
 import inspect
-import sys
 import traceback
 from collections.abc import Callable
 from functools import wraps
@@ -23,7 +22,7 @@ from torch.distributed import _functional_collectives as functional
 from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.passes.capture.replacements.everywhere import Pairs
-from autotp.source_location import is_users, user_line
+from autotp.source_location import calling_frame, is_users, user_line
 
 
 class _Done:
@@ -54,7 +53,7 @@ def _for_users(real: Callable[..., Any], operator: Callable[..., Any]) -> Callab
 
     @wraps(real)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if not is_users(sys._getframe(1)):
+        if not is_users(calling_frame()):
             return real(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
         runs_ahead = arguments.pop("async_op", False)

@@ -10,7 +10,6 @@ After:  the comparison is True or False, and the graph is right for calls in whi
 from __future__ import annotations
 
 import builtins
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autotp import torch_internals as internals
-from autotp.source_location import is_users
+from autotp.source_location import calling_frame, is_users
 
 CLASSES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 """Class of a symbol -> the class of what it stands for."""
@@ -43,7 +42,7 @@ def _is_instance(value: Any, classes: Any, /) -> bool:
     if IS_INSTANCE(value, classes):
         return True
     stands_for = CLASSES.get(type(value))
-    return stands_for is not None and is_users(sys._getframe(1)) and issubclass(stands_for, classes)
+    return stands_for is not None and is_users(calling_frame()) and issubclass(stands_for, classes)
 
 
 def _decided(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -52,6 +51,6 @@ def _decided(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def decided(number: Any, other: Any) -> Any:
         answer = compare(number, other)
         is_decided = type(answer) is torch.SymBool and not free_unbacked_symbols(answer)
-        return bool(answer) if is_decided and is_users(sys._getframe(1)) else answer
+        return bool(answer) if is_decided and is_users(calling_frame()) else answer
 
     return decided

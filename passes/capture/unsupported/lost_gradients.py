@@ -8,7 +8,6 @@ silently wrong.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.passes.capture import autograd_functions as functions
 from autotp.passes.capture.replacements.everywhere import Pairs
-from autotp.source_location import user_line
+from autotp.source_location import calling_frame, user_line
 
 TENSOR_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 REQUIRES_GRAD = (Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__)  # noqa: B009  mypy sees a bool.
@@ -46,7 +45,7 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
 
     def asked() -> bool:
         """Says no to torch's `allow_in_pre_dispatch_graph`, which would make one opaque node of the Function."""
-        return exporting() and sys._getframe(1).f_globals is not vars(wrappers)
+        return exporting() and calling_frame().f_globals is not vars(wrappers)
 
     with (
         _Watch(), internals.IS_EXPORTING.replaced_by(asked), _without_global_hooks(),

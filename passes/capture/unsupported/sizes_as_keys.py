@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from autotp import torch_internals as internals
-from autotp.source_location import is_users
+from autotp.source_location import calling_frame, is_users
 
 NEVER_EQUAL = itertools.count(sys.hash_info.modulus // 2)
 """Hashes that no number of a size has, each once."""
@@ -43,7 +43,7 @@ def _method(row: internals.Replaced) -> Any:
     name, before, convert = row.name, row.original(), METHODS[row.name]
 
     def method(size: torch.SymInt, *args: Any) -> Any:
-        frame = sys._getframe(1)
+        frame = calling_frame()
         if name == "__hash__" and is_users(frame) and _calls_cached(frame):
             return next(NEVER_EQUAL)
         if is_users(frame) or (name == "__hash__" and size.node.maybe_as_int() is not None):
