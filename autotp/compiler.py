@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autotp.display.progress import progress
 from autotp.errors import Error
@@ -33,7 +34,7 @@ from autotp.passes.canonicalize.relocate import relocate
 from autotp.passes.canonicalize.value_reads import value_reads
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.capture import ALWAYS, OFF, capture
-from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
+from autotp.passes.capture.captured import NOTHING_OPENED, Attempt, Captured, Opened
 from autotp.passes.capture.guards.attribute_paths import Path
 from autotp.passes.capture.guards.attribute_writes import Change, add_hooks, apply_changes
 from autotp.passes.capture.guards.python_state import GradientsWanted
@@ -670,18 +671,11 @@ def analyse(
         last: the name of the last pass to run, for a caller that wants only what it finds; "" runs all.
     """
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
-        program = captured_program(skeleton, args, kwargs, tp, options, call, captures=captures)
-        by_capture = len(size_assumptions(program.graph))
-        while _needs_fewer_symbols(program, amend):
-            symbols = FEWER[program.captured.symbols]
+        symbols: Symbols | None = "all"
+        while symbols is not None:
             program = captured_program(skeleton, args, kwargs, tp, options, call, symbols, captures)
             by_capture = len(size_assumptions(program.graph))
-        if program.captured.symbolic and not _is_lowered(program, amend):
-            values = replace(call.values, places=call.values.places | program.captured.symbolic)
-            symbols = program.captured.symbols
-            call = replace(call, values=values)
-            program = captured_program(skeleton, args, kwargs, tp, options, call, symbols, captures)
-            by_capture = len(size_assumptions(program.graph))
+            call, symbols = _next_capture(program, amend)
         program, done = replace(program, cp_rank=cp_rank), 0
         if captures is not None and amend is None:
             program, done = captures.planned(program), len(_before_tp(options))
@@ -709,10 +703,20 @@ def _expect_no_assumptions(graph: fx.Graph) -> Iterator[None]:
         raise Error(f"a pass assumes {assumed[0]} of all calls", fix="a report of it, with the model")
 
 
-def _needs_fewer_symbols(program: Program, amend: Amend | None) -> bool:
-    """True if a rank has to compute a size as no graph can: NOTE [Sizes that become numbers] in `long_sizes.py`."""
-    unknown = program.captured.symbols in FEWER and has_unknown_sizes(program.graph)
-    return unknown and not _is_lowered(program, amend)
+def _next_capture(program: Program, amend: Amend | None) -> tuple[CallState, Symbols | None]:
+    """Returns what a further capture has to know and its symbols; None if the present graph can be a rank's.
+
+    NOTE [Sizes that become numbers] in `long_sizes.py` says of which sizes a rank cannot compute its own.
+    """
+    call, captured = program.call, program.captured
+    symbols = captured.attempt.symbols
+    unknown = symbols in FEWER and has_unknown_sizes(program.graph)
+    places = captured.symbolic - call.values.places
+    if not (unknown or places) or _is_lowered(program, amend):
+        return call, None
+    if unknown:
+        return call, FEWER[symbols]
+    return replace(call, values=replace(call.values, places=call.values.places | places)), symbols
 
 
 def _is_lowered(program: Program, amend: Amend | None) -> bool:
@@ -721,7 +725,7 @@ def _is_lowered(program: Program, amend: Amend | None) -> bool:
         for _, later in programs_after_passes(program, amend):
             program = later
         flat_graph(program, 0, "fast")
-    except Exception:  # Whatever a pass raises: the graph for these values may be another.
+    except (Error, GuardOnDataDependentSymNode):
         return False
     return True
 
@@ -768,12 +772,15 @@ def captured_program(
         symbols: the dimensions of inputs that are symbols at most.
         captures: as for `analyse`.
     """
-    once = options.optional("repeats")
     _warn_of_untested_torch()
 
+    attempt = Attempt(
+        opened=call.opened, values=call.values, symbols=symbols, looks=call.looks,
+        blocks="by objects" if options.optional("repeats") else "each",
+    )  # fmt: skip
+
     def one_call() -> Captured:
-        settings = call.autocast, once, call.opened, call.wanted, call.values, symbols, call.looks
-        return capture(skeleton, args, kwargs, *settings)
+        return capture(skeleton, args, kwargs, call.autocast, call.wanted, attempt)
 
     def captured() -> Captured:
         first = one_call()
@@ -787,8 +794,7 @@ def captured_program(
             name.scope.put(name.name, value)
         return one_call()
 
-    state = call.autocast, call.opened, call.wanted, call.values, call.looks, symbols
-    key = skeleton, once, options.summed, state
+    key = skeleton, options.summed, call.autocast, call.wanted, attempt
     result = captured() if captures is None else captures.of(key, captured)
     return Program(captured=result, graph=result.graph, tp=tp, options=options, training=skeleton.training, call=call)
 

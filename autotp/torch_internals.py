@@ -390,6 +390,7 @@ USED = (
     # Autograd: the order of backward, and what it keeps.
     Used("torch", "_C", "the functions of this table that are in torch's C++"),
     Used("torch._C", "_autograd _functions", "hooks on saved tensors; the classes of nodes"),
+    Used("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which operators autocast has its own version of"),
     Used("torch._C", "_current_graph_task_id", "tells one backward from another"),
     Used(
         "torch._C._autograd",

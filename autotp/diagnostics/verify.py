@@ -243,7 +243,7 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         outcome_count = len(analysis.call.values.outcomes)
         if (outcomes := contradicted(analysis.captured, ran[0], outcome_count)) is not None:
             other_reads = guesses(analysis.captured, ran[0])
-            raise OtherValues(KnownValues(analysis.captured.places, outcomes, guesses=other_reads))
+            raise OtherValues(KnownValues(analysis.captured.attempt.values.places, outcomes, guesses=other_reads))
         rank_outputs = [[_as_tensor(x) for x in row] for row in ran]
         seed(0)
         expected, names, differences = _returned(model, trial, inputs)
@@ -613,7 +613,7 @@ def _compared_calls(
 
 def _read_by_one_device(trial: Trial) -> KnownValues:
     """Runs the model on one device, with the random numbers of `compare`; returns what Python reads."""
-    places = trial.analysis.captured.places
+    places = trial.analysis.captured.attempt.values.places
     with all_double(), empty_caches(trial.model), forked(), Listing(places) as listing:
         seed(0)
         _returned(copied(trial.model), trial, _inputs(trial))

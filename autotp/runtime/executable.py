@@ -460,7 +460,7 @@ class Executable:
         best: GraphEntry | None = None
         input_outcomes = outcomes  # Of the graphs that read inputs only.
         for entry_key, entry in self.entries:
-            if entry_key != key or (called.looks and not entry.analysis.captured.looks):
+            if entry_key != key or (called.looks and not entry.analysis.call.looks):
                 continue
             if not called.looks and not entry.keeps_masks:
                 continue
@@ -651,7 +651,8 @@ class Executable:
             of_leaves = [name.partition(".")[2] for name in leaf_names(called.spec)]  # Behind "args" or "kwargs".
             names = ", ".join(f"`{of_leaves[i]}`" for i in differences[-1])
             self._warn(len(differences), names, "without dimensions, as `torch.tensor(3)`")
-        fixed = sum(entry_key == key and entry.analysis.captured.symbols != "all" for entry_key, entry in self.entries)
+        of_key = [entry for entry_key, entry in self.entries if entry_key == key]
+        fixed = sum(entry.analysis.captured.attempt.symbols != "all" for entry in of_key)
         if is_many(fixed):
             warnings.warn(
                 f"{self.name}.forward is captured for the {fixed + 1}th time, since its inputs had other sizes each "
@@ -717,10 +718,10 @@ class Executable:
         """Keeps a graph for later calls; its blocks read their parameters from this model."""
         parts = dict(self.module.named_modules(remove_duplicate=False))
         entry = made.on(self.places, lambda block: parts.get(block) if block else None)
-        captured, opened = entry.analysis.captured, entry.analysis.captured.known
+        captured, opened = entry.analysis.captured, entry.analysis.captured.attempt.opened
         self.tree.read |= {name for _, name in captured.reads}
         self.opened |= opened
-        self.read_places |= captured.places
+        self.read_places |= captured.attempt.values.places
         entry.guard = Guard(
             captured.reads,
             opened.slots,

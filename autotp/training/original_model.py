@@ -46,9 +46,9 @@ class OriginalModel:
 
     def guard(self, captured: Captured) -> Guard:
         """Returns the guard of a graph that was captured from the model as it is now."""
-        read = {name for _, name in captured.reads}
+        read, opened = {name for _, name in captured.reads}, captured.attempt.opened
         return Guard(
-            captured.reads, captured.known.slots, captured.known.numbers - captured.known.fixed, captured.written,
+            captured.reads, opened.slots, opened.numbers - opened.fixed, captured.written,
             self.modules, attribute_of, table_of, named(self.model, read), UNCHANGED,
         )  # fmt: skip
 

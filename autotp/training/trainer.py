@@ -694,9 +694,7 @@ class Trainer(InGraphs, HasHoldings):
         without_masks = [pipeline for pipeline in fitting if pipeline.masks_left_out]
         full = [pipeline for pipeline in without_masks if are_full(batch.tensors, pipeline.masks_left_out)]
         with_masks = (pipeline for pipeline in fitting if not pipeline.masks_left_out)
-        rest = (
-            pipeline for pipeline in with_masks if without_masks or pipeline.analysis.captured.looks or batch.padded
-        )
+        rest = (pipeline for pipeline in with_masks if without_masks or pipeline.analysis.call.looks or batch.padded)
         return next(itertools.chain(full, rest), None)
 
     def _capture(self, training: bool, batch: Batch) -> Pipeline:

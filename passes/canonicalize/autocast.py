@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,7 +89,11 @@ def _target(node: fx.Node, state: Autocast, trial: FakeTensorMode) -> torch.dtyp
     are its own. (An operator may need autocast if its operands differ in dtype: then the operands are cast before the
     run without autocast.)
     """
-    args, kwargs = at_captured_sizes(fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]), trial)
+    values = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    sized = [x for x in pytree.tree_leaves(values) if isinstance(x, torch.SymInt | torch.Tensor)]
+    if free_unbacked_symbols(sized) and not _has_own_kernel(node.target, state.device):
+        return None  # Sizes that depend on values would be any numbers in the run, which need not fit together.
+    args, kwargs = at_captured_sizes(values, trial)
     casts = _casts(node.target, args, kwargs, state, trial)
     if not casts:
         return None
@@ -102,6 +106,12 @@ def _target(node: fx.Node, state: Autocast, trial: FakeTensorMode) -> torch.dtyp
     except RuntimeError:  # It runs in this dtype only where autocast casts: a Fourier transform of bfloat16.
         own_casts = []
     return next(iter(Counter(casts) - Counter(own_casts)), None)
+
+
+def _has_own_kernel(op: Any, device: str) -> bool:
+    """True for an operator of which autocast has its own version, and for one that is made of other operators."""
+    keys = f"Autocast{device.upper()}", "CompositeImplicitAutograd"
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
 
 
 def _castable(value: Any) -> bool:

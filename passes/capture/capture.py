@@ -7,7 +7,6 @@ After:  graph(parameters..., buffers..., constants..., tensor inputs...) -> flat
 from __future__ import annotations
 
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from autotp.errors import Error
 from autotp.model_library import NeedsExactCapture
 from autotp.passes.builder import ancestors, part_of
 from autotp.passes.capture.autocast_regions import Autocast
-from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened, OutputAt
+from autotp.passes.capture.captured import FIRST_ATTEMPT, Attempt, Captured, Opened, OutputAt
 from autotp.passes.capture.exported_program import convert_program, like
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.attribute_paths import spelled, values_at
@@ -61,12 +60,8 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     autocast: Autocast = OFF,
-    once: bool = True,
-    opened: Opened = NOTHING_OPENED,
     wanted: GradientsWanted = ALWAYS,
-    values: KnownValues = NO_VALUES,
-    symbols: Symbols = "all",
-    looks: bool = True,
+    attempt: Attempt = FIRST_ATTEMPT,
 ) -> Captured:
     """Returns the graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
@@ -79,12 +74,8 @@ def capture(
             captured with tensors of this kind, without memory, so that code which asks for the device gets the answer
             that it gets in a run. (Not with tensors on `meta`: there a constant of the model has no values, and
             autocast does nothing.)
-        once: whether blocks that are alike are captured once (`repeats/repeats.py`): the same graph, faster.
-        opened: attributes that change from call to call, in addition to those that the model itself writes.
         wanted: the answers to the model's questions about gradients: see `GradientsWanted`.
-        values: what is known of the values that Python reads of tensors.
-        symbols: the dimensions of inputs that are symbols at most.
-        looks: whether the graph may be one for batches with padding, or without. NOTE [Looks at masks]
+        attempt: what is tried first.
 
     Raises:
         Error: the model needs values that are not known, or fails on these inputs; names the source line.
@@ -93,13 +84,12 @@ def capture(
     _expect_plain_tensors(leaves)
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING, empty_caches(skeleton):
-        call = _Call(skeleton, leaves, spec, autocast, wanted, symbols, looks)
-        values = replace(values, likely=looks and without_padding(kwargs))
+        call = _Call(skeleton, leaves, spec, autocast, wanted)
+        attempt = replace(attempt, values=replace(attempt.values, likely=attempt.looks and without_padding(kwargs)))
         try:
-            captured = _captured(call, once, opened, values)
+            return _captured(call, attempt)
         except NeedsExactCapture:
-            captured = _captured(replace(call, exactly=True), once, opened, values)
-        return replace(captured, looks=looks)
+            return _captured(call, replace(attempt, exactly=True))
 
 
 def _expect_plain_tensors(leaves: list[Any]) -> None:
@@ -126,8 +116,6 @@ class _Call:
         skeleton: the model on meta.
         leaves, spec: its flattened arguments.
         autocast, wanted: the modes around it.
-        symbols: the sizes that are symbols.
-        looks, exactly: as for `autotp.model_library.during_capture`.
     """
 
     skeleton: nn.Module
@@ -135,9 +123,6 @@ class _Call:
     spec: Any
     autocast: Autocast
     wanted: GradientsWanted
-    symbols: Symbols
-    looks: bool
-    exactly: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,37 +144,50 @@ class _NeedsValues:
         return self.instead
 
 
-def _captured(call: _Call, once: bool, opened: Opened, values: KnownValues) -> Captured:
-    """Captures as often as a capture says what the next one needs. Arguments as for `capture`."""
-    first_reads = _reads(call, opened, values) if values.places else values
-    expected = first_reads if isinstance(first_reads, KnownValues) else NO_VALUES
-    expected = replace(expected, likely=values.likely)
+def _captured(call: _Call, first: Attempt) -> Captured:
+    """Captures as often as a capture says what the next one tries: NOTE [How often forward runs]"""
+    values_read = _reads(call, first) if first.values.places else first.values
+    expected = values_read if isinstance(values_read, KnownValues) else NO_VALUES
+    attempt = replace(first, values=replace(expected, likely=first.values.likely))
     while True:
-        try:
-            result = _captured_once(call, once, opened, expected)
-        except LongSize:
-            call = replace(call, symbols=FEWER[call.symbols])
-            continue
+        result = _tried(call, attempt, first)
         if isinstance(result, Captured):
-            try:
-                outcomes = _other_looks(result, call, len(expected.outcomes))
-            except _NotOfInputs:
-                call = replace(call, looks=False)
-                continue
-            if outcomes is None:
-                return replace(result, places=expected.places)
-            expected = replace(expected, outcomes=outcomes, likely=outcomes[-1].value)
-            continue
-        if isinstance(result, _NeedsValues):
-            values_read = _reads(call, opened, replace(values, places=expected.places | result.places))
-            if isinstance(values_read, Error) or values_read.places == expected.places:
-                return replace(result.without(values_read), places=expected.places)
-            expected = values_read
-            continue
-        if opened | result == opened:
+            return result
+        attempt = result
+
+
+def _tried(call: _Call, attempt: Attempt, first: Attempt) -> Captured | Attempt:
+    """Returns the graph, or what to try next."""
+    repeats = None if attempt.blocks == "each" else Repeats(attempt.blocks == "by objects")
+    following = replace(attempt, blocks=first.blocks)
+    try:
+        result = _capture(call, attempt, repeats)
+    except LongSize:
+        return replace(following, symbols=FEWER[attempt.symbols])
+    except (Entangled, Error):
+        if repeats is None:
+            raise
+        # A capture without repeats decides whether the model fails.
+        plainer = repeats.met_objects and attempt.blocks == "by objects"
+        return replace(attempt, blocks="by tensors" if plainer else "each")
+    if isinstance(result, Opened):
+        if attempt.opened | result == attempt.opened:
             names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(result.slots))
             raise Error(f"forward writes into {names} in a way that a graph cannot", fix="a buffer")
-        opened |= result
+        return replace(following, opened=attempt.opened | result)
+    if isinstance(result, _NeedsValues):
+        places = attempt.values.places | result.places
+        values_read = _reads(call, replace(attempt, values=replace(first.values, places=places)))
+        if isinstance(values_read, Error) or values_read.places == attempt.values.places:
+            return result.without(values_read)
+        return replace(following, values=values_read)
+    try:
+        outcomes = _other_looks(result, call, len(attempt.values.outcomes))
+    except _NotOfInputs:
+        return replace(following, looks=False)
+    if outcomes is None:
+        return result
+    return replace(following, values=replace(attempt.values, outcomes=outcomes, likely=outcomes[-1].value))
 
 
 class _NotOfInputs(Exception):
@@ -227,33 +225,25 @@ def _other_looks(captured: Captured, call: _Call, first: int) -> tuple[Outcome, 
     return None
 
 
-def _captured_once(call: _Call, once: bool, opened: Opened, expected: KnownValues) -> Captured | Opened | _NeedsValues:
-    """Returns the graph; or the further attributes that have to be inputs of it; or that values are needed."""
-    for with_objects in (True, False) if once else ():
-        repeats = Repeats(with_objects)
-        with suppress(Entangled, Error):  # Capturing again below, without repeats, decides whether the model fails.
-            return _capture(call, repeats, opened, expected)
-        if not repeats.met_objects:
-            break
-    return _capture(call, None, opened, expected)
+def _capture(call: _Call, attempt: Attempt, repeats: Repeats | None) -> Captured | Opened | _NeedsValues:
+    """Captures once. Calls of the model's blocks go through `repeats`.
 
-
-def _capture(
-    call: _Call, repeats: Repeats | None, opened: Opened, expected: KnownValues
-) -> Captured | Opened | _NeedsValues:
-    """Captures once, as `capture` says; calls of the model's blocks go through `repeats`."""
+    Returns:
+        The graph; or the further attributes that have to be inputs of it; or that values are needed.
+    """
+    opened, expected = attempt.opened, attempt.values
     with around_capture(call.autocast):
         reading = Answers(expected, repeats.expect_outside) if repeats else Answers(expected)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            flat, inputs, queries = _flat(call, opened, reading)
+            flat, inputs, queries = _flat(call, attempt, reading)
         with around_export(flat.model, repeats) as reads:
-            program = _exported(flat, inputs, call.symbols)
-        if call.symbols in FEWER and isinstance(program, Exception) and asks_too_much(program):
+            program = _exported(flat, inputs, attempt.symbols)
+        if attempt.symbols in FEWER and isinstance(program, Exception) and asks_too_much(program):
             raise LongSize from program
         if opened | flat.returned.before != opened:
             return flat.returned.before
         if isinstance(program, Exception):
-            plain = _raised_plainly(call, opened, expected)
+            plain = _raised_plainly(call, attempt)
             explained = explain_failure(program, plain, flat.model)
             explained.__cause__ = plain or program  # The exporter's trace is a page long.
             needed = reading.places_of(program) if reads_values(program) else reading.symbolic()
@@ -261,31 +251,32 @@ def _capture(
                 return _NeedsValues(explained, needed)
             raise explained
     slots = reads.slots(repeats.same if repeats else ())
-    result = convert_program(program, flat, inputs, call.autocast, slots, opened)
+    result = convert_program(program, flat, inputs, call.autocast, slots, attempt)
     if not isinstance(result, Captured):
         return result
-    result = replace(result, wanted=queries.relevant(), symbolic=reading.in_sizes(result.graph), symbols=call.symbols)
+    result = replace(result, wanted=queries.relevant(), symbolic=reading.in_sizes(result.graph))
     places = reading.taken(result.graph)
     return _NeedsValues(result, places) if places else result
 
 
-def _flat(call: _Call, opened: Opened, reading: Reading) -> tuple[Flat, tuple[Any, ...], GradientQueries]:
+def _flat(call: _Call, attempt: Attempt, reading: Reading) -> tuple[Flat, tuple[Any, ...], GradientQueries]:
     """Returns the model as a function of tensors, and these, in the fake mode that is active."""
     originals: dict[int, Tensor] = {}
     model = copy_on(call.skeleton, call.autocast.device, originals)
+    opened = attempt.opened
     attributes = values_at(model, opened.slots, opened.numbers - opened.fixed)
     queries = GradientQueries(call.wanted)
-    flat = Flat(model, call.spec, call.leaves, list(attributes), queries, reading, call.exactly, call.looks)
+    flat = Flat(model, call.spec, call.leaves, list(attributes), queries, reading, attempt.exactly, attempt.looks)
     flat.originals = originals
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     return flat, _example([*tensors, *attributes.values()], call.autocast, call.wanted), queries
 
 
-def _raised_plainly(call: _Call, opened: Opened, expected: KnownValues) -> Exception | None:
+def _raised_plainly(call: _Call, attempt: Attempt) -> Exception | None:
     """Runs the model with the call's sizes and values; returns the exception that it raises, if none of values."""
-    reading = InputValues(expected, call.autocast.device, {}, ())
+    reading = InputValues(attempt.values, call.autocast.device, {}, ())
     try:
-        _run_plainly(call, opened, reading)
+        _run_plainly(call, attempt, reading)
     except NeedsExactCapture:
         raise
     except Exception as error:
@@ -293,16 +284,16 @@ def _raised_plainly(call: _Call, opened: Opened, expected: KnownValues) -> Excep
     return None
 
 
-def _run_plainly(call: _Call, opened: Opened, reading: InputValues) -> None:
+def _run_plainly(call: _Call, attempt: Attempt, reading: InputValues) -> None:
     """Runs the model without an exporter."""
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with around_capture(call.autocast), fake:
-        flat, inputs, _ = _flat(call, opened, reading)
+        flat, inputs, _ = _flat(call, attempt, reading)
         with _compiling_state_context(), _override_builtin_ops():
             flat(*inputs)
 
 
-def _reads(call: _Call, opened: Opened, expected: KnownValues) -> KnownValues | Error:
+def _reads(call: _Call, attempt: Attempt) -> KnownValues | Error:
     """Runs the model without an exporter; returns all that Python reads at the places where values are needed.
 
     An Error, if the values are not known.
@@ -310,12 +301,13 @@ def _reads(call: _Call, opened: Opened, expected: KnownValues) -> KnownValues | 
     Raises:
         Error: the model fails on these values.
     """
+    expected = attempt.values
     places, turned, blocked = set(expected.places), dict[int, bool](), set[Place]()
     while True:
         known_values = replace(expected, places=frozenset(places - blocked))
         reading = InputValues(known_values, call.autocast.device, turned, blocked)
         try:
-            _run_plainly(call, opened, reading)
+            _run_plainly(call, attempt, reading)
         except NeedsNumber as error:
             if error.place in blocked:
                 return explain_failure(error, error, call.skeleton)

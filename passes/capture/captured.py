@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
 from autotp.passes.capture.guards.code_names import CodeName
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Fits
-from autotp.passes.capture.guards.values import Outcome, Place, ValueRead
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, ValueRead
 from autotp.passes.capture.unsupported.long_sizes import Symbols
 
 
@@ -59,6 +59,39 @@ class Opened:
 
 
 NOTHING_OPENED = Opened()
+Blocks = Literal["by objects", "by tensors", "each"]
+"""Blocks that are alike are captured once, by what they do with objects or with tensors; or each by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What one capture of a model tries. A capture that fails says what the next one tries instead.
+
+    NOTE [How often forward runs]
+    The exporter runs `forward` once in each attempt, and a run without the exporter finds the values that Python reads.
+    Most models need one attempt. A further one is made for a reason, and each reason only ever takes something away or
+    adds something, so it cannot come back: `symbols` become fewer (2 times at most), `looks` and `exactly` are given up
+    or asked for (once), `blocks` are captured in a plainer way (2 times, and again after each other reason), `opened`
+    grows by attributes of the model, and `values` by places of its code. `passes/capture/capture.py` has the one loop.
+
+    Attributes:
+        opened: the attributes whose values are inputs of the graph.
+        values: what is known of the values that Python reads of tensors.
+        symbols: the dimensions of inputs that are symbols at most: NOTE [Sizes that become numbers]
+        looks: whether the graph may be one for batches with padding, or without: NOTE [Looks at masks]
+        exactly: whether masks are kept that attention would not need: `autotp.model_library.during_capture`.
+        blocks: how blocks that are alike are captured.
+    """
+
+    opened: Opened = NOTHING_OPENED
+    values: KnownValues = NO_VALUES
+    symbols: Symbols = "all"
+    looks: bool = True
+    exactly: bool = False
+    blocks: Blocks = "by objects"
+
+
+FIRST_ATTEMPT = Attempt()
 
 
 @dataclass(frozen=True)
@@ -83,7 +116,6 @@ class Captured:
         autocast: the settings of autocast during capture; the graph names their `device`.
         reads: the attributes that the model read.
         opened: paths of the tensors and numbers in attributes that are inputs; they follow the arguments' tensors.
-        known: the attributes that are known to change from call to call.
         changes: the changes of a call to the model's attributes; leaves are `OutputAt`, `InputSize` or plain values.
         stays: positions of the outputs that attributes are set to and that are inputs of the next call.
         results: the number of outputs that the model returns; the outputs after them are new values of attributes.
@@ -93,10 +125,8 @@ class Captured:
         wanted: the answers to the model's questions about gradients: the graph is right only for calls with the same.
         hooks: forward hooks that the call registers: path of the module and hook; only those of a library of models.
         asked: what Python read of tensors, in order; the tensors are outputs after all that `changes` and `into` name.
-        places: the places at which values are needed.
+        attempt: what the capture tried: the attributes that are inputs, the places at which values are needed.
         symbolic: the places of numbers that sizes in the graph are made of, of which it has no values.
-        symbols: the dimensions of inputs that may be symbols. NOTE [Sizes that become numbers]
-        looks: whether it was captured with looks at masks. Without them it keeps its masks: NOTE [Looks at masks]
         input_values: graph of what Python reads of the inputs' values (canonicalize); None before that pass, or if it
             reads nothing.
     """
@@ -117,7 +147,7 @@ class Captured:
     autocast: Autocast
     reads: frozenset[Slot]
     opened: tuple[Path, ...]
-    known: Opened
+    attempt: Attempt
     changes: tuple[Change | Write, ...]
     stays: frozenset[int]
     results: int
@@ -126,10 +156,7 @@ class Captured:
     wanted: GradientsWanted = NOT_ASKED
     hooks: tuple[tuple[str, Any], ...] = ()
     asked: tuple[ValueRead, ...] = ()
-    places: frozenset[Place] = frozenset()
     symbolic: frozenset[Place] = frozenset()
-    symbols: Symbols = "all"
-    looks: bool = True
     input_values: fx.Graph | None = None
 
     @property
@@ -140,7 +167,7 @@ class Captured:
     @property
     def input_at(self) -> dict[Path, str]:
         """Path of a tensor in an attribute that is an input -> name of its placeholder."""
-        paths = [path for path in self.opened if path not in self.known.numbers]
+        paths = [path for path in self.opened if path not in self.attempt.opened.numbers]
         return dict(zip(paths, self.inputs[len(self.inputs) - len(paths) :], strict=True))
 
     @property

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
-from autotp.passes.capture.captured import Captured, InputSize, Opened, OutputAt
+from autotp.passes.capture.captured import Attempt, Captured, InputSize, Opened, OutputAt
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.attribute_paths import (
     Path,
@@ -48,14 +48,14 @@ def convert_program(
     example: Sequence[Any],
     autocast: Autocast,
     reads: frozenset[Slot],
-    opened: Opened,
+    attempt: Attempt,
 ) -> Captured | Opened:
     """Returns the graph of a program with its facts; or the attributes that have to be inputs in addition.
 
     Args:
         example: the inputs that `flat` ran on.
         reads: the attributes that the model read.
-        opened: the attributes that are inputs already.
+        attempt: what the capture tries.
     """
     graph = unfold(inline(program.graph_module.graph))
     placeholders = _placeholders(program, graph, flat)
@@ -83,7 +83,7 @@ def convert_program(
         autocast=autocast,
         reads=reads,
         opened=tuple(path for name, path in paths.items() if name not in unread),
-        known=opened,
+        attempt=attempt,
         **ran,
     )
 

@@ -19,6 +19,7 @@ from autotp.deferred_init.initialize import initialize
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.canonicalize.cse import cse
 from autotp.passes.capture.capture import capture
+from autotp.passes.capture.captured import Attempt
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.dce import live
 from autotp.rules.call import writes
@@ -385,9 +386,9 @@ def told(graph: fx.Graph) -> list[str]:
 def runs(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """How many blocks ran while the model was captured, of which the graph is as if all had."""
     graphs, counts = [], []
-    for once in (False, True):
+    for blocks in ("each", "by objects"):
         RAN.clear()
-        graphs.append(told(capture(skeleton_of(model), args, kwargs, once=once).graph))
+        graphs.append(told(capture(skeleton_of(model), args, kwargs, attempt=Attempt(blocks=blocks)).graph))
         counts.append(len(RAN))
     assert graphs[0] == graphs[1]
     return counts[1]

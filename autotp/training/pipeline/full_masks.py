@@ -37,7 +37,7 @@ def analyse_for_masks(
     if padded or _is_right_for_ones(analysis.captured, tensors):
         return analysis
     with_masks = analyse(skeleton, args, kwargs, tp, training, replace(call, looks=False), **options)
-    return replace(with_masks, captured=replace(with_masks.captured, looks=True))  # Nothing is left to try.
+    return replace(with_masks, call=replace(with_masks.call, looks=True))  # Nothing is left to try.
 
 
 def masks_left_out(captured: Captured) -> list[int]:

@@ -50,6 +50,13 @@ def as_many_as_values_say(x: Tensor, w: Tensor) -> Tensor:
     return linear(x, w) + torch.unique_consecutive(x[:, 0]).sum() + often.sum()
 
 
+def split_as_values_say(x: Tensor, w: Tensor) -> Tensor:
+    """The sizes of the parts add up to the rows, which is not known on tensors without values (JetMoe's experts)."""
+    counts = (x[:, 0] > -9).long().tolist()
+    parts = torch.cat([linear(rows, w) for rows in x.split(counts)])
+    return torch.zeros(3, 4, dtype=parts.dtype).index_add(0, torch.arange(3), parts)
+
+
 def transformed(x: Tensor, w: Tensor) -> Tensor:
     """There is no Fourier transform of bfloat16: autocast casts to float32."""
     return torch.fft.fft(linear(x, w)).real
@@ -88,6 +95,7 @@ def defaulted(x: Tensor, w: Tensor) -> Tensor:
         pytest.param(precise, BF16, 5, id="in-float32"),
         pytest.param(widest, BF16, None, id="widest"),
         pytest.param(as_many_as_values_say, BF16, 3, id="sizes-of-values"),
+        pytest.param(split_as_values_say, BF16, None, id="parts-of-values"),
         pytest.param(transformed, BF16, 3, id="fourier"),
         pytest.param(off_inside, BF16, 2, id="off-inside"),
         pytest.param(on_inside, OFF, None, id="on-inside"),

@@ -71,7 +71,7 @@ def test_what_no_graph_computes_becomes_a_number(name: str) -> None:
     """The graph is for this length, and for any number of rows; another length is captured by itself."""
     model, x = Sized(UNKNOWN[name]), torch.randn(3, 30, 8)
     captured = analyse(skeleton_of(model), (x,), {}, 2).captured
-    assert captured.symbols == "first"
+    assert captured.attempt.symbols == "first"
     assert captured.fits([(5, 30, 8)]) and not captured.fits([(3, 29, 8)])
     assert autotp.verify(model, 2, example_inputs=x).ok
     plain = Sized(UNKNOWN[name])

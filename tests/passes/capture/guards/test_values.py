@@ -18,7 +18,7 @@ import autotp
 from autotp.compiler import analyse
 from autotp.options import Options
 from autotp.passes.capture.capture import capture
-from autotp.passes.capture.captured import contradicted
+from autotp.passes.capture.captured import Attempt, contradicted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, shown, value_key
 from autotp.passes.capture.skeleton import skeleton_of
 
@@ -221,7 +221,7 @@ def test_data_is_a_detached_tensor() -> None:
 
 def asked(own: Callable[..., Any], values: KnownValues = NO_VALUES, ids: Tensor = IDS) -> list[tuple[str, Any]]:
     """Functions and values of what is read."""
-    found = capture(skeleton_of(Reading(own)), (ids,), {}, values=values)
+    found = capture(skeleton_of(Reading(own)), (ids,), {}, attempt=Attempt(values=values))
     return [(read.outcome.place.function, read.outcome.value) for read in found.asked]
 
 
@@ -240,9 +240,9 @@ def test_outcomes_of_a_run_come_first() -> None:
     """Outcomes of other places are of another run."""
     found = capture(skeleton_of(Reading(all_is_well)), (IDS,), {})
     first = found.asked[0].outcome
-    known = KnownValues(found.places, (first._replace(value=False),))
+    known = KnownValues(found.attempt.values.places, (first._replace(value=False),))
     assert [value for _, value in asked(all_is_well, known)] == [False, True, False]
-    other = KnownValues(found.places, (Outcome(Place("other.py", 1, "item"), False),))
+    other = KnownValues(found.attempt.values.places, (Outcome(Place("other.py", 1, "item"), False),))
     assert [value for _, value in asked(all_is_well, other)] == [True, True, False]
 
 
@@ -286,7 +286,7 @@ def test_known_outcomes_come_before_other_values() -> None:
         return sum(self.mlp(self.e(ids)) for _ in range(ids.max().item()))
 
     found = capture(skeleton_of(Reading(rounds)), (IDS,), {})
-    known = KnownValues(found.places, (found.asked[0].outcome._replace(value=8),))
+    known = KnownValues(found.attempt.values.places, (found.asked[0].outcome._replace(value=8),))
     assert asked(rounds, known) == [("item", 8)]
 
 

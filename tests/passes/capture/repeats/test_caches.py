@@ -11,7 +11,7 @@ from small_models import RAN, runs
 from torch import Tensor, fx, nn
 
 from autotp.passes.capture.capture import capture
-from autotp.passes.capture.captured import Captured
+from autotp.passes.capture.captured import Attempt, Captured
 from autotp.passes.capture.pytree import flatten, states
 from autotp.passes.capture.skeleton import skeleton_of
 
@@ -86,9 +86,9 @@ def test_a_cache_that_is_given(name: str, kind: str, new: int, monkeypatch: pyte
     given = following(model.eval(), inputs, kind, new)
     noted(model, monkeypatch)
     found = []
-    for once in (False, True):
+    for blocks in ("each", "by objects"):
         RAN.clear()
-        captured = capture(skeleton_of(model), (), copy.deepcopy(given), once=once)
+        captured = capture(skeleton_of(model), (), copy.deepcopy(given), attempt=Attempt(blocks=blocks))
         found.append(returned(captured, model, copy.deepcopy(given)))
     assert len(RAN) == 1
     expected = tensors(model(**given))

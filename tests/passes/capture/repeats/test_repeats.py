@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import autotp
 from autotp.models.gpt import Block as Layer
 from autotp.passes.capture.capture import capture
+from autotp.passes.capture.captured import Attempt
 from autotp.passes.capture.skeleton import skeleton_of
 
 pytest.importorskip("transformers")
@@ -45,7 +46,10 @@ def test_a_block_that_counts_its_calls_runs_each_time(does: Any, start: Any) -> 
     def fresh() -> Stack:
         return Stack(*(Block(does, count=start if start == 0 else []) for _ in range(2)), call=call)
 
-    found = [told(capture(skeleton_of(fresh()), (ZEROS,), {}, once=once).graph) for once in (False, True)]
+    found = [
+        told(capture(skeleton_of(fresh()), (ZEROS,), {}, attempt=Attempt(blocks=blocks)).graph)
+        for blocks in ("each", "by objects")
+    ]
     assert found[0] == found[1]
 
 

@@ -43,7 +43,7 @@ def inputs(batch: int, seq: int) -> Tensor:
 ], ids=["short", "long", "caught"])  # fmt: skip
 def test_a_capture_ends_where_sizes_are_long(rounds: int, caught: bool, symbols: str) -> None:
     captured = capture(skeleton_of(Growing(rounds, caught)), (inputs(2, 8),), {})
-    assert captured.symbols == symbols
+    assert captured.attempt.symbols == symbols
     assert captured.fits([[3, 8, 12]])  # The batch is a symbol in any case.
     assert captured.fits([[2, 9, 12]]) == (symbols == "all")
 
@@ -76,5 +76,5 @@ def test_what_sympy_cannot_solve_is_no_refusal(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ShapeEnv, "evaluate_expr", unsolved)
     captured = capture(skeleton_of(Growing(1)), (inputs(2, 8),), {})
-    assert captured.symbols == "none"
+    assert captured.attempt.symbols == "none"
     assert captured.fits([[2, 8, 12]]) and not captured.fits([[3, 8, 12]])
