@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -51,9 +50,9 @@ TABLE = Path(__file__).parent.parent / "docs" / "coverage.md"
 TEXT = """# Hugging Face families
 
 `python examples/hf_coverage.py` wrote this page, with torch {torch} and transformers {transformers}. It builds tiny
-random models of two layers (six heads, a vocabulary of 99, widths that three does not divide), and runs them in train
-and in eval mode, for tp in {sizes}. It compares the outputs, every gradient and a step of an optimizer with those of
-one device, in float64.
+random models of two layers (a vocabulary of 99, widths that three does not divide), and runs them in train and in eval
+mode, for tp in {sizes}. It compares the outputs, every gradient and a step of an optimizer with those of one device, in
+float64.
 
 - **cut in blocks**: the share of the parameters in numbered blocks that is cut; the smallest over all tp.
 - **a layer**: the collectives of a block, forward + backward; the most over all tp. A small collective sends the
@@ -61,8 +60,8 @@ one device, in float64.
   ranks), or at most a quarter of what the other collectives send (the sums of a norm, a router's weights).
 - **gradient**: the largest difference of any gradient, divided by the scale of the whole gradient. (For deberta_v2 it
   is larger: a scripted function of transformers computes a scale in float32, also in a float64 model.)
-- **seconds**: the time to capture, plan and lower once.
-- **whole in blocks, and why**: the weights in blocks that stay whole, where these are more than a twentieth.
+- **whole in blocks**: the weights in blocks that stay whole, where these are more than a twentieth. If no reason is
+  behind them, every rank needs all of their results.
 
 {header}
 {rows}
@@ -73,26 +72,25 @@ LAYOUTS = ((1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (4, 2))
 SEQUENCES = "\n## Sequences that are cut over ranks\n"
 OF_SEQUENCES = """
 `python examples/hf_coverage.py --sequences` wrote this table: the same models in training mode, on tp x cp ranks for
-(tp, cp) in {layouts}. The sequences have an odd number of tokens.
+(tp, cp) in {layouts}, with an odd number of tokens.
 
-- **cut**: the number of operators that are cut along a sequence over cp=2 ranks.
 - **whole there**: the operators that a gradient flows through, that read a sequence, and that every rank computes.
 - **over cp**: the collectives over cp=2 of the whole model, forward and backward.
-- **gradient**: the largest difference of any gradient from one device, over all these layouts.
 
 `pytest --all tests/system/test_families.py -k cut_sequences` runs them on real ranks for (1, 2), (2, 2), (1, 4) and
 (4, 2), with sequences of 7, 11 and 5 tokens. Of 5 tokens the last of four ranks has none.
 
-| family | cut | whole there | over cp | gradient |
-|---|---|---|---|---|
+| family | whole there | over cp | gradient |
+|---|---|---|---|
 {rows}
 
 {count} of {every} equal to one device in all these layouts.
 """
-UNEQUAL = "| | | |"
+NEEDED = "every rank needs all of its result"
+UNEQUAL = "| | |"
 """The middle of a row of a family that is not equal to one device."""
-HEADER = """| family | heads | attention | cut in blocks | a layer | gradient | seconds | whole in blocks, and why |
-|---|---|---|---|---|---|---|---|"""
+HEADER = """| family | heads | attention | cut in blocks | a layer | gradient | whole in blocks |
+|---|---|---|---|---|---|---|"""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ class Row:
     name: str
     heads: str
     attention: str
-    seconds: float
     found: tuple[Found, ...]
 
     @property
@@ -119,12 +116,12 @@ class Row:
 
     def __str__(self) -> str:
         if self.problems:
-            return f"| {self.name} | {self.heads} | {self.attention} | | | | | {self.problems[0]} |"
+            return f"| {self.name} | {self.heads} | {self.attention} | | | | {self.problems[0]} |"
         reports = [one.report for one in self.found if one.report]
         plans = [report.plan for report in reports]
         least = min(plans, key=share)
         worst = max(difference.error for report in reports for difference in report.gradients)
-        cells = f"{share(least):.1%}", layers(plans), f"{worst:.0e}", f"{self.seconds:.1f}", whole(least)
+        cells = f"{share(least):.1%}", layers(plans), f"{worst:.0e}", whole(least)
         return f"| {self.name} | {self.heads} | {self.attention} | {' | '.join(cells)} |"
 
 
@@ -133,12 +130,9 @@ def measure(name: str, sizes: Sequence[int]) -> Row:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()
-    start = time.perf_counter()
-    autotp.explain(model.train(), sizes[0], example_inputs=inputs)
-    seconds = time.perf_counter() - start
     found = tuple(verified(model.train(train), tp, inputs) for tp in sizes for train in (True, False))
     config: Any = model.config
-    return Row(name, heads(config), config._attn_implementation, seconds, found)
+    return Row(name, heads(config), config._attn_implementation, found)
 
 
 def verified(model: nn.Module, tp: int, inputs: dict[str, Any], cp: int = 1) -> Found:
@@ -166,7 +160,7 @@ def measure_sequences(name: str) -> tuple[str, str, bool]:
     over = plan.traffic.over("cp")
     sent = f"{sum(over.forward.values())} + {sum(over.backward.values())}"
     worst = max(difference.error for one in found for difference in one.report.gradients)  # type: ignore[union-attr]
-    return name, f"| {name} | {plan.in_sequence} | {stays} | {sent} | {worst:.0e} |", True
+    return name, f"| {name} | {stays} | {sent} | {worst:.0e} |", True
 
 
 def heads(config: Any) -> str:
@@ -191,8 +185,9 @@ def whole(plan: autotp.Plan) -> str:
     """Returns the matrices in blocks that stay whole, each kind once, if they are more than a twentieth."""
     if share(plan) >= 0.95:
         return ""
-    kinds = {".".join(entry.name.split(".")[-2:]): entry.reason for entry in plan.whole if entry.in_block}
-    return f"tp={plan.tp}: " + "; ".join(f"`{name}`: {reason}" for name, reason in kinds.items())
+    kinds = {f"`{'.'.join(entry.name.split('.')[-2:])}`": entry.reason for entry in plan.whole if entry.in_block}
+    named = {reason: ", ".join(name for name in kinds if kinds[name] == reason) for reason in kinds.values()}
+    return f"tp={plan.tp}: " + "; ".join(n if why == NEEDED else f"{n}: {why}" for why, n in named.items())
 
 
 def layers(plans: Sequence[autotp.Plan]) -> str:

@@ -36,9 +36,9 @@ from support.hf_walk import (
     UNBUILT,
     WRONG,
     Walked,
-    cell,
     counts,
     refused,
+    rows,
     sensitivity,
     share,
 )
@@ -56,10 +56,9 @@ ALONE = "it does not train on one device as the walk does it: "
 SECTION = "\n## On real ranks\n"
 TEXT = """
 `python examples/hf_coverage.py --all --on-ranks` trains the same classes through `parallelize` on two processes over
-gloo, forward and backward, with labels where a class takes them, in train and in eval mode. It compares the loss, all
-outputs, gradients and buffers with those of one device in float64, or in float32 where a class does not run in float64;
-a tenth of the classes in bfloat16, and a tenth under autocast as well. A value that is no number on one device must be
-none on the ranks. The order is random. It has walked {tried} of {every} classes so far.
+gloo, with labels where a class takes them, and compares the loss and all buffers, too. A class that does not run in
+float64 is compared in float32; a tenth of the classes in bfloat16, and a tenth under autocast as well. A value that is
+no number on one device must be none on the ranks. It has walked {tried} of {every} classes so far.
 
 **{right} of the {run} classes that could be built are right**, {low} of them in bfloat16 or under autocast, too.
 {counts}.
@@ -81,7 +80,6 @@ def precision_of(name: str) -> str:
 def section(walked: Sequence[Walked], every: int) -> str:
     """Returns the section of the docs that shows what was walked; `every` is the number of all classes."""
     right = [each for each in walked if each.outcome == RIGHT]
-    others = sorted((each for each in walked if each.outcome not in (RIGHT, UNBUILT)), key=lambda each: each.name)
     text = TEXT.format(
         tried=f"{len(walked):,}",
         every=f"{every:,}",
@@ -89,10 +87,7 @@ def section(walked: Sequence[Walked], every: int) -> str:
         run=sum(each.outcome != UNBUILT for each in walked),
         low=sum(each.message.startswith(("bfloat16", "autocast")) for each in right),
         counts=counts(walked),
-        rows="\n".join(
-            f"| {each.name} | {each.outcome} | {cell('; '.join(filter(None, (each.message, each.place))))} |"
-            for each in others
-        ),
+        rows=rows(walked),
     )
     return SECTION + text
 

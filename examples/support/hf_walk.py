@@ -260,18 +260,14 @@ def _ours(error: Exception) -> str:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
-HEADER = "| class | outcome | what, where |\n|---|---|---|"
 PAGE = """# All of transformers
 
 `python examples/hf_coverage.py --all` wrote this page, with torch {torch} and transformers {transformers}. It takes
 the classes of the `Auto` mappings in a random order, {tried} of {every} so far, and makes their default configurations
 small by rules that know no model: two layers, narrow, a small vocabulary. It compares the outputs and every gradient
-with those of one device, in train and in eval mode, in float64, for tp in {sizes}. Each class runs in a process of its
-own, with a limit of {limit} seconds of the processor and {memory} GiB. A model that magnifies round-off is right if
-its differences are at most {own} times those that it makes on one device where each weight changes by {change:.0e} of
-itself.
-
-The ranks were simulated. The last section says what was trained on real ones.
+with those of one device, in train and in eval mode, in float64, for tp in {sizes}, on simulated ranks. Each class has a
+limit of {limit} seconds of the processor and {memory} GiB. A model that magnifies round-off is right if its differences
+are at most {own} times those that it makes on one device where each weight changes by {change:.0e} of itself.
 
 **{right} of the {run} classes that could be built are right.** {counts}.
 
@@ -283,10 +279,11 @@ The ranks were simulated. The last section says what was trained on real ones.
 
 ## Classes that were built, and are not right
 
-{header}
+| class | outcome | what, where |
+|---|---|---|
 {rows}
 
-## Causes why the others were not built
+## Why the others were not built
 
 | classes | cause |
 |---|---|
@@ -300,7 +297,8 @@ def page(found: Sequence[Walked], sizes: Sequence[int], limit: int, every: int) 
 
     counted = Counter(one.outcome for one in found)
     causes = Counter(_cause(one.message) for one in found if one.outcome == UNBUILT)
-    others = sorted((one for one in found if one.outcome not in (RIGHT, UNBUILT)), key=lambda one: one.name)
+    shown = [f"| {n} | {cause} |" for cause, n in causes.most_common() if n > 1]
+    shown += [f"| {len(causes) - len(shown)} | another cause each |"] * (len(causes) > len(shown))
     return PAGE.format(
         torch=torch.__version__.partition("+")[0],
         transformers=transformers.__version__,
@@ -314,15 +312,15 @@ def page(found: Sequence[Walked], sizes: Sequence[int], limit: int, every: int) 
         right=counted[RIGHT],
         run=len(found) - counted[UNBUILT],
         counts=counts(found),
-        causes="\n".join(f"| {n} | {cause} |" for cause, n in causes.most_common()),
-        header=HEADER,
-        rows="\n".join(map(row, others)),
+        causes="\n".join(shown),
+        rows=rows(found),
     )
 
 
 def _cause(message: str) -> str:
     """Returns a message without names and numbers, so that equal causes have equal texts."""
-    return cell(re.sub(r"\d+", "N", re.sub(r"`[^`]*`|'[^']*'", "...", message))[:140])
+    text = re.sub(r"`[^`]*`|'[^']*'|\w+(?=\.forward)|.*(?= requires the)", "...", message.partition(" but it")[0])
+    return cell(re.sub(r"\d+", "N", text)[:100])
 
 
 def counts(found: Sequence[Walked]) -> str:
@@ -331,9 +329,15 @@ def counts(found: Sequence[Walked]) -> str:
     return ", ".join(f"{counted[outcome]} {outcome}" for outcome in OUTCOMES)
 
 
-def row(one: Walked) -> str:
-    """Returns the row of the table."""
-    return f"| {one.name} | {one.outcome} | {cell('; '.join(filter(None, (one.message, one.place))))} |"
+def rows(found: Iterable[Walked]) -> str:
+    """Returns the rows of those that were built, and are not right: of those with one cause in one file, one row."""
+    alike: dict[tuple[str, ...], tuple[list[str], str]] = {}
+    for one in sorted(found, key=lambda one: one.name):
+        cause = () if one.outcome in (SLOW, LARGE) else (one.message, one.place.partition(":")[0])
+        if one.outcome not in (RIGHT, UNBUILT):
+            what = cell("; ".join(filter(None, (one.message, one.place))))
+            alike.setdefault((one.outcome, *cause), ([], what))[0].append(one.name)
+    return "\n".join(f"| {', '.join(names)} | {kind} | {what} |" for (kind, *_), (names, what) in alike.items())
 
 
 def cell(text: str) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from support.hf_walk import (
     CRASHED,
-    HEADER,
     LARGE,
     REFUSED,
     RIGHT,
@@ -23,7 +22,6 @@ from support.hf_walk import (
     counts,
     read,
     refused,
-    row,
     walk,
 )
 from support.library_models import LIBRARIES, MODELS, MODULES, built
@@ -32,6 +30,7 @@ from tqdm import tqdm
 
 SIZES = (2, 3)
 PAGE = Path(__file__).parents[2] / "docs" / "coverage_libraries.md"
+MOST = 0.9
 RESULTS = Path(__file__).parents[1] / "libraries_coverage.jsonl"
 TEXT = """# Models of other libraries
 
@@ -44,13 +43,11 @@ each mode: the example, other values, and another number of rows.
 
 {summary}
 {reasons}
-- **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut, the smallest of both
-  sizes.
-- **refused**: `autotp.Error` says what cannot be made parallel, and what to write instead.
+## Models that are right
 
-## Models
+At least {most:.0%} of the parameters in numbered blocks (or of all, without blocks) are cut, on both sizes; where it is
+less, the share is in brackets.
 
-{header}
 {rows}
 """
 FILES = "\n## Public files and loops\n"
@@ -143,9 +140,15 @@ def page(found: Sequence[Walked]) -> str:
         counts=counts(found),
         summary="\n".join([SUMMARY, *(_summed(library, rows) for library, rows in of_library.items() if rows)]),
         reasons="".join(["\n", *reasons] if reasons else []),
-        header=HEADER.replace("class", "model", 1),
-        rows="\n".join(map(row, found)),
+        most=MOST,
+        rows="\n".join(f"- {library}: {_cut(rows)}" for library, rows in of_library.items() if rows),
     )
+
+
+def _cut(found: Sequence[Walked]) -> str:
+    """Returns the names of the models that are right, with the share that is cut where it is small."""
+    right = {one.name.partition("/")[2]: one.share for one in found if one.outcome == RIGHT}
+    return ", ".join(name if round(share, 2) >= MOST else f"{name} ({share:.0%})" for name, share in right.items())
 
 
 def _summed(library: str, found: Sequence[Walked]) -> str:

@@ -125,7 +125,7 @@ def test_one_row_of_cut_sequences_is_written(monkeypatch: pytest.MonkeyPatch, tm
     after, _, written = copy.read_text().partition(hf_coverage.SEQUENCES)
     assert before == after
     other = [j for i, j in zip(rows.splitlines(), written.splitlines(), strict=True) if i != j]
-    assert other[0] == "| llama | | | | why |" and len(other) == 2
+    assert other[0] == "| llama | | | why |" and len(other) == 2
     every, bad = len(FAMILIES), written.count(hf_coverage.UNEQUAL)
     assert other[1] == f"{every - bad} of {every} equal to one device in all these layouts."
 
