@@ -36,10 +36,8 @@ STAGES = {
 
 
 OPENING = """`print(autotp.stages(model, tp=2))` prints what a model becomes on its way, stage by stage, on any machine
-and without processes; `autotp.stages(model, tp=2)["plan"]` is one stage. Each stage is a folder of `passes/`. Look here
-first when you change a pass, or want to know why something is cut, or is not. `autotp stages MODEL --tp 2` prints what
-each pass did, and with `--pass NAME` the code before and after one ([command_line.md](command_line.md#stages)). `python
-docs/stages.py` writes this page."""
+and without processes; `autotp.stages(model, tp=2)["plan"]` is one stage. `autotp stages MODEL --tp 2` prints what each
+pass did ([command_line.md](command_line.md#stages)). `python docs/stages.py` writes this page."""
 
 
 class MLP(nn.Module):
@@ -75,11 +73,11 @@ def module_of(stage: str, name: str) -> str:
 
 def table() -> str:
     """The passes in the order in which the compiler runs them, each with the first line of its file."""
-    rows = ["| folder of `passes/` | pass | | left out by |", "|---|---|---|---|"]
+    rows = ["| folder of `passes/` | pass | |", "|---|---|---|"]
     for each in (*CANONICALIZE, *PLAN, *LOWER):
         module = importlib.import_module(module_of(each.stage, each.name))
         what = (module.__doc__ or "").splitlines()[0].removeprefix(f"{each.name}: ")
-        rows.append(f"| {each.stage} | {each.name} | {what} | {f'`without={each.name!r}`' * (each.name in OPTIONAL)} |")
+        rows.append(f"| {each.stage} | {each.name} | {what}{' *' * (each.name in OPTIONAL)} |")
     return "\n".join(rows)
 
 
@@ -89,7 +87,7 @@ def page() -> str:
         "# From a model to what a rank runs",
         fill(OPENING, 120),
         "## The passes, in order",
-        "`capture` comes before these, `check` and `emit` behind them.",
+        "`capture` comes before these, `check` and `emit` behind them. A pass with * may be left out: `without='cse'`.",
         table(),
     ]
     for title, kind in (("An MLP", MLP), ("An attention", Attention)):
