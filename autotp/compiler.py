@@ -592,6 +592,51 @@ LOWER = (
 )
 
 
+# ---- emit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a rank's graph runs.
+
+    Attributes:
+        settings: the options under which it runs: of a training, or of a model without one.
+        device: the rank's device.
+        groups: mesh axis -> name of the process group; empty for a simulation.
+    """
+
+    settings: Options
+    device: torch.device
+    groups: Mapping[str, str | None]
+
+
+def _bind(p: Program, site: Site, graph: fx.Graph) -> fx.Graph:
+    return bind(graph, site.device, site.groups, p.captured.owned, site.settings.optional("in_place"))
+
+
+def _recompute(p: Program, site: Site, graph: fx.Graph) -> fx.GraphModule:
+    if not site.settings.optional("outline"):
+        return fx.GraphModule(nn.Module(), graph)
+    return recompute(graph, site.settings.recompute, p.updated)
+
+
+def _is_in_halves(options: Options) -> bool:
+    return options.overlap == "batch"
+
+
+EMIT = (
+    Pass("emit", "bind", _bind),
+    Pass("emit", "interleave", lambda p, site, graph: interleave(graph), _is_in_halves),
+    Pass(
+        "emit", "weight_sums", lambda p, site, graph: weight_sums(graph),
+        lambda options: _is_in_halves(options) and options.optional("weight_sums"),
+    ),
+    Pass("emit", "late_sums", lambda p, site, graph: late_sums(graph), _unless_left_out("late_sums")),
+    Pass("emit", "recompute", _recompute),
+    Pass("emit", "python_calls", lambda p, site, module: call_python(module)),
+)  # fmt: skip
+
+
 # ---- all stages
 
 
@@ -929,19 +974,17 @@ def emitted(
     Args:
         groups: mesh axis -> name of the process group; empty for a simulation.
     """
-    return call_python(emitted_operators(graph, program, settings, device, groups))
+    site = Site(settings=settings, device=device, groups=groups)
+    return EMIT[-1].run(program, site, emitted_operators(graph, program, settings, device, groups))
 
 
 def emitted_operators(
     graph: fx.Graph, program: Program, settings: Options, device: torch.device, groups: Mapping[str, str | None]
 ) -> fx.GraphModule:
     """Returns `emitted` before its last pass: for readers, who ask what an operator is. Arguments as there."""
-    bound = bind(graph, device, groups, program.captured.owned, settings.optional("in_place"))
-    if settings.overlap == "batch":
-        bound = interleave(bound)
-        bound = weight_sums(bound) if settings.optional("weight_sums") else bound
-    if settings.optional("late_sums"):
-        bound = late_sums(bound)
-    if not settings.optional("outline"):
-        return fx.GraphModule(nn.Module(), bound)
-    return recompute(bound, settings.recompute, program.updated)
+    site = Site(settings=settings, device=device, groups=groups)
+    emission: Any = graph
+    for pass_ in EMIT[:-1]:
+        if pass_.wanted(settings):
+            emission = pass_.run(program, site, emission)
+    return emission

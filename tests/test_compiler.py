@@ -16,9 +16,11 @@ from torch import fx
 import autotp
 from autotp.compiler import (
     CANONICALIZE,
+    EMIT,
     LOWER,
     PLAN,
     UNKNOWN,
+    Pass,
     Program,
     analyse,
     captured_program,
@@ -30,12 +32,14 @@ from autotp.options import DEFAULTS, OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.local_sizes import Target
 
-TABLE = (*CANONICALIZE, *PLAN, *LOWER)
+TABLE = (*CANONICALIZE, *PLAN, *LOWER, *EMIT)
 PASSES = Path(autotp.__file__).parent.parent / "passes"
 WITHIN = {"balance"}
 """Passes between two steps of another row: of `context_parallel`, which plans, lowers and checks over its own axis."""
-NOT_IN_THE_TABLE = {"repeats", "in_place", "outline", "late_sums", "weight_sums", *WITHIN}
-"""What may be left out of the stages capture and emit, which are one call each, and of a row."""
+AFTERWARDS = {"compiled"}
+"""Passes over a module that has its parameters: `autotp/runtime/executable.py` calls them."""
+NOT_IN_THE_TABLE = {"repeats", "in_place", "outline", *WITHIN}
+"""What may be left out of the stage capture, which is one call, and of a row."""
 GIVEN = (skeleton_of(Plain()), (torch.ones(2, 3, 8),), {}, 2)
 
 
@@ -43,6 +47,11 @@ def names(options: Options) -> list[str]:
     """The passes that a model takes under these options."""
     found = [each.name for each, _ in programs_after_passes(captured_program(*GIVEN, options))]
     return found + [each.name for each, _ in graphs_after_passes(analyse(*GIVEN, options), Target("tp", 2, 0))]
+
+
+def before_emit(options: Options) -> list[str]:
+    """The rows of the stages before emit that these options want."""
+    return [row.name for row in TABLE if row.stage != "emit" and row.wanted(options)]
 
 
 def length_of(graph: fx.Graph, program: Program) -> Any:
@@ -83,7 +92,7 @@ def test_each_row_is_a_file() -> None:
     assert len({row.name for row in TABLE}) == len(TABLE)
 
 
-@pytest.mark.parametrize("stage", ["canonicalize", "plan", "lower"])
+@pytest.mark.parametrize("stage", ["canonicalize", "plan", "lower", "emit"])
 def test_each_pass_has_a_row(stage: str) -> None:
     """A file that calls itself a pass is one, or a part of one, which the rows' own files import."""
     files = {file.stem: file.read_text() for file in (PASSES / stage).rglob("*.py")}
@@ -91,7 +100,7 @@ def test_each_pass_has_a_row(stage: str) -> None:
     rows = {row.name for row in TABLE if row.stage == stage}
     imported = re.compile(rf"from autotp\.passes\.{stage}\.(?:\w+\.)?(\w+) import")
     used = {name for text in files.values() for name in imported.findall(text)}
-    assert rows <= passes <= rows | used | WITHIN
+    assert rows <= passes <= rows | used | WITHIN | AFTERWARDS
 
 
 def test_what_may_be_left_out() -> None:
@@ -111,7 +120,7 @@ def test_what_may_be_left_out() -> None:
         (Options(experts="expert"), ["experts"]),
         (Options(sequence_parallel=True), ["sequence_parallel"]),
         (Options(cp=2), ["equal_inputs", "causal_masks", "context_parallel"]),
-        (Options(overlap="batch"), ["equal_inputs", "two_halves"]),
+        (Options(overlap="batch"), ["equal_inputs", "two_halves", "interleave", "weight_sums"]),
     ],
     ids=["summed", "experts", "sequence", "context", "halves"],
 )
@@ -120,10 +129,30 @@ def test_what_options_add(options: Options, more: list[str]) -> None:
 
 
 def test_a_model_takes_the_rows_in_their_order() -> None:
-    assert names(DEFAULTS) == [row.name for row in TABLE if row.wanted(DEFAULTS)]
+    assert names(DEFAULTS) == before_emit(DEFAULTS)
     assert names(Options(without=("cse", "overlap"))) == [
-        row.name for row in TABLE if row.wanted(DEFAULTS) and row.name not in ("cse", "overlap")
+        name for name in before_emit(DEFAULTS) if name not in ("cse", "overlap")
     ]
+
+
+@pytest.mark.parametrize("options", [DEFAULTS, Options(overlap="batch"), Options(without=("late_sums",))], ids=str)
+def test_every_road_emits_by_the_rows(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` runs each row that a training runs, in the same order: a row that is added is on all roads at once."""
+    ran: list[str] = []
+
+    def noted(row: Pass) -> Pass:
+        def run(*given: Any) -> Any:
+            ran.append(row.name)
+            return row.run(*given)
+
+        return replace(row, run=run)
+
+    monkeypatch.setattr("autotp.compiler.EMIT", tuple(map(noted, EMIT)))
+    assert autotp.verify(
+        Plain(), 2, example_inputs=torch.randn(2, 3, 8), overlap=options.overlap, without=options.without
+    ).ok
+    rows = [row.name for row in EMIT if row.wanted(options)]
+    assert ran == rows * 2  # For each of the two ranks.
 
 
 def test_facts_stand_in_the_program_behind_the_pass_that_finds_them() -> None:
