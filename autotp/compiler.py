@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autotp.display.progress import progress
-from autotp.errors import Error
+from autotp.errors import REPORT, Error
 from autotp.ops.eager_mode import uncollected
 from autotp.ops.placement_moves import apart
 from autotp.options import DEFAULTS, Options
@@ -305,7 +305,10 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
             alternative="autotp.parallelize(model, tp), which takes the whole batch at once",
         )
     if captured.into:
-        raise Error("the model writes into its inputs, and each part of a batch has other inputs")
+        raise Error(
+            "the model writes into its inputs, and each part of a batch has other inputs",
+            fix="write the new value to a new tensor",
+        )
     if written := [*captured.changes, *(name for name, _ in captured.sets)]:
         names = ", ".join(sorted({f"`{name}`" for name in written}))
         raise Error(
@@ -315,7 +318,11 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
         )
     if p.updated:
         names = ", ".join(captured.buffers[place] for place in p.updated)
-        raise Error(f"the model changes its buffers ({names}), which parts of a batch cannot share")
+        raise Error(
+            f"the model changes its buffers ({names}), which parts of a batch cannot share",
+            fix="a norm without running statistics",
+            alternative="autotp.parallelize(model, tp), which takes the whole batch at once",
+        )
     if (sparse := next(filter(sparse_argument, p.graph.nodes), None)) is not None:
         raise Error(
             f"`{operator_name(sparse)}` has a sparse gradient, which replicas and stages cannot sum",
@@ -324,9 +331,15 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
             at=line_of(sparse),
         )
     if loss is None:
-        raise Error("the model returns no loss (a tensor without dimensions)", fix="labels among the inputs")
+        raise Error(
+            "the model returns no loss (a tensor without dimensions)",
+            fix="a model that takes labels, and returns its loss",
+        )
     if not captured.example or not captured.example[0]:
-        raise Error("the model's first input has no rows, and so there is no batch", fix="the batch first")
+        raise Error(
+            "the model's first input has no rows, and so there is no batch",
+            fix="the batch as the first dimension of the first argument",
+        )
 
 
 CANONICALIZE = (
@@ -745,7 +758,7 @@ def _expect_no_assumptions(graph: fx.Graph) -> Iterator[None]:
     before = len(size_assumptions(graph))
     yield
     if assumed := size_assumptions(graph)[before:]:
-        raise Error(f"a pass assumes {assumed[0]} of all calls", fix="a report of it, with the model")
+        raise Error(f"a pass assumes {assumed[0]} of all calls", fix=REPORT)
 
 
 def _next_capture(program: Program, amend: Amend | None) -> tuple[CallState, Symbols | None]:

@@ -11,6 +11,8 @@ from typing import TypeVar
 T = TypeVar("T")
 TRACEBACK = "AUTOTP_TRACEBACK"
 """An environment variable: with "full", an Error's traceback also has the lines of autotp."""
+REPORT = "a report of it, with the model"
+"""The `fix` of an Error that a mistake of autotp causes."""
 
 
 class Error(RuntimeError):

@@ -78,7 +78,8 @@ class Replay(TorchFunctionMode):
         except Error:
             raise
         except Exception as error:
-            raise Error(f"{event} failed on {self.device}: {type(error).__name__}: {error}") from error
+            problem = f"{event} failed on {self.device}: {type(error).__name__}: {error}"
+            raise Error(problem, fix="an initialiser that runs on this device, for this module alone") from error
 
     def _adopt(self, module: nn.Module) -> None:
         """Builds a second `module`, and takes its tensors as stand-ins."""

@@ -646,15 +646,15 @@ def _mesh_line(tp: int, dp: int) -> str:
 
 
 def _too_few(tp: int, cp: int, problem: str) -> Error:
-    if "ipykernel" in sys.modules:
-        started = f"accelerate.notebook_launcher(train, (), num_processes={tp * cp})"
-        proof = f"tp={tp}, cp={cp}" if cp > 1 else f"tp={tp}"
-        return Error(
-            problem,
-            fix=f"a function that builds, parallelizes and trains, and {started}",
-            alternative=f"autotp.verify(model, {proof}), which needs one process",
-        )
-    return Error(problem, fix=_command(tp * cp))
+    if "ipykernel" not in sys.modules:
+        return Error(problem, fix=_command(tp * cp))
+    started = f"accelerate.notebook_launcher(train, (), num_processes={tp * cp})"
+    proof = f"tp={tp}, cp={cp}" if cp > 1 else f"tp={tp}"
+    return Error(
+        problem,
+        fix=f"a function that builds, parallelizes and trains, and {started}",
+        alternative=f"autotp.verify(model, {proof}), which needs one process",
+    )
 
 
 def _command(tp: int) -> str:

@@ -146,7 +146,7 @@ def _write(path: Path, text: str) -> None:
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except OSError as error:
-        raise Error(f"{path} cannot be written: {error.strerror or error}") from error
+        raise Error(f"{path} cannot be written: {error.strerror or error}", fix="another path") from error
     finally:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)

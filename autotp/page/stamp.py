@@ -103,4 +103,5 @@ def expect_same_layout(subject: Subject, report: Report) -> None:
             expected += (layout.schedule, engine_of(layout.schedule, layout.interleave).rounds)
     if got != expected:
         texts = [", ".join(f"{n}={x}" for n, x in zip(names, values, strict=False)) for values in (expected, got)]
-        raise Error("the proof is of another layout", expected=texts[0], got=texts[1])
+        fix = "autotp.verify with the sizes of the estimate, and microbatches = batch / dp / micro_batch"
+        raise Error("the proof is of another layout", expected=texts[0], got=texts[1], fix=fix)

@@ -87,7 +87,12 @@ def rule_of(call: Call) -> Rule | None:
     result = None if function is None else function(call)
     if result is not None and call.target in USER_RULES and not _fits(result, call):
         shapes = [", ".join(str(list(t.shape)) for t in side) for side in (f.present(call), call.outputs)]
-        raise Error(f"the rule of {call.target} does not fit", rule=str(result), shapes=" -> ".join(shapes))
+        raise Error(
+            f"the rule of {call.target} does not fit",
+            rule=str(result),
+            shapes=" -> ".join(shapes),
+            fix="one name for each dimension, or * for all dimensions before",
+        )
     return result
 
 

@@ -151,7 +151,11 @@ class _Versions:
         for name, value in zip(names[3:5], moved, strict=True):
             root = self._root(arguments[name])
             if root.op == "placeholder" and root.name not in writable:
-                raise _refused(node, "updates running statistics that are not buffers of the model")
+                raise _refused(
+                    node,
+                    "updates running statistics that are not buffers of the model",
+                    'self.register_buffer("running_mean", ...)',
+                )
             self._write(arguments[name], value)
             self.version[root] = self.version.get(root, 0) + 1
         self.current[node] = made

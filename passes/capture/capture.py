@@ -173,7 +173,8 @@ def _tried(call: _Call, attempt: Attempt, first: Attempt) -> Captured | Attempt:
     if isinstance(result, Opened):
         if attempt.opened | result == attempt.opened:
             names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(result.slots))
-            raise Error(f"forward writes into {names} in a way that a graph cannot", fix="a buffer")
+            fix = "a buffer for that state, written by self.name.copy_(value)"
+            raise Error(f"forward writes into {names} in a way that a graph cannot", fix=fix)
         return replace(following, opened=attempt.opened | result)
     if isinstance(result, _NeedsValues):
         places = attempt.values.places | result.places

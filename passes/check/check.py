@@ -95,7 +95,10 @@ def check(
         separated = separate(lowered)
     except Exception as error:
         where = f"{to.axis} rank {to.rank} of {to.tp}"
-        raise Error(f"{where}: a group of products cannot be separated: {error!r}") from error
+        raise Error(
+            f"{where}: a group of products cannot be separated: {error!r}",
+            fix='without=("overlap",), and a report of it',
+        ) from error
     for node in separated.nodes:
         try:
             proof.visit(node)

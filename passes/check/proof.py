@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from autotp.errors import Error
+from autotp.errors import REPORT, Error
 from autotp.passes.check.erase import ModelNodes, called, listed, plain, valued
 from autotp.passes.check.local_calls import local_length
 from autotp.passes.check.types import Typed
@@ -61,7 +61,7 @@ class Proof:
         cut = cut_lengths(self.graph)
         facts = {label: renamed(str(fact), cut) for label, fact in facts.items()}
         where = f"{self.to.axis} rank {self.to.rank} of {self.to.tp}"
-        raise Error(f"{where}: `{node}` {problem}", **facts, at=line_of(node))
+        raise Error(f"{where}: `{node}` {problem}", **facts, at=line_of(node), fix=REPORT)
 
     def refuse_read(self, node: fx.Node, operand: fx.Node, typed: Typed, want: Placement, **facts: Any) -> NoReturn:
         expected, got = (f"{type(t.placement).__name__} {t}" for t in (replace(typed, placement=want), typed))

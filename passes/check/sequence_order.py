@@ -51,7 +51,7 @@ def expect_sequence_order(
 def _not_the_model(node: fx.Node, problem: str) -> NoReturn:
     raise Error(
         f"a balanced sequence would not compute the model: `{target_name(node.target)}` {problem}",
-        fix='without=("balance",)',
+        fix='without=("balance",), and a report of it',
         at=line_of(node),
     )
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autotp.errors import Error
+from autotp.errors import REPORT, Error
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
 from autotp.source_location import line_of
@@ -146,4 +146,4 @@ def _expect_alike(i: int, node: fx.Node, value: fx.Node) -> None:
 
 def _refused(problem: str, **facts: str) -> Error:
     where = "the stages of the pipeline do not compute the graph: "
-    return Error(where + problem, **facts)
+    return Error(where + problem, **facts, fix=REPORT)

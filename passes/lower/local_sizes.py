@@ -160,7 +160,11 @@ class Local:
         computed = None if term is None or isinstance(term, ast.Name) else self._computed(term)
         if not isinstance(computed, fx.Node):
             where = line_of(self.builder.origin) if self.builder.origin else "?"
-            raise Error(f"the size {symbol} cannot be computed from the inputs' shapes", at=where)
+            raise Error(
+                f"the size {symbol} cannot be computed from the inputs' shapes",
+                at=where,
+                fix="a fixed length and a mask, or this number as the length of an input",
+            )
         return computed
 
     def _computed(self, term: ast.AST) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.errors import Error
+from autotp.errors import REPORT, Error
 from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
@@ -44,7 +44,7 @@ def localize(local: Local, node: fx.Node, axes: Axes, factor: Factor, leaf: Axis
     elif node.target in FORMS:
         call = local.builder.raw(*FORMS[node.target](local, node, axes, leaf))
     else:
-        raise Error(f"{node.target} has no parallel form along `{factor.name}`", at=line_of(node))
+        raise Error(f"{node.target} has no parallel form along `{factor.name}`", at=line_of(node), fix=REPORT)
     values = node.meta["val"]
     tensors = list(values) if isinstance(values, list | tuple) else [values]
     local_values = [local.value(v, dims, leaf) for v, dims in zip(tensors, axes.dims[node], strict=True)]
@@ -146,7 +146,7 @@ def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> Any:
     """
     opened = open_product(axis, leaf)
     if opened is None or not is_major(axis, leaf):
-        raise Error(f"{node.target} cannot be cut inside an axis of {axis}", at=line_of(node))
+        raise Error(f"{node.target} cannot be cut inside an axis of {axis}", at=line_of(node), fix=REPORT)
     start = local.part(chunk_start, leaf)
     return start if opened[1] == ONE else local.times(start, local.size(opened[1]))
 

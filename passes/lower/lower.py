@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.errors import Error
+from autotp.errors import REPORT, Error
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
 from autotp.ops.placement_moves import first, place, take
 from autotp.passes.builder import Builder, fake_mode_of
@@ -281,5 +281,6 @@ class _Lowering:
     def _dim(self, node: fx.Node, leaf: Axis) -> int:
         dim = self.axes.dim_of(node, leaf)
         if dim is None:
-            raise Error(f"cannot move `{node}` along an axis of {leaf}, in several dimensions", at=line_of(node))
+            problem = f"cannot move `{node}` along an axis of {leaf}, in several dimensions"
+            raise Error(problem, at=line_of(node), fix=REPORT)
         return dim

@@ -70,7 +70,7 @@ def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
     except Exception as error:  # A user's operator may fail in any way.
         problem = f"{node.target} does not run on numbers like the graph's, so its rule is not proved"
         got = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise Error(problem, got=got, at=line_of(node)) from error
+        raise Error(problem, got=got, at=line_of(node), fix="an operator that takes such numbers") from error
     if problems:
         shapes = ", ".join(str(list(x.shape)) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         raise Error(

@@ -153,7 +153,11 @@ def staged(graph: fx.Graph, parts: Sequence[Collection[str]], parameters: Collec
     until = {node: max((homes.get(user, last) for user in node.users), default=home) for node, home in homes.items()}
     crossing = [[node for node, home in homes.items() if home <= i < until[node]] for i in range(last)]
     for node in (node for nodes in crossing for node in nodes if not isinstance(node.meta.get("val"), torch.Tensor)):
-        raise Error(f"a stage would send a value that is not a tensor: `{operator_name(node)}`", at=line_of(node))
+        raise Error(
+            f"a stage would send a value that is not a tensor: `{operator_name(node)}`",
+            at=line_of(node),
+            fix="that number as a tensor, or computed again in the later block",
+        )
     pairs = zip([[], *crossing], [*crossing, list(returned(graph))], strict=True)
     return [
         Stage(_cut(graph, homes, i, *pair), tuple(node.name for node in pair[0]), tuple(parts[i]))

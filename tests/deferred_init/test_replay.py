@@ -187,7 +187,11 @@ ERRORS: dict[str, tuple[Make, str]] = {
         """Back.reset_parameters() returns to `a.weight` after another module's tensors
   try      initialise the modules one after the other""",
     ),
-    "fails": (OnTheDevice, "OnTheDevice.reset_parameters() failed on cpu: ValueError: no such device"),
+    "fails": (
+        OnTheDevice,
+        """OnTheDevice.reset_parameters() failed on cpu: ValueError: no such device
+  try      an initialiser that runs on this device, for this module alone""",
+    ),
 }
 
 

@@ -244,7 +244,7 @@ def test_each_file_is_run_or_imported(page: str) -> None:
 
 
 def test_no_block_is_left_out() -> None:
-    """Each is Python that runs, a command, what one of these prints, a message (test_refused.py), or a notation."""
+    """Each is Python that runs, a command, what one of these prints, or a notation."""
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"README"}
     assert pages >= {*PAGES, *ELSEWHERE, *MADE}
     for page in sorted(pages - {*MADE}):
@@ -252,8 +252,7 @@ def test_no_block_is_left_out() -> None:
         for block in blocks(page):
             runs = block.language == "python" and page in (*PAGES, *ELSEWHERE)
             printed = before is not None and before.shown == block.code and (before.language or before.commands)
-            told = block.language == "text" and page == "refused"
-            assert runs or printed or told or block.commands or block.code.startswith(NOTATION), (page, block.line)
+            assert runs or printed or block.commands or block.code.startswith(NOTATION), (page, block.line)
             before = block
 
 

@@ -17,7 +17,7 @@ from sympy.printing.precedence import PRECEDENCE
 from torch.export import ExportedProgram
 from torch.utils._sympy.printers import PythonPrinter
 
-from autotp.errors import Error
+from autotp.errors import REPORT, Error
 
 Shapes = Sequence[Sequence[int]]
 Functions = tuple[tuple[str, "OnNumbers"], ...]
@@ -125,7 +125,7 @@ class Fits:
         printer, symbol_names = Printer(), {name for name, _ in self.symbols}
         for assumption in assumed:
             if not {str(symbol) for symbol in assumption.free_symbols} <= symbol_names:
-                raise Error(f"a pass assumes {assumption} of all calls", fix="a report of it, with the model")
+                raise Error(f"a pass assumes {assumption} of all calls", fix=REPORT)
         tests = tuple(map(printer.doprint, assumed))
         return replace(self, tests=self.tests + tests, functions=self.functions + tuple(printer.functions.items()))
 

@@ -37,6 +37,8 @@ from autotp.source_location import line_of
 aten = torch.ops.aten
 AXIS = "half"
 """The name of the mesh axis whose two ranks are the halves."""
+WITHOUT = 'overlap="none", and a report of it'
+"""What to write if the halves do not compute the same."""
 
 
 def batch_axes(graph: fx.Graph, axes: Axes, rows: Collection[str]) -> list[Axis]:
@@ -81,7 +83,8 @@ class _Merging:
         """Writes an operator of both halves."""
         self.builder.origin = pair[0]
         if any(node.op != pair[0].op or node.target is not pair[0].target for node in pair) and not _is_named(pair[0]):
-            raise Error(f"the halves of a batch are computed by other operators: {pair}", at=line_of(pair[0]))
+            problem = f"the halves of a batch are computed by other operators: {pair}"
+            raise Error(problem, at=line_of(pair[0]), fix=WITHOUT)
         if pair[0].target in MOVES and pair[0].args[1] == AXIS:
             self._give(pair, *MOVES[pair[0].target](self, pair))
             return
@@ -147,7 +150,8 @@ def _same(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
 def _scattered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
     a, b = merging.operands(pair)
     if a is not b:
-        raise Error("a value that both halves compute for themselves cannot be divided", at=line_of(pair[0]))
+        problem = "a value that both halves compute for themselves cannot be divided"
+        raise Error(problem, at=line_of(pair[0]), fix=WITHOUT)
     return merging.divided(pair, a, *_where(pair))
 
 
