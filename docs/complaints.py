@@ -1,4 +1,4 @@
-"""Writes docs/complaints.md from the scripts in examples/complaints: their docstrings, and their code.
+"""Writes docs/complaints.md from the scripts in examples/complaints: their docstrings, and the end of their code.
 
 python docs/complaints.py
 """
@@ -24,19 +24,16 @@ SECTIONS = {
 COMMANDS = {"one_process": "python", "two_processes": "torchrun --nproc-per-node 2"}
 """Folder -> what runs its scripts."""
 OPENING = (
-    """People who train with tensor and pipeline parallelism complain about the same things, in the trackers of many
-projects. Here are {count} such complaints. Each has a script of a few lines that ends in an assertion: the result is
-that of one device, or autotp raises the error that the script shows. The tests run all of them, and this page is made
-from them (`python docs/complaints.py`).""",
-    """**Elsewhere** says in our words what the threads say; the links lead to them. We read a copy that ends in
-September 2026, and the state in brackets is that of the copy. A thread is one version of one library on one day: much
-of it is mended by now, as some threads say themselves. What torch and transformers do now was tried, and is in the
+    """Here are {count} things that people who train with tensor and pipeline parallelism complain about in the trackers
+of many projects. Each has a script of a few lines, whose end is shown here: an assertion that the result is that of one
+device, or the error that autotp raises. The tests run all of them. `python docs/complaints.py` makes the page.""",
+    """**Elsewhere** says in our words what the threads say, as of September 2026. A thread is one version of a library
+on one day, and much of it is mended by now. What torch and transformers do now is in the
 [last section](#torch-and-transformers-tried); the other libraries were not run. **Here** says what autotp does, and
 where it falls short.""",
-    """The scripts prove arithmetic, on small models: `autotp.verify` runs all ranks in one process in float64, and two
-processes are joined by gloo on a CPU. None of this has run on a GPU, and nothing here is about speed
-([performance.md](performance.md)) or about serving many users at once, which vLLM, SGLang and TensorRT-LLM do and
-autotp does not. [limits.md](limits.md) lists what autotp does not do.""",
+    """The scripts prove arithmetic, on small models: `autotp.verify` runs all ranks in one process in float64, and gloo
+joins two processes on a CPU. None of this has run on a GPU, and nothing here is about speed
+([performance.md](performance.md)).""",
 )
 TRIED = "## torch and transformers, tried"
 THREAD = re.compile(r"\b([\w-]+)/([\w.-]+)#(\d+)")
@@ -68,6 +65,11 @@ class Complaint:
         title, elsewhere, here = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")
         code = "\n".join(text.splitlines()[first.end_lineno :]).strip("\n")
         return cls(path, title, elsewhere, here, code)
+
+    @property
+    def end(self) -> str:
+        """The last lines of the code, behind an empty line: what is asserted."""
+        return self.code.rpartition("\n\n")[2].strip("\n")
 
     @property
     def command(self) -> str:
@@ -109,7 +111,7 @@ def page() -> str:
         parts.append(f"## {heading}")
         for one in section:
             parts += [f"### {one.title}", paragraph("**Elsewhere.**", one.elsewhere), paragraph("**Here.**", one.here)]
-            parts += [f"```\n{one.command}\n```", f"```python\n{one.code}\n```"]
+            parts += [f"```\n{one.command}\n```", f"```python\n{one.end}\n```"]
     return "\n\n".join([*parts, *tried(), links(every)]) + "\n"
 
 

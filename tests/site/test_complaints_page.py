@@ -30,6 +30,7 @@ def test_each_script_is_shown_once() -> None:
 @pytest.mark.parametrize("one", COMPLAINTS, ids=lambda one: one.path.stem)
 def test_a_script_has_a_source_and_an_assertion(one: page.Complaint) -> None:
     assert page.THREAD.search(one.elsewhere)
+    assert ast.dump(ast.parse(one.end).body[-1]) == ast.dump(ast.parse(one.code).body[-1])
     last = ast.parse(one.code).body[-1]
     while isinstance(last, ast.For):
         last = last.body[-1]

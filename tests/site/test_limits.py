@@ -28,4 +28,4 @@ def tables() -> list[list[str]]:
 @pytest.mark.parametrize("at", range(2))
 def test_what_autotp_does_not_tell_comes_first(at: int) -> None:
     ranks = [rank(told) for told in tables()[at]]
-    assert len(ranks) > 25 and set(ranks) == {0, 1, 2} and ranks == sorted(ranks)
+    assert len(ranks) > 20 and set(ranks) == {0, 1, 2} and ranks == sorted(ranks)

@@ -3,9 +3,8 @@
 vllm-project/vllm#52435 (open): 256 experts on 3 ranks end in an assertion that the number must divide.
 pytorch/torchtitan#4258 (merged) makes such a number an error early.
 
-By default each rank has a part of every expert: experts are cut through their width, and their number does not matter.
-`experts="expert"` gives each rank whole experts, and does need a number that divides: others are cut by width, and the
-plan says so.
+By default each rank has a part of every expert, and their number does not matter. `experts="expert"` gives each rank
+whole experts, and needs a number that divides: others are cut by width, and the plan says so.
 """
 
 from transformers import MixtralConfig, MixtralForCausalLM

@@ -1,11 +1,11 @@
 """Queries, keys and values are one weight
 
 pytorch/pytorch#140069 (open): `ColwiseParallel` gives the first rank the first rows of a fused weight, which are
-queries only. A way to cut such weights was proposed in pytorch/pytorch#149701 (closed), and its checkpoints could not
-be resharded. huggingface/diffusers#13718 (merged) reorders the rows of fused weights, by code for each model.
+queries only. pytorch/pytorch#149701 (closed) proposed a way to cut such weights, whose checkpoints could not be
+resharded. huggingface/diffusers#13718 (merged) reorders the rows, by code for each model.
 
-The rules of `split` and `view` say which rows belong together, so each rank gets its part of q, of k and of v, in the
-order that they have. The same holds for the gate and the up projection in one weight.
+The rules of `split` and `view` say which rows belong together, so each rank gets its part of q, of k and of v. The same
+holds for the gate and the up projection in one weight.
 """
 
 from transformers import Phi3Config, Phi3ForCausalLM

@@ -1,11 +1,10 @@
 """The number of heads does not divide by the number of GPUs
 
-vllm-project/vllm#11797 (closed as stale): vLLM refuses a number of heads that the ranks do not divide. So Qwen2-7B,
-with 28 heads and 4 key/value heads, does not run on the 8 GPUs of a node. The thread asks for padding with heads of
-zeros, or for attention that every rank computes whole.
+vllm-project/vllm#11797 (closed as stale): vLLM refuses Qwen2-7B, with 28 heads and 4 key/value heads, on the 8 GPUs of
+a node. The thread asks for padding with heads of zeros, or for attention that every rank computes whole.
 
-Nothing is padded: of the 28 heads four ranks have four, and four ranks have three. (The four key/value heads are on two
-ranks each.) The ranks with four heads are slower in attention, which so takes as long as with 32 heads.
+Nothing is padded: four ranks have four heads, and four have three, so attention takes as long as with 32 heads. The
+four key/value heads are on two ranks each.
 """
 
 from transformers import Qwen2Config, Qwen2ForCausalLM

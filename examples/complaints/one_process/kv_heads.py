@@ -1,11 +1,11 @@
 """There are fewer key/value heads than ranks
 
-pytorch/torchtitan#2574 (open): Qwen3.5 MoE has two key/value heads. With more ranks than heads each rank gets a
-fraction of a head, and a reshape in attention fails. torchtitan has since refused this when it reads the configuration
-(pytorch/torchtitan#2577, merged); Megatron-Core copies the heads (pytorch/torchtitan#4016).
+pytorch/torchtitan#2574 (open): Qwen3.5 MoE has two key/value heads. With more ranks, each gets a fraction of a head,
+and a reshape in attention fails. torchtitan has since refused this (pytorch/torchtitan#2577, merged); Megatron-Core
+copies the heads (pytorch/torchtitan#4016).
 
 Ranks that share a head hold the same copy of it, and the gradients of the copies are summed. Keys and values stay whole
-where there is only one head, and where the numbers of heads and ranks have no common factor (2 heads on 3 ranks).
+where there is one head, or where the numbers of heads and ranks have no common factor (2 on 3).
 """
 
 from transformers import Qwen3Config, Qwen3ForCausalLM

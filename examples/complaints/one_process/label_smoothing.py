@@ -1,7 +1,7 @@
 """Label smoothing over a vocabulary that is cut
 
-NVIDIA/Megatron-LM#737 (open since 2024): the loss over a cut vocabulary smooths over the rank's own part of it, so the
-ranks have different losses, and all have wrong gradients. NVIDIA/Megatron-LM#7452 (open) lists it among silent errors.
+NVIDIA/Megatron-LM#737 (open since 2024): the loss over a cut vocabulary smooths over the rank's own part, so ranks have
+different losses, and wrong gradients. NVIDIA/Megatron-LM#7452 (open) lists it among silent errors.
 
 cross_entropy is taken apart like every operator: its mean over the classes is one more sum over the ranks.
 """

@@ -1,8 +1,7 @@
 """LoRA adapters on layers that are cut
 
-huggingface/peft#2394 (closed): the plan names layers of the base model, and with LoRA these layers are elsewhere, so
-training fails. huggingface/peft#3079 (merged) has since given adapters styles that depend on whether their layer is cut
-by columns or by rows.
+huggingface/peft#2394 (closed): the plan names layers of the base model, which are elsewhere with LoRA, so training
+fails. huggingface/peft#3079 (merged) gave adapters styles that depend on how their layer is cut.
 
 An adapter is two more products in the graph. Each is cut as its layer is: of a column's, B; of a row's, A.
 """

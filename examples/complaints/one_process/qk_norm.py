@@ -1,12 +1,11 @@
 """The gradients of q_norm and k_norm are those of a rank's own heads
 
 NVIDIA-NeMo/RL#3716 (open): each rank's gradient of Qwen3's `q_norm` is the sum over its own heads only. In one path of
-training nobody sums these gradients over the ranks, and the copies of the weight drift apart: no crash, no NaN. In
-transformers' plans such weights have a style of their own, `replicated_with_grad_allreduce`, which the author of a plan
-must choose.
+training nobody sums these over the ranks, and the copies of the weight drift apart without a word. In transformers'
+plans the author must choose `replicated_with_grad_allreduce` for such weights.
 
-A weight that is read whole by work that is divided has a gradient that is a sum over ranks. This follows from the rules
-of the operators, whatever the weight is called, and the graph is checked for it before it runs.
+If divided work reads a weight whole, the weight's gradient is a sum over ranks. This follows from the rules of the
+operators, and the graph is checked for it before it runs.
 """
 
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -2,10 +2,10 @@
 
 huggingface/transformers#42129 (merged): the plan's names did not match `w1`, `w2` and `w3` of Mixtral's experts, so
 these were never cut, without a word. pytorch/torchtitan#875 (closed): an operator that DTensor does not know is an
-error about mixed tensors, and needs a sharding strategy, forward and backward.
+error, and needs a sharding strategy, forward and backward.
 
-Names are not read. An operator without a rule gets whole tensors, the plan lists it with its line, and `strict=True`
-makes a weight of a block that stays whole an error. A rule is one line of text, and autotp tries it before it uses it.
+Names are not read. An operator without a rule gets whole tensors, and the plan lists it with its line; `strict=True`
+makes it an error if a weight of a block stays whole. A rule is one line of text, which autotp tries first.
 """
 
 import torch

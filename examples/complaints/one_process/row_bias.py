@@ -1,9 +1,8 @@
 """The bias behind the all-reduce is added once for each rank
 
 EleutherAI/gpt-neox#962 (open): two branches of a block are summed before one all-reduce, with their biases, so a bias
-counts once for each rank. The effect on a model is small, and hard to see. PaddlePaddle/Paddle#35186 (merged) mends the
-same in a row-parallel layer. The usual cure, a bias that is divided by tp, has a trap too: pytorch/torchtitan#4332
-(closed) reports that its gradient was divided as well.
+counts once for each rank. PaddlePaddle/Paddle#35186 (merged) mends the same in a row-parallel layer. The usual cure, a
+bias divided by tp, is a trap, too: in pytorch/torchtitan#4332 (closed) its gradient was divided as well.
 
 A bias leaves its product before anything is cut, and is added behind the sum.
 """

@@ -2,10 +2,9 @@
 
 pytorch/torchtitan#1306 (open): if the length does not divide by tp, the parts around embeddings and norms have wrong
 shapes, without a word; pytorch/torchtitan#1312 (merged) makes it an error. NVIDIA/TransformerEngine#435 (closed): a
-rank's norm sees a part of the sequence, so the gradients of its weight must be summed over the ranks, which is left to
-the caller.
+rank's norm sees a part of the sequence, and the caller has to sum the gradients of its weight over the ranks.
 
-Any length is cut, and the sums are part of the graph of each rank. Here seven tokens are on four ranks.
+Any length is cut, and the sums are part of each rank's graph. Here seven tokens are on four ranks.
 """
 
 import torch

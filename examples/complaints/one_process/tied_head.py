@@ -1,9 +1,8 @@
 """The head is tied to the embedding
 
-foundation-model-stack/foundation-model-stack#331 (merged): tensor parallelism breaks tied weights, so the embedding and
-the head of such a model stay whole. In pytorch/torchtitan#1524 (open) a maintainer answers that tied weights are not
-planned. huggingface/transformers#48779 (open): transformers has a rule for tied weights, which finds only embeddings
-that are called `embed_tokens`.
+foundation-model-stack/foundation-model-stack#331 (merged): embedding and head of a tied model stay whole. In
+pytorch/torchtitan#1524 (open) a maintainer answers that tied weights are not planned. huggingface/transformers#48779
+(open): transformers' rule for tied weights finds only embeddings that are called `embed_tokens`.
 
 One weight stays one weight. Its rows are cut for the lookup and for the logits, and its gradient is the sum of both.
 """

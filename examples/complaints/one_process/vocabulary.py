@@ -1,11 +1,10 @@
 """The vocabulary does not divide by the number of ranks
 
 vllm-project/vllm#440 (closed): BLOOM's 250,682 words do not divide by 8, so the model did not load;
-vllm-project/vllm#31474 (closed) reports the same of 151,552 words on 6 GPUs. Padding has a price of its own: in
-vllm-project/vllm#20843 (merged) the embedding and the head were padded to different sizes, which ended in a crash with
-LoRA.
+vllm-project/vllm#31474 (closed) reports the same of 151,552 words on 6 GPUs. Padding costs, too: in
+vllm-project/vllm#20843 (merged) embedding and head were padded differently, and LoRA crashed.
 
-The last rank has fewer rows. There are no padded rows, so none has to be hidden from the loss or taken out of a file.
+The last rank has fewer rows. No row is padded, so none is hidden from the loss or taken out of a file.
 """
 
 from transformers import BloomConfig, BloomForCausalLM

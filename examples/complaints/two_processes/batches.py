@@ -1,10 +1,10 @@
 """The ranks of one model get different batches
 
-pytorch/pytorch#119343 (open): tensor parallelism with other random inputs on each rank ended in a communication error;
-the user calls it a kind of silent failure, and asks for a message. A maintainer answers that a rank cannot know the
-inputs of the others without communication, so nothing is checked.
+pytorch/pytorch#119343 (open): tensor parallelism with other random inputs on each rank ended in a communication error,
+and the user asks for a message. A maintainer answers that a rank cannot know the others' inputs without communication,
+so nothing is checked.
 
-In the first two calls of each kind the ranks compare checksums of their inputs, and `check_inputs="always"` compares in
+In the first two calls of each kind the ranks compare checksums of their inputs; `check_inputs="always"` compares in
 each call. Without it, a difference in a later call is not noticed.
 """
 

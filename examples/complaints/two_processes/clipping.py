@@ -2,10 +2,10 @@
 
 meta-pytorch/torchtune#2420 (open): `clip_grad_norm_` fails under tensor parallelism. huggingface/accelerate#4219
 (merged) separates plain tensors from DTensors, which torch's function cannot take together. NVIDIA-NeMo/RL#3788 (open):
-a sum over the ranks counts gradients that all ranks hold once for each rank, so the norm is too large.
+a sum over the ranks counts gradients that all ranks hold once for each.
 
-While a parallel model exists, torch's own function takes the norm of the whole gradient: parts are summed over the
-ranks, and what all ranks hold counts once.
+torch's own function takes the norm of the whole gradient: parts are summed over the ranks, and what all ranks hold
+counts once.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """Dropout depends on the number of ranks
 
-pytorch/pytorch#168058 (open, high priority): random numbers of DTensor differ between 8 GPUs, 4 and 1, and with the
-dimension that is cut. With LLaMA 3 8B the reporter measures losses that differ by up to 1.1 because of dropout alone.
-So a difference from one device may be a bug, or only other masks.
+pytorch/pytorch#168058 (open, high priority): random numbers of DTensor differ between 8 GPUs, 4 and 1. With LLaMA 3 8B
+the reporter measures losses that differ by up to 1.1 because of dropout alone. So a difference from one device may be a
+bug, or only other masks.
 
 `randomness="exact"` draws the masks of one device, for the whole shape, and takes the rank's part. The default draws
 only the part, which costs less and gives other masks. On a GPU "exact" was never tried.

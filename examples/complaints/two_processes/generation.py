@@ -1,11 +1,11 @@
 """Sampling gives each rank another text
 
-huggingface/transformers#36634 (open): with `tp_plan`, each rank draws its own next token, so the ranks compute with
-different texts. In March 2025 a maintainer answers that `generate` is not yet compatible with tensor parallelism.
-NVIDIA/TensorRT-LLM#1767 (closed): the first rank stops at the end token, and the others wait without end.
+huggingface/transformers#36634 (open): with `tp_plan`, each rank draws its own next token. In March 2025 a maintainer
+answers that `generate` is not yet compatible with tensor parallelism. NVIDIA/TensorRT-LLM#1767 (closed): the first rank
+stops at the end token, and the others wait without end.
 
-The first rank's random state decides, and all ranks get its token: the text is that of one device, whatever the seeds
-of the others. Each token is chosen from logits that stay cut. Every rank must call `generate`.
+The first rank's random state decides: the text is that of one device, whatever the seeds of the others. Each token is
+chosen from logits that stay cut. Every rank must call `generate`.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """A model that is initialised in parts is another model
 
-pytorch/pytorch#140301 (open): the numbers that DTensor draws for a part are those of one device only if the size of the
-tensor is a multiple of the size of the generator's pool, which hardly any layer's is. So a sharded run starts from
-other weights than one device, and the two cannot be compared exactly.
+pytorch/pytorch#140301 (open): DTensor draws the numbers of one device only if the size of the tensor is a multiple of
+the size of the generator's pool, which hardly any layer's is. So a sharded run starts from other weights than one
+device.
 
 A model on `meta` is initialised by its own initialisers, one module at a time, and each rank keeps its part: the
 weights are those of one device, bit for bit. A constructor that draws numbers outside of `reset_parameters` is refused.

@@ -1,12 +1,12 @@
 """Muon orthogonalizes each rank's part of a matrix
 
 deepspeedai/DeepSpeed#8437 (open): the gradients of tp=1 and tp=2 agree to 7e-7, and the updates differ by 39%, because
-the orthogonalized part of a matrix is not the part of the orthogonalized matrix. Nothing fails, and the training
-depends on tp. Megatron-LM computes with whole matrices (NVIDIA/Megatron-LM#6720).
+the orthogonalized part of a matrix is not the part of the orthogonalized matrix. Nothing fails. Megatron-LM computes
+with whole matrices (NVIDIA/Megatron-LM#6720).
 
-A cut parameter behaves as the whole matrix to an optimizer, too: torch's Muon steps as on one device, and so does one
-that autotp does not know. Each rank then orthogonalizes every matrix. `autotp.whole_matrices(torch.optim.Muon)` shares
-this work: each matrix is stepped on one rank.
+A cut parameter behaves as the whole matrix to an optimizer, too, also to one that autotp does not know. Each rank then
+orthogonalizes every matrix. `autotp.whole_matrices(torch.optim.Muon)` shares this work: each matrix is stepped on one
+rank.
 """
 
 import copy

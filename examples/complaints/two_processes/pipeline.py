@@ -1,13 +1,12 @@
 """A pipeline of a Hugging Face model, without surgery
 
-pytorch/pytorch#184361 (open) reports that torch's own `pipeline` fails on every model of transformers that uses rotary
-positions. pytorch/PiPPy#1147 (open) cuts a Llama by hand, by deleting layers and the embedding, under the title "cannot
-use hf models". NVIDIA/Megatron-LM#656 (closed): in a pipeline, the copies of a tied head on the first and on the last
-stage drifted apart.
+pytorch/pytorch#184361 (open): torch's own `pipeline` fails on every model of transformers that uses rotary positions.
+pytorch/PiPPy#1147 (open) cuts a Llama by hand, by deleting layers and the embedding. NVIDIA/Megatron-LM#656 (closed):
+in a pipeline, the copies of a tied head drifted apart.
 
-The model is the same unedited class. Stages are cut from its graph; rotary tables and masks are computed by each stage
-that reads them. The gradients of a tied head are summed over its two stages. `distribute` refuses more models than
-`parallelize`: those whose rows depend on other rows, or whose `forward` sets attributes.
+The model is the same unedited class. Each stage computes the rotary tables and masks that it reads, and the gradients
+of a tied head are summed over its two stages. `distribute` refuses more models than `parallelize`: those whose rows
+depend on other rows, or whose `forward` sets attributes.
 """
 
 import copy

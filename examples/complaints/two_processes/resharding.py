@@ -1,11 +1,11 @@
 """A checkpoint of one layout is read by another, with its optimizer
 
-huggingface/transformers#48569 (open): with transformers' tensor parallelism and Trainer, saving waits without end (one
-rank saves, and all would have to gather), resuming fails on shapes, and the optimizer's state comes back wrong without
-a word. huggingface/nanotron#106 (closed) could not go on with another tp.
+huggingface/transformers#48569 (open): with transformers' tensor parallelism and Trainer, saving waits without end,
+resuming fails on shapes, and the optimizer's state comes back wrong without a word. huggingface/nanotron#106 (closed)
+could not go on with another tp.
 
-Any layout reads a checkpoint of any other, with the optimizer's moments. Here two steps run with tp=2, and the next two
-with pp=2. Only in the same layout the random states come back too.
+Any layout reads a checkpoint of any other, with the optimizer's moments. Here two steps run with tp=2, and two with
+pp=2. Random states come back only in the same layout.
 """
 
 import copy

@@ -1,12 +1,11 @@
 """The mean of the replicas' means is not the mean
 
 pytorch/torchtitan#1842 (closed, mended by pytorch/torchtitan#2206): each rank divides by its own number of tokens that
-count, and gradients are averaged over ranks. With padding, or with prompts that are masked out, a token of a short row
-counts more than others. huggingface/transformers#34242 (closed, mended by huggingface/transformers#34373) reports it of
-Trainer.
+count, and gradients are averaged over ranks. So with padding, a token of a short row counts more than others.
+huggingface/transformers#34242 (closed, mended by huggingface/transformers#34373) reports it of Trainer.
 
 A mean in the model's loss becomes a sum over the count of the whole batch, which the replicas exchange before the step.
-If autotp cannot see that a loss is such a mean, it refuses the model with the line.
+A loss in which autotp sees no such mean is refused.
 """
 
 import copy

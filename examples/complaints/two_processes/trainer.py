@@ -1,12 +1,11 @@
 """transformers.Trainer on a tensor-parallel model
 
-huggingface/transformers#41141 (open): users ask for one example that works, and get errors about `device_map`.
-huggingface/transformers#39674 (open): Trainer scaled the loss by the number of all processes, those of one
-tensor-parallel model too. In huggingface/transformers#34194 (merged) users report that clipping fails on mixed tensors,
-and that saving fails.
+huggingface/transformers#41141 (open): users ask for one example that works. huggingface/transformers#39674 (open):
+Trainer scaled the loss by the number of all processes, those of one tensor-parallel model too. In
+huggingface/transformers#34194 (merged) users report that clipping and saving fail.
 
 Nothing else is to be written. While all processes hold one parallel model, accelerate is shown one process. With `tp=2`
-on 4 processes it is shown two, which are replicas of one another (docs/works_with.md).
+on 4 processes it is shown two replicas (docs/works_with.md).
 """
 
 import copy
