@@ -987,17 +987,19 @@ def emitted(
     Args:
         groups: mesh axis -> name of the process group; empty for a simulation.
     """
-    site = Site(settings=settings, device=device, groups=groups)
-    return EMIT[-1].run(program, site, emitted_operators(graph, program, settings, device, groups))
+    return _emitted(EMIT, graph, program, Site(settings=settings, device=device, groups=groups))
 
 
 def emitted_operators(
     graph: fx.Graph, program: Program, settings: Options, device: torch.device, groups: Mapping[str, str | None]
 ) -> fx.GraphModule:
     """Returns `emitted` before its last pass: for readers, who ask what an operator is. Arguments as there."""
-    site = Site(settings=settings, device=device, groups=groups)
+    return _emitted(EMIT[:-1], graph, program, Site(settings=settings, device=device, groups=groups))
+
+
+def _emitted(passes: Sequence[Pass], graph: fx.Graph, program: Program, site: Site) -> fx.GraphModule:
     emission: Any = graph
-    for pass_ in EMIT[:-1]:
-        if pass_.wanted(settings):
+    for pass_ in passes:
+        if pass_.wanted(site.settings):
             emission = pass_.run(program, site, emission)
     return emission

@@ -107,12 +107,12 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if parts.everyone.size > 1:
             with in_collective("load_full_state_dict", str(parts.everyone.group)):
                 dist.broadcast_object_list(dtypes, group=group_of(parts.everyone), group_src=0)
-        whole = torch.empty(parts.shapes[name], dtype=dtypes[0], device=parts.place.device)
+        whole_tensor = torch.empty(parts.shapes[name], dtype=dtypes[0], device=parts.place.device)
         if first:
-            whole.copy_(state[saved])
-        broadcast_from_first(whole, parts.everyone)
+            whole_tensor.copy_(state[saved])
+        broadcast_from_first(whole_tensor, parts.everyone)
         if name in parts.held:
-            parts.fill(name, whole)
+            parts.fill(name, whole_tensor)
 
 
 def gather_like(parts: Holdings, name: str, tensor: Tensor | None) -> Tensor | None:

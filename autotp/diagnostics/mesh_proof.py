@@ -133,8 +133,8 @@ class MeshProof:
         yield "loss", f"a sum over independent rows, so that {parts} add up to the whole batch"
         if self.divides:
             split = f"{_number(self.parameters - len(self.whole))} parameters are divided over {self.dp} replicas"
-            whole = f", {len(self.whole) or 'none'} {'are' if len(self.whole) > 1 else 'is'} whole on each"
-            yield "ZeRO", f"stage {self.zero}: {split}{whole}; the gradient of each is summed over the replicas once"
+            rest = f", {len(self.whole) or 'none'} {'are' if len(self.whole) > 1 else 'is'} whole on each"
+            yield "ZeRO", f"stage {self.zero}: {split}{rest}; the gradient of each is summed over the replicas once"
 
 
 def _number(count: int) -> str:

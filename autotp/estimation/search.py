@@ -273,8 +273,8 @@ class Layouts:
         if self.is_lowered(tp, cp):
             return self._recorded(tp, cp, which)
         if (tp, cp, which) not in self._low:
-            whole, cut = self._recorded(1, 1, which), self._recorded(1, CONTEXTS[1], which)
-            self._low[tp, cp, which] = self._recorded(tp, 1, which).divided(cp, cut, CONTEXTS[1], whole)
+            whole_prices, cut = self._recorded(1, 1, which), self._recorded(1, CONTEXTS[1], which)
+            self._low[tp, cp, which] = self._recorded(tp, 1, which).divided(cp, cut, CONTEXTS[1], whole_prices)
         return self._low[tp, cp, which]
 
     def _recorded(self, tp: int, cp: int, which: Recompute) -> RoughPrices:

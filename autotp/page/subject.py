@@ -136,8 +136,8 @@ def _sizes(program: Program, rows: int) -> dict[str, int]:
             if not isinstance(size, int):
                 lengths[str(size)] = rows if rows and str(size) in batch else int(size.node.hint or 0)
     for node in program.graph.nodes:  # The lengths of this rank's parts of sequences.
-        if node.target is chunk_size and (whole := str(node.args[0].meta["val"])) in lengths:
-            lengths[str(node.meta["val"])] = chunk_size(lengths[whole], *node.args[1:])
+        if node.target is chunk_size and (whole_length := str(node.args[0].meta["val"])) in lengths:
+            lengths[str(node.meta["val"])] = chunk_size(lengths[whole_length], *node.args[1:])
     return lengths
 
 

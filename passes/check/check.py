@@ -356,9 +356,9 @@ class _Checking(Proof):
         types = []
         for x, share_args in zip(xs, where, strict=True):
             (typed,) = self.types[x]
-            whole = share_args is None and axis == self.to.axis and typed.fits(Replicate())
+            is_replicated = share_args is None and axis == self.to.axis and typed.fits(Replicate())
             is_shared = share_args is not None and shares(self.to, typed, axis, *share_args)
-            if node.kwargs or not (whole or is_shared):
+            if node.kwargs or not (is_replicated or is_shared):
                 self.refuse(node, f"does not sum the gradient of `{x}`", got=f"{called(node)} of {typed}")
             types.append(replace(typed, placement=Shard(typed.leaf) if is_shared else Copied()))  # type: ignore[arg-type]
         self.bundles[node], self.types[node] = [self.whole[x] for x in xs], tuple(types)

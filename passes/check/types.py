@@ -62,8 +62,8 @@ class Typed:
 
     def fits(self, want: Placement) -> bool:
         """True if this value can be read as `want`. See NOTE [No gradient, no difference]."""
-        whole = (Replicate(), Copied())
-        return self.placement == want or (not self.flows and self.placement in whole and want in whole)
+        replicated = (Replicate(), Copied())
+        return self.placement == want or (not self.flows and self.placement in replicated and want in replicated)
 
     def __str__(self) -> str:
         where = self.placement.text(self.axis)

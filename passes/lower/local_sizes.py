@@ -199,8 +199,8 @@ class Local:
             return self.times(self.size(find(axis).size.divided(find(leaf).size) or ONE), self.part(chunk_size, leaf))
         if not find(axis).size.symbols:
             return sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank))
-        whole, part = part_of(axis, leaf, self.to.tp, self.to.rank)
-        return self.times(part, self.size(find(axis).size.divided(whole) or ONE))
+        whole_size, part = part_of(axis, leaf, self.to.tp, self.to.rank)
+        return self.times(part, self.size(find(axis).size.divided(whole_size) or ONE))
 
     def part(self, measure: Callable[..., int], leaf: Axis) -> Any:
         """Returns start, stop or length (`measure`, one of `PARTS`) of this rank's part of a leaf."""
@@ -237,13 +237,13 @@ class Local:
             if not touches(axis, leaf):
                 shape.append(size)
             elif find(leaf).size.symbols:
-                whole, part = self.size(find(leaf).size), self.part(chunk_size, leaf)
-                shape.append(size // whole.meta["val"] * part.meta["val"])
+                whole_size, part = self.size(find(leaf).size), self.part(chunk_size, leaf)
+                shape.append(size // whole_size.meta["val"] * part.meta["val"])
             elif isinstance(size, int):
                 shape.append(sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank)))
             else:
-                whole, part = part_of(axis, leaf, self.to.tp, self.to.rank)
-                shape.append(size // whole.number * part)
+                whole_size, part = part_of(axis, leaf, self.to.tp, self.to.rank)
+                shape.append(size // whole_size.number * part)
         return self.empty(shape, value)
 
     def resized(self, value: torch.Tensor, dim: int, length: Any) -> torch.Tensor:

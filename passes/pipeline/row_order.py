@@ -156,8 +156,8 @@ class RowOrder:
         into = self.kinds.get(args["self"])
         if args["self"] in self.rows or (into is not None and into.kind != "blank"):
             return None
-        whole = _length(args["self"]) == _length(values) == _length(indices[0])
-        return Ordered("inverse", order.by) if whole and counts_from_zero(values) else None
+        takes_all_rows = _length(args["self"]) == _length(values) == _length(indices[0])
+        return Ordered("inverse", order.by) if takes_all_rows and counts_from_zero(values) else None
 
 
 def _taken(node: fx.Node) -> tuple[Any, Any]:

@@ -59,15 +59,15 @@ def fingerprint(arguments: Any) -> Fingerprint:
     numbers = [x for x in leaves if type(x) is int and abs(x) < 2**31]  # A graph has a position as input.
     real = [x for x in every if x.is_floating_point() or x.is_complex()]
     with torch.no_grad(), unseen():
-        whole = [x.sum(dtype=torch.int64) for x in every if not any(x is y for y in real)]
-        whole += [torch.tensor(numbers).sum()] if numbers else []
+        integer_sums = [x.sum(dtype=torch.int64) for x in every if not any(x is y for y in real)]
+        integer_sums += [torch.tensor(numbers).sum()] if numbers else []
         signed = [_signed(x) for x in real]
-        if not any(x.is_cuda for x in (*whole, *signed)):
-            return Fingerprint([x.cpu() for x in whole], [x.cpu() for x in signed])
+        if not any(x.is_cuda for x in (*integer_sums, *signed)):
+            return Fingerprint([x.cpu() for x in integer_sums], [x.cpu() for x in signed])
         arrived = torch.cuda.Event()
-        whole, signed = ([x.to("cpu", non_blocking=True) for x in some] for some in (whole, signed))
+        integer_sums, signed = ([x.to("cpu", non_blocking=True) for x in some] for some in (integer_sums, signed))
         arrived.record()
-    return Fingerprint(whole, signed, arrived)
+    return Fingerprint(integer_sums, signed, arrived)
 
 
 def near(sums: Sequence[float], first: Sequence[float]) -> bool:

@@ -217,8 +217,8 @@ def loaded(path: Path) -> Hardware:
     if wrong:
         raise Error(f"gpu={str(path)!r}: `{wrong[0]}` is missing, unknown or no positive number", fix=fix)
     numbers: dict[str, Any] = {n: float(content[n]) for n in NUMBERS}
-    whole = {n: int(content[n]) for n in ("units", "node")}
-    return Hardware(name=content["name"], **numbers | whole)
+    integers = {n: int(content[n]) for n in ("units", "node")}
+    return Hardware(name=content["name"], **numbers | integers)
 
 
 def _is_positive(value: Any, name: str) -> bool:

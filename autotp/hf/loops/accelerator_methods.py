@@ -175,8 +175,8 @@ def _with_whole_optimizers(method: Method) -> Method:
             return method(self, *args, **kwargs)
         mesh, registered = own_ranks(), self._custom_objects
         # Each process writes its random state. The files of the first rank of each replica come first: they are read.
-        whole = whole_state_dicts([optimizer.optimizer for optimizer in self._optimizers])
-        with whole, showing(index=axis.rank + mesh.rank * axis.size):
+        whole_states = whole_state_dicts([optimizer.optimizer for optimizer in self._optimizers])
+        with whole_states, showing(index=axis.rank + mesh.rank * axis.size):
             self._custom_objects = [of_all(partial(_of_file, i, part)) for i, part in enumerate(registered)]
             try:
                 return done_by_all(partial(method, self, *args, **kwargs))

@@ -160,10 +160,10 @@ def _holders(every: Sequence[Sequence[Held]]) -> dict[str, dict[int, Held]]:
                 f"`{name}` is not in the same group of the optimizer on all ranks, or has another shape or dtype there",
                 fix="the same groups of parameters on all ranks",
             )
-        total, whole = sum(prod(sizes) for _, sizes in _sources(by_rank)), prod(_any(by_rank).shape)
-        if total != whole:
+        total, whole_elements = sum(prod(sizes) for _, sizes in _sources(by_rank)), prod(_any(by_rank).shape)
+        if total != whole_elements:
             raise Error(
-                f"the ranks that step `{name}` together hold {total:,} of its {whole:,} elements",
+                f"the ranks that step `{name}` together hold {total:,} of its {whole_elements:,} elements",
                 fix="autotp.distribute(model, tp=..., dp=..., zero=...) in place of fully_shard on a parallel model",
                 alternative="an optimizer with the same parameters on all ranks",
             )
@@ -186,8 +186,12 @@ def _candidates(by_rank: Mapping[int, Held]) -> list[int]:
     the owner, and sends H - h. An all-gather of a matrix, of which each element is on one rank, moves (n - 1) W. Of two
     ranks it is the one with the larger part that may own. A rank with an average part always may.
     """
-    whole, total = prod(_any(by_rank).shape), sum(part.elements for part in by_rank.values())
-    return [rank for rank, part in by_rank.items() if whole + total - 2 * part.elements <= (len(by_rank) - 1) * whole]
+    whole_elements, total = prod(_any(by_rank).shape), sum(part.elements for part in by_rank.values())
+    return [
+        rank
+        for rank, part in by_rank.items()
+        if whole_elements + total - 2 * part.elements <= (len(by_rank) - 1) * whole_elements
+    ]
 
 
 def _gradients(name: str, by_rank: Mapping[int, Held], owner: int, sent: list[int]) -> list[Move]:

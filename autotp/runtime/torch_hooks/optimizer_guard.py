@@ -215,8 +215,8 @@ def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: in
     It behaves as the whole, as the parameter does.
     """
     state = optimizer.state.get(parameter, {}) if parameter.shape != layout.shape else {}
-    whole = [key for key, x in state.items() if type(x) is Tensor and x.shape == layout.shape]
-    parts = {key: layout.take(state[key], rank).to(parameter.device) for key in whole}
+    whole_keys = [key for key, x in state.items() if type(x) is Tensor and x.shape == layout.shape]
+    parts = {key: layout.take(state[key], rank).to(parameter.device) for key in whole_keys}
     if isinstance(parameter, CutTensor):
         parts = {key: part_like(part, parameter) for key, part in parts.items()}
     state.update(parts)

@@ -62,15 +62,17 @@ def _functions_in_graph() -> Iterator[None]:
     written in C++, and asks the class for the type of its `ctx`, and then for `forward`: the second answer is ours.
     """
     _expect_asks()
-    calls: list[tuple[type, bool]] = []  # Functions that have asked for a `ctx`, and whether gradients are recorded
-    forward_of = internals.READS_FUNCTION.original()
+    caller: tuple[type, bool] | None = None  # the Function that asked for a `ctx`; whether gradients are recorded
+    attribute_of = internals.READS_FUNCTION.original()
 
     def read(function: type, name: str) -> Any:
-        value = forward_of(function, name)
+        nonlocal caller
+        value = attribute_of(function, name)
         if name == "_backward_cls" and _has_own_backward(function):
-            calls.append((function, torch._C.is_grad_enabled()))
-        elif name == "forward" and calls and calls[-1][0] is function:
-            return partial(_run_recording, *calls.pop())
+            caller = function, torch._C.is_grad_enabled()
+        elif name == "forward" and caller is not None and caller[0] is function:
+            (_, records), caller = caller, None
+            return partial(_run_recording, function, records)
         return value
 
     with (
@@ -89,18 +91,18 @@ class _Probe(torch.autograd.Function):
 @cache
 def _expect_asks() -> None:
     """Raises Error if `apply` of this torch does not ask the class for what `_functions_in_graph` answers."""
-    asked: list[str] = []
+    names: list[str] = []
     row = internals.READS_FUNCTION
     original = row.original()
 
     def read(function: type, name: str) -> Any:
-        asked.append(name)
+        names.append(name)
         return original(function, name)
 
-    kept = _Probe.apply
+    apply = _Probe.apply
     with row.replaced_by(read):
-        kept()
-    if [name for name in asked if name in ("_backward_cls", "forward")][-2:] != ["_backward_cls", "forward"]:
+        apply()
+    if [name for name in names if name in ("_backward_cls", "forward")][-2:] != ["_backward_cls", "forward"]:
         raise row.untried("does not ask the class in `torch.autograd.Function.apply`")
 
 
@@ -121,7 +123,7 @@ def _run_recording(function: Any, records: bool, *args: Any) -> Any:
             return functions.run_function(function, args)
         run, _, *operands = args
         result = run(*operands)
-        return result if records else pytree.tree_map_only(Tensor, Tensor.detach, result)
+        return result if torch.is_grad_enabled() else pytree.tree_map_only(Tensor, Tensor.detach, result)
     finally:
         with torch._C.DisableTorchFunction():
             torch._C._set_grad_enabled(before)

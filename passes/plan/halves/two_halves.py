@@ -156,8 +156,8 @@ def _scattered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
 
 
 def _gathered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
-    whole = merging.call(pair[0], joined, *merging.operands(pair), _where(pair)[0])
-    return whole, whole
+    gathered = merging.call(pair[0], joined, *merging.operands(pair), _where(pair)[0])
+    return gathered, gathered
 
 
 def _summed(merging: _Merging, pair: Pair) -> fx.Node:
