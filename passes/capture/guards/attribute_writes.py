@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import Error
-from autotp.model_library import is_own_hook
+from autotp.model_library import library
 from autotp.passes.capture.guards.attribute_paths import (
     INTERNAL,
     LARGEST,
@@ -171,7 +171,9 @@ class Before:
             for name, now in _hooks(module).items():
                 was = self.hooks[path][name]
                 hooks = [hook for key, hook in now.items() if key not in was]
-                if was.keys() - now.keys() or any(name != "_forward_hooks" or not is_own_hook(hook) for hook in hooks):
+                if was.keys() - now.keys() or any(
+                    name != "_forward_hooks" or not library().is_own_hook(hook) for hook in hooks
+                ):
                     self.restore()
                     raise Error(
                         f"forward registers or removes a hook on `{path or 'the model'}`: later calls would not do so",
