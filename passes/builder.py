@@ -28,6 +28,11 @@ RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
 """Fake mode -> (operator and kinds of its arguments -> result): see `evaluated`."""
 
 
+def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype for sums: 65,504 is the largest number of float16, and bfloat16 has 8 bits."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def _linear_like(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the example value of `linear`. Without a bias, torch 2.11 needs a number of elements without symbols."""
     some = weight.new_empty(weight.shape[:1]) if bias is None and weight.dim() == 2 else bias

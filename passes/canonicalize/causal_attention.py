@@ -68,7 +68,12 @@ class NoLaterKey:
     sizes: tuple[Size, Size]
 
 
+class Unknown:
+    """Stands for an operand of which nothing is known; None stands for an argument that a call does not have."""
+
+
 ALWAYS = Everywhere(True)
+UNKNOWN = Unknown()
 Fact = Positions | Everywhere | NoLaterKey
 
 
@@ -143,8 +148,9 @@ def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact | None:
     meaning = MEANINGS.get(getattr(node.target, "overloadpacket", None))
     if meaning is None:
         return None
-    args = {name: facts.get(x) if isinstance(x, fx.Node) else x for name, x in arguments_of(node).items()}
-    return meaning(node.meta["val"], args)
+    args = {name: facts.get(x, UNKNOWN) if isinstance(x, fx.Node) else x for name, x in arguments_of(node).items()}
+    fact = meaning(node.meta["val"], args)
+    return None if isinstance(fact, Unknown) else fact
 
 
 Arguments = dict[str, Any]
@@ -242,7 +248,7 @@ def _anywhere(value: Tensor, args: Arguments) -> Fact | None:
     return x if isinstance(x, Everywhere) else None
 
 
-MEANINGS: dict[Any, Callable[[Tensor, Arguments], Fact | None]] = {
+MEANINGS: dict[Any, Callable[[Tensor, Arguments], Fact | Unknown | None]] = {
     aten.arange: _counted,
     aten.ones: _filled,
     aten.full: _filled,

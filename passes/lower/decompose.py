@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autotp.ops.losses.cross_entropy import peak
-from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
 from autotp.passes.lower.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, Factor, visit
@@ -117,11 +117,15 @@ def _as(builder: Builder, args: dict[str, Any]) -> fx.Node:
 
 def _mean(builder: Builder, args: dict[str, Any]) -> fx.Node:
     x = args["self"]
-    dims = args.get("dim") or list(range(x.meta["val"].dim()))
-    total = builder.call(aten.sum.dim_IntList, x, dims, args.get("keepdim", False), dtype=args["dtype"])
+    own = x.meta["val"].dtype
+    dims, dtype = args.get("dim") or list(range(x.meta["val"].dim())), args["dtype"] or own
+    # The sum of all ranks may be too large for float16 where the mean is not; torch, too, adds up in float32.
+    wide = dtype_of_sums(dtype)
+    keepdim = args.get("keepdim", False)
+    total = builder.call(aten.sum.dim_IntList, x, dims, keepdim, dtype=None if wide == own else wide)
     for d in dims:
         total = builder.call(aten.div.Tensor, total, builder.size(x, d))
-    return total
+    return builder.cast(total, dtype)
 
 
 EXPANSIONS: dict[Any, Expansion] = {
