@@ -26,6 +26,7 @@ class CertainComparisons(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         comparison = COMPARISONS.get(getattr(func, "__name__", "").strip("_"))
+        # `is`: `==` of tensors would be an operator of the graph.
         if comparison is not None and any(args[0] is number for number in self.drawn):
             says, strict = comparison
             below = is_below(args[1], strict)
