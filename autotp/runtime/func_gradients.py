@@ -34,6 +34,7 @@ def own_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh
     parts = {}
     for name, layout in layouts.items():
         tensor = tensors[name]
+        # Most often they are the model's own parameters, which are parts already.
         if layout.dim is None or type(tensor) is CutParameter:
             continue
         shape, part = tuple(tensor.shape), layout.local_shape(mesh.rank)

@@ -85,6 +85,7 @@ def _compare(group: str) -> None:
     except Error as error:
         why = f"an exception left a forward or backward on some ranks only: {error.problem}"
         raise Error(why, **REMEDY) from error.__cause__
+    # So the next comparison of this group meets under another key of the store.
     _compared[_group_key(place)] = _compared.get(_group_key(place), 0) + 1
     if elsewhere := [rank for rank, text in enumerate(texts) if text != texts[0]]:
         raise Error(

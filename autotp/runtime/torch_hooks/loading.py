@@ -67,6 +67,7 @@ def cutting(module: nn.Module, rank: int) -> Callable[..., None]:
                 continue
             if layout.dim is not None and part.shape != layout.shape and tensor.shape == layout.shape:
                 tensor = part_in(tensor, layout, rank)
+            # `fully_shard` keeps some rows of the part.
             if isinstance(part, DTensor) and not isinstance(tensor, DTensor):
                 tensor = rows_of_part(tensor.detach(), part)
             state_dict[f"{prefix}{key}"] = tensor
