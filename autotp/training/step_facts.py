@@ -82,6 +82,7 @@ class LateFacts:
         """Returns the number of steps, from the oldest on, whose facts have arrived on this rank; `SHOWN` at most."""
         late = len(self._coming) - MOST
         arrived = [facts.have_arrived(wait=i < late) for i, facts in enumerate(self._coming)]
+        # Only a beginning without gaps counts: `take` removes the oldest ones.
         return min(SHOWN, sum(1 for _ in takewhile(bool, arrived)))
 
     def prints(self) -> dict[int, list[int]]:
@@ -133,6 +134,7 @@ def finite_tensors(model: nn.Module) -> tuple[list[str], Tensor]:
     for name, tensor in values.items():
         if tensor.numel() and tensor.dtype.is_floating_point:
             by_dtype.setdefault(tensor.dtype, []).append(name)
+    # The largest absolute element is finite only if all are; one call of torch for all tensors of a dtype.
     largest = [
         torch.stack(torch._foreach_norm([values[name] for name in names], torch.inf)) for names in by_dtype.values()
     ]

@@ -282,6 +282,7 @@ def engine(
             training.microbatches,
             loss_fn=loss,
             kwargs_chunk_spec={x: TensorChunkSpec(0) if x in analysis.rows else _Replicate() for x in inputs},
+            # A loss is divided by the count of the whole batch already, so gradients are sums over microbatches.
             scale_grads=False,
         )
     except ValueError as error:
