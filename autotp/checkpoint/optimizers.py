@@ -47,6 +47,7 @@ class Optimizers:
 
     def state(self, parameter: Tensor) -> dict[str, Any]:
         """Returns the state of a parameter, empty if it has none."""
+        # `get`, as `optimizer.state[parameter]` adds an empty state.
         return next((optimizer.state[parameter] for optimizer in self.each if optimizer.state.get(parameter)), {})
 
     def steps_whole(self, parameter: Tensor) -> bool:

@@ -195,7 +195,9 @@ def random_state(manifest: Manifest, key: str, device_type: str) -> Tensor:
 def _part(manifest: Manifest, key: str, parts: Holdings, name: str) -> Tensor:
     """Reads this rank's part of a tensor that is cut like the parameter or buffer `name`."""
     pieces = manifest.pieces(key)
+    # A state of the optimizer may have another dtype than its parameter.
     part = torch.empty_like(parts.held[name].detach(), dtype=pieces.dtype)
+    # Also parts that an earlier rank holds: this rank needs the values, too.
     for box in parts.boxes(name, part, first=False):
         pieces.read(manifest.folder, key, box.whole, box.of(local_of(part)))
     return part
@@ -278,6 +280,7 @@ def _can_replace(value: Any, current: Any) -> bool:
 
 def load_more(more: Mapping[str, Any], states: Mapping[str, Any], trainer: Trainer) -> None:
     """Loads the state of each named object; if one fails on any rank, all objects get their earlier states back."""
+    # Copies: a state_dict may share its values with the object, which `load` changes.
     before = agree(
         trainer.everyone, lambda: {name: copy.deepcopy(target.state_dict()) for name, target in more.items()}
     )
@@ -307,6 +310,7 @@ def load_state(state: ReadState, trainer: Trainer, parts: Holdings, optimizers: 
     states = dict[nn.Parameter, dict[str, Any]]()
     for group, options in zip(optimizers.param_groups, state.options, strict=True):
         group.update({key: _on_device_of(group.get(key), value) for key, value in options.items()})
+        # torch's other optimizers keep their step counts on the CPU.
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             states[parameter] = {

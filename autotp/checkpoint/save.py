@@ -100,6 +100,7 @@ def save_checkpoint(
         agree(trainer.everyone, lambda: _finish(trainer))
         root = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
         state = agree(trainer.everyone, lambda: state_to_write(root, trainer, optimizer, step, more))
+        # 62 bits: ranks exchange signed integers of 64.
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
         path = path_of(root, step)
         unfinished = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
@@ -181,9 +182,11 @@ def load_checkpoint(
         if optimizers.each and (left_out := unread_state(manifest, optimizers, parts)):
             ignored = f"{path} also has the optimizer's state of {names_as_text(left_out)}, which is not loaded"
             warnings.warn(f"{ignored}: these parameters are not in the optimizer", stacklevel=4)
+        # First, as these may refuse their states: then nothing else has changed.
         load_more(more, saved.more, trainer)
         load_state(saved, trainer, parts, optimizers)
         trainer.steps = manifest.about["step"]
+        # Losses that are still on their way were of the state that is replaced.
         trainer.late.forget()
         return step
 

@@ -103,6 +103,7 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     agree(parts.everyone, expect_match)
     for name, saved in {first: saved for saved, first in parts.saved.items()}.items():
+        # Sent in the dtype of the state dict; `fill` casts, as `load_state_dict` does on one device.
         dtypes = [state[saved].dtype if first else None]
         if parts.everyone.size > 1:
             with in_collective("load_full_state_dict", str(parts.everyone.group)):
@@ -123,6 +124,7 @@ def gather_like(parts: Holdings, name: str, tensor: Tensor | None) -> Tensor | N
     """
     own_parts: list[tuple[Box, Tensor]] = []
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # Of the ranks that hold the same tensors only the first gives its part.
     if tensor is not None and not parts.replica:
         own_parts = [(box, part.detach().cpu()) for box, part in parts.counts(name, tensor)]
     if parts.everyone.size == 1:

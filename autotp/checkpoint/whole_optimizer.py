@@ -57,6 +57,7 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
         return None
     whole = optimizer.state_dict()
     whole.pop(OF_RANK, None)
+    # torch's state dict shares these dicts with the optimizer, and entries are replaced below.
     whole["state"] = {i: dict(values) for i, values in whole["state"].items()}
     for model, named in parameters_by_model.items():
         parts = holdings_of(model, "state_dict")

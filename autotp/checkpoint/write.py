@@ -212,6 +212,7 @@ def _group(
 def _items_of(key: str, parts: Holdings, name: str, tensor: Tensor, staging: Staging) -> Iterator[Item]:
     """Yields this rank's boxes of a parameter, or of a tensor cut like it, that no rank before it on the axis holds."""
     local = local_of(tensor.detach())
+    # A tensor without elements has no boxes, and must be in the manifest all the same.
     if not math.prod(parts.shapes[name]):
         yield Item(key, (0,) * local.dim(), parts.shapes[name], staging.copy(local))
     for box in parts.boxes(name, tensor):
@@ -328,6 +329,7 @@ def _entry_name(key: str) -> str:
 def _chosen(holders: Holders, ranks: int, rank: int) -> list[int]:
     """Returns the items that a rank writes; an item of several ranks is written by the rank with the least bytes."""
     load, chosen = [0] * ranks, list[int]()
+    # First the items that one rank has, which have no choice: the others even out the bytes.
     for (*_, size), places in sorted(holders.items(), key=lambda pair: len(pair[1])):
         writer, i = min(places, key=lambda place: load[place[0]])
         load[writer] += size
@@ -365,6 +367,7 @@ def _finish_folder(state: TrainingState, every: Sequence[Any], path: Path, unfin
         "values": {key: value for some in values for key, value in some.items()},
     }
     write_whole(unfinished / MANIFEST, manifest_content(about, ranks))
+    # The disk has the manifest before the folder gets its name: who sees the name sees all.
     sync_path(unfinished)
     unfinished.rename(path)
     sync_path(path.parent)

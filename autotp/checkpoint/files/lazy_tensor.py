@@ -183,6 +183,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the outputs as lazy tensors, with the shapes that the operator returns on meta."""
     if func._schema.is_mutable:
         raise Error(f"{func} writes into a tensor that is only read", fix="clone it first")
+    # An operator that is told a device would make its output there, with memory.
     on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
     empty = pytree.tree_map_only(Tensor, _empty, (args, {**kwargs, **on_meta}))
     outputs_on_meta, spec = pytree.tree_flatten(func(*empty[0], **empty[1]))

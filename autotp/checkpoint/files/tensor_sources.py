@@ -222,5 +222,6 @@ def read_part(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
             )
             copy_into(cut(part, local_block), source.read(block))
         offset += stop - start
+    # Without a dimension there was no range.
     if not source.shape:
         copy_into(part, read_whole(source))
