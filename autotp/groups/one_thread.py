@@ -53,6 +53,7 @@ class one_thread:
         if user is None:
             if uncompared:
                 compare_if_interrupted(self.group)
+            # One step of Python: of two threads that come at once one is the user.
             user = _users.setdefault(self.group, self.thread)
         if user != self.thread:
             self._refuse_or_begin_anew()
