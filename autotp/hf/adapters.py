@@ -81,6 +81,7 @@ def _change(owner: type, name: str, wrapper: Callable[[Method], Method]) -> None
 
 def _around_parallel(original: Method) -> Method:
     def __init__(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # peft's constructors call each other: only the outermost one puts its module around the model.
         outermost = isinstance(model, ParallelModule) and not _making.get()
         if outermost:
             expect_own_calls(cast(ParallelModule, model))
@@ -284,6 +285,7 @@ def _like_another(name: str, parameter: Tensor, adapter: str, layouts: Mapping[s
 def _cut(model: Any, name: str, parameter: nn.Parameter, layout: Layout) -> None:
     """Puts this rank's part of a parameter in the place of the whole."""
     path, _, key = name.rpartition(".")
+    # Each rank may have drawn other initial values.
     whole = broadcast_from_first(parameter.data.to(model.mesh.device), model.mesh)
     part = nn.Parameter(layout.take(whole, model.mesh.rank), parameter.requires_grad)
     setattr(model.get_submodule(path), key, as_cut(part, Cut(name, layout, model.mesh)))

@@ -212,6 +212,7 @@ def _reading(real: Callable[..., Any], mode: _OfOthers) -> Callable[..., Any]:
         if record is not None:
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
+            # With one query transformers' attention is never causal.
             if bool(causal) != record.causal and query.shape[2] > 1 and record.left_out():
                 attention_mask = None
         mode.attends = True

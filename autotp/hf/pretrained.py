@@ -130,6 +130,7 @@ def from_pretrained(
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout, cp)
         agree(place, lambda: expect_arguments(from_pretrained, **arguments))
+        # Compared after reading, to see whether the files were replaced meanwhile.
         before = fingerprint(Path(path))
         ranks = _same_files(before[1], place)
         agree(place, lambda: expect_unchanged(Path(path), ranks.index(place.everyone.rank), len(ranks)))
@@ -275,6 +276,7 @@ def _build_model(
     with offline_and_silent() as messages, how:
         try:
             model, report = build.from_pretrained(
+                # Without a path transformers reads no file. Its report has other sizes, and `_expect_fit` names them.
                 None, config=copy.deepcopy(config), state_dict=dict(lazies), dtype=dtype or "auto",
                 output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
@@ -308,6 +310,7 @@ def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
                     on_meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     empty[tensor] = nn.Parameter(on_meta, tensor.requires_grad)
                 elif tensor not in empty:
+                    # A buffer may be written to, and what is read may be memory of the file.
                     empty[tensor] = read_whole(tensor.source).clone()
                 table[key] = empty[tensor]
     return model, sources
