@@ -162,6 +162,7 @@ def _weights(trials: _Trials, program: Program) -> tuple[tuple[str, ...], str]:
 
 
 def _passes(trials: _Trials) -> tuple[str, ...]:
+    # Recomputation works on the blocks that `outline` makes.
     needed = {"outline"} if trials.settings.recompute != "none" else set()
     suspects = [name for name in OPTIONAL if trials.settings.optional(name) and name not in needed]
 

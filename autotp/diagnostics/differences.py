@@ -90,6 +90,7 @@ def difference(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Lay
         return max(_distance(part, whole) for part in filled) / scale
     distance = 0.0
     for first in range(0, len(filled), ranks):  # Each context-parallel rank has all the parts.
+        # A position that no rank holds stays NaN, and so is a difference.
         joined = torch.full_like(whole, float("nan")) if whole.is_floating_point() else torch.zeros_like(whole)
         for rank in range(ranks):
             layout.put(joined, filled[first + rank], rank)

@@ -66,6 +66,7 @@ def simulated(
     where = places(model)[1]
     names = {(id(module), key): name for name, (module, key) in where.items()}
     blocks = dict(model.named_modules(remove_duplicate=False))
+    # Operators outside of blocks have the name "", and no module is called for them.
     del blocks[""]
 
     def read(place: ParameterPlace) -> Tensor:
@@ -155,6 +156,7 @@ def _sum(xs: Ranks) -> Ranks:
     total = xs[0]
     for x in xs[1:]:
         total = total + x
+    # Each rank has memory of its own, as processes have.
     return tuple(total.clone() for _ in xs)
 
 

@@ -161,6 +161,7 @@ def prove(
         Error: as `distribute`; or something cannot be proved.
     """
     tp, pp, dp = sizes
+    # Before the capture, as this is fast and needs no model.
     order = actions_of(training.engine, pp, training.microbatches)
     expect_complete(order, [stages_of(training, rank, pp) for rank in range(pp)], training.microbatches)
     skeleton = skeleton_of(model).train()
@@ -254,6 +255,7 @@ def expect_complete(order: Sequence[Sequence[Action]], stages: Sequence[Sequence
             (stage, half, j), _ = next(iter(((done - expected) + (expected - done)).items()))
             raise Error(f"pp rank {rank} runs {half} of stage {stage} {done[stage, half, j]} times for microbatch {j}")
     try:
+        # `play` asserts that in each turn some rank can go on.
         play(order, lambda action: 1.0, lambda sender, receiver: 0.0)
     except AssertionError as error:
         raise Error(f"the schedule does not end: {error}") from error

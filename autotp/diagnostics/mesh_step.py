@@ -64,6 +64,7 @@ def compare_step(
     for i in range(dp * parts):
         microbatch = totals | _given(program, _part(whole, places, i, dp * parts))
         rank_losses = _lockstep(program, stages, modules, ranks, microbatch)
+        # One backward for all ranks: a collective is one node of the graph that they share.
         torch.autograd.backward(rank_losses)
         losses = [sofar + rank_loss.detach() for sofar, rank_loss in zip(losses, rank_losses, strict=True)]
     scale = largest([loss.detach()])

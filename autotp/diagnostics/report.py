@@ -107,6 +107,7 @@ def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
         for side, table in enumerate((FORWARD, BACKWARD if node in graded else {})):
             if name in table:
                 read, back = node.all_input_nodes, bool(side) or node in in_backward
+                # The larger side of a conjugate is the whole, which its collective makes or takes.
                 size = max(sum(map(_bytes, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
                 own_axis = str(node.args[1]).partition("/")[0]
                 of_parameters = all(_placeholder(n) in learnt for n in read)

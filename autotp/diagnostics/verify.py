@@ -196,6 +196,7 @@ def make_trial(
         ]
         needed = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         call = CallState(wanted=needed, values=values)
+        # Only with "exact" do the ranks draw the masks of one device.
         skeleton, settings = skeleton_of(whole), replace(settings, randomness="exact")
         programs = [analyse(skeleton, args, kwargs, tp, settings, call, amend, rank) for rank in range(settings.cp)]
         graphs, analysis = [graph for program in programs for graph in flat_graphs(program, "exact")], programs[0]
@@ -238,6 +239,7 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
             for i, graph in enumerate(trial.graphs)
         ]
         placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
+        # The same numbers as below, where one device draws.
         seed(0)
         ran = run_lockstep(modules, placed, analysis.options.cp)
         outcome_count = len(analysis.call.values.outcomes)
@@ -379,6 +381,7 @@ def _buffers(
     names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
     returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in rank_outputs), strict=True), strict=True))
     rows = []
+    # Buffers that forward assigns: `_set_to` has compared them.
     made = {
         f"{c.path[0]}.{key}".lstrip(".")
         for c in trial.analysis.captured.changes

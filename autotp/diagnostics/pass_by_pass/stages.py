@@ -96,6 +96,7 @@ def _pages(model: nn.Module, steps: Iterable[Step]) -> Iterator[tuple[str, str]]
     for step in steps:
         if step.name == "capture":
             yield "capture", step.became()
+        # The first pass of the plan: it gets what canonicalize has made.
         elif step.name == "decouple":
             yield "canonicalize", step.was()
         elif step.name == "lower":
