@@ -70,6 +70,7 @@ class PartInRows:
 def rows_of_part(part: Tensor, like: DTensor) -> DTensor:
     """Returns this rank's rows of a part, divided over replicas as another tensor is."""
     mesh = like.device_mesh
+    # From whole to rows each rank takes a slice of its own copy: nothing is sent.
     replicas = DTensor.from_local(part, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicas.redistribute(placements=like.placements)
 

@@ -158,6 +158,7 @@ def on_wholes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if torch.Tag.inplace_view in func.tags:
         raise shape_refused(name_of(func))
     wholes: dict[int, Whole] = {}
+    # What random numbers fill is overwritten, so it need not be gathered.
     drawn = torch.Tag.nondeterministic_seeded in func.tags
     written = [arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments]
     plain = [_mapped(partial(_plain, wholes, drawn and written[i]), x) for i, x in enumerate(args)]
@@ -310,6 +311,7 @@ class Reduction:
             ends = (-math.inf, math.inf) if values.is_floating_point() else (limits.min, limits.max)
             local = values.new_full(shape, ends[0] if largest else ends[1])
             local = local if self.keepdim else local.reshape([n for d, n in enumerate(shape) if d not in self.dims])
+        # Gathered, as a library's maximum over ranks may lose a NaN.
         every = collectives.gather(local.unsqueeze(0), self.mesh.group, 0, self.mesh.size)
         return (torch.amax if largest else torch.amin)(every, 0)
 
