@@ -153,6 +153,7 @@ class Node:
         self.heard[neighbour] = self.clock()
         if self.note:
             self.send(neighbour, [NOTE, self.note])
+        # A neighbour that connects late has not heard these.
         for rank, note in self.lost.items():
             self.send(neighbour, [LOST, rank, note])
 
@@ -254,6 +255,7 @@ class Node:
                 assert self.parent is not None
                 self.send(self.parent, [ASK])
         elif self.roll is not None and self.roll.source is None:
+            # A roll call is under way, and may have passed what is asked for: another one follows it.
             self.again = True
         else:
             self.rolls += 1
