@@ -80,6 +80,7 @@ def install() -> Undo:
     def of_wholes(in_dims: Any, args: Any, func: Any) -> Any:
         return batched(in_dims, args if torch.compiler.is_compiling() else pytree.tree_map(whole_operand, args), func)
 
+    # Two modules of torch have the second function, each under a name of its own.
     undone = [internals.WRAPS_FOR_GRAD.put(wrapped), *(row.put(of_wholes) for row in internals.BATCHES_INPUTS)]
 
     def undo() -> None:

@@ -166,6 +166,7 @@ def saved_names(
 
 def _is_of(value: Any, tensor: Tensor) -> bool:
     """True if an entry of a state dict is a tensor of the model, or a copy: a hook may have computed another value."""
+    # Without a gather, or without values, nothing can be compared.
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or isinstance(tensor, DTensor):
         return True
     if tensor.is_meta or value.is_meta or not tensor.layout == value.layout == torch.strided:

@@ -92,6 +92,7 @@ def _compare(group: str) -> None:
             f"an exception left a forward or backward at another place on {place.named(elsewhere)} than on rank 0",
             **REMEDY,
         )
+    # All ranks are at one place again, so the exception of this rank is settled.
     take_note_back()
 
 
@@ -109,6 +110,7 @@ def _look() -> None:
     for group, place in numbered_groups().items() if _waiting else ():
         started_here = started_collectives(group)
         late = [rank for rank, started in _waiting.get(_key(place), {}).items() if started_here > started]
+        # A rank that has to be compared itself has not passed the place.
         if late and group not in uncompared:
             tell(late, PASSED, [_key(place), place.named([place.rank])])
 

@@ -35,6 +35,7 @@ def parts_to_load(module: nn.Module, state_dict: Mapping[str, Any], rank: int) -
         return _parts_of(module, state_dict, rank)
     result = _copy(state_dict)
     for name, _, tensor, part in _cut(module, state_dict):
+        # The model's own code gets a part that behaves as the whole.
         if tensor.shape == part.shape and isinstance(part, CutTensor):
             result[name] = part_like(tensor.detach(), part)  # It warns of a norm.
     return result

@@ -107,6 +107,7 @@ def _after_load(optimizer: Optimizer) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # The thread of the heartbeat has found it, where an Error would reach nobody.
     if are_apart():
         within(f"{type(optimizer).__name__}.step", expect_together)
     if optimizer not in _watched:
@@ -232,6 +233,7 @@ def _move_state(optimizer: Optimizer, parameter: Tensor) -> None:
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     state = optimizer.state.get(parameter, {})
+    # Counts of steps have no dimension, and may be on the CPU.
     elsewhere = [key for key, x in state.items() if type(x) is Tensor and x.dim() > 0 and x.device != parameter.device]
     state.update({key: state[key].to(parameter.device) for key in elsewhere})
 
