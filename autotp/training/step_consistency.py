@@ -200,6 +200,7 @@ def agree_on_step(
         Error: on every rank, if one rank cannot take its batch, or if the ranks of a replica have different batches.
     """
     weights = weights or weights_of(mesh.rank, grid, tied)
+    # A rank without a number of steps adds nothing to the sums.
     steps = max(state.steps, 0)
     differ, lengths, failed, captures, never, stepping, total, squares, arrival_counts = sum_ints(
         [
@@ -258,6 +259,7 @@ def _compared_states(
 ) -> list[StepState]:
     """Returns the states of all ranks; raises the Error of `agree_on_step` if they cannot run the step together."""
     fingerprints = [number for step, batch in prints.items() for number in (step, len(batch), *batch)]
+    # Fingerprints come last, as their number may differ between ranks.
     every = gather_ints([*map(int, state), *tied.values(), *fingerprints], mesh)
     rows = [StepState._make(row[: len(state)]) for row in every]
     # A rank that failed has no state that could be compared.

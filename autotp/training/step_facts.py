@@ -55,6 +55,7 @@ class StepFacts:
         """Has the loss, and what is finite, copied to the CPU."""
         self.names, finite = finite_tensors(model)
         self.loss, self.finite = (x.to("cpu", non_blocking=True) for x in (loss.detach(), finite))
+        # Recorded after the copies in their stream: when it has come, they have.
         self.arrived = torch.cuda.Event()
         self.arrived.record()
 
@@ -96,6 +97,7 @@ class LateFacts:
         Raises:
             Error: on every rank, if a loss among them is infinite or undefined. Then later ones are forgotten.
         """
+        # `prints` gives their fingerprints to the next comparison.
         self._arrived = [self._coming.popleft() for _ in range(count)]
         try:
             expect_finite(self._arrived, partial(agree, everyone))
@@ -161,6 +163,7 @@ def raise_nonfinite(
 
     def name_first(gradients: bool) -> None:
         for name, is_finite in flags.items():
+            # Names of parameters begin with a backtick, those of gradients do not.
             if not is_finite and name.startswith("`") != gradients:
                 raise Error(
                     f"the loss of step {step} is {loss}: {name} is infinite or undefined",

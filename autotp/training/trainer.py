@@ -231,6 +231,7 @@ class Trainer(InGraphs, HasHoldings):
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
         self.everyone = groups.world_mesh(self.place, mesh, timeout)
         self.files, self.saving, self.thread = new_group(None, timeout, "files", "gloo"), None, None
+        # For errors, which name ranks by their places: `everyone` has numbers only.
         self._ranks = with_rank_names(self.everyone, mesh)
         self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
         self._signature = signature_of(model)
@@ -406,6 +407,7 @@ class Trainer(InGraphs, HasHoldings):
             path, _, key = name.rpartition(".")
             module = module_at(self, path)
             if name in parameters:
+                # Of a model on `meta` a part is a plain tensor.
                 parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, name not in frozen)
                 module._parameters[key] = parameter
             else:
@@ -477,6 +479,7 @@ class Trainer(InGraphs, HasHoldings):
         group = self.mesh.get_group("pp")
         if group.size() == 1:
             return None
+        # x: [1], the loss of a microbatch.
         return engine(self._training, works, analysis, self.place.device, group, lambda x, _: self._scale(x.sum()))
 
     def _graph(self, stage: Stage, analysis: Program) -> StageGraph:
@@ -506,6 +509,7 @@ class Trainer(InGraphs, HasHoldings):
         if self.mesh["pp"].size() * self.mesh["dp"].size() > 1:
             seed = torch.randint(2**62, (), device=self.everyone.device)
             broadcast_from_first(seed, self.everyone)
+            # The number of the stage and the replica: ranks along tp and cp draw alike.
             torch.manual_seed(int(seed) + self.everyone.rank // (self.place.size * self.place.cp))
 
     # ---- a step
@@ -653,8 +657,10 @@ class Trainer(InGraphs, HasHoldings):
         self._facts = StepFacts(self.steps + training, Fingerprint() if now.arrived is None else now)
         if self.place.device.type == "cuda":
             self.late.add(self._facts)
+        # All ranks are here, and agree.
         count_anew(self)
         take_note_back()
+        # Only in these calls all states were gathered.
         if values and equal_replicas(agreed.rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
         if agreed.idle and not self._idle:
@@ -701,6 +707,7 @@ class Trainer(InGraphs, HasHoldings):
             fits = pipeline.engine is None or list(pipeline.shapes) == batch.shapes or not of_size
             if pipeline.key == batch.key and fits and pipeline.analysis.captured.fits(batch.shapes):
                 fitting.append(pipeline)
+        # Graphs without masks come first where they are right: they can run kernels that take no mask.
         without_masks = [pipeline for pipeline in fitting if pipeline.masks_left_out]
         full = [pipeline for pipeline in without_masks if are_full(batch.tensors, pipeline.masks_left_out)]
         with_masks = (pipeline for pipeline in fitting if not pipeline.masks_left_out)
@@ -766,6 +773,7 @@ class Trainer(InGraphs, HasHoldings):
     def _sum_losses(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> Tensor:
         """Returns the loss of the whole batch, on every rank."""
         dtype = returned(pipeline.analysis.graph)[0].meta["val"].dtype
+        # A rank without the last stage has no losses, and adds 0.
         loss = sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=self.place.device))
         if self.place.rank or self.place.cp_rank:  # The first rank's loss counts; of others, show what is not finite.
             loss = torch.where(torch.isfinite(loss), 0.0, loss)
