@@ -79,6 +79,7 @@ class Optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if states[parameter]:
                     optimizer.state[parameter].update(states[parameter])
+            # What was read is this rank's part, in plain tensors.
             hold_parts(optimizer, plain_are_parts=True)
 
     def beside(self) -> list[tuple[str, Any]]:

@@ -97,12 +97,14 @@ def save_checkpoint(
         _expect_trainer(trainer)
         _expect_between_steps("save_checkpoint")
         _expect_own_thread(trainer)
+        # An error of the last save is raised on all ranks, before anything is written anew.
         agree(trainer.everyone, lambda: _finish(trainer))
         root = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
         state = agree(trainer.everyone, lambda: state_to_write(root, trainer, optimizer, step, more))
         # 62 bits: ranks exchange signed integers of 64.
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
         path = path_of(root, step)
+        # All ranks write into this folder: its name is the same on all, and no other save has it.
         unfinished = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
         trainer.saving = Saving(
             lambda: write_state(state, path, unfinished, BackgroundExchange(trainer.everyone, trainer.files))
@@ -170,6 +172,7 @@ def load_checkpoint(
         parts = holdings_of(trainer, "load_checkpoint")
         expect_all_saved(parts)
         agree(everyone, lambda: expect_same_training(manifest, trainer, parts, optimizers, more, changed))
+        # Before reading, as the owner of a matrix reads its state.
         optimizers.choose_owners()
         groups = parameter_of_groups(optimizers, parts, everyone)
         saved = agree(
@@ -289,6 +292,7 @@ def _newest_step(folder: Path) -> int:
     for path in folder.glob("step-*"):
         digits = path.name.removeprefix("step-")
         later = digits.isdecimal() and int(digits) > newest
+        # A link to a folder that is gone was a checkpoint, too.
         dangling = path.is_symlink() and not path.exists()
         if later and not _has_manifest(path) and (dangling or any(path.glob("*.tensors"))):
             raise Error(

@@ -78,6 +78,7 @@ def _cast(x: Lazy, dtype: torch.dtype | None = None, **_: Any) -> Source:
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
     sources = tuple(x.source for x in tensors if isinstance(x, Lazy))
+    # Beside a tensor with data, or in another dtype, it is computed as a whole.
     if len(sources) < len(tensors) or len({(x.dtype, x.dim()) for x in tensors}) > 1:
         return None
     dim %= tensors[0].dim()

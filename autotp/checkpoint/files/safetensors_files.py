@@ -112,6 +112,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         if twice := [name for name in file_tensors if name in tensors and name not in places]:
             files = f"{tensors[twice[0]].file.name} and in {file}"
             raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", at=str(index))
+        # Where two files have a tensor, the index says which counts.
         tensors |= {name: tensor for name, tensor in file_tensors.items() if places.get(name, file) == file}
     for name, file in places.items():
         if name not in tensors:

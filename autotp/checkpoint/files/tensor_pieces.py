@@ -81,6 +81,7 @@ class StoredPieces:
             high = [min(a + n, b + m) for a, n, b, m in ends]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
+            # The overlap [low, high), counted from the beginning of the box and from that of the piece.
             into_slices, piece_slices = (
                 tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
                 for origin in (offsets, piece.at)
