@@ -59,10 +59,12 @@ class one_thread:
             self._refuse_or_begin_anew()
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        # Another thread has used the group meanwhile: its numbers may be here.
         if _users.get(self.group) != self.thread:
             if error is None:
                 raise _two_threads(self.group).within(self.operation)
         elif not self.nested:
+            # Only the outermost region of a thread ends its use.
             del _users[self.group]
         if error is not None:
             self._failed(error)
