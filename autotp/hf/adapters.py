@@ -63,6 +63,7 @@ def watch_peft() -> None:
     """Changes the constructors of peft's models, once they are imported."""
     models, mixed = (sys.modules.get(name) for name in WATCHED[:2])
     for model_class in (getattr(models, "PeftModel", None), getattr(mixed, "PeftMixedModel", None)):
+        # Each class of a task has a constructor of its own, which calls that of `PeftModel`.
         for changed_class in () if model_class is None else (model_class, *model_class.__subclasses__()):
             if "__init__" in vars(changed_class):
                 _change(changed_class, "__init__", _around_parallel)
@@ -132,6 +133,7 @@ def _undone_on_failure(model: nn.Module) -> Iterator[None]:
     """A region after which a model has its modules and parameters as before, if an exception leaves it."""
     modules, flags = list(model.modules()), [(p, p.requires_grad) for p in model.parameters()]
     before = [dict(vars(module)) for module in modules]
+    # torch and peft change these dicts in place, so their contents are kept, too.
     tables = [{name: dict(x) for name, x in attrs.items() if name in ("_parameters", "_modules")} for attrs in before]
     try:
         yield
@@ -172,6 +174,7 @@ class Adapts:
                 fix="autotp.full_state_dict(model), and peft on one device",
             )
         state = full_state_dict(model, _names_of_adapters(model).__contains__)
+        # `write` passes the whole state, and runs on the first rank alone.
         rest = {name: value for name, value in options.items() if name not in ("state_dict", "is_main_process")}
 
         def write() -> None:
@@ -219,6 +222,7 @@ class Adapts:
             Error: on every rank: it is made from values of weights, which are cut.
         """
         model: Any = self
+        # Before the new adapter is there: its parameters are cut as those of the others.
         layouts, ids_before = model.layouts, {id(p) for p in model.parameters()}
         parent: Any = super()
         _made_by_wholes(lambda *_: parent.add_adapter(adapter_name, peft_config, **options), self, model)

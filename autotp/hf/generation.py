@@ -130,6 +130,7 @@ class Generates:
         texts = inputs_as_text({"input_ids": ids, **rest})
         expect_alike(texts, mesh, "generates from other inputs", "the same inputs")
         if config.do_sample:
+            # Each rank draws the noise of the whole row itself (`sampling.py`).
             follow_first_random_state(mesh)
         criteria[:] = [
             part if type(part).__name__ in SAME_ON_ALL_RANKS else _FirstRankCriterion(part, mesh) for part in criteria

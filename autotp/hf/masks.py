@@ -133,6 +133,7 @@ def as_on_one_device(exactly: bool, looks: bool) -> Iterator[None]:
             replacement = _looked(masks, real) if looks else _noting(masks, real, causal, left_out)
             stack.enter_context(patch.object(masks, name, replacement))
         mode = stack.enter_context(_OfOthers(made))
+        # In the tables: from them transformers takes the functions of an implementation by its name.
         makers = masks.AttentionMaskInterface._global_mapping  # type: ignore[union-attr]
         stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], left_out, made)}))
         readers = attention.AttentionInterface._global_mapping  # type: ignore[union-attr]

@@ -378,6 +378,7 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
         state = parallel.state_dict(keep_vars=True)
         names = remove_tied_weights_from_state_dict(dict(state), parallel)
         left_out = set(parallel._keys_to_ignore_on_save or ())
+        # A buffer has no layout: each rank has the whole.
         whole = {
             name: Lazy(
                 GatheredTensor(state[name], parallel.layout_of(name) or Layout(tuple(state[name].shape)), parallel.mesh)
