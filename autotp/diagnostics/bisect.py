@@ -115,6 +115,7 @@ def _reduced(program: Program, only: Sequence[int] | None, stored: Collection[st
     decision, names = program.decision, program.captured.parameters
     if only is not None:
         decision = Decision()
+        # In the order of the plan: an operator keeps the first axis that it is cut along.
         for number in sorted(only):
             accept(program.decision.chosen[number], decision)
     if stored is None:

@@ -70,6 +70,7 @@ class Installed:
         """One of: missing, tested, untested."""
         if not self.found:
             return "missing"
+        # A version of torch may end in its build, as 2.13.0+cpu.
         is_tested = self.found.partition("+")[0] == self.tested
         return "tested" if is_tested else "untested"
 

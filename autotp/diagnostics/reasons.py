@@ -200,4 +200,5 @@ def _is_reduced(value: fx.Node, analysis: Program) -> bool:
     """True for a value that a cut operator sums over ranks."""
     leaf = analysis.decision.cuts.get(value)
     factor = analysis.axes.bound[value].cuttable(leaf) if leaf is not None else None
+    # The axis is summed over, and not in the result: each rank has a term of the sum.
     return factor is not None and not factor.outs and factor.summed
