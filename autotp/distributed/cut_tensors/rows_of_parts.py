@@ -41,6 +41,7 @@ class PartInRows:
     def gathered(self) -> Tensor:
         """Returns the whole: all ranks and all replicas call this."""
         with torch.no_grad():
+            # First the replicas join the rows of a part, then the ranks join the parts.
             part = self.rows.full_tensor()
             return part if self.held.dim is None else joined(part, self.held, self.mesh)
 
