@@ -178,6 +178,7 @@ def meeting(started: Launch) -> Iterator[None]:
 
 def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
     """Returns a store on a free port, which the first process writes into a file with the job's name."""
+    # The store below is reached on this machine alone.
     if started.local_size != started.size or not started.job:
         variables = "MASTER_ADDR=<the first node> MASTER_PORT=29500"
         flags = {"srun": f"{variables} srun", "mpirun": "mpirun " + variables.replace("MASTER", "-x MASTER")}

@@ -466,6 +466,7 @@ def _from_device_mesh(
         if size not in (None, sizes[name]):
             raise Error(f"{name}={size}, but the mesh has {name}={sizes[name]}", fix=f"leave {name} out")
     where = _mesh_device(mesh, device)
+    # Before a group is made: each rank looks at the whole mesh, so all raise.
     every = _ranks_of_model(mesh) if sizes["cp"] > 1 else []
     begin(where)
     if timeout is not None:  # The caller's groups keep their timeouts.

@@ -200,6 +200,7 @@ class Node:
 
     def received(self, neighbour: int, message: Sequence[Any]) -> None:
         """Takes a message of a neighbour."""
+        # Any message is a sign of life.
         self.heard[neighbour] = self.clock()
         match message:
             case [str(tag), str(text)] if tag == NOTE:
@@ -296,6 +297,7 @@ class Node:
         if roll.pending:
             return None
         self.roll = None
+        # Ranks may have been lost while the answers came.
         roll.census.lost |= self.lost
         if roll.source is not None:
             self.send(roll.source, [ANSWER, roll.number, roll.census.as_data()])
