@@ -731,6 +731,7 @@ class Executable:
         parts = dict(self.module.named_modules(remove_duplicate=False))
         entry = made.on(self.places, lambda block: parts.get(block) if block else None)
         captured, opened = entry.analysis.captured, entry.analysis.captured.attempt.opened
+        # `Part.__setattr__` counts assignments to these names only.
         self.tree.read |= {name for _, name in captured.reads}
         self.opened |= opened
         self.read_places |= captured.attempt.values.places
@@ -766,6 +767,7 @@ class Executable:
             Error: there is none yet.
         """
         for key, entry in reversed(self.entries):
+            # `_key` has the structure there.
             if key[2] == self.structure:
                 return entry
         changed = "since its modules or parameters were replaced" if self.entries else "by itself"

@@ -424,6 +424,7 @@ def _made(original: Any, role: Any) -> type[Part]:
             return args[0].run(args[1:])
         if (state := state_of(self)) is None:  # A copy for capture has this class if the user kept `model.forward`.
             return original.forward(self, *args, **kwargs)
+        # Tried again once the tree has changed: its graph may have the axis now.
         if state.unfit != state.tree.version:
             try:
                 return executable_of(self)(args, kwargs)
@@ -432,6 +433,7 @@ def _made(original: Any, role: Any) -> type[Part]:
                     raise error.for_user() from None
                 state.unfit = state.tree.version
         result = original.forward(self, *args, **kwargs)
+        # User code has computed with cut tensors, so what it returns may be cut.
         return result if state.tree.settings.outputs == "local" else gather_all(result)
 
     def counted(method: Any) -> Any:
@@ -490,11 +492,13 @@ def _kind_of(meta: Any) -> Any:
                 return super().mro()
             original, *part_bases = cls.__bases__
             before = [ancestor for base in part_bases for ancestor in base.__mro__ if ancestor not in original.__mro__]
+            # Our methods come first, though the original class is the first base: NOTE [The first base].
             return [cls, *dict.fromkeys(before), *original.__mro__]
 
         def __eq__(cls, other: object) -> bool:
             return cls is other or vars(cls).get(ORIGINAL, cls) is other
 
+        # Python takes `__hash__` from a class that defines `__eq__`.
         __hash__ = meta.__hash__
 
         def __setattr__(cls, name: str, value: Any) -> None:
