@@ -202,6 +202,7 @@ class Channel:
             time.sleep(pause)
             pause = min(2 * pause, LAST_SLEEP)
             if (now := time.monotonic()) > look:
+                # Asked after a while only, as most waits are short.
                 limit = limit or group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
                 self._expect(place, count, now - began, limit)
                 look = now + LOOK
