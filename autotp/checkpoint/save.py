@@ -364,6 +364,7 @@ class Saving(Future[None]):
             if self.done():
                 self.told = self.exception() is not None
                 self._join()
+                # The error is told, so the end of the program need not wait for this save.
                 self._at_end.cancel()
 
     def _join(self) -> None:

@@ -38,6 +38,7 @@ def bytes_of(tensor: Tensor) -> Any:
 
 def sealed(content: dict[str, Any]) -> bytes:
     """Returns a JSON object as the content of a file that ends in the checksum of all bytes before."""
+    # Without the last brace, which follows the checksum.
     text = json.dumps(content, separators=(",", ":"))[:-1].encode() + b',\n"crc32": '
     return text + f'"{zlib.crc32(text):08x}"}}\n'.encode()
 
