@@ -56,7 +56,7 @@ def _settle(
     counts: list[int] = []
     fitting: dict[tuple[int, ...], int] = {}  # Events that the value depends on -> place.
     for origin, shared in ways:
-        # Before a tie only its own tensor is written; `_init_weights`, if it comes after, writes through all places.
+        # Only writes to the origin count, and those of `_init_weights` to any place, if it came after the tie.
         writes = [w for k, row in enumerate(by_place) for w in row if k == origin or (shared and events[w[0]].owner)]
         writes.sort(key=lambda write: write[0])
         counts.append(sum(stand_in.tensor._version for i, stand_in in writes if events[i].counted))
