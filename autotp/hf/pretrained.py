@@ -305,6 +305,7 @@ def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
                     raise Error(
                         f"{source_text(tensor.source)} is {tensor.dtype}, and a parameter needs a floating-point dtype"
                     )
+                # A tied tensor is met again under each of its names.
                 if tensor not in empty and isinstance(tensor, nn.Parameter):
                     sources[f"{prefix}.{key}" if prefix else key] = tensor.source
                     on_meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

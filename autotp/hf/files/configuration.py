@@ -61,6 +61,7 @@ def expect_no_code(file: Path, overrides: Mapping[str, Any]) -> None:
     """Raises Error if a configuration names code to run: classes in its folder, or kernels on a hub."""
     try:
         config = json.loads(read_regular(file), parse_constant=_raise_not_a_number, parse_float=_number)
+        # The caller's word counts: {"auto_map": {}} asks for the class of transformers.
         config |= {key: overrides[key] for key in overrides if key == "auto_map"}
         entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
         # transformers writes NaN in this form.
