@@ -136,7 +136,7 @@ def ranks_on_one_card(store: dist.Store, started: Launch, card: Any, asked_for: 
         store.set("shared", f"{first} {started.rank}")
     if not asked_for:
         store.set("by default", "")
-    # The last rank to arrive has the words of all before it in the store.
+    # The last rank to arrive finds in the store what all others have written.
     if store.add("arrived", 1) == started.size:
         shared = store.get("shared").decode() if store.check(["shared"]) else ""
         store.set("answer", f"{int(not store.check(['by default']))} {shared}")

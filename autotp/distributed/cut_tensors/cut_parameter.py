@@ -519,6 +519,7 @@ def _make_plain(optimizer: Optimizer) -> None:
 
 def _cut_again(optimizer: Optimizer, *_: Any) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) in (nn.Parameter, DTensor)):
+        # Whole parameters, and those of ordinary models, have none.
         if hasattr(p, "autotp_cut"):
             _become(p, CutDTensor if isinstance(p, DTensor) else CutParameter)
     _after_step(optimizer)
