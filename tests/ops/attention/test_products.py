@@ -15,7 +15,7 @@ from autotp.ops.attention.products import attention
 
 
 @pytest.mark.parametrize("queries", [0, 3])
-def test_a_mask_that_learns_has_a_gradient(queries: int) -> None:
+def test_attention_gives_a_learnt_mask_its_gradient(queries: int) -> None:
     q, k, v = (torch.randn(2, 2, n, 4, requires_grad=True) for n in (queries, 5, 5))
     bias = torch.full((2, queries, 5), -1e30).requires_grad_()
     found = attention(q, k, v, bias, 0.0, scale=0.5)
@@ -26,7 +26,7 @@ def test_a_mask_that_learns_has_a_gradient(queries: int) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_attention_without_heads(grouped: bool) -> None:
+def test_attention_without_heads_has_gradients_of_zeros(grouped: bool) -> None:
     """A mask of numbers has a gradient without elements, also under transforms. torch's own attention gives none."""
     q, k, v = (torch.ones(2, 0, 4, 3, requires_grad=True) for _ in range(3))
     whole, own = torch.ones(4, 4, requires_grad=True), torch.ones(0, 4, 4, requires_grad=True)
@@ -93,5 +93,5 @@ def test_ranks_without_positions_sum_the_same_gradients() -> None:
 @pytest.mark.costly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("compiled", ["blocks", "whole"])
-def test_compiled_ranks_without_positions_send_as_much(compiled: str) -> None:
+def test_compiled_ranks_without_positions_sum_the_same_gradients(compiled: str) -> None:
     run_ranks(short_sequences, 4, compiled, alone=True, timeout=300)
