@@ -54,7 +54,7 @@ def some_ranks_alone(rank: int, n: int) -> None:
     assert point_to_point.started_collectives(str(mesh.get_group().group_name)) > 100
 
 
-def test_what_some_ranks_start_alone_does_not_count() -> None:
+def test_messages_of_some_ranks_do_not_count_as_collectives() -> None:
     run_ranks(some_ranks_alone, 3, alone=True)
 
 
@@ -70,5 +70,5 @@ def on_a_backend_of_others(rank: int, n: int) -> None:
     assert point_to_point.started_collectives(model.mesh.group) == 0
 
 
-def test_a_backend_need_not_number_its_collectives() -> None:
+def test_a_backend_without_sequence_numbers_is_accepted() -> None:
     run_ranks(on_a_backend_of_others, 1, alone=True)
