@@ -72,6 +72,12 @@ def test_decompose_keeps_numbers_and_gradients(make: Make, x: Tensor, t: Tensor)
         )
 
 
+def test_decompose_averages_float16_whose_sum_overflows() -> None:
+    before, after, _ = expanded(calls(aten.mean.dim, [1]), 1, torch.full((2, 6), 3e4, dtype=torch.float16))
+    found = [run(graph, [torch.full((2, 6), 3e4, dtype=torch.float16), TARGET, WEIGHT])[0] for graph in (before, after)]
+    assert found[1].dtype == torch.float16 and torch.equal(*found)
+
+
 def test_decompose_spells_out_log_softmax() -> None:
     assert lines(expanded(calls(aten.log_softmax.int, 1), 1)[1]) == [
         "peak(x, 1)",
