@@ -85,6 +85,7 @@ def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kw
     """
     key = target, _kind(args), _kind(kwargs)
     results = RESULTS.setdefault(mode, {})
+    # A size that depends on values has a symbol of its own in each call, so no result is shared.
     if key not in results or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
         with mode, torch.no_grad():
             results[key] = SIZES.get(target, target)(*args, **kwargs)
@@ -181,6 +182,7 @@ class Builder:
     def copy(self, node: fx.Node) -> fx.Node:
         """Copies a node of the old graph, with mapped operands, and notes the copy in `env`."""
         copy = self.env[node] = copied(self.graph, node, self.env.__getitem__)
+        # No pass may rely on other keys, which are those of the exporter or of a single pass.
         for key in copy.meta.keys() - META:
             del copy.meta[key]
         return copy

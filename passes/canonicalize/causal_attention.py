@@ -183,6 +183,7 @@ def _no_later(key: Any, query: Any, more: int) -> Fact | None:
     """Returns what is known of `key <= query + more`."""
     if not isinstance(key, Positions) or not isinstance(query, Positions):
         return None
+    # `k + a <= q + b` means `k <= q` for a = b, and `k + a < q + b` for a = b - 1.
     causal = (key.dim, query.dim) == (-1, -2) and key.offset == query.offset + more
     return NoLaterKey((query.size, key.size)) if causal else None
 
@@ -195,6 +196,7 @@ def _shifted(value: Tensor, args: Arguments, sign: int) -> Fact | None:
 
 def _same(value: Tensor, args: Arguments) -> Fact | None:
     x = args["self"]
+    # A cast may round positions, and make numbers of truths.
     holds = value.dtype == torch.bool if isinstance(x, NoLaterKey) or x == ALWAYS else value.dtype in WIDE
     return x if holds else None
 
@@ -212,6 +214,7 @@ def _first(value: Tensor, args: Arguments) -> Fact | None:
     if not isinstance(x, Positions) or args["dim"] % value.dim() != value.dim() + x.dim or args.get("step", 1) != 1:
         return x if isinstance(x, Everywhere) else None
     start = args.get("start") or 0
+    # A negative start counts from the end, and which position that is may differ from call to call.
     counts = type(start) is int and start >= 0
     return Positions(x.dim, Size.of(value.shape[x.dim]), x.offset + start) if counts else None
 

@@ -38,6 +38,7 @@ class CertainComparisons(TorchFunctionMode):
 
     def _is_drawn(self, value: Any) -> bool:
         """True for a number that was drawn, and that nothing was written into since."""
+        # `is`: `==` of tensors would be an operator of the graph.
         return any(value is number and number._version == version for number, version in self.drawn)
 
 
