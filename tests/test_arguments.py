@@ -63,7 +63,7 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_each_wrong_argument_is_named(tmp_path: Path, registry: None, alone: None) -> None:
+def test_public_functions_refuse_any_wrong_argument(tmp_path: Path, registry: None, alone: None) -> None:
     table = right(tmp_path)
     functions = {name for name in autotp.__all__ if inspect.isfunction(getattr(autotp, name))} | {"Sampler"}
     assert set(table) == functions
@@ -80,7 +80,7 @@ def folder_of(path: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", [None, "", "a\0b", b"a", 3, Path])
-def test_what_is_no_path(path: Any) -> None:
+def test_folder_of_refuses_what_is_no_path(path: Any) -> None:
     assert message(folder_of(path)).startswith("folder is ")
     folder_of("a")(), folder_of(Path("a"))()
 
@@ -90,7 +90,7 @@ def takes(
 ) -> None: ...
 
 
-def test_kinds() -> None:
+def test_expect_arguments_follows_annotations() -> None:
     fit = {
         "a": (None, 3),
         "b": (1, 2.0, X[0, 0]),

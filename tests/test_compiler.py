@@ -59,7 +59,7 @@ def length_of(graph: fx.Graph, program: Program) -> Any:
     return next(node for node in graph.nodes if node.name == program.captured.inputs[0]).meta["val"].shape[1]
 
 
-def test_what_a_pass_assumes_of_sizes_is_a_condition_of_the_graph() -> None:
+def test_sizes_a_pass_assumes_are_conditions_of_the_graph() -> None:
     """A pass that compares a length with a number has a graph for this number only."""
 
     def compare(name: str, program: Program) -> Program:
@@ -72,7 +72,7 @@ def test_what_a_pass_assumes_of_sizes_is_a_condition_of_the_graph() -> None:
     assert analyse(*GIVEN).captured.fits([(4, 5, 8)])
 
 
-def test_a_rank_graph_assumes_nothing_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowering_passes_may_assume_nothing_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its conditions are tested no more."""
 
     def compare(program: Program, to: Target, graph: fx.Graph) -> fx.Graph:
@@ -85,7 +85,7 @@ def test_a_rank_graph_assumes_nothing_of_sizes(monkeypatch: pytest.MonkeyPatch) 
         flat_graph(program, 0, "fast")
 
 
-def test_each_row_is_a_file() -> None:
+def test_each_pass_of_the_table_is_a_file() -> None:
     for row in TABLE:
         (file,) = (PASSES / row.stage).rglob(f"{row.name}.py")
         assert file.read_text().startswith(f'"""{row.name}: '), row
@@ -93,7 +93,7 @@ def test_each_row_is_a_file() -> None:
 
 
 @pytest.mark.parametrize("stage", ["canonicalize", "plan", "lower", "emit"])
-def test_each_pass_has_a_row(stage: str) -> None:
+def test_each_pass_file_is_in_the_table(stage: str) -> None:
     """A file that calls itself a pass is one, or a part of one, which the rows' own files import."""
     files = {file.stem: file.read_text() for file in (PASSES / stage).rglob("*.py")}
     passes = {name for name, text in files.items() if text.startswith(f'"""{name}: ')}
@@ -103,7 +103,7 @@ def test_each_pass_has_a_row(stage: str) -> None:
     assert rows <= passes <= rows | used | WITHIN | AFTERWARDS
 
 
-def test_what_may_be_left_out() -> None:
+def test_each_optional_pass_is_left_out_alone() -> None:
     """Each of `OPTIONAL` is one row, which no other choice leaves out."""
     everything = Options(sequence_parallel=True, experts="expert", summed=True, cp=2, overlap="batch")
     assert all(row.wanted(everything) for row in TABLE)
@@ -124,11 +124,11 @@ def test_what_may_be_left_out() -> None:
     ],
     ids=["summed", "experts", "sequence", "context", "halves"],
 )
-def test_what_options_add(options: Options, more: list[str]) -> None:
+def test_options_add_their_passes(options: Options, more: list[str]) -> None:
     assert [row.name for row in TABLE if row.wanted(options) and not row.wanted(DEFAULTS)] == more
 
 
-def test_a_model_takes_the_rows_in_their_order() -> None:
+def test_a_model_takes_the_passes_in_table_order() -> None:
     assert names(DEFAULTS) == before_emit(DEFAULTS)
     assert names(Options(without=("cse", "overlap"))) == [
         name for name in before_emit(DEFAULTS) if name not in ("cse", "overlap")
@@ -136,7 +136,7 @@ def test_a_model_takes_the_rows_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("options", [DEFAULTS, Options(overlap="batch"), Options(without=("late_sums",))], ids=str)
-def test_every_road_emits_by_the_rows(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_runs_the_emit_passes_of_training(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` runs each row that a training runs, in the same order: a row that is added is on all roads at once."""
     ran: list[str] = []
 
@@ -155,7 +155,7 @@ def test_every_road_emits_by_the_rows(options: Options, monkeypatch: pytest.Monk
     assert ran == rows * 2  # For each of the two ranks.
 
 
-def test_facts_stand_in_the_program_behind_the_pass_that_finds_them() -> None:
+def test_program_facts_are_unknown_before_their_pass() -> None:
     """As its docstring says of each; before, and of a program that is only captured, nobody can use them."""
     facts = dict(re.findall(r"^ +(\w+): .* \((\w+)\)\.$", Program.__doc__ or "", re.MULTILINE))
     assert {
@@ -177,13 +177,13 @@ def test_facts_stand_in_the_program_behind_the_pass_that_finds_them() -> None:
         program.tp = 3  # type: ignore[misc]
 
 
-def test_the_last_pass_that_is_asked_for() -> None:
+def test_analyse_stops_at_the_last_pass_asked_for() -> None:
     """Facts of later passes are unknown."""
     program = analyse(*GIVEN, last="match")
     assert program.candidates is not UNKNOWN and program.decision is UNKNOWN
 
 
-def test_another_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_torch_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.1")
     with pytest.warns(UserWarning, match=r"tested with torch 2\.13\.x, and this is 2\.12\.1") as told:
         captured_program(*GIVEN, DEFAULTS)

@@ -15,7 +15,7 @@ from autotp.error_file import VARIABLE, report_errors
 
 
 @pytest.mark.system
-def test_the_summary_has_the_error(tmp_path: Path) -> None:
+def test_torchrun_s_summary_has_the_rank_s_error(tmp_path: Path) -> None:
     with job(tmp_path / "job", "failing.py", [], 0) as process:
         told = process.communicate(timeout=100)[0]
     summary = told[told.index("Root Cause (first observed failure)") :]
@@ -32,7 +32,7 @@ report_errors()
 
 
 @pytest.mark.parametrize("how", ["raise KeyError('x')", pytest.param("raise SystemExit(3)", marks=pytest.mark.rare)])
-def test_files(how: str, tmp_path: Path) -> None:
+def test_error_file_is_written_for_errors_only(how: str, tmp_path: Path) -> None:
     """Only errors are written; the program ends as before."""
     file = tmp_path / "error.json"
     environment = os.environ | {VARIABLE: str(file), "PYTHONPATH": str(ROOT)}
@@ -43,7 +43,7 @@ def test_files(how: str, tmp_path: Path) -> None:
         assert b"KeyError: 'x'" in done.stderr
 
 
-def test_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_errors_without_torchrun_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     before = sys.excepthook
     report_errors()

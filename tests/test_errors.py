@@ -21,7 +21,7 @@ from autotp.errors import (
 )
 
 
-def test_text() -> None:
+def test_error_text_has_facts_and_remedies() -> None:
     error = Error("cannot cut `w`", fix="one", then="two", alternative=("three", "four"), rule="i -> o", at="x.py:1")
     assert str(error) == (
         "cannot cut `w`\n  rule     i -> o\n  at       x.py:1\n  try      one\n  then     two\n  or       three\n"
@@ -31,7 +31,7 @@ def test_text() -> None:
     assert error.problem == "cannot cut `w`"
 
 
-def test_the_innermost_call_names_itself() -> None:
+def test_errors_name_the_innermost_call() -> None:
     def fails() -> None:
         within("inner(a)", lambda: (_ for _ in ()).throw(Error("wrong")))
 

@@ -25,16 +25,16 @@ PASSES = ", ".join(map(repr, OPTIONAL))
         ),
     ],
 )
-def test_what_is_not_allowed(given: dict[str, Any], text: str) -> None:
+def test_expect_choices_names_the_wrong_option(given: dict[str, Any], text: str) -> None:
     assert message(lambda: expect_choices(Options(**given))) == text
 
 
-def test_further_options() -> None:
+def test_expect_choices_takes_further_options() -> None:
     assert message(lambda: expect_choices(DEFAULTS, {"summed": (True,)})) == "summed=False\n  expected True"
     expect_choices(DEFAULTS)
 
 
-def test_passes_that_are_left_out() -> None:
+def test_options_without_is_sorted_and_unique() -> None:
     """One name is a name, and not letters; ranks that spell a set in another order have the same options."""
     assert Options(without="cse").without == ("cse",)
     assert Options(without={"overlap", "cse"}) == Options(without=["cse", "overlap", "cse"])

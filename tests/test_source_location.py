@@ -28,13 +28,13 @@ def line(*files: str) -> str:
     ["/home/me/model.py", "/home/me/passes/model.py", "/home/me/torch/model.py", f"{PACKAGE}2/model.py",
      f"{TORCH}x/a.py", f"{PACKAGE}/models/gpt.py", gpt.__file__],
 )  # fmt: skip
-def test_a_users_file(file: str) -> None:
+def test_source_line_is_the_user_s_in_any_folder(file: str) -> None:
     """Whatever its folder is called: what matters is that it is neither torch's nor autotp's."""
     below = (f"{TORCH}/nn/module.py", f"{PACKAGE}/errors.py", capture.__file__, "<string>")
     assert line("/home/me/train.py", file, *below) == f"{os.path.basename(file)}:7  y = x + 1"
 
 
-def test_no_users_file() -> None:
+def test_source_line_without_a_user_s_file_is_unknown() -> None:
     assert line(f"{TORCH}/nn/module.py", f"{PACKAGE}/errors.py", capture.__file__, "<string>") == "?"
 
 
@@ -56,12 +56,12 @@ def lines(model: nn.Module) -> dict[str, str]:
     return {node.name: source_location.line_of(node) for node in graph.nodes if node.op == "call_function"}
 
 
-def test_an_operators_line() -> None:
+def test_operator_line_is_the_deepest_in_the_model_s_code() -> None:
     """The deepest line in a `forward` of the model's own code, however torch's layers call each other."""
     call = line_of(__file__, "return self.twice(self.layers(x))")
     assert lines(Doubled()) == {"linear": call, "tanh": call, "mul": call}
 
 
-def test_an_operators_line_where_all_code_is_torchs() -> None:
+def test_operator_line_falls_back_to_torch_s_code() -> None:
     found = lines(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     assert found["linear"].startswith("linear.py:") and found["tanh"].startswith("activation.py:")

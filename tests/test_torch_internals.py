@@ -48,7 +48,7 @@ def checked_anew() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("row", REPLACED, ids=str)
-def test_each_name_exists_and_its_callers_look_it_up(row: Replaced) -> None:
+def test_each_replaced_name_exists_and_is_looked_up(row: Replaced) -> None:
     if row.name in ADDED:
         assert not hasattr(row.resolved_owner(), row.name)
         row.put(print)()
@@ -56,13 +56,13 @@ def test_each_name_exists_and_its_callers_look_it_up(row: Replaced) -> None:
         assert row.original() is not None
 
 
-def test_a_silent_loss_has_callers_to_look_at() -> None:
+def test_silent_rows_have_callers_to_check() -> None:
     """C++ asks for the one that has none: tests/passes/capture/unsupported/test_lost_gradients.py has its canary."""
     assert [row for row in REPLACED if row.silent and not row.callers] == [internals.READS_FUNCTION]
 
 
 @pytest.mark.parametrize("row", REPLACED, ids=str)
-def test_a_region_puts_the_name_back(row: Replaced) -> None:
+def test_replaced_names_are_put_back(row: Replaced) -> None:
     owner = row.resolved_owner()
     before = vars(owner).get(row.name)
     if row.owner == "builtins":
@@ -92,14 +92,14 @@ def can_be_gone(row: Replaced) -> bool:
 
 
 @pytest.mark.parametrize("row", [row for row in REPLACED if can_be_gone(row)], ids=str)
-def test_a_name_that_is_gone_is_an_error(row: Replaced, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_of_a_missing_name_is_an_error(row: Replaced, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(row.resolved_owner(), row.name)
     with pytest.raises(autotp.Error, match=f"has no `.*{row.name}`, on which autotp relies"):
         row.put(None)
 
 
 @pytest.mark.parametrize(("row", "caller"), CALLED, ids=lambda x: str(x))
-def test_a_name_that_torch_calls_by_another_one_is_an_error(
+def test_a_name_its_caller_no_longer_looks_up_is_an_error(
     row: Replaced, caller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The function of torch gets another name to look up, as after a refactoring; the old name is still there."""
@@ -122,7 +122,7 @@ def renamed(code: types.CodeType, name: str) -> types.CodeType:
     return code.replace(co_names=other(code.co_names), co_freevars=other(code.co_freevars), co_consts=constants)
 
 
-def test_a_function_that_imports_the_name_looks_it_up_elsewhere() -> None:
+def test_looks_up_knows_the_module_of_a_name() -> None:
     from torch._functorch import apis, vmap
 
     assert looks_up(vmap.vmap_impl, vmap, "_process_batched_inputs")
@@ -144,7 +144,7 @@ def test_each_function_that_fills_a_state_dict_exists(module: str, function: str
     assert callable(getattr(pytest.importorskip(module), function))
 
 
-def test_a_module_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expect_callers_names_a_missing_module(monkeypatch: pytest.MonkeyPatch) -> None:
     expect_callers.cache_clear()
     monkeypatch.setattr(internals, "CALLERS", ("torch.optim._of_an_earlier_torch",))
     with pytest.raises(autotp.Error, match=r"has no module `torch\.optim\._of_an_earlier_torch`"):
@@ -193,7 +193,7 @@ def flags_of_results() -> None:
         (memory_of_fakes, internals.NEEDS_NUMBERS[1:]), (flags_of_results, (internals.SETS_FLAGS,)),
     ],
 )  # fmt: skip
-def test_torch_still_says_so(run: Callable[[], None], texts: Sequence[str]) -> None:
+def test_torch_s_error_texts_are_those_we_read(run: Callable[[], None], texts: Sequence[str]) -> None:
     with pytest.raises(Exception) as raised:
         run()
     assert all(text in str(raised.value) for text in texts)
@@ -317,5 +317,5 @@ def replacements() -> Iterator[str]:
                     yield f"{place}:{owner.lineno} {ast.unparse(node)[:80]}"
 
 
-def test_nothing_is_replaced_beside_the_table() -> None:
+def test_no_name_is_replaced_outside_the_table() -> None:
     assert list(replacements()) == [], "add a row to REPLACED in autotp/torch_internals.py, and use it"

@@ -59,8 +59,10 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
     whole.pop(OF_RANK, None)
     # torch's state dict shares these dicts with the optimizer, and entries are replaced below.
     whole["state"] = {i: dict(values) for i, values in whole["state"].items()}
+    is_first = True
     for model, named in parameters_by_model.items():
         parts = holdings_of(model, "state_dict")
+        is_first = is_first and parts.everyone.rank == 0
         if isinstance(optimizer, WholeMatrices):
             states = _of_owners(parts, {name: optimizer.state.get(p, {}) for name, p in named.items()})
             model_numbers = {numbers[id(p)] for p in named.values()}
@@ -76,8 +78,9 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
             gathered = gather_like(parts, name, value) if as_parameter else gather(value).cpu()
             if gathered is not None:
                 whole["state"][numbers[id(named[name])]][key] = gathered
-        if parts.everyone.rank:
-            whole["state"] = {}
+    # After all models: states of the next one are gathered into this dict on every rank.
+    if not is_first:
+        whole["state"] = {}
     return whole
 
 

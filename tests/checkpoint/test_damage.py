@@ -47,7 +47,7 @@ def damaged(rank: int, n: int, folder: str, count: int) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [15, pytest.param(300, marks=pytest.mark.rare)])
-def test_damage_is_seen(count: int, tmp_path: Path) -> None:
+def test_load_checkpoint_names_the_damaged_file(count: int, tmp_path: Path) -> None:
     run_ranks(damaged, 2, str(tmp_path), count, timeout=500)
 
 
@@ -91,7 +91,7 @@ def odd(rank: int, n: int, folder: str, count: int) -> int:
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=[pytest.mark.rare, pytest.mark.timeout(600)])])
-def test_odd_values(count: int, tmp_path: Path) -> None:
+def test_load_checkpoint_of_odd_values_is_an_error_or_loads(count: int, tmp_path: Path) -> None:
     """Each is an Error that changes nothing, or loads: no other exception leaves `load_checkpoint`."""
     (refused,) = run_ranks(odd, 1, str(tmp_path), count, timeout=500)
     assert 0.9 * count < refused
@@ -113,7 +113,7 @@ def mixed(rank: int, n: int, folder: str) -> str:
     return str(raised.value).replace(folder, "")
 
 
-def test_a_file_of_an_older_step(tmp_path: Path) -> None:
+def test_load_checkpoint_sees_a_file_of_an_older_step(tmp_path: Path) -> None:
     for rank, text in enumerate(run_ranks(mixed, 2, str(tmp_path), timeout=100)):
         assert re.sub("`.*?`", "NAME", text).splitlines()[:2] == [
             "load_checkpoint: /step-00000002/rank-00001.tensors is damaged: NAME is not what was written",
@@ -250,6 +250,8 @@ class Kept:
     ],
     ids=["tp-whole", "pp", "zero3", "zero1-whole"],
 )
-def test_files_in_the_wrong_place(layout: Layout, whole: bool, more: dict[str, Any], tmp_path: Path) -> None:
+def test_load_checkpoint_sees_files_that_were_swapped(
+    layout: Layout, whole: bool, more: dict[str, Any], tmp_path: Path
+) -> None:
     counts = run_ranks(in_the_wrong_place, 2, str(tmp_path), layout, whole, more, timeout=250)
     assert counts[0] == counts[1] > 40

@@ -23,7 +23,9 @@ def training() -> Iterator[tuple[autotp.Trainer, Any]]:
     dist.destroy_process_group()
 
 
-def test_the_program_moves_while_it_saves(training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_checkpoint_writes_where_the_program_was_when_called(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
@@ -39,7 +41,9 @@ def test_the_program_moves_while_it_saves(training: Any, tmp_path: Path, monkeyp
     assert (here / "ckpt" / "step-00000001").exists() and not list(there.iterdir())
 
 
-def test_a_present_folder_that_is_gone(training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_in_a_removed_working_folder_are_refused(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -51,11 +55,11 @@ def test_a_present_folder_that_is_gone(training: Any, tmp_path: Path, monkeypatc
         assert "ckpt cannot be read: No such file or directory" in message(call)
 
 
-def test_names_that_are_too_long(training: Any) -> None:
+def test_save_checkpoint_tells_of_a_name_too_long(training: Any) -> None:
     assert "File name too long" in message(lambda: autotp.save_checkpoint("x" * 300, *training, 1))
 
 
-def test_checkpoints_under_other_names(training: Any, tmp_path: Path) -> None:
+def test_load_checkpoint_names_checkpoints_that_were_renamed(training: Any, tmp_path: Path) -> None:
     """No training begins anew where somebody moved its checkpoints."""
     autotp.save_checkpoint(tmp_path, *training, 1)
     step = tmp_path / "step-00000001"
@@ -70,7 +74,9 @@ def test_checkpoints_under_other_names(training: Any, tmp_path: Path) -> None:
     assert "step-00000003/manifest.json is missing" in message(lambda: autotp.load_checkpoint(tmp_path, *training))
 
 
-def test_a_thread_that_is_interrupted(training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_checkpoint_tells_that_its_thread_was_interrupted(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 

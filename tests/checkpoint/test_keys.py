@@ -21,7 +21,7 @@ class Parts:
         self.saved = {"weight": "weight", "again": "weight", "elsewhere": "other"}
 
 
-def test_names() -> None:
+def test_step_folders_and_entry_keys_are_spelled() -> None:
     assert path_of(Path("ckpt"), 1000) == Path("ckpt/step-00001000")
     assert entry_key("optimizer", "h.0.weight", "exp_avg") == "optimizer|h.0.weight|exp_avg"
     assert entry_key("rank", 3) == "rank|3"
@@ -30,17 +30,17 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("names", "text"), [([], ""), (["a"], "a"), (list("abc"), "a, b, c"), (list("abcde"), "a, b, c and 2 more")]
 )
-def test_names_as_text(names: list[str], text: str) -> None:
+def test_names_as_text_shortens_long_lists(names: list[str], text: str) -> None:
     assert names_as_text(names) == text
 
 
-def test_names_that_a_rank_holds() -> None:
+def test_names_held_are_those_of_this_rank() -> None:
     """Each once, and none of another rank."""
     parts: Any = Parts(nn.Linear(2, 2))
     assert names_held(parts) == ["weight"]
 
 
-def test_an_optimizers_parameters() -> None:
+def test_names_of_maps_an_optimizer_s_parameters_or_refuses() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     parts: Any = Parts(model)
     optimizer = torch.optim.AdamW([{"params": [model.bias]}, {"params": [model.weight]}])
@@ -51,7 +51,7 @@ def test_an_optimizers_parameters() -> None:
     )
 
 
-def test_random_states() -> None:
+def test_random_states_replay_the_next_draws() -> None:
     torch.manual_seed(3)
     states = random_states(torch.device("cpu"))
     expected = torch.rand(2)

@@ -37,7 +37,7 @@ def written(folder: Path, manifest: bytes) -> Path:
     return folder
 
 
-def test_what_was_written(tmp_path: Path) -> None:
+def test_manifest_reads_what_was_written(tmp_path: Path) -> None:
     found = read_manifest(written(tmp_path, content(step=9)))
     assert found.about["step"] == 9
     assert found.whole("w").equal(WHOLE)
@@ -61,7 +61,7 @@ def negative(pieces: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [moved, too_long, of_nobody, negative])
-def test_pieces_that_make_up_no_tensor(change: Callable[[list[Any]], Any], tmp_path: Path) -> None:
+def test_manifest_refuses_pieces_that_make_up_no_tensor(change: Callable[[list[Any]], Any], tmp_path: Path) -> None:
     """They overlap, end behind their file, or are in a file that is not there."""
     folder = written(tmp_path, content(change))
     assert message(lambda: read_manifest(folder)).startswith(f"{folder / MANIFEST} is not valid")
@@ -70,12 +70,12 @@ def test_pieces_that_make_up_no_tensor(change: Callable[[list[Any]], Any], tmp_p
 @pytest.mark.parametrize(
     "about", [{"step": "7"}, {"step": True}, {"groups": {}}, {"groups": [[{}, [["name", "keys"]]]]}]
 )
-def test_a_training_of_another_form(about: dict[str, Any], tmp_path: Path) -> None:
+def test_manifest_refuses_step_or_groups_of_wrong_types(about: dict[str, Any], tmp_path: Path) -> None:
     folder = written(tmp_path, content(**about))
     assert message(lambda: read_manifest(folder)).startswith(f"{folder / MANIFEST} is not valid")
 
 
-def test_files_that_are_not_as_written(tmp_path: Path) -> None:
+def test_manifest_refuses_files_missing_or_of_another_size(tmp_path: Path) -> None:
     folder = written(tmp_path, content())
     file = folder / file_of(1)
     remedy = f"\n  try      remove {folder}: then an older checkpoint is used"
@@ -87,7 +87,7 @@ def test_files_that_are_not_as_written(tmp_path: Path) -> None:
     assert message(lambda: read_manifest(folder)) == f"{file} is not a regular file{remedy}"
 
 
-def test_a_few_bytes_that_stand_for_many(tmp_path: Path) -> None:
+def test_manifest_refuses_more_tensor_bytes_than_file_bytes(tmp_path: Path) -> None:
     """Whoever reads all tensors, or all data that names them, needs no more memory than the files have bytes."""
     twice: list[Any] = [["v", "float32", [2, 4]], [[0, 0], [1, 4], 0, 0, zlib.crc32(WHOLE.numpy().tobytes())]]
     rows = [twice, [twice[0], [[1, 0], *twice[1][1:]]]]
@@ -102,13 +102,13 @@ def test_a_few_bytes_that_stand_for_many(tmp_path: Path) -> None:
     assert "is not valid: ValueError: w is there twice" in message(lambda: found.value({"a": one, "b": [one]}))
 
 
-def test_items() -> None:
+def test_item_row_and_choice_describe_its_tensor() -> None:
     item = Item("w", (2,), (4,), torch.zeros(2))
     assert item.row() == ["w", "float32", (4,)]
     assert item.choice() == ["w", (2,), 8, ["float32", (4,)]]
 
 
-def test_formats(tmp_path: Path) -> None:
+def test_manifest_refuses_formats_of_other_versions(tmp_path: Path) -> None:
     old, new = tmp_path / "old", written(tmp_path / "new", sealed({"format": FORMAT + 1}))
     old.mkdir()
     (old / OF_FORMAT_1).touch()

@@ -30,7 +30,7 @@ def written(folder: Path, state: Tensor) -> Manifest:
     return read_manifest(folder)
 
 
-def test_a_random_state(tmp_path: Path) -> None:
+def test_random_state_is_read_as_written(tmp_path: Path) -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     found = random_state(written(tmp_path, state), "state", "cpu")
@@ -42,7 +42,7 @@ def test_a_random_state(tmp_path: Path) -> None:
     [torch.get_rng_state()[:-8], torch.zeros(5056, dtype=torch.uint8), torch.zeros(5056)],
     ids=["short", "zeros", "floats"],
 )
-def test_what_is_no_random_state(state: Tensor, tmp_path: Path) -> None:
+def test_random_state_that_no_generator_takes_is_refused(state: Tensor, tmp_path: Path) -> None:
     """The checkpoint has these bytes, with their right checksum."""
     before = torch.get_rng_state()
     found = message(lambda: random_state(written(tmp_path, state), "state", "cpu"))

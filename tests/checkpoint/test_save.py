@@ -47,7 +47,7 @@ def gone_on(rank: int, n: int, folder: str, layout: Layout, dropout: float, more
     ],
     ids=str,
 )
-def test_training_goes_on_as_if_it_had_not_stopped(layout: Layout, more: dict[str, Any], tmp_path: Path) -> None:
+def test_resumed_training_equals_uninterrupted_training(layout: Layout, more: dict[str, Any], tmp_path: Path) -> None:
     n = layout[0] * layout[1] * layout[2]
     expected = run_ranks(written, n, str(tmp_path), layout, 0.3, more, timeout=100)
     assert run_ranks(gone_on, n, str(tmp_path), layout, 0.3, more, timeout=100) == expected
@@ -94,7 +94,9 @@ def everything(rank: int, n: int, *folders: str) -> list[dict[str, Tensor]]:
     ids=str,
 )
 @pytest.mark.timeout(240)
-def test_any_layout_reads_what_any_wrote(layouts: tuple[Layout, ...], more: dict[str, Any], tmp_path: Path) -> None:
+def test_load_checkpoint_in_any_layout_is_bit_identical(
+    layouts: tuple[Layout, ...], more: dict[str, Any], tmp_path: Path
+) -> None:
     folders = [str(tmp_path / str(i)) for i in range(len(layouts))]
     for i, layout in enumerate(layouts):
         n = layout[0] * layout[1] * layout[2]
@@ -161,7 +163,7 @@ def of_some_parameters(rank: int, n: int, folder: str) -> None:
     autotp.save_checkpoint(folder, trainer, optimizer, 1)
 
 
-def test_refused_on_every_rank(tmp_path: Path) -> None:
+def test_broken_checkpoints_are_refused_on_every_rank(tmp_path: Path) -> None:
     good = tmp_path / "good"
     run_ranks(written, 2, str(good), (2, 1, 1), 0.0, {}, timeout=100)
     run_ranks(newer, 2, str(tmp_path / "newer"), timeout=100)
@@ -213,7 +215,7 @@ def with_other_heads(rank: int, n: int, folder: str) -> str:
     return str(raised.value).replace(folder, "")
 
 
-def test_other_heads(tmp_path: Path) -> None:
+def test_load_checkpoint_refuses_another_number_of_heads(tmp_path: Path) -> None:
     run_ranks(written, 1, str(tmp_path), (1, 1, 1), 0.3, {}, timeout=100)
     (found,) = run_ranks(with_other_heads, 1, str(tmp_path), timeout=100)
     assert found == (
@@ -223,7 +225,7 @@ def test_other_heads(tmp_path: Path) -> None:
     )
 
 
-def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+def test_saved_steps_lists_only_complete_checkpoints(tmp_path: Path) -> None:
     names = ("step-00000002", "step-00000010", "step-00000011", "other", "step-3", ".step-00000012.0f.new")
     for name in names:
         (tmp_path / name).mkdir()
@@ -236,7 +238,7 @@ def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["save_checkpoint", "load_checkpoint"])
-def test_a_model_is_no_trainer(name: str, tmp_path: Path) -> None:
+def test_checkpoints_refuse_a_model_in_place_of_a_trainer(name: str, tmp_path: Path) -> None:
     model: Any = autotp.parallelize(nn.Sequential(nn.Linear(2, 2)), 1, example_inputs=(torch.zeros(2, 2),))
     with pytest.raises(autotp.Error) as raised:
         getattr(autotp, name)(

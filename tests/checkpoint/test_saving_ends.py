@@ -75,7 +75,7 @@ def full_disk(rank: int, n: int, folder: str) -> list[str]:
     return found
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_save_on_a_full_disk_keeps_the_older_checkpoint(tmp_path: Path) -> None:
     """One error on every rank, and the older checkpoint is whole."""
     for rank, found in enumerate(run_ranks(full_disk, 2, str(tmp_path), timeout=100)):
         for full, text in enumerate(found[:2]):
@@ -151,7 +151,7 @@ def no_memory(rank: int, n: int, folder: str, names: list[str]) -> list[str]:
         pytest.param(["_holders", "bytes_of", "_expect_alike", "write_pieces", "local_of"], marks=pytest.mark.rare),
     ],
 )
-def test_a_rank_without_memory(tmp_path: Path, names: list[str]) -> None:
+def test_save_on_a_rank_without_memory_fails_on_all(tmp_path: Path, names: list[str]) -> None:
     """One error on every rank, wherever in a save it happens: nobody waits for that rank."""
     for rank, found in enumerate(run_ranks(no_memory, 2, str(tmp_path), names, timeout=30)):
         for name, text in zip(names, found, strict=True):
@@ -204,7 +204,7 @@ def two_jobs(rank: int, n: int, folder: str) -> str:
     return found
 
 
-def test_two_jobs(tmp_path: Path) -> None:
+def test_save_refuses_a_folder_of_another_job(tmp_path: Path) -> None:
     for rank, text in enumerate(run_ranks(two_jobs, 2, str(tmp_path), timeout=100)):
         first, *facts = text.splitlines()
         assert first.startswith("save_checkpoint: process ") and first.endswith(f" saves into {tmp_path}")
@@ -242,7 +242,7 @@ MOMENTS = [
 ]  # fmt: skip
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path) -> None:
+def test_load_tells_that_its_checkpoint_was_removed_meanwhile(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(vanishing, 2, str(tmp_path), timeout=100)):
         for step, text in enumerate(found, 2):
             path, (first, *facts) = tmp_path / f"step-{step:08d}", text.splitlines()
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", [True, False], ids=["later", "at-once"])
-def test_two_jobs_of_torchrun(first: bool, tmp_path: Path) -> None:
+def test_of_two_torchrun_jobs_one_saves_and_one_is_refused(first: bool, tmp_path: Path) -> None:
     """The one that saves first goes on; what it saved is its own, and the other ends with an error that names it."""
     saved, folders = tmp_path / "saved", [tmp_path / "one", tmp_path / "two"]
     with ExitStack() as stack:
@@ -295,7 +295,7 @@ def lagging(rank: int, n: int, folder: str) -> None:
     assert fingerprint(trainer, optimizer) == before
 
 
-def test_a_list_that_lags(tmp_path: Path) -> None:
+def test_load_takes_the_step_that_the_first_rank_sees(tmp_path: Path) -> None:
     run_ranks(lagging, 2, str(tmp_path), timeout=100)
 
 
@@ -335,7 +335,7 @@ def others(rank: int, n: int, folder: str) -> list[str]:
     return found
 
 
-def test_what_is_saved_besides(tmp_path: Path) -> None:
+def test_objects_saved_by_name_are_compared_between_ranks(tmp_path: Path) -> None:
     """It is the same on all ranks, and plain; where one of it cannot be loaded nothing is changed."""
     for rank, found in enumerate(run_ranks(others, 2, str(tmp_path), timeout=100)):
         where = [] if rank else ["  on       global rank 1"]
@@ -368,7 +368,7 @@ def destroyed(rank: int, n: int, folder: str) -> None:
     assert saved_steps(folder) == [1]
 
 
-def test_torch_distributed_is_shut_down_meanwhile(tmp_path: Path) -> None:
+def test_save_ends_although_torch_distributed_is_shut_down(tmp_path: Path) -> None:
     run_ranks(destroyed, 2, str(tmp_path), timeout=100)
 
 
@@ -381,7 +381,7 @@ def ended(tmp_path: Path, *mode: str) -> tuple[int, str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["destroy", pytest.param("exit", marks=pytest.mark.rare)])
-def test_the_program_ends_meanwhile(mode: str, tmp_path: Path) -> None:
+def test_save_ends_although_the_program_ends(mode: str, tmp_path: Path) -> None:
     status, output = ended(tmp_path, mode)
     assert status == 0, output
     assert saved_steps(tmp_path / "job" / "saved") == [1, 2]
@@ -389,14 +389,14 @@ def test_the_program_ends_meanwhile(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.rare
 @pytest.mark.timeout(300)
-def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
+def test_a_save_that_fails_as_the_program_ends_is_told(tmp_path: Path) -> None:
     status, output = ended(tmp_path, "full")
     assert status != 0 and "File too large" in output, output
     assert saved_steps(tmp_path / "job" / "saved") == [1]
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.rare, pytest.mark.timeout(1800)])])
-def test_a_rank_is_killed_while_it_saves(times: int, tmp_path: Path) -> None:
+def test_a_rank_killed_during_save_leaves_a_resumable_checkpoint(times: int, tmp_path: Path) -> None:
     """The job ends with an error; the next one goes on at the checkpoint before, and saves."""
     for attempt in range(times):
         with job(tmp_path / str(attempt), "ending.py", ("killed", str(attempt)), 0) as process:
@@ -425,7 +425,7 @@ def fails(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["untold", "told"])
-def test_a_forked_process_ends_in_1(how: str) -> None:
+def test_a_forked_process_whose_save_failed_exits_1(how: str) -> None:
     """Where nobody asked for the result of a save that failed; multiprocessing ends its processes in its own way."""
     process = multiprocessing.get_context("fork").Process(target=fails, args=(how,))
     process.start()
@@ -454,14 +454,14 @@ atexit.register(save)
 
 
 @pytest.mark.parametrize("how", ["untold", "told"])
-def test_a_save_that_begins_while_python_ends(how: str) -> None:
+def test_a_save_begun_while_python_ends_is_finished(how: str) -> None:
     """Its thread ends before Python does: a thread that frees tensors while Python ends aborts the process."""
     given = [sys.executable, "-c", LATE, how]
     done = subprocess.run(given, stdout=subprocess.PIPE, text=True, timeout=100, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "saved Tensors\nMainThread\n")
 
 
-def test_a_process_that_can_start_no_thread_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_without_a_thread_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.12 starts none at the end of a program, and the system none beyond its limit."""
 
     def start(*_: Any) -> None:

@@ -47,7 +47,7 @@ def with_names(rank: int, n: int, folder: str) -> None:
             assert other.param_groups[0]["lr"] == 0.01
 
 
-def test_names_follow_from_the_parameters(tmp_path: Path) -> None:
+def test_loaded_optimizers_keep_their_own_parameter_names(tmp_path: Path) -> None:
     run_ranks(with_names, 2, str(tmp_path), timeout=100)
 
 
@@ -84,7 +84,7 @@ def other_states(rank: int, n: int, folder: str) -> list[str]:
     return found
 
 
-def test_a_state_dict_of_something_else(tmp_path: Path) -> None:
+def test_save_refuses_a_state_dict_unlike_the_parameters(tmp_path: Path) -> None:
     beside = "`_extra_state` in the model's state_dict() is not a dense parameter or buffer of the model"
     for found in run_ranks(other_states, 2, str(tmp_path), timeout=100):
         assert found == [
@@ -114,7 +114,7 @@ def unreadable(rank: int, n: int, folder: str) -> list[str]:
     return [*found, problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer))]
 
 
-def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+def test_load_names_the_folder_that_cannot_be_read(tmp_path: Path) -> None:
     for found in run_ranks(unreadable, 2, str(tmp_path), timeout=100):
         assert found == [
             f"load_checkpoint: {tmp_path}/file cannot be read: Not a directory",
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
         ]
 
 
-def test_a_step_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_steps_names_the_step_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "step-00000001").mkdir()
 
     def denied(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ def test_a_step_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert problem(lambda: saved_steps(tmp_path)) == f"{tmp_path}/step-00000001 cannot be read: Permission denied"
 
 
-def test_folders_that_are_not_ours(tmp_path: Path) -> None:
+def test_saved_steps_passes_over_numbers_of_no_step(tmp_path: Path) -> None:
     """Numbers that no step has are passed over."""
     for name in ("step-" + "9" * 30, "step-0000000010", "step-" + "\u0661" * 8, "step-00000007"):
         (tmp_path / name).mkdir()
@@ -198,7 +198,7 @@ def refused(rank: int, n: int, folder: str) -> list[str]:
     return found
 
 
-def test_state_without_a_place(tmp_path: Path) -> None:
+def test_save_refuses_optimizer_state_beside_its_parameters(tmp_path: Path) -> None:
     first, other = run_ranks(refused, 2, str(tmp_path), timeout=100)
     assert first == other
     assert first[:2] == [
@@ -223,7 +223,7 @@ def drifted(rank: int, n: int, folder: str) -> str:
     return found
 
 
-def test_replicas_that_differ(tmp_path: Path) -> None:
+def test_save_refuses_replicas_that_differ(tmp_path: Path) -> None:
     text = "save_checkpoint: `h.1.ln_2.weight` is another on rank 1 than on rank 0"
     assert run_ranks(drifted, 2, str(tmp_path), timeout=100) == [text] * 2
 
@@ -246,7 +246,7 @@ def loaded_in_part(rank: int, n: int, folder: str) -> None:
     assert autotp.load_checkpoint(folder, trainer, some) == 2  # Nothing is said.
 
 
-def test_an_optimizer_of_fewer_parameters(tmp_path: Path) -> None:
+def test_loading_an_optimizer_of_fewer_parameters_warns(tmp_path: Path) -> None:
     run_ranks(loaded_in_part, 2, str(tmp_path), timeout=100)
 
 
@@ -285,7 +285,7 @@ def resumed(rank: int, n: int, folder: str) -> None:
     autotp.save_checkpoint(folder, trainer, optimizer, 3, schedule=schedule)
 
 
-def test_groups_that_are_empty_in_a_stage(tmp_path: Path) -> None:
+def test_empty_groups_of_a_stage_load_their_options(tmp_path: Path) -> None:
     run_ranks(resumed, 2, str(tmp_path), timeout=100)
 
 
@@ -325,7 +325,7 @@ def resealed(rank: int, n: int, folder: str) -> list[str]:
     return found
 
 
-def test_options_of_another_kind(tmp_path: Path) -> None:
+def test_load_refuses_optimizer_options_of_wrong_types(tmp_path: Path) -> None:
     (found,) = run_ranks(resealed, 1, str(tmp_path), timeout=100)
     for text, expected in zip(found, OPTIONS, strict=False):
         assert expected in text, text
@@ -374,7 +374,7 @@ def in_a_step(rank: int, n: int, folder: str) -> list[str]:
     return found
 
 
-def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
+def test_checkpoints_are_refused_in_the_middle_of_a_step(tmp_path: Path) -> None:
     """Such as a signal's handler: a job that is ended gets one at any time."""
     for found in run_ranks(in_a_step, 2, str(tmp_path), timeout=100):
         assert found == [
@@ -407,7 +407,7 @@ def in_threads(rank: int, n: int, folder: str) -> list[str]:
     return found
 
 
-def test_a_thread_beside_the_one_that_trains(tmp_path: Path) -> None:
+def test_checkpoints_are_refused_in_a_second_thread(tmp_path: Path) -> None:
     """It would save parameters of two steps, as the other thread changes them meanwhile."""
     for found in run_ranks(in_threads, 2, str(tmp_path), timeout=100):
         assert found == [

@@ -44,7 +44,7 @@ class Tied(nn.Module):
 
 @checks.on(3)
 @checks.on(2, 4, rare=True)
-def full_state_dicts(rank: int, n: int) -> None:
+def full_state_dict_and_load_full_state_dict_are_inverses(rank: int, n: int) -> None:
     """Gathering and cutting are inverses, bit for bit; what one device holds comes out, and goes in."""
     for make, example in ((gpt, None), (bert, None), (Tied, torch.arange(6).view(2, 3))):
         whole, other = make(), make()
@@ -68,7 +68,7 @@ META, ODD = "on meta: it has no values", "not dense, or quantized"
 
 
 @checks.on(3)
-def wrong_state_dicts(rank: int, n: int) -> None:
+def load_full_state_dict_refuses_wrong_states_on_every_rank(rank: int, n: int) -> None:
     """What is wrong on the first rank is an error on every rank, and nothing is changed."""
     parallel = autotp.parallelize(gpt(**SEVEN).double(), n)
     right = autotp.full_state_dict(parallel)
@@ -98,7 +98,7 @@ def wrong_state_dicts(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def wanted_fails(rank: int, n: int) -> None:
+def full_state_dict_tells_all_ranks_that_wanted_failed(rank: int, n: int) -> None:
     """A `wanted` that raises on one rank alone is an error on all, and the next call is as good as before."""
     parallel = autotp.parallelize(gpt(**SEVEN).double(), n)
 
@@ -119,7 +119,7 @@ def wanted_fails(rank: int, n: int) -> None:
 
 @checks.on(2)
 @checks.on(4, rare=True)
-def clipping(rank: int, n: int) -> None:
+def clip_grad_norm_equals_one_device(rank: int, n: int) -> None:
     """Equal to one device's: replicated gradients counted once, tied ones too, frozen ones and None left out."""
     whole = gpt(**THREE).double()
     whole.wpe.requires_grad_(False)
@@ -140,7 +140,7 @@ def clipping(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def strange_norms(rank: int, n: int) -> None:
+def clip_grad_norm_of_empty_half_and_infinite_gradients(rank: int, n: int) -> None:
     """No gradients, half precision, what is infinite, and what is no norm."""
     parallel = autotp.parallelize(gpt(**THREE).double(), n)
     assert autotp.clip_grad_norm_(parallel, 1.0) == 0
@@ -162,7 +162,7 @@ def strange_norms(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def what_a_rank_shows_and_takes(rank: int, n: int) -> None:
+def parallel_model_prints_cuts_and_loads_either_state(rank: int, n: int) -> None:
     """The model's own names with what is cut; its own state, and the original model's in its place."""
     whole = gpt(**SEVEN).double()
     full = copy.deepcopy(whole.state_dict())
@@ -188,7 +188,7 @@ def test_on_ranks(n: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["full_state_dict", "load_full_state_dict", "clip_grad_norm_"])
-def test_an_ordinary_model(call: str) -> None:
+def test_state_dict_calls_refuse_an_ordinary_model(call: str) -> None:
     rest = {"full_state_dict": (), "load_full_state_dict": ({},), "clip_grad_norm_": (1.0,)}[call]
     for model in (nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)), None):
         assert message(lambda model=model: getattr(autotp, call)(model, *rest)) == (

@@ -123,7 +123,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     assert loaded == {"format 1, values", "more, tuple", "values, tuple"}, "\n".join(map(repr, found.items()))
 
 
-def test_format_1(tmp_path: Path) -> None:
+def test_pickles_of_format_1_are_never_opened(tmp_path: Path) -> None:
     """The format before this one was torch.distributed.checkpoint's: pickles, which are not opened any more."""
     step, mark = tmp_path / "step-00000001", tmp_path / "it-ran"
     step.mkdir()
@@ -204,7 +204,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_configurations_that_name_code(case: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_that_name_code_are_refused_unrun(
+    case: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One error; nobody is asked, nothing is run, no other machine is called."""
     folder, (values, text) = Path(shutil.copytree(llama, tmp_path / "copy")), CONFIGS[case]
     config = json.loads((folder / "config.json").read_text()) | values
@@ -221,7 +223,7 @@ def test_configurations_that_name_code(case: str, llama: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_configuration_with_holes(name: str, llama: Path, tmp_path: Path) -> None:
+def test_a_sparse_configuration_of_many_bytes_is_refused(name: str, llama: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(llama, tmp_path / "copy"))
     os.truncate(folder / name, 2**36)
     with pytest.raises(autotp.Error, match=r"the configuration cannot be read: .*it has 68,719,476,736 bytes"):
@@ -229,7 +231,7 @@ def test_a_configuration_with_holes(name: str, llama: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.system
-def test_the_class_of_transformers_instead_of_code(llama: Path, tmp_path: Path) -> None:
+def test_auto_map_is_overruled_by_the_class_of_transformers(llama: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(llama, tmp_path / "copy"))
     config = json.loads((folder / "config.json").read_text()) | {
         "auto_map": {"AutoConfig": BESIDE, "AutoModel": BESIDE}

@@ -18,12 +18,12 @@ from autotp.distributed.mesh import Mesh
     ("text", "size"),
     [(1, 1), ("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("200KiB", 204_800), ("7B", 7), ("0.5TiB", 2**39)],
 )
-def test_sizes(text: int | str, size: int) -> None:
+def test_parse_size_reads_units(text: int | str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("most", [100, 9_000, 40_000])
-def test_a_disk_that_is_full_is_one_error(most: int, tmp_path: Path) -> None:
+def test_write_checkpoint_on_a_full_disk_leaves_the_folder(most: int, tmp_path: Path) -> None:
     """A file that cannot be written cannot be closed either; the folder is what it was."""
     tensors = {name: Given(torch.ones(5000)) for name in "ab"}
     write_checkpoint(tmp_path / "out", tensors, Mesh(), 10**6, lambda new: None)

@@ -28,7 +28,7 @@ LAYOUTS = [
 
 
 @checks.on(3)
-def boxes_of_the_whole(rank: int, n: int) -> None:
+def gathered_tensor_reads_any_box_of_any_layout(rank: int, n: int) -> None:
     """Every box of every layout, in dtypes that no backend sends; the others have its shape and no memory."""
     mesh = make_mesh(n)
     for layout, dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16, torch.int16, torch.bool)):
@@ -43,7 +43,7 @@ def boxes_of_the_whole(rank: int, n: int) -> None:
 
 
 @checks.on(3)
-def only_the_box_is_sent(rank: int, n: int) -> None:
+def gathered_tensor_sends_only_the_box(rank: int, n: int) -> None:
     """In blocks, each summed once; what the first rank has is not sent."""
     layout, sent = LAYOUTS[2], []
     full = torch.arange(12.0).view(6, 2)
@@ -70,7 +70,7 @@ def test_on_ranks(n: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:4])
-def test_holders_make_up_what_is_wanted(layout: Layout) -> None:
+def test_first_holders_cover_the_range_once(layout: Layout) -> None:
     assert layout.dim is not None
     size = layout.shape[layout.dim]
     for wanted in [(a, b) for a in range(size) for b in range(a, size + 1)]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from small_models import Bare, Recurrent, Scale, on_meta
@@ -49,7 +51,7 @@ def texts(model: nn.Module) -> list[str]:
     return [str(event) for event in events_of(on_meta(lambda: model))]
 
 
-def test_children_come_before_what_is_applied_to_all() -> None:
+def test_events_of_children_precede_those_applied_to_all() -> None:
     own = ["Embedding.reset_parameters()", "LSTM.reset_parameters()", "Linear.reset_parameters()"]
     modules = ["Embedding", "LSTM", "Linear", "Applied"]
     assert texts(Applied()) == [*own, *(f"Applied._init_weights({name})" for name in modules)]
@@ -57,12 +59,12 @@ def test_children_come_before_what_is_applied_to_all() -> None:
     assert texts(nn.Sequential(Recurrent())) == own, "no constructor says that it applies `_init_weights`"
 
 
-def test_a_block_in_two_places_is_initialised_once() -> None:
+def test_events_initialise_a_shared_block_once() -> None:
     block = nn.Linear(2, 2)
     assert texts(nn.Sequential(block, nn.Sequential(block), nn.ReLU())) == ["Linear.reset_parameters()"]
 
 
-def test_the_innermost_model_of_transformers_initialises_once() -> None:
+def test_events_of_transformers_count_the_innermost_model_only() -> None:
     events = events_of(on_meta(lambda: Pretrained(Inner(nn.Linear(2, 2)))))
     assert [str(event) for event in events] == [
         "Linear.reset_parameters()",
@@ -73,7 +75,7 @@ def test_the_innermost_model_of_transformers_initialises_once() -> None:
     assert [event.counted for event in events] == [True, False, False, False], "transformers writes nothing on meta"
 
 
-def test_copies_of_a_layer_draw_its_numbers() -> None:
+def test_events_of_copied_layers_name_their_original() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16)
     events = events_of(on_meta(lambda: nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)))
     each = len(events) // 3
@@ -81,8 +83,13 @@ def test_copies_of_a_layer_draw_its_numbers() -> None:
     assert not any(event.counted for event in events)
 
 
+@pytest.mark.parametrize("stack", [nn.TransformerEncoder, nn.TransformerDecoder])
+def test_no_copies_of_a_layer_draw_nothing(stack: Any) -> None:
+    assert texts(stack(nn.TransformerEncoderLayer(8, 2, 16), 0)) == []
+
+
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_module_is_made_again_from_its_attributes(bias: bool) -> None:
+def test_made_again_rebuilds_a_module_from_its_attributes(bias: bool) -> None:
     scale = Scale(3, 1.0, bias)
     again = made_again(scale)
     assert isinstance(again, Scale)
@@ -92,7 +99,7 @@ def test_a_module_is_made_again_from_its_attributes(bias: bool) -> None:
     assert made_again(Bare(3)) is None, "it does not keep its size"
 
 
-def test_tied_places() -> None:
+def test_untied_gives_each_tied_place_its_own_tensor() -> None:
     """All places of a tensor are together; undone, each has a tensor of its own, and then the shared one again."""
     model = on_meta(Tied)
     shared = model.embedding.weight
@@ -107,14 +114,14 @@ def test_tied_places() -> None:
     assert model.head.weight is shared
 
 
-def test_ties_are_back_after_an_error() -> None:
+def test_untied_restores_ties_after_an_error() -> None:
     model = on_meta(Tied)
     with pytest.raises(KeyError), untied(places_of(model)):
         raise KeyError
     assert model.head.weight is model.embedding.weight
 
 
-def test_names_that_constructors_mention() -> None:
+def test_mentioned_lists_names_in_user_constructors_only() -> None:
     """Also in functions inside them; torch's own classes do not count."""
 
     class Draws(nn.Linear):
@@ -127,7 +134,7 @@ def test_names_that_constructors_mention() -> None:
     assert set(mentioned(nn.Linear(2, 2))) == set()
 
 
-def test_text() -> None:
+def test_event_prints_owner_method_and_module() -> None:
     linear = nn.Linear(2, 2)
     assert str(Event(linear, "reset_parameters")) == "Linear.reset_parameters()"
     assert str(Event(linear, "_init_weights", owner=nn.Sequential())) == "Sequential._init_weights(Linear)"

@@ -132,7 +132,7 @@ MODELS: dict[str, Make] = {
 
 @pytest.mark.parametrize("tp", [2, 3, 8])
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MODELS.items()])
-def test_as_built_whole(make: Make, tp: int) -> None:
+def test_initialize_gives_shards_of_the_model_built_whole(make: Make, tp: int) -> None:
     expect_as_built_whole(make, tp)
 
 
@@ -158,11 +158,11 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_as_built_whole(name: str) -> None:
+def test_initialize_of_transformers_gives_shards_of_the_whole(name: str) -> None:
     expect_as_built_whole(lambda: hugging_face(name, **HUGGING_FACE[name]), 3)
 
 
-def test_fused_weight_is_cut_in_pieces() -> None:
+def test_initialize_cuts_a_fused_weight_in_pieces() -> None:
     layout = Layout((12, 4), 0, (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12))), "(q | k | v)")
     torch.manual_seed(1)
     whole = nn.Linear(4, 12)
@@ -172,7 +172,7 @@ def test_fused_weight_is_cut_in_pieces() -> None:
     assert torch.equal(got["bias"], whole.bias)
 
 
-def test_what_is_not_on_meta_keeps_its_value() -> None:
+def test_initialize_keeps_values_that_are_not_on_meta() -> None:
     class Table(nn.Linear):
         def __init__(self) -> None:
             super().__init__(3, 4)
@@ -187,7 +187,7 @@ def test_what_is_not_on_meta_keeps_its_value() -> None:
     assert model.table.device == model.bias.device == CPU
 
 
-def test_default_dtype() -> None:
+def test_initialize_follows_the_default_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -74,7 +74,21 @@ class PartsOfParts(nn.Module):
                 self.scale.weight[1:3] *= 2
 
 
+class Infinite(nn.Linear):
+    """Both infinities, as masks and limits have them: their sum is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 4)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight[:2].fill_(torch.inf)
+            self.weight[2:].fill_(-torch.inf)
+            self.bias.fill_(1)
+
+
 MODELS: dict[str, Make] = {
+    "infinite": lambda: nn.Sequential(Infinite()),
     "parts": Parts,
     "all-at-once": All,
     "parts-of-parts": PartsOfParts,
@@ -83,7 +97,7 @@ MODELS: dict[str, Make] = {
 
 @pytest.mark.parametrize("tp", [2, 3, 8])
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MODELS.items()])
-def test_as_built_whole(make: Make, tp: int) -> None:
+def test_replay_gives_shards_of_the_model_built_whole(make: Make, tp: int) -> None:
     expect_as_built_whole(make, tp)
 
 
@@ -128,7 +142,7 @@ MEMORY: dict[str, tuple[Make, int]] = {  # with the bytes of what lives beside t
 
 
 @pytest.mark.parametrize("name", MEMORY)
-def test_peak_memory_is_the_shards_and_one_module(name: str) -> None:
+def test_replay_peak_memory_is_shards_and_one_module(name: str) -> None:
     make, largest = MEMORY[name]
     model = on_meta(make)
     layouts = {name: cut(p, 0, 4) for name, p in model.named_parameters()}
@@ -196,5 +210,5 @@ ERRORS: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
+def test_replay_refuses_initialisers_it_cannot_follow(name: str) -> None:
     expect_refused_on_meta(*ERRORS[name])

@@ -95,7 +95,7 @@ MODELS: dict[str, Make] = {
 
 @pytest.mark.parametrize("tp", [2, 3, 8])
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MODELS.items()])
-def test_as_built_whole(make: Make, tp: int) -> None:
+def test_write_counts_tell_which_tied_tensor_keeps_its_value(make: Make, tp: int) -> None:
     expect_as_built_whole(make, tp)
 
 
@@ -185,11 +185,11 @@ ERRORS: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
+def test_writes_outside_of_initialisers_are_refused(name: str) -> None:
     expect_refused_on_meta(*ERRORS[name])
 
 
-def test_an_error_before_the_first_draw_leaves_the_random_state() -> None:
+def test_a_refused_initialize_leaves_the_random_state() -> None:
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Bare(3)))
     before = torch.get_rng_state()
     with pytest.raises(autotp.Error):

@@ -47,21 +47,21 @@ def plan() -> autotp.Plan:
     return autotp.explain(model, 2, example_inputs=torch.ones(2, 4))
 
 
-def test_a_printed_plan(plan: autotp.Plan) -> None:
+def test_a_plan_printed_on_a_terminal_is_coloured(plan: autotp.Plan) -> None:
     """What is cut, what is sent and what stays whole have a colour each; the text is the same."""
     text = on_a_terminal(lambda: print(plan))
     assert f"{GREEN}2.weight{END}" in text and f"{CYAN}all-reduce{END}" in text and f"{YELLOW}2.bias{END}" in text
     assert uncoloured(text) == f"{plan}\n"
 
 
-def test_a_printed_report() -> None:
+def test_a_report_printed_on_a_terminal_is_coloured() -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
     report = autotp.verify(model, 2, example_inputs=torch.ones(2, 4))
     text = on_a_terminal(lambda: print(report))
     assert text.startswith(f"{GREEN}Sequential on tp=2: equal to one device") and uncoloured(text) == f"{report}\n"
 
 
-def test_what_goes_elsewhere_is_plain(plan: autotp.Plan, tmp_path: Path) -> None:
+def test_text_for_files_pipes_and_formats_is_plain(plan: autotp.Plan, tmp_path: Path) -> None:
     """An f-string is plain, also while stdout is a terminal; and so is a file or a pipe that is stdout."""
     found: list[str] = []
     on_a_terminal(lambda: found.extend((f"{plan}", format(plan), f"{plan:<3}")))
@@ -88,7 +88,7 @@ def test_what_goes_elsewhere_is_plain(plan: autotp.Plan, tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_the_variables(
+def test_colour_follows_environment_variables(
     plan: autotp.Plan, variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -96,14 +96,14 @@ def test_the_variables(
     assert ("\x1b" in on_a_terminal(lambda: print(plan))) is coloured
 
 
-def test_nothing_forces_colours_into_a_file(plan: autotp.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_color_does_not_colour_files(plan: autotp.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     with redirect_stdout(io.StringIO()) as out:
         print(plan)
     assert "\x1b" not in out.getvalue()
 
 
-def test_a_stdout_that_is_closed_or_is_not_there(plan: autotp.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_or_missing_stdout_is_not_coloured(plan: autotp.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     for stdout in (closed, None):

@@ -37,7 +37,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def test_a_line(terminal: Terminal) -> None:
+def test_progress_line_shows_nested_calls_and_count(terminal: Terminal) -> None:
     with redirect_stderr(terminal), progress("one", total=4) as line:
         line.count()
         with progress("inner") as inner:
@@ -48,7 +48,7 @@ def test_a_line(terminal: Terminal) -> None:
     assert line.text == "one"
 
 
-def test_bytes(terminal: Terminal) -> None:
+def test_progress_line_counts_bytes_with_units(terminal: Terminal) -> None:
     with redirect_stderr(terminal), progress("one", total=2_000_000, unit="B") as line:
         line.count(1_000_000)
         line.begin("two")
@@ -56,7 +56,7 @@ def test_bytes(terminal: Terminal) -> None:
     assert "1.00M/2.00M" in terminal.getvalue()
 
 
-def test_the_line_goes_when_the_call_fails(terminal: Terminal) -> None:
+def test_progress_line_ends_when_the_call_fails(terminal: Terminal) -> None:
     with pytest.raises(KeyError), redirect_stderr(terminal), progress("one"):
         raise KeyError
     with redirect_stderr(terminal), progress("two"):
@@ -64,13 +64,13 @@ def test_the_line_goes_when_the_call_fails(terminal: Terminal) -> None:
     assert "one: two" not in terminal.getvalue()
 
 
-def test_nothing_in_a_file(terminal: Terminal) -> None:
+def test_progress_writes_nothing_into_a_file(terminal: Terminal) -> None:
     with redirect_stderr(io.StringIO()) as file, progress("one"):
         assert not [thread for thread in threading.enumerate() if thread.name == "autotp.progress"]
     assert not file.getvalue() and not terminal.getvalue()
 
 
-def test_nothing_before_its_time(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_writes_nothing_before_its_delay(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DELAY", 60.0)
     with redirect_stderr(terminal), progress("two"):
         pass
@@ -88,7 +88,7 @@ class Ended:
         return len(self.waits) == 2
 
 
-def test_a_line_comes_after_five_seconds() -> None:
+def test_progress_line_comes_after_five_seconds() -> None:
     """Then it is drawn anew twice a second."""
     pytest.importorskip("tqdm")
     ended, terminal = Ended(), Terminal()
@@ -96,7 +96,7 @@ def test_a_line_comes_after_five_seconds() -> None:
     assert ended.waits == [5.0, 0.5] and "one:" in terminal.getvalue() and "1/4" in terminal.getvalue()
 
 
-def test_without_tqdm(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_tqdm_writes_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with redirect_stderr(terminal), progress("two"):
         pass

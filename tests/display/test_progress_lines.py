@@ -108,7 +108,7 @@ class Mlp(nn.Module):
 X = torch.ones(2, 4)
 
 
-def test_a_capture(slow: Slow) -> None:
+def test_explain_shows_the_running_stage_of_capture(slow: Slow) -> None:
     """It names the stage that runs."""
     slow.until("capture of Mlp: ", compiler, "captured_program")
     slow.until("capture of Mlp: canonicalize: ", compiler, "cse")
@@ -117,13 +117,13 @@ def test_a_capture(slow: Slow) -> None:
     slow.expect("capture of Mlp: ", "capture of Mlp: canonicalize: ", "capture of Mlp: plan: ")
 
 
-def test_a_capture_of_parallelize(slow: Slow, alone: None) -> None:
+def test_parallelize_shows_progress_of_capture(slow: Slow, alone: None) -> None:
     slow.until("capture of Mlp: ", compiler, "captured_program")
     autotp.parallelize(Mlp(), tp=1, example_inputs=X)
     slow.expect("capture of Mlp: ")
 
 
-def test_verify(slow: Slow) -> None:
+def test_verify_shows_progress_of_capture_and_run(slow: Slow) -> None:
     """The capture is a part of its line; then the ranks run."""
     slow.until(r"verify\(Mlp, tp=2\): capture of Mlp: +0%.* 0/2 ", compiler, "captured_program")
     slow.until(r"verify\(Mlp, tp=2\): run: +50%.* 1/2 ", verify, "compare")
@@ -131,13 +131,13 @@ def test_verify(slow: Slow) -> None:
     slow.expect(r"verify\(Mlp, tp=2\): capture of Mlp: +0%.* 0/2 ", r"verify\(Mlp, tp=2\): run: +50%.* 1/2 ")
 
 
-def test_the_halving_of_a_difference(slow: Slow) -> None:
+def test_bisect_shows_progress_of_halving(slow: Slow) -> None:
     slow.until(r"halving of Mlp, tp=2: trial 1: verify\(Mlp, tp=2\): ", verify, "make_trial")
     assert bisect.bisect(Mlp(), ((X,), {}), 2, DEFAULTS) is None
     slow.expect(r"halving of Mlp, tp=2: trial 1: verify\(Mlp, tp=2\): ")
 
 
-def test_the_proof_of_a_layout(slow: Slow) -> None:
+def test_verify_of_a_layout_shows_progress_of_its_proof(slow: Slow) -> None:
     slow.until("proof of 8 ranks: tp rank 0: ", mesh_proof, "staged", call=1)
     slow.until("proof of 8 ranks: tp rank 1: ", mesh_proof, "staged", call=2)
     autotp.verify(Mlp(), 2, pp=2, dp=2, example_inputs=X)
@@ -155,7 +155,7 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def test_from_pretrained_and_save_pretrained(slow: Slow, alone: None, llama: Path) -> None:
+def test_from_pretrained_and_save_pretrained_show_progress_in_bytes(slow: Slow, alone: None, llama: Path) -> None:
     """In bytes."""
     reading, writing = r"reading: +0%.* 0\.00/\d+\.?\d*k ", r"writing: +0%.* 0\.00/\d+\.?\d*k "
     slow.until(reading, weights, "read_part")
@@ -166,7 +166,7 @@ def test_from_pretrained_and_save_pretrained(slow: Slow, alone: None, llama: Pat
     slow.expect(reading, writing)
 
 
-def test_checkpoints(slow: Slow, alone: None, tmp_path: Path) -> None:
+def test_save_and_load_checkpoint_show_progress(slow: Slow, alone: None, tmp_path: Path) -> None:
     trainer = autotp.distribute(Mlp(), tp=1, example_inputs=X)
     optimizer = torch.optim.AdamW(trainer.parameters())
     trainer.step(X)

@@ -53,24 +53,24 @@ def read(text: str) -> list[str]:
     return reader.texts
 
 
-def test_text() -> None:
+def test_sheet_prints_as_aligned_text() -> None:
     assert str(Drawn()) == "a <b>\n\nk    v\nx&y  1\nz    22\n\ntwo\nlines"
     assert repr(Drawn()) == "Drawn(small)"
 
 
-def test_html() -> None:
+def test_sheet_prints_as_escaped_html() -> None:
     assert read(Drawn()._repr_html_()) == ["a <b>", "k", "v", "x&y", "1", "z", "22", "two\nlines"]
     assert CSS["cut"] in Drawn()._repr_html_()
 
 
-def test_code_keeps_its_lines_and_spaces_and_marks_what_differs() -> None:
+def test_sheet_code_keeps_spaces_and_marks_differences() -> None:
     sheet = Sheet("after", (Code((("x = 1 < 2", ""), ("  y = x", "new"))),), apart=False)
     assert ["".join(text for text, _ in line) for line in lines_of(sheet)] == ["after", "x = 1 < 2", "  y = x"]
     assert [line[0][1] for line in lines_of(sheet)] == ["bold", "", STYLES["new"]]
     assert "".join(read(html(sheet))) == "afterx = 1 < 2\n  y = x" and html(sheet).count(CSS["new"]) == 1
 
 
-def test_rich() -> None:
+def test_sheet_prints_the_same_text_in_rich() -> None:
     """With the same text, so without the markup that rich would read in "[...]"."""
     out = io.StringIO()
     Console(file=out, width=60).print(Drawn())
@@ -78,7 +78,7 @@ def test_rich() -> None:
     assert STYLES.keys() == CSS.keys()
 
 
-def test_results_of_the_library() -> None:
+def test_results_have_one_line_repr_and_complete_html() -> None:
     plan = autotp.explain(MODEL, 2, example_inputs=X)
     report = autotp.verify(MODEL, 2, example_inputs=X)
     division = Division((("h.0", "h.1"), ("h.2",)), (3.0, 1.0), (1.0, 1.0), (0, 1))
@@ -92,7 +92,7 @@ def test_results_of_the_library() -> None:
         assert all(word in words for word in str(shown).replace("...", "").split())
 
 
-def test_a_plan_names_operators_without_a_rule_in_its_line() -> None:
+def test_plan_repr_counts_operators_without_a_rule() -> None:
     class Unknown(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -105,7 +105,7 @@ def test_a_plan_names_operators_without_a_rule_in_its_line() -> None:
 
 
 @pytest.mark.parametrize(("kind", "colour"), [("good", "\x1b[32m"), ("bad", "\x1b[1;31m")])
-def test_a_verdict_has_a_colour(in_colours: None, kind: Kind, colour: str) -> None:
+def test_sheet_title_has_the_verdict_s_colour(in_colours: None, kind: Kind, colour: str) -> None:
     out = io.StringIO()
     text = rich_lines(Sheet("title", (), kind))
     Console(file=out, force_terminal=True, color_system="standard").print(*text)

@@ -18,11 +18,11 @@ from autotp.display.text_table import WIDTH, bytes_text, folded, table_cells
     ],
     ids=["layers", "runs", "last", "before-last", "apart"],
 )
-def test_names_that_differ_in_one_place_are_one_row(names: list[str], found: list[str]) -> None:
+def test_folded_joins_names_that_differ_in_one_place(names: list[str], found: list[str]) -> None:
     assert folded([(name, ("[8]", "")) for name in names]) == [(name, "[8]", "") for name in found]
 
 
-def test_rows_that_differ_elsewhere_stay_apart() -> None:
+def test_folded_keeps_rows_with_other_values_apart() -> None:
     assert folded([("h.0.a", ("[8]",)), ("h.1.a", ("[4]",))]) == [("h.0.a", "[8]"), ("h.1.a", "[4]")]
 
 
@@ -30,11 +30,11 @@ def lines(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cells).rstrip() for cells in table_cells(head, rows, WIDTH)]
 
 
-def test_columns() -> None:
+def test_table_lines_align_columns() -> None:
     assert lines(("name", "why"), [("a", "one"), ("bcdef", "")]) == ["name   why", "a      one", "bcdef"]
 
 
-def test_no_line_is_wider_than_the_page() -> None:
+def test_table_lines_break_at_the_page_width() -> None:
     """The widest column is broken: behind a space, a dot or a comma, or anywhere if there is none."""
     long, why = "a_module_of_a_long_name." * 6 + "weight", "every rank needs all of its result " * 5
     every = lines(("name", "why"), [(long, why), ("x" * 150, "")])
@@ -44,6 +44,6 @@ def test_no_line_is_wider_than_the_page() -> None:
     assert all(part.endswith(".") for part in found[:2])
 
 
-def test_bytes() -> None:
+def test_bytes_text_has_decimal_units() -> None:
     counts = (0, 999, 1000, 1_250_000, 2.5e9, 7e12, 1e15)
     assert list(map(bytes_text, counts)) == ["0 B", "999 B", "1.0 KB", "1.2 MB", "2.5 GB", "7.0 TB", "1000.0 TB"]

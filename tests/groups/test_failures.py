@@ -41,7 +41,7 @@ def lost(call: Callable[[], object]) -> str:
 
 @pytest.mark.system
 @pytest.mark.parametrize(("dies", "reason"), [(False, SILENT), (True, CLOSED)], ids=["silent", "dead"])
-def test_lost_peer_forward_and_backward(dies: bool, reason: str) -> None:
+def test_a_lost_peer_is_told_in_forward_and_backward(dies: bool, reason: str) -> None:
     got = run_ranks(run_lost, 2, dies, may_die=[1] if dies else [])
     ops = "all_gather_into_tensor", "all_reduce"
     assert got[0] == [LOST.format(op=op, axis="tp", n=2, reason=reason) for op in ops]
@@ -53,7 +53,7 @@ def run_lost_world(rank: int, n: int) -> str:
     return lost(lambda: reduce(torch.ones(3), str(dist.group.WORLD.group_name)))
 
 
-def test_the_whole_world_is_the_tp_axis() -> None:
+def test_a_lost_peer_of_the_world_is_told_as_tp() -> None:
     # Two ranks: of three, one may wait for the other that has already failed, until the group's timeout.
     got = run_ranks(run_lost_world, 2, may_die=[1])
     assert got == [LOST.format(op="all_reduce", axis="tp", n=2, reason=CLOSED), None]

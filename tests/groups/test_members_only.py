@@ -47,7 +47,7 @@ def named(rank: int, n: int) -> list[str]:
     return names
 
 
-def test_members_agree_on_names_whatever_other_groups_they_are_in() -> None:
+def test_members_of_a_group_agree_on_its_name() -> None:
     first, second, other = run_ranks(named, 3)
     assert first == second and other == [] and len(set(first)) == 2
     assert all(re.fullmatch(r"autotp/tp/[0-9a-f]{40}/\d+", name) for name in first), "short with any number of ranks"
@@ -71,7 +71,7 @@ def on_a_part_of_a_bound_world(rank: int, n: int) -> list[float]:
     return [float((model(x.cuda()).cpu() - expected).abs().max())]
 
 
-def test_a_model_on_some_ranks_of_a_world_bound_to_cards() -> None:
+def test_a_model_runs_on_some_ranks_of_a_bound_world() -> None:
     found = run_ranks(on_a_part_of_a_bound_world, 3, cards=True, alone=True)
     assert found[2] == [] and all(difference < 1e-6 for difference in found[0] + found[1])
 
@@ -79,7 +79,7 @@ def test_a_model_on_some_ranks_of_a_world_bound_to_cards() -> None:
 # ---- torch's other way to make groups
 
 
-def test_groups_that_all_ranks_have_to_make_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_group_refuses_torchcomms(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(distributed_c10d, "_use_torchcomms_enabled", lambda: True)
@@ -127,7 +127,7 @@ def communicate_late(rank: int, n: int) -> float:
     return float(every.sum())
 
 
-def test_collectives_of_ranks_that_connect_late() -> None:
+def test_ranks_that_connect_late_can_communicate() -> None:
     assert run_ranks(communicate_late, 3, alone=True) == [3.0] * 3
 
 
@@ -159,6 +159,6 @@ class Regression(nn.Module):
         return self.head(x).square().mean()
 
 
-def test_names_begin_anew_with_each_world(tmp_path: Path) -> None:
+def test_group_names_begin_anew_with_each_world(tmp_path: Path) -> None:
     for first, second in run_ranks(trained_in_two_worlds, 2, str(tmp_path), alone=True):
         assert first == second

@@ -44,5 +44,5 @@ def regions(rank: int, n: int, place: str) -> None:
     assert not is_waiting()
 
 
-def test_regions(tmp_path: Path) -> None:
+def test_one_thread_refuses_a_second_thread_until_a_new_group(tmp_path: Path) -> None:
     run_ranks(regions, 1, (tmp_path / "meet").as_uri(), alone=True)

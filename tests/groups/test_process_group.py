@@ -30,7 +30,7 @@ def described(rank: int, n: int) -> list[Any]:
     ]
 
 
-def test_names() -> None:
+def test_process_group_describes_its_axis_ranks_and_backend() -> None:
     """The default group is the axis tp, and torch's names of a mesh's groups have the axis behind `mesh_`."""
     names = [["tp rank 0 (global rank 0)", "tp rank 1 (global rank 1)", "global rank 2"]] * 2
     names.append(["global rank 0", "global rank 1", "tp rank 0 (global rank 2)"])
@@ -57,7 +57,7 @@ def destroyed(rank: int, n: int) -> list[str]:
     return found
 
 
-def test_calls_after_the_end_of_the_groups() -> None:
+def test_calls_after_destroy_process_group_are_an_error() -> None:
     told = "the process groups of the model were destroyed"
     for found in run_ranks(destroyed, 2, timeout=100, alone=True):
         assert all(it.endswith(told) for it in found), found

@@ -44,7 +44,7 @@ checks = Checks()
 
 
 @checks.on(2)
-def sums_and_maxima(rank: int, n: int) -> None:
+def shared_memory_sums_and_maxima_of_every_dtype(rank: int, n: int) -> None:
     name, group = group_of()
     for dtype in DTYPES:
         for shape in ((5,), (2, 3), (), (0, 4), (1, LIMIT // 8 // n)):
@@ -60,7 +60,7 @@ def sums_and_maxima(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def parts_joined(rank: int, n: int) -> None:
+def shared_memory_joins_parts(rank: int, n: int) -> None:
     name, group = group_of()
     for shape in ((5,), (2, 3), (0, 4)):
         every = [torch.full(shape, float(r)) for r in range(n)]
@@ -70,7 +70,7 @@ def parts_joined(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def values_that_are_hard(rank: int, n: int) -> None:
+def shared_memory_keeps_nan_negative_zeros_and_strides(rank: int, n: int) -> None:
     """Negative zeros stay, NaN is the maximum; operands that are not contiguous, and of inference mode."""
     name, group = group_of()
     zero = communicate("all_reduce", torch.full((2,), -0.0), "sum", name)
@@ -88,7 +88,7 @@ def values_that_are_hard(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def autograd_counts_no_writes(rank: int, n: int) -> None:
+def shared_memory_in_place_sum_counts_no_version(rank: int, n: int) -> None:
     """As of c10d's own sums in place. NOTE [What others keep is not overwritten]"""
     name, _ = group_of()
     x = torch.ones(3)
@@ -97,7 +97,7 @@ def autograd_counts_no_writes(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def many_in_a_row(rank: int, n: int) -> None:
+def shared_memory_loses_none_of_1500_sums(rank: int, n: int) -> None:
     """Of all sizes, ranks late in turn, both ways, and no number is lost."""
     name, group = group_of()
     sizes = torch.Generator().manual_seed(0)
@@ -115,8 +115,7 @@ def many_in_a_row(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def some_rank_is_observed(rank: int, n: int) -> None:
-    """All ranks start torch's operators where one has to."""
+def all_ranks_use_torch_s_sum_where_one_is_observed(rank: int, n: int) -> None:
     name, group = group_of()
     communicate("all_reduce", torch.ones(2), "sum", name)
     for mode in (CommDebugMode(), None):
@@ -136,7 +135,7 @@ def some_rank_is_observed(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def compiled_code(rank: int, n: int) -> None:
+def shared_memory_sums_in_compiled_code(rank: int, n: int) -> None:
     """Sums this way; so does the first rank, which is not compiled."""
     name, group = group_of()
     run = lambda x: communicate("all_reduce", 2 * x, "sum", name) + 1  # noqa: E731
@@ -149,7 +148,7 @@ def compiled_code(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def compiled_on_some_rank(rank: int, n: int) -> None:
+def shared_memory_pairs_compiled_and_eager_ranks(rank: int, n: int) -> None:
     """It pairs with eager code from the first collective on, and makes each one, also those that nobody reads."""
     name, group = group_of(10)
 
@@ -169,7 +168,7 @@ def compiled_on_some_rank(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def parameters_on_some_rank(rank: int, n: int) -> None:
+def all_ranks_use_torch_s_sum_where_one_has_a_parameter(rank: int, n: int) -> None:
     """A Parameter is a plain tensor, for which torch's own operator runs: all ranks start that one."""
     name, group = group_of(10)
     x = torch.nn.Parameter(torch.ones(3)) if rank else torch.ones(3)
@@ -178,7 +177,7 @@ def parameters_on_some_rank(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def interrupted_before_it_started(rank: int, n: int) -> None:
+def a_sum_interrupted_before_start_counts_as_not_started(rank: int, n: int) -> None:
     """A rank that is interrupted before it has written its number has not started: nobody reads older values."""
     name, group = group_of()
     for _ in range(4):
@@ -193,7 +192,7 @@ def interrupted_before_it_started(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def interrupted_while_it_waits(rank: int, n: int) -> None:
+def a_sum_interrupted_while_waiting_is_never_overwritten(rank: int, n: int) -> None:
     """The next collective does not write where another rank may still read."""
     name, group = group_of()
     communicate("all_reduce", torch.full((3,), 7.0), "sum", name)
@@ -214,7 +213,7 @@ def interrupted_while_it_waits(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def called_at_the_end_of_the_process(rank: int, n: int) -> None:
+def shared_memory_works_in_atexit_functions(rank: int, n: int) -> None:
     """Functions of atexit may run behind those of weakref."""
     name, _ = group_of()
     communicate("all_reduce", torch.ones(2), "sum", name)
@@ -230,7 +229,7 @@ def called_at_the_end_of_the_process(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def called_in_forked_processes(rank: int, n: int) -> None:
+def shared_memory_in_a_forked_process_is_an_error(rank: int, n: int) -> None:
     """It is an error there, and their parents' numbers are right."""
     name, _ = group_of()
     communicate("all_reduce", torch.ones(2), "sum", name)
@@ -249,8 +248,7 @@ def called_in_forked_processes(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def forked(rank: int, n: int) -> None:
-    """A process that was forked does not close what its parent uses."""
+def a_forked_process_leaves_its_parent_s_memory_open(rank: int, n: int) -> None:
     name, _ = group_of()
     communicate("all_reduce", torch.ones(2), "sum", name)
     child = os.fork()
@@ -290,7 +288,7 @@ def without(rank: int, n: int, name: str, ranks: list[int], value: Any) -> None:
     ],
     ids=["one-core", "another-machine", "unknown", "no-memory", "not-allowed"],
 )
-def test_ranks_agree_that_there_is_none(name: str, ranks: list[int], value: Any) -> None:
+def test_ranks_agree_not_to_use_shared_memory(name: str, ranks: list[int], value: Any) -> None:
     run_ranks(without, 2, name, ranks, value, alone=True)
 
 
@@ -304,7 +302,7 @@ def other_sizes(rank: int, n: int) -> list[str]:
     return [message(lambda: sums(3 + rank)), message(lambda: sums(2)), message(lambda: sums(LIMIT))]
 
 
-def test_other_sizes_are_an_error_and_so_is_all_that_follows() -> None:
+def test_shared_memory_sums_of_other_sizes_are_an_error_for_good() -> None:
     for rank, found in enumerate(run_ranks(other_sizes, 2)):
         mine, theirs = ("`sum` of 3 x float32", "`sum` of 4 x float32")[:: -1 if rank else 1]
         assert f"ranks are at different collectives: {mine} here, and {theirs} on rank {1 - rank}" in found[0]
@@ -319,7 +317,7 @@ def small_and_large(rank: int, n: int) -> tuple[str, float]:
     return told, time.monotonic() - began
 
 
-def test_a_rank_that_is_elsewhere_is_seen() -> None:
+def test_a_rank_in_another_collective_is_seen_at_once() -> None:
     (told, seconds), (late, _) = run_ranks(small_and_large, 2)
     assert "ranks are at different collectives: a small tensor here, and another collective on rank 1" in told
     assert seconds < 5
@@ -336,7 +334,7 @@ def slow(rank: int, n: int) -> tuple[str, float]:
     return message(lambda: communicate("all_reduce", torch.ones(2), "sum", name)), time.monotonic() - began
 
 
-def test_the_groups_timeout() -> None:
+def test_shared_memory_waits_no_longer_than_the_group_s_timeout() -> None:
     told, seconds = run_ranks(slow, 2)[0]
     assert "a peer did not answer within the group's timeout" in told
     assert 1 <= seconds < 3
@@ -354,7 +352,7 @@ def after_a_failure(rank: int, n: int) -> tuple[str, float]:
     return message(lambda: communicate("all_reduce", torch.ones(2), "sum", name)), time.monotonic() - began
 
 
-def test_ranks_do_not_wait_for_one_that_has_failed() -> None:
+def test_shared_memory_does_not_wait_for_a_failed_rank() -> None:
     (own, _), (told, seconds) = run_ranks(after_a_failure, 2)
     assert "a peer did not answer within the group's timeout" in own
     assert "a peer closed its connection" in told and seconds < 5
@@ -377,6 +375,6 @@ def left(rank: int, n: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["killed", "destroyed"])
-def test_a_rank_that_has_left(how: str) -> None:
+def test_shared_memory_tells_that_a_peer_left(how: str) -> None:
     told = run_ranks(left, 2, how, may_die=[1])[0]
     assert "all_reduce over axis" in told and "a peer closed its connection" in told

@@ -118,7 +118,7 @@ def some_ignored(labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-def test_gpt_is_hugging_faces(train):
+def test_gpt_loss_and_gradients_are_hugging_face_s(train):
     ours, theirs = our_gpt().train(train), their_gpt().train(train)
     twins(ours, theirs, GPT_NAMES)
     tokens, labels = random_tokens(), some_ignored(random_tokens(SIZES.vocab - 1))
@@ -150,7 +150,7 @@ def test_gpt_loss_is_their_loss_of_unshifted_labels():
     ],
     ids=["post", "pre"],
 )
-def test_bert_is_hugging_faces(norm, config, model, names, train):
+def test_bert_loss_and_gradients_are_hugging_face_s(norm, config, model, names, train):
     ours, theirs = our_bert(norm).train(train), their_bert(model, config).train(train)
     twins(ours, theirs, names)
     tokens, labels, types = random_tokens(), some_ignored(random_tokens(SIZES.vocab - 1)), random_tokens(2)
@@ -166,7 +166,7 @@ def test_bert_is_hugging_faces(norm, config, model, names, train):
     assert_same_gradients(ours, theirs, names)
 
 
-def test_bert_without_optional_arguments_is_hugging_faces():
+def test_bert_without_optional_arguments_is_hugging_face_s():
     ours, theirs = our_bert("post").eval(), their_bert(BertForPreTraining, BertConfig).eval()
     twins(ours, theirs, BERT_NAMES)
     expected = theirs(random_tokens())
@@ -191,7 +191,7 @@ MODELS = [
 ]
 
 
-def test_shapes_without_labels():
+def test_models_without_labels_return_logits():
     assert our_gpt()(random_tokens()).shape == (BATCH, SEQ, SIZES.vocab)
     mlm, nsp = our_bert("pre")(random_tokens())
     assert (mlm.shape, nsp.shape) == ((BATCH, SEQ, SIZES.vocab), (BATCH, 2))
@@ -225,7 +225,7 @@ def test_dummy_inputs_draw_no_random_numbers(build: Callable[[], nn.Module]):
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_each_module_initialises_its_own_parameters(build: Callable[[], nn.Module]):
+def test_init_weights_fills_only_a_module_s_own_parameters(build: Callable[[], nn.Module]):
     model = build()
     assert not list(model.buffers())
     for parameter in model.parameters():
@@ -256,7 +256,7 @@ def test_projections_into_the_residual_stream_start_smaller():
         assert stds(of_bert, r"(word|query|key|value|transform|pooler).weight$") == pytest.approx([0.02] * 9, rel=0.05)
 
 
-def test_models_know_nothing_of_autotp():
+def test_models_import_nothing_of_autotp():
     sources = {Path(module.__file__).parent for module in (gpt, bert)}
     files = [file for folder in sources for file in folder.glob("*.py")]
     assert len(files) == 4
@@ -311,7 +311,7 @@ def count(*modules: nn.Module) -> int:
         ("8.3B", 8_314_143_744),
     ],
 )
-def test_gpt_sizes(size, parameters):
+def test_gpt_sizes_have_published_parameter_counts(size, parameters):
     with torch.device("meta"):
         assert count(GPT(GPT_SIZES[size])) == parameters
     assert rounded(parameters) == size
@@ -325,7 +325,7 @@ def test_gpt_sizes(size, parameters):
         ("3.9B", 3_869_081_404, 13_153_084),
     ],
 )
-def test_bert_sizes(size, parameters, heads):
+def test_bert_sizes_have_published_parameter_counts(size, parameters, heads):
     with torch.device("meta"):
         model = BERT(BERT_SIZES[size])
     assert (count(model), count(model.mlm, model.pooler, model.nsp)) == (parameters, heads)
@@ -337,13 +337,13 @@ def rounded(parameters: int) -> str:
     return f"{parameters / 1e6:.0f}M" if parameters < 1e9 else f"{parameters / 1e9:.1f}B"
 
 
-def test_every_size_is_tested():
+def test_published_sizes_are_all_listed():
     assert [*GPT_SIZES] == ["355M", "1.2B", "2.5B", "4.2B", "8.3B"]
     assert [*BERT_SIZES] == ["334M", "1.3B", "3.9B"]
 
 
 @pytest.mark.parametrize("size", GPT_SIZES_2021)
-def test_gpt_sizes_of_2021(size: str) -> None:
+def test_gpt_sizes_of_2021_have_rounded_parameter_counts(size: str) -> None:
     """Table 1 has them rounded."""
     with torch.device("meta"):
         assert round(count(GPT(GPT_SIZES_2021[size])) / 1e9, 1) == float(size.removesuffix("B"))
@@ -369,7 +369,7 @@ def test_gpt_sizes_of_2021(size: str) -> None:
     ],
     ids=["gpt-heads", "bert-heads", "bert-norm", "gpt-long", "bert-long"],
 )
-def test_bad_input(call, message):
+def test_models_refuse_bad_sizes_and_long_sequences(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == message

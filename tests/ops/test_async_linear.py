@@ -73,7 +73,7 @@ def scalar(ys: Any) -> Tensor:
 
 
 @checks.on(2, 3)
-def gradients(rank: int, n: int) -> None:
+def async_linear_has_the_gradients_of_each_product(rank: int, n: int) -> None:
     """All of them, some of them, of some of the products, twice, and second derivatives."""
     same = torch.testing.assert_close
     for name in CASES:
@@ -110,7 +110,7 @@ def tied(rank: int) -> None:
 
 
 @checks.on(2)
-def transforms(rank: int, n: int) -> None:
+def async_linear_under_transforms(rank: int, n: int) -> None:
     """torch.func, its maps, forward mode, no_grad: what each product by itself gives."""
     for name in ("copy", "gather"):
         (one, each), given = drawn(name, rank, n)
@@ -133,7 +133,7 @@ def _mapped(f: Any, given: list[Tensor]) -> Any:
 
 
 @checks.on(2)
-def what_is_kept_and_sent(rank: int, n: int) -> None:
+def async_linear_keeps_parts_and_sends_once_a_way(rank: int, n: int) -> None:
     """The part is kept, not the whole; one collective a way, and one to gather again."""
     (one, _), given = drawn("gather", rank, n)
     leaves = [t.requires_grad_() for t in given]
@@ -147,7 +147,7 @@ def what_is_kept_and_sent(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def it_overlaps(rank: int, n: int) -> None:
+def async_linear_sums_while_weight_gradients_are_computed(rank: int, n: int) -> None:
     """The sum is under way before the first weight's gradient is computed, and awaited after the last."""
     (one, _), given = drawn("copy", rank, n)
     leaves, seen = [t.requires_grad_() for t in given], []
@@ -167,7 +167,7 @@ def it_overlaps(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def compiled(rank: int, n: int) -> None:
+def async_linear_compiled_has_the_same_gradients(rank: int, n: int) -> None:
     """In compiled code, too, of all and of some of the leaves."""
     for name in ("copy-turned", "copy-heads", "gather-flat"):
         torch._dynamo.reset()
@@ -199,7 +199,7 @@ def sends_nothing() -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Those of torch's compiler about torch.
-def test_compiled_code_waits_after_the_products(sends_nothing: str) -> None:
+def test_compiled_async_linear_waits_after_the_products(sends_nothing: str) -> None:
     """In the code that torch's compiler makes, the sum starts, weights get their gradients, and backward waits."""
     torch._dynamo.reset()
     x = torch.randn(6, 4, requires_grad=True)

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Tensor, Callable[[Tensor, int, int], Tensor], Callable[[T
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("start", "stop"), RANGES)
-def test_parts_of_the_channels(name: str, start: int, stop: int) -> None:
+def test_channel_operators_on_parts_equal_the_whole(name: str, start: int, stop: int) -> None:
     x, mine, torchs = CASES[name]
     whole, local = part(x, 0, 0, x.shape[0]), part(x, 1, start, stop)
     expected, found = torchs(whole), mine(local, start, stop)
@@ -62,7 +62,7 @@ def test_parts_of_the_channels(name: str, start: int, stop: int) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), RANGES)
-def test_parts_of_the_groups(start: int, stop: int) -> None:
+def test_conv_transpose_on_parts_of_groups_equals_the_whole(start: int, stop: int) -> None:
     """A transposed convolution has its groups first, and each group has channels of its own."""
     x, weight = some(2, 5 * 2, 6), some(5, 2, 3, 3)
     expected = F.conv_transpose1d(x, weight.flatten(0, 1), None, 2, 1, 1, 5)
@@ -72,7 +72,7 @@ def test_parts_of_the_groups(start: int, stop: int) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), RANGES)
-def test_running_mean_and_variance(start: int, stop: int) -> None:
+def test_batch_norm_moving_returns_new_statistics(start: int, stop: int) -> None:
     """New ones are returned; those that are given stay as they are."""
     x, mean, var = some(4, 5, 3), some(5), some(5).abs()
     wanted = mean.clone(), var.clone()
@@ -90,7 +90,7 @@ def test_running_mean_and_variance(start: int, stop: int) -> None:
 @pytest.mark.parametrize("padding", [0, 1, (2,), "same", "valid"])
 @pytest.mark.parametrize("dilation", [1, (2,)])
 @pytest.mark.parametrize("kernel", [1, 4, 5])
-def test_sizes_of_convolutions(stride: Any, padding: Any, dilation: Any, kernel: int) -> None:
+def test_example_convolutions_have_the_shapes_of_results(stride: Any, padding: Any, dilation: Any, kernel: int) -> None:
     """Those of example values are those of the operator, with a batch and without, and of empty parts."""
     for shape in ((2, 6, 19), (6, 18)):
         x = torch.randn(shape)

@@ -35,7 +35,7 @@ def loss(xs: Any, scale: float) -> Any:
 
 
 @checks.on(2, 3)
-def gradients(rank: int, n: int) -> None:
+def coalesced_gradients_are_summed_in_one_collective(rank: int, n: int) -> None:
     """The sums over ranks, at the positions that they hold together; one collective."""
     for late in (False, True):
         xs = parameters()
@@ -51,7 +51,7 @@ def gradients(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def some_have_none(rank: int, n: int) -> None:
+def coalesced_skips_frozen_and_unreached_parameters(rank: int, n: int) -> None:
     """A frozen one is not summed, nor is one that the loss does not reach."""
     for late in (False, True):
         xs = parameters()
@@ -65,7 +65,7 @@ def some_have_none(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def transforms(rank: int, n: int, late: bool = False) -> None:
+def coalesced_under_transforms(rank: int, n: int, late: bool = False) -> None:
     """Second derivatives, forward mode, torch.func and its maps, torch.compile: what each by itself gives."""
 
     def alike(xs: Any) -> Any:
@@ -95,12 +95,12 @@ def transforms(rank: int, n: int, late: bool = False) -> None:
 
 
 @checks.on(2)
-def transforms_of_late_sums(rank: int, n: int) -> None:
-    transforms(rank, n, True)
+def coalesced_late_sums_under_transforms(rank: int, n: int) -> None:
+    coalesced_under_transforms(rank, n, True)
 
 
 @checks.on(2)
-def late(rank: int, n: int) -> None:
+def coalesced_late_sums_end_after_the_next_began(rank: int, n: int) -> None:
     """Each sum ends after the next has started; the last of backward ends before what was recorded earlier runs."""
     seen: list[str] = []
     before = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
@@ -146,7 +146,7 @@ class Starts(TorchDispatchMode):
 
 
 @checks.on(2)
-def a_model(rank: int, n: int) -> None:
+def coalesced_sums_weight_and_bias_of_each_norm(rank: int, n: int) -> None:
     """Two norms of one value: in backward one exchange for it, and one for the weight and bias of each (`norms.0`)."""
     torch.manual_seed(0)
     whole, x = Branches(normed, normed).double(), torch.randn(3, 5, 16, dtype=torch.float64)
@@ -167,7 +167,7 @@ def a_model(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def what_is_returned_alone(rank: int, n: int) -> None:
+def loss_of_uncut_values_alone_counts_once(rank: int, n: int) -> None:
     """A loss of what all ranks compute alike, and of nothing that is cut: backward meets on all, and counts once."""
     torch.manual_seed(0)
     whole, x = Branches(normed, normed, returned=lambda y: y).double(), torch.randn(3, 5, 16, dtype=torch.float64)
@@ -181,7 +181,7 @@ def what_is_returned_alone(rank: int, n: int) -> None:
 
 
 @checks.on(2, 3)
-def some_ranks_lack_a_gradient(rank: int, n: int) -> None:
+def coalesced_sums_gradients_that_some_ranks_lack(rank: int, n: int) -> None:
     """The ranks that have it are summed, on all ranks; where none has it, it is None, and zeros are not."""
     for has, expected in ((lambda i: i == 0, 1.0), (lambda i: False, None), (lambda i: True, float(n))):
         for scale, late in itertools.product((1.0, 0.0), (False, True)):
@@ -197,7 +197,7 @@ def some_ranks_lack_a_gradient(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_rank_lacks_all_gradients(rank: int, n: int) -> None:
+def coalesced_includes_a_rank_without_gradients(rank: int, n: int) -> None:
     """It meets the others all the same, also in double backward."""
     for late in (False, True):
         xs = parameters()

@@ -153,7 +153,7 @@ def results(n: int) -> list[Any]:
 
 @pytest.mark.parametrize("n", [2, 3, 4], ids="tp{}".format)
 @pytest.mark.parametrize(("name", "label"), RAN, ids=[f"{name}-{label}" for name, label in RAN])
-def test_meaning(name: str, label: str, n: int) -> None:
+def test_conjugates_on_ranks_do_what_they_mean(name: str, label: str, n: int) -> None:
     case = CASES[label]
     expected = meaning(name, inputs(name, case, n), case)
     expected_grads = backward_meaning(name, grads(name, case, n), case)
@@ -212,7 +212,7 @@ def run_batched(rank: int, n: int) -> Tensor:
     return batched_gradients(torch.arange(1.0, 4.0), dist.group.WORLD.group_name)
 
 
-def test_gradients_that_torch_batches_the_old_way() -> None:
+def test_collectives_have_batched_gradients() -> None:
     for found in run_ranks(run_batched, 2):
         assert torch.equal(found, 2 * batched_gradients(torch.arange(1.0, 4.0), None))
 
@@ -236,7 +236,7 @@ def run_lazy(rank: int, n: int) -> dict[str, list[Tensor]]:
     }
 
 
-def test_values_are_sent_and_not_the_memory_behind_them() -> None:
+def test_collectives_resolve_lazy_conjugation_and_negation() -> None:
     for of_rank in run_ranks(run_lazy, 2):
         for name, found in of_rank.items():
             value = lazy()[name].resolve_conj().resolve_neg()
@@ -270,7 +270,7 @@ def run_turned(rank: int, n: int, native: bool) -> dict[tuple[str, str], tuple[T
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["gloo", "native"])
-def test_orders_in_memory_may_differ_between_ranks(native: bool) -> None:
+def test_collectives_of_ranks_with_different_strides(native: bool) -> None:
     """With one position, strides do not say the order: of 3 on 2 ranks, one rank has [2 1 5] and the other [1 1 5]."""
     ranks = run_ranks(run_turned, 3, native)
     for name, label in RAN:
@@ -294,7 +294,7 @@ def run_native(rank: int, n: int) -> list[Tensor]:
     return [convert("reduce_scatter", inputs("reduce_scatter", case, n)[rank], world(), case) for case in cases]
 
 
-def test_native_reduce_scatter() -> None:
+def test_native_reduce_scatter_equals_its_meaning() -> None:
     ranks = run_ranks(run_native, 3)
     labels = [label for name, label in RAN if name == "reduce_scatter"]
     for index, label in enumerate(labels):
@@ -329,7 +329,7 @@ def run_small(rank: int, n: int) -> dict[str, Any]:
     }
 
 
-def test_scalars_maxima_and_groups_of_one() -> None:
+def test_collectives_of_scalars_maxima_and_groups_of_one() -> None:
     for rank, got in enumerate(run_ranks(run_small, 3)):
         assert got["scalar"].item() == sum(2 * (r + 1) for r in range(3)), "copy's gradient is summed"
         assert got["top"].tolist() == [1, 0] and not got["top"].requires_grad
@@ -406,7 +406,7 @@ def run_transforms(rank: int, n: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4], ids="tp{}".format)
-def test_transforms(n: int) -> None:
+def test_collectives_under_transforms_equal_one_device(n: int) -> None:
     expected = transforms(whole_loss)
     for got in run_ranks(run_transforms, n):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
@@ -434,7 +434,7 @@ def run_compiled(rank: int, n: int, backend: str, dynamic: bool) -> list[Tensor]
     ("backend", "dynamic"),
     [("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.system)],  # which asks a C++ compiler
 )
-def test_compile(backend: str, dynamic: bool) -> None:
+def test_compiled_collectives_equal_one_device(backend: str, dynamic: bool) -> None:
     x = samples()[0].requires_grad_()
     value = whole_loss(x)
     value.backward()
@@ -455,7 +455,7 @@ def run_symbolic(rank: int, n: int) -> list[Tensor]:
     return [compiled(torch.arange(3.0 * size).view(3, size)) for size in (8, 5, 9, 4)]
 
 
-def test_compile_symbolic_sizes() -> None:
+def test_compiled_collectives_take_symbolic_sizes() -> None:
     for rank, got in enumerate(run_ranks(run_symbolic, 2)):
         for size, part in zip((8, 5, 9, 4), got, strict=True):
             assert torch.equal(part, 4 * torch.arange(3.0 * size).view(3, size).chunk(2, 1)[rank])
@@ -475,7 +475,7 @@ def launch_where_dynamo_gave_up(rank: int, n: int) -> Tensor:
     return found
 
 
-def test_dynamo_lets_process_groups_alone() -> None:
+def test_process_groups_work_where_dynamo_gave_up() -> None:
     for got in run_ranks(launch_where_dynamo_gave_up, 2):
         assert got.tolist() == [2, 2, 2]
 
@@ -494,7 +494,7 @@ def run_misfit(rank: int, n: int) -> list[str]:
     return messages
 
 
-def test_wrong_lengths() -> None:
+def test_a_part_of_the_wrong_length_is_refused() -> None:
     message = (
         "dimension 1 of [2, 3] should have length {} on rank 0 of 2\n"
         "  try      pass the value as the parallel model returned it, with the global size of the cut dimension"
@@ -519,7 +519,7 @@ def test_gloo_sums_tensors_of_a_gpu_one_by_one() -> None:
     assert run_ranks(one_by_one, 2, cards=True) == [[f"allreduce Float[{k + 1}]" for k in range(3)]] * 2
 
 
-def test_sums_are_started_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduce_is_started_with_options_not_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an operation in place of options, torch's binding takes several times as long as the start of a sum."""
     started: list[Any] = []
     monkeypatch.setattr(collectives, "_allreduce", lambda group, xs, options: started.append(options))

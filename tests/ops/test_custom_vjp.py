@@ -52,7 +52,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("function", [Clamped, Tanh])
 @pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.rare)])
-def test_blocks_in_lockstep(function: Any, tp: int) -> None:
+def test_functions_with_own_backward_are_verified(function: Any, tp: int) -> None:
     torch.manual_seed(0)
     report = autotp.verify(Stack(function), tp, example_inputs=ROWS.float())
     assert report.ok, report
@@ -65,19 +65,19 @@ checks = Checks()
 
 @checks.on(2)
 @checks.on(3, rare=True)
-def trains(rank: int, n: int) -> None:
+def functions_with_own_backward_train_as_one_device(rank: int, n: int) -> None:
     expect_equal_training(lambda: Inside(Tanh), n)
     expect_equal_training(Stack, n)
 
 
 @checks.on(2)
-def trains_with_options(rank: int, n: int) -> None:
+def functions_with_own_backward_train_recomputed_and_without_passes(rank: int, n: int) -> None:
     expect_equal_training(lambda: Stack(Tanh), n, recompute="full")
     expect_equal_training(Stack, n, without=OPTIONAL)
 
 
 @checks.on(2)
-def torch_func(rank: int, n: int) -> None:
+def functions_with_own_backward_under_torch_func(rank: int, n: int) -> None:
     """One device cannot have the Function under torch.func at all, unless it says `setup_context`."""
     for model in (Inside(Relu), Stack(Tanh)):
         x, one = MORE_ROWS.clone().requires_grad_(), model.double()
@@ -91,7 +91,7 @@ def torch_func(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def compiled(rank: int, n: int) -> None:
+def functions_with_own_backward_compiled(rank: int, n: int) -> None:
     one = Inside(Tanh).double()
     mine = autotp.parallelize(copy.deepcopy(one), n, example_inputs=ROWS)
     mine(MORE_ROWS)
@@ -102,7 +102,7 @@ def compiled(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def no_second_derivative(rank: int, n: int) -> None:
+def second_derivatives_of_own_backward_are_refused(rank: int, n: int) -> None:
     mine = autotp.parallelize(Inside(Tanh).double(), n, example_inputs=ROWS)
     x = MORE_ROWS.clone().requires_grad_()
     (first,) = torch.autograd.grad((mine(x) ** 2).sum(), x, create_graph=True)
@@ -119,7 +119,7 @@ def no_second_derivative(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def distributed(rank: int, n: int) -> None:
+def functions_with_own_backward_in_microbatches_and_stages(rank: int, n: int) -> None:
     """In two microbatches, on tensor ranks or pipeline stages."""
     batch = MORE_ROWS[:8], MORE_ROWS[2:] * 20
     for grid in ({"tp": 2}, {"pp": 2}):
@@ -166,12 +166,12 @@ def _expect_bloom(n: int, dtype: torch.dtype, labels: bool) -> None:
 
 
 @checks.on(2)
-def bloom(rank: int, n: int) -> None:
+def bloom_gelu_trains_as_one_device(rank: int, n: int) -> None:
     _expect_bloom(n, torch.float64, labels=True)
 
 
 @checks.on(2, 3, rare=True)
-def bloom_in_all_ways(rank: int, n: int) -> None:
+def bloom_gelu_in_every_dtype_with_and_without_labels(rank: int, n: int) -> None:
     for dtype in (torch.float32, torch.float64):
         for labels in (True, False):
             _expect_bloom(n, dtype, labels)

@@ -16,7 +16,7 @@ from autotp.ops.dropout import exact_dropout, fast_attention, fast_dropout, has_
 checks = Checks(cards=True)
 
 
-def test_fast_dropout() -> None:
+def test_fast_dropout_masks_differ_by_rank_from_one_stream() -> None:
     """Scaled; other masks on other ranks; as much from the shared stream however much is dropped."""
     masks, states = [], []
     for rank, size in ((0, 1000), (1, 1000), (2, 10)):
@@ -79,7 +79,7 @@ def test_fast_dropout_under_transforms() -> None:
         torch.func.vmap(slope)(x)
 
 
-def test_masks_without_a_stream() -> None:
+def test_keep_masks_are_unbiased_and_uncorrelated() -> None:
     """As often as asked, other ones for each seed and rank, and without a pattern along rows or columns."""
     seed = torch.tensor(2**61 + 5)
     for p in (0.0, 0.1, 0.5, 0.999, 1.0):
@@ -94,7 +94,7 @@ def test_masks_without_a_stream() -> None:
     assert torch.equal(masks[0], keep(torch.empty(500, 500), 0.5, seed, 0))
 
 
-def test_a_stream_of_its_own_ends() -> None:
+def test_own_stream_leaves_the_shared_stream_alike() -> None:
     """It takes as much from the shared stream on each rank, however much is drawn in it."""
     drawn, after = [], []
     for rank, count in ((0, 5), (1, 1000)):
@@ -126,7 +126,7 @@ def test_attention_drops_other_weights_on_each_rank() -> None:
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-def test_what_a_card_keeps_of_attention_with_dropout() -> None:
+def test_flash_attention_with_dropout_keeps_no_weights() -> None:
     """By the operator that torch calls there: its result, and 4 bytes a query; no weights of queries and keys."""
     q, k, v = (torch.empty(8, 2, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
     kept = dict[int, int]()
@@ -141,7 +141,7 @@ def test_what_a_card_keeps_of_attention_with_dropout() -> None:
     assert (sum(kept.values()) - 3 * q.nbytes) / weights < 0.14  # The result itself is 0.125.
 
 
-def test_backward_computes_the_same_masks_again() -> None:
+def test_recomputed_dropout_draws_the_same_masks() -> None:
     x = torch.ones(50, requires_grad=True)
     out = checkpoint(lambda x: fast_dropout(x, 0.5, 1) * x, x, use_reentrant=False)
     out.sum().backward()
@@ -149,7 +149,7 @@ def test_backward_computes_the_same_masks_again() -> None:
 
 
 @checks.on(2)
-def masks_of_cards(rank: int, n: int) -> None:
+def fast_dropout_on_cards_draws_from_its_own_stream(rank: int, n: int) -> None:
     """In a stream of its own, by one operator; while a CUDA graph is recorded, without anything of the host."""
     assert has_own_stream(torch.ones(1, device="cuda"))
     x = torch.ones(2000, device="cuda")
@@ -177,7 +177,7 @@ def masks_of_cards(rank: int, n: int) -> None:
 
 
 @checks.on(1)
-def attention_of_cards(rank: int, n: int) -> None:
+def attention_dropout_on_cards_has_the_same_weights_in_backward(rank: int, n: int) -> None:
     """By torch's own operator, with the same weights in backward; not where the host gives no stream."""
     with host_waits() as waits:
         out, kept, given = attended(0, "cuda")

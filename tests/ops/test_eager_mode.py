@@ -59,7 +59,7 @@ def asked(call: Callable[[Callable[[Tensor], Tensor]], Any]) -> bool:
     return said[0]
 
 
-def test_plain() -> None:
+def test_is_plain_only_outside_transforms() -> None:
     x = some(3)
     assert asked(lambda ask: ask(x))
     assert not asked(lambda ask: vmap(ask)(x))
@@ -68,7 +68,7 @@ def test_plain() -> None:
         assert not is_plain(x)
 
 
-def test_bare_is_plain_and_unobserved() -> None:
+def test_is_bare_only_where_plain_and_unobserved() -> None:
     x, seen = some(2), list[bool]()
 
     def noted(y: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def test_bare_is_plain_and_unobserved() -> None:
         assert is_bare(x)
 
 
-def test_kept_by_others() -> None:
+def test_is_kept_where_a_mode_may_keep_tensors() -> None:
     """A mode may keep what it sees; torch's default device, and modes that say so, keep nothing."""
 
     class Keeps(TorchDispatchMode):
@@ -112,7 +112,7 @@ def test_kept_by_others() -> None:
 
 
 @pytest.mark.parametrize("transformed", [False, True])
-def test_apply(transformed: bool) -> None:
+def test_apply_plain_has_the_gradient_with_and_without_transforms(transformed: bool) -> None:
     x = some(3).requires_grad_()
     call = lambda x: apply_plain(Doubled, x).sum()  # noqa: E731
     found = grad(call)(x) if transformed else torch.autograd.grad(call(x), x)[0]
@@ -122,7 +122,7 @@ def test_apply(transformed: bool) -> None:
 @pytest.mark.parametrize(
     ("more", "last"), [({}, True), ({"retain_graph": True}, False), ({"create_graph": True}, False)]
 )
-def test_last_backward(more: dict[str, bool], last: bool) -> None:
+def test_last_backward_is_false_where_backward_may_repeat(more: dict[str, bool], last: bool) -> None:
     """Memory may be overwritten only if nobody runs backward again, or differentiates it."""
     LAST.clear()
     x = some(3).requires_grad_()
@@ -130,7 +130,7 @@ def test_last_backward(more: dict[str, bool], last: bool) -> None:
     assert [last] == LAST
 
 
-def test_alone() -> None:
+def test_alone_suspends_saved_tensor_hooks_and_no_grad() -> None:
     packed: list[Tensor] = []
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         with alone():
@@ -144,7 +144,7 @@ def test_alone() -> None:
         assert packed, "the hooks are back"
 
 
-def test_uncollected() -> None:
+def test_uncollected_restores_garbage_collection_after_an_error() -> None:
     assert gc.isenabled()
     with pytest.raises(KeyError), uncollected():
         assert not gc.isenabled()

@@ -13,20 +13,20 @@ from autotp.ops.grouped_mm import grouped_mm
 ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)
 
 
-def test_rows_times_their_groups_matrix() -> None:
+def test_grouped_mm_multiplies_rows_by_their_group_s_matrix() -> None:
     x, weight = some(7, 4), some(3, 4, 5)
     found = grouped_mm(x, weight, ENDS)
     expected = torch.cat([x[:2] @ weight[0], x[2:5] @ weight[2], torch.zeros(2, 5, dtype=x.dtype)])
     torch.testing.assert_close(found, expected)
 
 
-def test_gradients() -> None:
+def test_grouped_mm_passes_gradcheck_and_opcheck() -> None:
     x, weight = some(7, 4).requires_grad_(), some(3, 4, 5).requires_grad_()
     assert gradcheck(lambda x, weight: grouped_mm(x, weight, ENDS), (x, weight))
     torch.library.opcheck(grouped_mm, (x, weight, ENDS))
 
 
-def test_the_host_reads_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_mm_reads_group_ends_once_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products of the same groups, and their gradients, know where the groups end; a changed tensor is read."""
     reads, ends, read = [], ENDS.clone(), Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda x: reads.append(len(x)) or read(x))

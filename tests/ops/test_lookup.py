@@ -18,7 +18,7 @@ def parts(x: Tensor, tp: int, dim: int = 0) -> list[tuple[int, Tensor]]:
 
 
 @pytest.mark.parametrize("tp", (1, 2, 3, 8), ids=lambda tp: f"tp{tp}")  # On 8 ranks the last one has no class.
-def test_lookups(tp: int) -> None:
+def test_lookups_in_parts_sum_to_the_whole(tp: int) -> None:
     table, x = torch.randn(CLASSES, 3), torch.randn(ROWS, CLASSES)
     rows = sum(embedding(part, INDEX, start, CLASSES) for start, part in parts(table, tp))
     torch.testing.assert_close(rows, table[INDEX], rtol=0, atol=0)
@@ -28,7 +28,7 @@ def test_lookups(tp: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, CLASSES, CLASSES + 4])
-def test_what_no_rank_has_is_an_error(wrong: int) -> None:
+def test_lookups_refuse_an_index_out_of_range(wrong: int) -> None:
     """As on one device: it must not pass for what another rank has."""
     index, x = torch.tensor([0, wrong]), torch.randn(2, CLASSES)
     message = f"an index is out of range: not from 0 to {CLASSES - 1}"

@@ -12,7 +12,7 @@ from autotp.ops import experts as routing
 
 
 @pytest.mark.parametrize(("grouped", "wrong"), [(True, 4), (True, -1), (False, 4), (False, -5)])
-def test_no_such_expert(grouped: bool, wrong: int) -> None:
+def test_dispatch_refuses_an_expert_out_of_range(grouped: bool, wrong: int) -> None:
     with pytest.raises(autotp.Error) as error:
         routing.dispatch(torch.tensor([1, wrong, 3]), 4, grouped, 0, 2)
     assert str(error.value) == (
@@ -22,7 +22,7 @@ def test_no_such_expert(grouped: bool, wrong: int) -> None:
 
 
 @given(st.lists(st.integers(-6, 5), max_size=12), st.sampled_from([1, 2, 3, 6]))
-def test_ranks_share_the_rows(chosen: list[int], parts: int) -> None:
+def test_dispatch_and_combine_share_out_all_rows(chosen: list[int], parts: int) -> None:
     """-1 is the last expert, as it is the last row of a tensor."""
     choice, number = torch.tensor(chosen, dtype=torch.int64), 6
     x, total = torch.randn(len(chosen), 2), torch.zeros(len(chosen), 2)
@@ -37,7 +37,7 @@ def test_ranks_share_the_rows(chosen: list[int], parts: int) -> None:
 
 
 @pytest.mark.parametrize("count", [[2, 0, 3], [0, 0, 0]], ids=["some", "none"])
-def test_products_of_groups(count: list[int]) -> None:
+def test_routed_grouped_mm_equals_einsum(count: list[int]) -> None:
     x, weight = torch.randn(sum(count), 8, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
     expected = torch.einsum("si,sio->so", x, routing.spread(weight, torch.tensor(count), x[:, 0]))
     wanted = torch.autograd.grad(expected.square().sum(), [x, weight])

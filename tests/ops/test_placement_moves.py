@@ -16,7 +16,7 @@ AT = (((0, 2), (4, 5)), ((2, 4),), ())
 """Where these stand in the whole."""
 
 
-def test_parts_add_up_to_the_whole() -> None:
+def test_take_and_place_add_up_to_the_whole() -> None:
     x = some(3, 5, 2)
     parts = [take(x, "tp", 1, PIECES, rank) for rank in range(3)]
     assert [part.shape[1] for part in parts] == [3, 3, 1]
@@ -26,7 +26,7 @@ def test_parts_add_up_to_the_whole() -> None:
     assert not terms[2].any()
 
 
-def test_positions_are_read_and_written_without_an_index() -> None:
+def test_chosen_and_replaced_use_no_index_tensor() -> None:
     """An index of Python numbers would be copied to the device, and the host would wait for it."""
     x, ranges = some(3, 5, 2), ((0, 1), (3, 5))
     with graph_lint() as findings:
@@ -41,7 +41,7 @@ def test_positions_are_read_and_written_without_an_index() -> None:
     assert not findings
 
 
-def test_a_gradient_reaches_each_element_once() -> None:
+def test_first_gives_each_element_its_gradient_once() -> None:
     x = some(3, 5, 2)
     for rank in range(3):
         part = take(x, "tp", 1, PIECES, rank).requires_grad_()
@@ -55,7 +55,7 @@ def test_a_gradient_reaches_each_element_once() -> None:
         assert part.grad.equal(expected)
 
 
-def test_a_gradient_reaches_positions_in_the_middle() -> None:
+def test_first_passes_gradients_of_inner_positions() -> None:
     part = some(3, 6).requires_grad_()
     found = first(part, "tp", 1, ((1, 2), (4, 5)))
     assert found.equal(part)

@@ -9,7 +9,7 @@ import torch
 from autotp.ops.random_state import forked, numpy_state, random_state_of, seed, set_numpy_state, set_random_state
 
 
-def test_drawn_again() -> None:
+def test_set_random_state_repeats_torch_s_draws() -> None:
     cpu = torch.device("cpu")
     state = random_state_of(cpu)
     first = torch.rand(3)
@@ -20,7 +20,7 @@ def test_drawn_again() -> None:
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, np.random.standard_normal], ids=["uniform", "normal"])
-def test_numpy_too(draw: object) -> None:
+def test_set_random_state_repeats_numpy_s_draws(draw: object) -> None:
     """A normal number is drawn with a second one, which is part of the state."""
     assert callable(draw)
     draw()
@@ -30,7 +30,7 @@ def test_numpy_too(draw: object) -> None:
     assert [draw() for _ in range(700)] == first
 
 
-def test_a_region_that_leaves_no_trace() -> None:
+def test_forked_restores_random_states_after_an_error() -> None:
     before = random_state_of(torch.device("cpu"))
     with pytest.raises(KeyError), forked():
         seed(5)
@@ -41,7 +41,7 @@ def test_a_region_that_leaves_no_trace() -> None:
     assert random_state_of(torch.device("cpu")).equal(before)
 
 
-def test_another_generator_than_numpys_own() -> None:
+def test_numpy_state_leaves_other_bit_generators_alone() -> None:
     """It stays as it is."""
     own = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))

@@ -15,7 +15,6 @@ THROUGH_A_PUBLIC_CALL = {
     "checkpoint/conversion/content": "cli/test_convert",
     "checkpoint/conversion/formats": "cli/test_convert",
     "checkpoint/optimizers": "runtime/optim/test_whole_states",
-    "checkpoint/whole_optimizer": "hf/loops/test_trainer_calls",
     "checkpoint/write": "checkpoint/test_saving_ends",
     "cli/app": "cli/test_main",
     "cli/flags": "cli/test_cli_plan",

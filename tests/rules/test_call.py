@@ -20,7 +20,7 @@ def one(target: Any, *more: Any, **kwargs: Any) -> fx.Node:
     return call_named(graph, target._schema.name.split("::")[1])
 
 
-def test_defaults_and_keywords() -> None:
+def test_call_has_defaults_and_keywords_by_name() -> None:
     node = one(aten.sum.dim_IntList, [-1], keepdim=True)
     assert {name: value for name, value in arguments_of(node).items() if name != "self"} == {
         "dim": [-1], "keepdim": True, "dtype": None,
@@ -30,13 +30,13 @@ def test_defaults_and_keywords() -> None:
     assert [tuple(t.shape) for t in (*call.operands, *call.outputs)] == [(3, 4), (3, 1)]
 
 
-def test_dimensions_count_from_the_front() -> None:
+def test_call_dim_counts_from_the_front() -> None:
     assert call_of(one(aten.softmax.int, -1)).dim() == 1
     assert call_of(one(aten.softmax.int, 0)).dim() == 0
     assert call_of(one(aten.softmax.int, -1)).dim(ndim=4) == 3
 
 
-def test_operands() -> None:
+def test_operand_nodes_flatten_lists_and_keep_absent_places() -> None:
     """Lists are flattened, and an optional operand that is absent has its place."""
 
     def make(call: Any, x: Any, w: Any, b: Any) -> Any:
@@ -49,7 +49,7 @@ def test_operands() -> None:
     assert call_of(bare).operands[2] is None
 
 
-def test_a_python_function() -> None:
+def test_arguments_of_a_python_function_are_named() -> None:
     def scaled(x: torch.Tensor, by: float, out: str = "") -> torch.Tensor:
         return x * by
 
@@ -59,13 +59,13 @@ def test_a_python_function() -> None:
     assert [node.name for node in operand_nodes(node) if node] == ["x"]
 
 
-def test_several_outputs() -> None:
+def test_call_of_several_outputs_has_each() -> None:
     node = one(aten.max.dim, 1)
     assert [t.dtype for t in call_of(node).outputs] == [torch.float64, torch.int64]
     assert operator_name(node) == "aten::max"
 
 
-def test_writes() -> None:
+def test_writes_names_in_place_and_out_operands() -> None:
     def make(call: Any, x: Any, w: Any) -> Any:
         into = call(aten.add_.Tensor, x, 1.0)
         return into, call(aten.add.Tensor, x, 1.0), call(aten.relu.out, x, out=w)

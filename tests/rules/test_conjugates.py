@@ -23,16 +23,16 @@ def rule(target: Any, out: Tensor | None = None, **given: Any) -> str:
     return f"{found}, linear in {[*map(sorted, found.linear)]}"
 
 
-def test_a_copy_and_a_sum_keep_every_dimension() -> None:
+def test_rules_of_copy_and_sum_keep_every_dimension() -> None:
     """Both are linear: a sum over ranks of one axis of partial sums over another is one partial sum."""
     assert rule(collectives.copy) == rule(collectives.reduce, op="sum") == "* -> *, linear in [[0]]"
 
 
-def test_what_some_ranks_have_is_whole_where_its_gradient_is_not() -> None:
+def test_rule_of_first_keeps_its_dimension_whole() -> None:
     assert rule(placement_moves.first, dim=1, ranges=()) == "a x^ c -> a x^ c, linear in [[0]]"
 
 
-def test_a_maximum_is_not_linear() -> None:
+def test_rule_of_a_maximum_is_not_linear() -> None:
     assert rule(collectives.reduce, op="max") == "* -> *, linear in []"
 
 
@@ -40,14 +40,14 @@ def test_a_maximum_is_not_linear() -> None:
 @pytest.mark.parametrize(
     "target", [collectives.scatter, collectives.gather, collectives.all_gather, collectives.reduce_scatter]
 )
-def test_a_move_needs_its_dimension_whole(target: Any, dim: int) -> None:
+def test_rules_of_moves_keep_their_dimension_whole(target: Any, dim: int) -> None:
     """Another number of positions leaves than comes, and each comes from another rank."""
     found = rule(target, torch.empty(2, 3, 4), dim=dim, size=6)
     assert found == "a x^ c -> a y^ c, linear in [[0]]"
 
 
 @pytest.mark.parametrize("dim", [1, -2])
-def test_halves_need_their_dimension_whole(dim: int) -> None:
+def test_rules_of_halves_keep_their_dimension_whole(dim: int) -> None:
     half = torch.empty(2, 3, 4)
     divided = rule_of(Call(halves.halves, {"x": X, "dim": dim, "block": 1}, (X,), (half, half)))
     joined = rule_of(Call(halves.joined, {"a": half, "b": half, "dim": dim}, (half, half), (X,)))

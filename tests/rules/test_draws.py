@@ -32,7 +32,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[0]}{[n for n in call[1:] if n is not X]}")
-def test_draws_is_what_moves_the_generator(call: tuple[Any, ...]) -> None:
+def test_draws_exactly_where_the_generator_moves(call: tuple[Any, ...]) -> None:
     op, *rest = call
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -26,11 +26,11 @@ PRINTED = [
 
 
 @pytest.mark.parametrize("text", PRINTED)
-def test_prints_as_written(text: str) -> None:
+def test_rule_prints_as_written(text: str) -> None:
     assert str(Rule.of(text)) == text
 
 
-def test_terms() -> None:
+def test_parse_nests_products_and_concatenations() -> None:
     a, b, c = Name("a"), Name("b", "^"), Name("c", "!")
     both = Group("concat", (Group("product", (a, b)), c))
     assert parse("(a b^ | c!) 1, * a -> ()") == (((both, Name("1")), (Name("*"), a)), ((),))
@@ -38,23 +38,23 @@ def test_terms() -> None:
     assert names(Name("1")) == names(Name("*")) == []
 
 
-def test_a_single_name_in_brackets_is_itself() -> None:
+def test_parse_drops_brackets_around_one_name() -> None:
     assert parse("(a) -> ((a))") == parse("a -> a")
 
 
-def test_spell() -> None:
+def test_spell_writes_rules_that_parse() -> None:
     assert spell([["a", "b"], []], [["a"], []]) == "a b, () -> a, ()"
     assert parse(spell([], [["a"]])) == parse("-> a")
 
 
-def test_linear_groups() -> None:
+def test_rule_linear_each_all_or_given_groups() -> None:
     assert Rule.of("a, a -> a", "each").linear == (frozenset({0}), frozenset({1}))
     assert Rule.of("a, a -> a", "all").linear == (frozenset({0, 1}),)
     assert Rule.of("a, a -> a", ((1,),)).linear == (frozenset({1}),)
     assert Rule.of("-> a", "all").linear == ()
 
 
-def test_sizes() -> None:
+def test_rule_takes_sizes_of_names() -> None:
     assert Rule.of("(a | b) -> b", a=4).sizes == {"a": Size(4)}
 
 
@@ -99,7 +99,7 @@ def token(at: str) -> str:
         ("(a | b) (c | a^) -> b", "`a` in one dimension of a term only"),
     ],
 )
-def test_malformed(text: str, expected: str) -> None:
+def test_malformed_rule_says_what_was_expected(text: str, expected: str) -> None:
     with pytest.raises(Error) as caught:
         Rule.of(text)
     assert str(caught.value) == "\n".join(
@@ -122,7 +122,7 @@ def terms(draw: st.DrawFn) -> list[str]:
 
 @settings(deadline=None)
 @given(st.lists(terms(), max_size=3), st.lists(terms(), min_size=1, max_size=2))
-def test_round_trip(ins: list[list[str]], outs: list[list[str]]) -> None:
+def test_spelled_rule_parses_to_itself(ins: list[list[str]], outs: list[list[str]]) -> None:
     rule = Rule.of(spell(ins, outs))
     assert str(rule) == spell(ins, outs).removeprefix(" ")
     assert Rule.of(str(rule)) == rule

@@ -99,14 +99,14 @@ def record(op: Any, sample: Any, calls: Recorded) -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 3), pytest.param((4,), marks=pytest.mark.rare)], ids=["2-3", "4"])
 @pytest.mark.parametrize("name", PACKETS)
-def test_rule(name: str, sizes: tuple[int, ...], recorded: Recorded) -> None:
+def test_rule_holds_on_samples_of_torch(name: str, sizes: tuple[int, ...], recorded: Recorded) -> None:
     for op, args, kwargs in recorded.get(name, []):
         for tp in sizes:
             assert prove(op, args, kwargs, tp) == []
 
 
 @pytest.mark.parametrize("name", PACKETS)
-def test_gradients_of_empty_parts(name: str, recorded: Recorded) -> None:
+def test_empty_parts_have_every_gradient_of_one_device(name: str, recorded: Recorded) -> None:
     """A rank without elements has a gradient for each operand that has one on one device: else loops over gradients,
 
     and sums of several gradients at once, would run other collectives on this rank.
@@ -175,7 +175,7 @@ def learned(graph: fx.Graph, values: list[Tensor]) -> set[int]:
     return {i for i, grad in zip(wanted, grads, strict=True) if grad is not None}
 
 
-def test_coverage(recorded: Recorded) -> None:
+def test_every_operator_of_the_table_has_a_sample(recorded: Recorded) -> None:
     """Every operator of the table is tried: what no sample calls, on a call made by hand."""
     by_hand = {op._schema.name.split("::")[1] for op, *_ in CALLS.values() if isinstance(op, OpOverload)}
     assert set(PACKETS) - set(recorded) <= by_hand

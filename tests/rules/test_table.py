@@ -40,7 +40,7 @@ def printed(op: Any, *args: Any, **kwargs: Any) -> str:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_call(name: str) -> None:
+def test_rule_holds_on_a_call_by_hand(name: str) -> None:
     op, *args = CALLS[name]
     kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
     assert op in RULES
@@ -73,13 +73,13 @@ def test_call(name: str) -> None:
         ("layer-norm", "* n0^, n0^, n0^ -> * n0^"),
     ],
 )
-def test_rule_of_call(name: str, expected: str) -> None:
+def test_call_has_the_expected_rule(name: str, expected: str) -> None:
     op, *args = CALLS[name]
     kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
     assert printed(op, *args, **kwargs) == expected
 
 
-def test_dropout() -> None:
+def test_rule_of_dropout_depends_on_training() -> None:
     assert printed(aten.dropout.default, r(4, 5), 0.1, True) == "a! b! -> a! b!"
     assert printed(aten.dropout.default, r(4, 5), 0.1, False) == "* -> *"
     assert printed(aten.alpha_dropout.default, r(4, 5), 0.1, True) == "x0_0^ x0_1^ -> y0_0^ y0_1^"
@@ -111,7 +111,7 @@ def _groups(base: list[int]) -> st.SearchStrategy[list[list[int]]]:
         ([0, 7], [0, 4], "f0 x1^ -> f0 y1^"),
     ],
 )
-def test_a_view_of_an_empty_tensor(before: list[int], after: list[int], expected: str, tp: int) -> None:
+def test_rule_of_a_view_of_an_empty_tensor(before: list[int], after: list[int], expected: str, tp: int) -> None:
     """Dimensions beside an empty one line up as on ranks that have positions."""
     assert printed(aten.view.default, r(*before), after) == expected
     assert prove(aten.view.default, (r(*before), after), {}, tp) == []
@@ -119,7 +119,7 @@ def test_a_view_of_an_empty_tensor(before: list[int], after: list[int], expected
 
 @settings(deadline=None)
 @given(regrouped(), st.sampled_from(TP))
-def test_any_view(shapes: tuple[list[int], list[int]], tp: int) -> None:
+def test_rule_holds_for_any_view(shapes: tuple[list[int], list[int]], tp: int) -> None:
     before, after = shapes
     assert prove(aten.view.default, (r(*before), after), {}, tp) == []
     assert prove(aten.reshape.default, (r(*before).mT if len(before) > 1 else r(*before), after), {}, tp) == []
@@ -127,7 +127,7 @@ def test_any_view(shapes: tuple[list[int], list[int]], tp: int) -> None:
 
 @settings(deadline=None)
 @given(st.data(), st.sampled_from(TP))
-def test_any_matmul(data: st.DataObject, tp: int) -> None:
+def test_rule_holds_for_any_matmul(data: st.DataObject, tp: int) -> None:
     sizes = st.integers(1, 5)
     m, i, n = (data.draw(sizes) for _ in range(3))
     batch = data.draw(st.lists(sizes, max_size=2))
@@ -144,7 +144,7 @@ def test_any_matmul(data: st.DataObject, tp: int) -> None:
 
 @settings(deadline=None)
 @given(st.data(), st.sampled_from(TP))
-def test_any_einsum(data: st.DataObject, tp: int) -> None:
+def test_rule_holds_for_any_einsum(data: st.DataObject, tp: int) -> None:
     length = {c: data.draw(st.integers(1, 5)) for c in "abcde"}
     terms = data.draw(st.lists(st.lists(st.sampled_from("abcde"), unique=True, max_size=3), min_size=1, max_size=3))
     used = sorted({c for term in terms for c in term})
@@ -156,7 +156,7 @@ def test_any_einsum(data: st.DataObject, tp: int) -> None:
 
 @settings(deadline=None)
 @given(st.data(), st.sampled_from(TP))
-def test_any_attention(data: st.DataObject, tp: int) -> None:
+def test_rule_holds_for_any_attention(data: st.DataObject, tp: int) -> None:
     b, kv, group, s, t, d, e = (data.draw(st.integers(1, n)) for n in (3, 4, 3, 3, 4, 3, 4))
     grouped = data.draw(st.booleans())
     heads = kv * group if grouped else kv
@@ -181,7 +181,7 @@ def test_any_attention(data: st.DataObject, tp: int) -> None:
         (zigzag_rows, (2, 1, None, False), "^"),
     ],
 )
-def test_whether_the_queries_of_an_attention_can_be_cut(operator: Any, more: tuple[Any, ...], mark: str) -> None:
+def test_rule_of_attention_marks_whether_queries_can_be_cut(operator: Any, more: tuple[Any, ...], mark: str) -> None:
     """As they are, in a parallel form, or not: those of one rank have positions of their own."""
     x = r(2, 3, 5, 4)
     graph = draft(lambda call, q, k, v: call(operator, q, k, v, *more), q=x, k=x / 2, v=x / 3)
@@ -192,7 +192,7 @@ def test_whether_the_queries_of_an_attention_can_be_cut(operator: Any, more: tup
 
 @settings(deadline=None)
 @given(st.data(), st.sampled_from(TP))
-def test_any_fused_projection(data: st.DataObject, tp: int) -> None:
+def test_rule_holds_for_any_split_cat_or_slice(data: st.DataObject, tp: int) -> None:
     """Parts of any lengths, split and joined again: what they have in common is cut together."""
     lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     x = r(2, sum(lengths))
@@ -214,7 +214,7 @@ class Symbolic(nn.Module):
         return y.expand(b, 3, 4) * torch.arange(s, device=x.device).sum()
 
 
-def test_symbolic_sizes() -> None:
+def test_rules_ask_nothing_of_symbolic_sizes() -> None:
     """What is symbolic is whole, or passes through, and asks nothing about its size."""
     sizes = {0: torch.export.Dim("b", min=2), 1: torch.export.Dim("s", min=4)}
     program = torch.export.export(Symbolic(), (torch.randn(3, 5, 4), torch.randn(6, 4)), dynamic_shapes=(sizes, None))
@@ -228,14 +228,14 @@ def test_symbolic_sizes() -> None:
 # ---- the table as a whole
 
 
-def test_table() -> None:
+def test_rule_table_has_no_mutable_or_data_dependent_operator() -> None:
     rules = [op for op in RULES if hasattr(op, "_schema")]
     assert len({op._schema.name for op in rules}) > 350
     assert not any(op._schema.is_mutable for op in rules)
     assert aten.nonzero.default not in RULES and aten.where.default not in RULES
 
 
-def test_size_arguments_exist() -> None:
+def test_size_arguments_are_in_their_schemas() -> None:
     sized = {op: name for op in ROWS if (name := size_argument(op))}
     assert len(sized) > 14
     for op, name in sized.items():

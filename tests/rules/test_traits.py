@@ -86,7 +86,7 @@ def lists(source: str) -> Iterator[str]:
         "if n.target is aten.add.Tensor or n.target is aten.sub.Tensor:\n    pass",
     ],
 )
-def test_a_list_is_found(source: str) -> None:
+def test_finder_sees_a_list_of_operators(source: str) -> None:
     assert len(list(lists(source))) == 1
 
 
@@ -113,7 +113,7 @@ def _named(name: str) -> tuple[Any, str]:
     return getattr(aten, packet), overload
 
 
-def test_an_update_has_a_form_in_place() -> None:
+def test_each_update_has_an_in_place_form() -> None:
     updates = [op for op in ROWS if has(op, Trait.UPDATE)]
     assert updates
     for op in updates:
@@ -138,7 +138,7 @@ SHARED = {
 }
 
 
-def test_what_shares_memory_says_so() -> None:
+def test_operators_that_share_memory_have_the_trait() -> None:
     """By its schema, or by its row; the calls are those whose first operand is a tensor."""
     calls = {name: call for name, call in (CALLS | SHARED).items() if isinstance(call[0], OpOverload)}
     silent, seen = [], 0

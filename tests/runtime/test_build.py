@@ -37,7 +37,7 @@ class Blocks(nn.Module):
         return x
 
 
-def test_in_place() -> None:
+def test_build_keeps_the_model_and_its_parameter_objects() -> None:
     model, before = Plain(), Plain()
     before.load_state_dict(model.state_dict())
     parameters = dict(model.named_parameters())
@@ -47,7 +47,7 @@ def test_in_place() -> None:
     torch.testing.assert_close(found(X), before(X))
 
 
-def test_parts_that_are_read() -> None:
+def test_build_takes_parts_from_read() -> None:
     """They are asked for with the layouts, and taken in place of the model's own values."""
     model, asked = Plain(), list[str]()
 
@@ -69,7 +69,7 @@ def test_parts_that_are_read() -> None:
     ],
     ids=["strict", "inputs", "choice"],
 )
-def test_an_error_changes_nothing(fails: Callable[[nn.Module], Any]) -> None:
+def test_build_changes_nothing_after_an_error(fails: Callable[[nn.Module], Any]) -> None:
     model = Blocks()
     before, kinds = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
     with pytest.raises(autotp.Error):
@@ -79,7 +79,7 @@ def test_an_error_changes_nothing(fails: Callable[[nn.Module], Any]) -> None:
     expect_ordinary(model)
 
 
-def test_strict_names_each_weight_in_a_block() -> None:
+def test_build_strict_names_each_uncut_weight_in_a_block() -> None:
     at = line_of(__file__, "x = x @ torch.linalg")
     assert message(lambda: build(Blocks(), Mesh(size=2), X, Options(), strict=True)) == (
         "strict=True, and weights in a block would stay whole: "
@@ -146,19 +146,19 @@ class Called(Agent):
     ],
     ids=["text", "parallel", "inside", "part", "taken", "methods"],
 )
-def test_what_is_no_ordinary_model(make: Callable[[], Any], text: str) -> None:
+def test_expect_ordinary_refuses_other_models(make: Callable[[], Any], text: str) -> None:
     keep = make()
     assert message(lambda: expect_ordinary(keep)) == text
 
 
-def test_a_call_in_place_of_forward() -> None:
+def test_build_follows_a_model_that_overrides_call() -> None:
     model, before = Called(), Called()
     before.load_state_dict(model.state_dict())
     found: Any = build(model, Mesh(), None, Options(), strict=False)
     torch.testing.assert_close(found(X, scale=2.0), before(X, scale=2.0))
 
 
-def test_before_a_plan_is_made() -> None:
+def test_expect_usable_refuses_bad_arguments() -> None:
     model = autotp.parallelize(Plain(), 1, example_inputs=X)
     for tp, given, options, text in (
         (0, Plain(), Options(), "tp=0"),
@@ -169,7 +169,7 @@ def test_before_a_plan_is_made() -> None:
 
 
 @checks.on(2)
-def shared_parameters(rank: int, n: int) -> None:
+def expect_ordinary_refuses_another_model_s_parts(rank: int, n: int) -> None:
     """A parameter that another parallel model has as a part."""
     model, other = autotp.parallelize(Plain(), n, example_inputs=X), Plain()
     other.up.weight = model.up.weight
@@ -177,7 +177,7 @@ def shared_parameters(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def plans_are_compared(rank: int, n: int) -> None:
+def ranks_compare_frozen_and_training_before_they_build(rank: int, n: int) -> None:
     """Before the first change, on every rank: also what is frozen, and what trains."""
     for change in (lambda m: m.up.requires_grad_(False), lambda m: m.up.train(False)):
         model = Plain()
@@ -192,7 +192,7 @@ class Named(nn.Parameter):
 
 
 @checks.on(2)
-def a_parameter_of_a_class_of_its_own(rank: int, n: int) -> None:
+def a_parameter_subclass_is_refused_only_if_cut(rank: int, n: int) -> None:
     """It is refused if it would be cut, as nothing would mark its part. A whole one stays as it is."""
     model = Plain()
     model.up.weight = Named(model.up.weight.detach())
@@ -209,6 +209,6 @@ def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
 
 
-def test_a_lazy_parameter() -> None:
+def test_expect_ordinary_refuses_a_lazy_parameter() -> None:
     with pytest.raises(autotp.Error, match=r"`0\.weight` has no size yet: its module takes it from a first call"):
         expect_ordinary(nn.Sequential(nn.LazyLinear(4)))

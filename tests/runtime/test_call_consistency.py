@@ -13,13 +13,13 @@ from autotp.sharding.layout import Layout
 X = torch.arange(6.0).view(2, 3)
 
 
-def test_tensors_are_compared_by_value() -> None:
+def test_call_print_compares_tensors_by_value() -> None:
     assert _printed([X]) == _printed([X.clone()]) == _printed([X.t().contiguous().t()])
     assert len({_printed([x]) for x in (X, X + 1, X.double(), X.view(3, 2), X.t(), X.view(torch.int32))}) == 6
     assert shown(X) == ((2, 3), "torch.float32") and _printed([torch.ones(0)]) != _printed([torch.ones(0, 2)])
 
 
-def test_zeros_of_either_sign_are_equal() -> None:
+def test_call_print_takes_zeros_of_either_sign_as_equal() -> None:
     """A key of a padded token is 0 times a cosine: its sign depends on where the kernel found the operands."""
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         zeros = torch.zeros(3, dtype=dtype)
@@ -28,13 +28,13 @@ def test_zeros_of_either_sign_are_equal() -> None:
     assert _printed([torch.zeros(3, dtype=torch.bool)]) != _printed([torch.ones(3, dtype=torch.bool)])
 
 
-def test_of_what_is_cut_each_rank_has_other_values() -> None:
+def test_call_print_compares_cut_tensors_by_shape() -> None:
     layout = Layout((4, 3), 0, (((0, 2),), ((2, 4),)))
     first, second = (Sharded(local, layout, Mesh("tp", 2, rank)) for rank, local in enumerate((X, X + 1)))
     assert _printed([first]) == _printed([second]) != _printed([X])
 
 
-def test_other_arguments() -> None:
+def test_call_print_compares_objects_by_class() -> None:
     """Plain values by value, an object by its class: it has another address on each rank."""
     assert _printed([1]) != _printed([True]) and _printed(["1"]) != _printed([1])
     assert _printed([object()]) == _printed([object()]) != _printed([{}])
@@ -42,6 +42,6 @@ def test_other_arguments() -> None:
     assert _printed([X, None]) != _printed([None, X])
 
 
-def test_one_rank_agrees_with_itself() -> None:
+def test_agree_on_call_of_one_rank_needs_no_group() -> None:
     """There is no group to ask."""
     agree_on_call(Mesh(), [X], "train", random=True)

@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import autotp
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.groups.one_thread import one_thread
+from autotp.runtime import executable
 from autotp.runtime.module import executable_of
 
 checks = Checks()
@@ -26,7 +28,7 @@ checks = Checks()
 
 
 @checks.on(2)
-def further_signatures(rank: int, n: int) -> None:
+def other_signatures_get_one_graph_each(rank: int, n: int) -> None:
     """Without labels, in eval mode, of length 1 and batch 1: another graph each time one is needed, and only then."""
     whole, parallel = both(n, gpt().double().train())
     x, y = tokens()
@@ -44,6 +46,19 @@ def further_signatures(rank: int, n: int) -> None:
     assert signatures_met(parallel) == before + 1
 
 
+@checks.on(1)
+def as_many_graphs_as_are_kept(rank: int, n: int) -> None:
+    """The first graph stays, and the newest ones."""
+    parallel = autotp.parallelize(Plain(), n, example_inputs=torch.ones(2, 8))
+    graphs = executable_of(parallel)
+    first = graphs.entries[0]
+    with patch.object(executable, "MOST", 3):
+        for dims in range(2, 8):
+            parallel(torch.ones(*[1] * (dims - 1), 8))
+    assert len(graphs.entries) == 3 and graphs.entries[0] is first
+    assert [len(entry.analysis.captured.leaves[0].shape) for _, entry in graphs.entries] == [2, 6, 7]
+
+
 class Window(nn.Module):
     """Slices that end at a number: the example is as long as that, later arguments are longer and shorter."""
 
@@ -57,7 +72,7 @@ class Window(nn.Module):
 
 
 @checks.on(2)
-def slices_as_long_as_the_example(rank: int, n: int) -> None:
+def slices_of_longer_arguments_end_where_the_model_says(rank: int, n: int) -> None:
     """Also in a call with longer arguments they end where the model says."""
     whole, parallel = both(n, Window().double(), example_inputs=torch.ones(3, 5, 8).double())
     for rows, length in ((3, 5), (4, 7), (2, 4), (3, 9), (3, 5)):
@@ -83,7 +98,7 @@ class Modes(nn.Module):
 
 
 @checks.on(2)
-def calls_that_read_some_parameters(rank: int, n: int) -> None:
+def calls_that_read_some_parameters_equal_one_device(rank: int, n: int) -> None:
     """How the others are cut (a fused weight by heads) does not follow from such a call, and need not."""
     whole, parallel = both(n, Modes(), example_inputs={"tokens": tokens()[0]})
     for which in ("all", "embedded", "mlp", "all"):
@@ -97,7 +112,7 @@ def calls_that_read_some_parameters(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def under_checkpointing(rank: int, n: int) -> None:
+def checkpoint_around_a_call_equals_one_device(rank: int, n: int) -> None:
     """torch's checkpointing around a call counts what is saved: a capture saves nothing that it sees."""
     whole, parallel = both(n, gpt().double().train())
     for x, y in (tokens(), tokens(2, 5)):
@@ -111,7 +126,7 @@ def under_checkpointing(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def dtypes(rank: int, n: int) -> None:
+def calls_after_a_change_of_dtype_equal_one_device(rank: int, n: int) -> None:
     """`.to(dtype)` moves shards and buffers, and the next call has a graph of its own."""
     whole, parallel = both(n, gpt().double().train())
     x, y = tokens()
@@ -144,7 +159,7 @@ class Dtypes(nn.Module):
 
 
 @checks.on(2)
-def autocast(rank: int, n: int) -> None:
+def autocast_has_one_device_s_dtypes_and_its_own_graph(rank: int, n: int) -> None:
     """bfloat16 wherever one device has it, float32 elsewhere, and a graph for each state of autocast."""
     torch.manual_seed(0)
     whole, parallel = both(n, Dtypes(), example_inputs=torch.randn(4, 5, 16), outputs="full")
@@ -167,7 +182,7 @@ def autocast(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def without_gradients(rank: int, n: int) -> None:
+def a_graph_first_met_without_gradients_trains_later(rank: int, n: int) -> None:
     """A signature first met under no_grad or inference mode is as good for training afterwards."""
     whole, parallel = both(n, gpt().double().train())
     x, y = tokens(2, 1)
@@ -198,7 +213,7 @@ class Biased(nn.Module):
 
 
 @checks.on(3)
-def gradients_of_a_rank_without_heads(rank: int, n: int) -> None:
+def a_rank_without_heads_has_every_gradient(rank: int, n: int) -> None:
     """Two heads on three ranks: the third has the gradients that the others have, some without elements."""
     x = torch.linspace(-2, 3, 96, dtype=torch.float64).view(2, 6, 8).sin()
     for frozen in ((), ("own",), ("all",), ("qkv.weight", "qkv.bias")):
@@ -224,7 +239,7 @@ def gradients_of_a_rank_without_heads(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def accumulation_and_freezing(rank: int, n: int) -> None:
+def gradients_accumulate_through_freezing_and_unfreezing(rank: int, n: int) -> None:
     """Several backwards, frozen parameters, and the same ones unfrozen later, with the graph there was."""
     whole = gpt().double().train()
     whole.h[0].requires_grad_(False)
@@ -256,7 +271,7 @@ class Embedded(nn.Module):
 
 
 @checks.on(2)
-def gradient_of_inputs(rank: int, n: int) -> None:
+def inputs_get_one_device_s_gradient(rank: int, n: int) -> None:
     whole, parallel = both(n, Embedded().double(), example_inputs=torch.randn(3, 16, dtype=torch.float64))
     x = torch.randn(3, 16, dtype=torch.float64)
     given = [x.clone().requires_grad_() for _ in range(2)]
@@ -272,7 +287,7 @@ def gradient_of_inputs(rank: int, n: int) -> None:
 
 @checks.on(2)
 @checks.on(4, rare=True)
-def outputs(rank: int, n: int) -> None:
+def outputs_are_cut_or_whole_as_set(rank: int, n: int) -> None:
     """Logits: whole in eval mode; with a loss in training this rank's part, and `gather` has the right backward."""
     x, y = tokens()
     for whole in (WithLoss(), WithLoss().eval()):
@@ -318,7 +333,7 @@ class Result:
 
 
 @checks.on(2)
-def structures(rank: int, n: int) -> None:
+def outputs_of_any_structure_come_back(rank: int, n: int) -> None:
     """Whatever the model returns, sizes in it included, at sizes other than those of the capture."""
     whole = WithLoss().eval()
     parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=tokens())
@@ -361,7 +376,7 @@ class Counting(nn.Module):
 
 
 @checks.on(2)
-def buffers(rank: int, n: int) -> None:
+def buffers_are_updated_as_on_one_device(rank: int, n: int) -> None:
     torch.manual_seed(0)
     example = torch.randn(4, 16, dtype=torch.float64)
     whole, parallel = both(n, Counting().double(), example_inputs=example, outputs="local")
@@ -438,12 +453,12 @@ def values_in_steps(n: int, steps: int) -> None:
 
 
 @checks.on(2)
-def values_that_python_reads(rank: int, n: int) -> None:
+def branches_on_tensor_values_equal_one_device(rank: int, n: int) -> None:
     values_in_steps(n, 7)
 
 
 @checks.on(2, 3, rare=True)
-def values_in_many_steps(rank: int, n: int) -> None:
+def branches_on_tensor_values_equal_one_device_over_14_steps(rank: int, n: int) -> None:
     values_in_steps(n, 14)
 
 
@@ -460,7 +475,7 @@ class Branching(nn.Module):
 
 
 @checks.on(2)
-def branches_under_checkpointing(rank: int, n: int) -> None:
+def branches_under_checkpointing_equal_one_device(rank: int, n: int) -> None:
     """Checkpointing must not record the run of a graph that assumed another outcome, nor what the ranks compare."""
     whole, parallel = both(n, Branching().double(), example_inputs=torch.zeros(3, 8).double())
     contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
@@ -488,7 +503,7 @@ class Cached(nn.Module):
 
 
 @checks.on(2)
-def a_call_that_runs_again_writes_once(rank: int, n: int) -> None:
+def a_call_that_runs_again_writes_arguments_once(rank: int, n: int) -> None:
     given = {"x": torch.ones(3, 8).double(), "seen": torch.zeros(3, 8).double()}
     whole, parallel = both(n, Cached().double(), example_inputs=given)
     seen = [torch.zeros(3, 8).double() for _ in range(2)]
@@ -518,7 +533,7 @@ class Recalling(nn.Module):
 
 
 @checks.on(2)
-def values_of_attributes(rank: int, n: int) -> None:
+def branches_on_tensor_attributes_equal_one_device(rank: int, n: int) -> None:
     whole, parallel = both(n, Recalling().double(), example_inputs=torch.zeros(3, 8).double())
     for step in range(8):
         x = torch.full((3, 8), [0.5, 1.5, 3.0][step % 3]).double()
@@ -544,7 +559,7 @@ class Clamping(nn.Module):
 
 
 @checks.on(2, 3)
-def a_graph_that_fails(rank: int, n: int) -> None:
+def a_graph_that_fails_leaves_random_numbers_as_one_device(rank: int, n: int) -> None:
     whole, parallel = both(n, Clamping().double(), example_inputs=torch.arange(4).view(2, 2))
     for step in range(8):
         found = []
@@ -567,7 +582,7 @@ class Wrong(nn.Module):
 
 
 @checks.on(2)
-def two_threads(rank: int, n: int) -> None:
+def calls_in_two_threads_are_an_error_in_both(rank: int, n: int) -> None:
     """A call in another thread during a call is an error in both, and later; a new model has a group of its own."""
     whole, parallel = both(n, gpt().double())
     x, found = tokens()[0], list[str]()
@@ -588,7 +603,7 @@ def two_threads(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_call_that_fails_by_itself(rank: int, n: int) -> None:
+def a_call_with_the_model_s_own_error_can_be_repeated(rank: int, n: int) -> None:
     given = {"x": torch.ones(3, 8).double(), "ids": torch.tensor([0, 2])}
     _, parallel = both(n, Wrong().double(), example_inputs=given)
     for sign in (1.0, -1.0):
@@ -610,7 +625,7 @@ class Guarded(nn.Module):
 
 
 @checks.on(2)
-def a_read_that_a_call_does_not_make(rank: int, n: int) -> None:
+def a_tensor_read_behind_a_branch_may_be_left_out(rank: int, n: int) -> None:
     x = torch.full((3, 8), 2.0).double()
     whole, parallel = both(n, Guarded().double(), example_inputs=x)
     for step in range(6):
@@ -633,7 +648,7 @@ class Adding(nn.Module):
 
 
 @checks.on(2)
-def arguments_that_share_memory(rank: int, n: int) -> None:
+def writes_into_arguments_that_share_memory_are_refused(rank: int, n: int) -> None:
     """What is written into one would have to be seen in the other."""
     given = {"x": torch.ones(3, 8).double(), "other": torch.ones(3, 8).double()}
     whole, parallel = both(n, Adding().double(), example_inputs=given)
@@ -663,7 +678,7 @@ class Rounds(nn.Module):
 
 
 @checks.on(2)
-def other_values_on_one_rank(rank: int, n: int) -> None:
+def branches_that_differ_between_ranks_are_an_error_on_all(rank: int, n: int) -> None:
     """One error on all ranks, also where inputs are not compared any more."""
     given = {"x": torch.ones(2, 5, 8).double(), "n": torch.tensor(3)}
     _, parallel = both(n, Rounds().double(), check_inputs="never", example_inputs=given)
@@ -676,7 +691,7 @@ def other_values_on_one_rank(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def many_values(rank: int, n: int) -> None:
+def the_ninth_graph_of_read_values_is_warned_of(rank: int, n: int) -> None:
     """The ninth graph is warned of; one that is known is found again."""
     x = torch.ones(2, 12, 8).double()
     _, parallel = both(n, Rounds().double(), example_inputs={"x": x, "n": torch.tensor(1)})
@@ -705,7 +720,7 @@ class Coin(nn.Module):
 
 
 @checks.on(2)
-def too_many_values(rank: int, n: int) -> None:
+def too_many_graphs_of_read_values_are_an_error(rank: int, n: int) -> None:
     _, parallel = both(n, Coin().double())
     x = torch.ones(2, 4).double()
     with pytest.raises(autotp.Error, match="Python reads other values of activations") as raised:
@@ -734,7 +749,7 @@ class Routed(nn.Module):
 
 
 @checks.on(2)
-def experts_behind_branches(rank: int, n: int) -> None:
+def branches_on_chosen_experts_need_one_further_graph(rank: int, n: int) -> None:
     """One run says what all branches do: other rows need one further graph, not one for each branch."""
     torch.manual_seed(0)
     model = Routed().double()

@@ -74,7 +74,7 @@ def equal(rank: int, n: int, given: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_gradients_are_those_of_one_device(given: dict[str, Any]) -> None:
+def test_fully_shard_has_the_gradients_of_one_device(given: dict[str, Any]) -> None:
     run_ranks(equal, 4, given, timeout=100)
 
 
@@ -112,7 +112,7 @@ def cut_logits(rank: int, n: int) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad / 2, rtol=1e-6, atol=1e-7)
 
 
-def test_logits_stay_cut() -> None:
+def test_fully_shard_leaves_logits_cut() -> None:
     run_ranks(cut_logits, 4, timeout=100)
 
 
@@ -128,7 +128,7 @@ def in_half(rank: int, n: int) -> None:
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_half_precision() -> None:
+def test_fully_shard_in_half_precision_trains() -> None:
     run_ranks(in_half, 2, timeout=100)
 
 
@@ -145,7 +145,7 @@ def refused(rank: int, n: int) -> list[str]:
     return [*found, str(raised.value).splitlines()[0]]
 
 
-def test_what_would_never_be_gathered() -> None:
+def test_fully_shard_refuses_parts_that_are_never_called() -> None:
     remedy = (
         "this part of a parallel model is not a block: it is never called\n  try      fully_shard each numbered block"
     )
@@ -163,7 +163,7 @@ def ordered(rank: int, n: int, zero: int) -> str:
 
 
 @pytest.mark.parametrize(("zero", "before"), [(1, [0, 0, 0, 0, 0]), (3, [0, 0, 0, 4, 8])])
-def test_parameters_are_gathered_before_their_block_is_computed(zero: int, before: list[int]) -> None:
+def test_fully_shard_gathers_parameters_before_their_block_runs(zero: int, before: list[int]) -> None:
     """The products before each of the first five gathers: of the rest of the model, then of four blocks of four."""
     for text in run_ranks(ordered, 2, zero, timeout=100):
         parts = text.split("G")
@@ -200,6 +200,6 @@ class Optional(nn.Module):
         return (x if more is None else self.h[2](x * more)).square().mean()
 
 
-def test_a_block_that_does_not_run_is_not_gathered() -> None:
+def test_fully_shard_of_a_skipped_block_reads_new_parameters_later() -> None:
     """It would keep its old parameters."""
     run_ranks(skipping, 2, timeout=100)

@@ -35,7 +35,7 @@ def text(model: nn.Module, tp: int = 2, rows: int = 3) -> str:
     return digest(analyse(skeleton_of(model), (torch.ones(rows, 8),), {}, tp))
 
 
-def test_lines() -> None:
+def test_graph_text_has_operators_shapes_and_source_lines() -> None:
     lines = text(Model()).splitlines()
     assert "%0 = parameter `up.weight`  float32[16, 8]" in lines
     at = f"{SOURCE}test_graph_digest.py:"
@@ -47,7 +47,7 @@ def test_lines() -> None:
     assert "up.weight [16@tp, 8]" in lines and "down.bias [8]" in lines
 
 
-def test_what_differs_is_in_it() -> None:
+def test_graph_digest_changes_with_sizes_constants_and_cuts() -> None:
     """Sizes, arguments, the values of constants, the cuts; not the names of nodes, nor how many rows an example has."""
     same = text(Model())
     for other in (text(Model(width=18)), text(Model(slope=0.25)), text(Model(shift=2.0)), text(Model(), tp=1)):

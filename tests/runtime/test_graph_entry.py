@@ -55,7 +55,7 @@ def prepared(model: nn.Module, tp: int, rank: int = 0, **more: Any) -> GraphEntr
     return prepare(analyse(skeleton_of(model), (X,), {}, tp, options), Mesh(size=tp, rank=rank), options)
 
 
-def test_what_placeholders_stand_for() -> None:
+def test_graph_entry_knows_the_source_of_each_placeholder() -> None:
     entry = prepared(Model(), 2, outputs="local")
     names = [entry.sources[name] for name in placeholders(entry.outlined.graph) if name in entry.sources]
     assert [name for name in names if isinstance(name, str)] == [
@@ -66,7 +66,7 @@ def test_what_placeholders_stand_for() -> None:
     assert entry.calls == 0 and entry.guard is None
 
 
-def test_layouts_of_outputs() -> None:
+def test_graph_entry_knows_which_outputs_are_cut() -> None:
     """The second output is cut along the width; new values of buffers are no outputs."""
     entry = prepared(Model(), 2, rank=1, outputs="local")
     assert entry.count == 2
@@ -74,12 +74,12 @@ def test_layouts_of_outputs() -> None:
     assert prepared(Model(), 2, outputs="full").cut == {}
 
 
-def test_random_graphs() -> None:
+def test_graph_entry_is_random_only_with_active_dropout() -> None:
     assert prepared(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), 2).random
     assert not prepared(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)).eval(), 2).random
 
 
-def test_graph_of_a_model() -> None:
+def test_graph_entry_passes_operands_that_blocks_do_not_read() -> None:
     """Blocks read their parameters themselves; what is left is passed in the order of `operands`."""
     model = Blocks()
     entry = prepared(model, 1)

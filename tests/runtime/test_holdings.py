@@ -25,7 +25,7 @@ def held_by(rank: int, **given: Any) -> Holdings:
     return Holdings(held, frozenset(held), {name: name for name in held}, shapes, LAYOUTS, place, place, **given)
 
 
-def test_each_element_counts_once() -> None:
+def test_holdings_count_each_element_once() -> None:
     """Of what is cut each rank counts its part; of what all have only the first does."""
     found = {name: torch.zeros_like(x) for name, x in WHOLE.items()}
     for rank in range(2):
@@ -36,12 +36,12 @@ def test_each_element_counts_once() -> None:
     assert all(torch.equal(found[name], x) for name, x in WHOLE.items())
 
 
-def test_what_another_stage_counts() -> None:
+def test_holdings_leave_out_what_another_stage_counts() -> None:
     holdings = Holdings(**{**vars(held_by(0)), "counted": frozenset({"bias"})})
     assert holdings.counts("cut", holdings.held["cut"]) == [] and len(holdings.counts("bias", WHOLE["bias"])) == 1
 
 
-def test_fill_writes_this_rank_s_part() -> None:
+def test_holdings_fill_writes_this_rank_s_part() -> None:
     for rank in range(2):
         holdings = held_by(rank)
         for name, x in WHOLE.items():
@@ -50,7 +50,7 @@ def test_fill_writes_this_rank_s_part() -> None:
     assert held_by(0).layout("cut") is LAYOUTS["cut"] and uncut(WHOLE, LAYOUTS) == {"bias"}
 
 
-def test_what_a_checkpoint_would_not_have() -> None:
+def test_expect_all_saved_names_what_a_checkpoint_would_lack() -> None:
     beside, left = held_by(0, beside=("extra",)), held_by(0, left_out=("cut",))
     expect_all_saved(held_by(0))
     assert message(lambda: expect_all_saved(beside)).splitlines()[0].endswith(
@@ -69,7 +69,7 @@ class Around(nn.Module):
         self.add_module(name, inner)
 
 
-def test_out_of_what_is_wrapped_around_it() -> None:
+def test_holdings_of_unwraps_a_parallel_model() -> None:
     model = autotp.parallelize(nn.Sequential(nn.Linear(2, 2)), 1)
     for wrapped in (model, Around(model), Around(Around(model), "_orig_mod")):
         assert parallel_of(wrapped, "call") is model
@@ -77,7 +77,7 @@ def test_out_of_what_is_wrapped_around_it() -> None:
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), None], ids=["module", "none"])
-def test_no_parallel_model(model: Any) -> None:
+def test_holdings_of_refuses_an_ordinary_model(model: Any) -> None:
     assert message(lambda: holdings_of(model, "full_state_dict")) == (
         f"full_state_dict: a {'Linear' if model else 'NoneType'} is not a parallel model\n"
         "  try      full_state_dict(model, ...), with the model that autotp.parallelize returned"

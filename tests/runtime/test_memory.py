@@ -58,7 +58,7 @@ def test_rank_holds_its_part_and_what_is_replicated(config, tp):
         assert (found.late, found.left) == (0, 0)  # full parameters are freed one by one
 
 
-def test_uneven_parts_are_those_of_chunk():
+def test_a_rank_holds_uneven_parts_as_chunk_cuts_them():
     tp, config = 4, GPTConfig(**UNEVEN)
     heads, width, vocab = (_chunk(n, tp) for n in (config.n_head, 4 * config.n_embd, config.vocab_size))
     hidden, head_dim = config.n_embd, config.n_embd // config.n_head
@@ -75,7 +75,7 @@ def _chunk(n: int, tp: int) -> list[int]:
     return lengths + [0] * (tp - len(lengths))
 
 
-def test_who_keeps_a_full_tensor_is_seen():
+def test_parallelize_frees_every_full_tensor():
     model = GPT(GPTConfig(**EVEN))
     fullness, parameters, kept = memory.Fullness(model), list(model.parameters()), model.wte.weight.detach()
     autotp.parallelize(model)

@@ -634,42 +634,42 @@ def compare(n: int, make: Any, methods: Methods, *example: Tensor) -> None:
 
 
 @checks.on(2)
-def of_a_language_model(rank: int, n: int) -> None:
+def methods_of_a_language_model_equal_one_device(rank: int, n: int) -> None:
     compare(n, Writer, OF_WRITER, IDS)
 
 
 @checks.on(2)
-def of_a_language_model_by_hand(rank: int, n: int) -> None:
+def hand_written_methods_of_a_language_model_equal_one_device(rank: int, n: int) -> None:
     compare(n, Writer, OF_WRITER_BY_HAND, IDS)
 
 
 @checks.on(2)
-def of_two_towers(rank: int, n: int) -> None:
+def methods_of_two_towers_equal_one_device(rank: int, n: int) -> None:
     compare(n, Towers, OF_TOWERS, PICTURES, IDS)
 
 
 @checks.on(2)
-def of_a_recurrence(rank: int, n: int) -> None:
+def methods_of_a_recurrence_equal_one_device(rank: int, n: int) -> None:
     compare(n, Retention, OF_RETENTION, noise(2, 3, 8))
 
 
 @checks.on(2)
-def of_an_autoencoder(rank: int, n: int) -> None:
+def methods_of_an_autoencoder_equal_one_device(rank: int, n: int) -> None:
     compare(n, Autoencoder, OF_AUTOENCODER, noise(2, 8))
 
 
 @checks.on(2)
-def of_a_policy(rank: int, n: int) -> None:
+def methods_of_a_policy_equal_one_device(rank: int, n: int) -> None:
     compare(n, Policy, OF_POLICY, noise(2, 8))
 
 
 @checks.on(2)
-def of_a_classifier(rank: int, n: int) -> None:
+def methods_of_a_classifier_equal_one_device(rank: int, n: int) -> None:
     compare(n, Classifier, OF_CLASSIFIER, PICTURES)
 
 
 @checks.on(4)
-def of_heads_that_several_ranks_hold(rank: int, n: int) -> None:
+def parts_with_heads_on_several_ranks_equal_one_device(rank: int, n: int) -> None:
     """A projection alone has no such axis: its forward runs as user code."""
     torch.set_default_dtype(torch.float64)
     whole = Small()

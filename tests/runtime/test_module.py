@@ -24,7 +24,7 @@ checks = Checks()
 
 
 @checks.on(2)
-def names_and_attributes(rank: int, n: int) -> None:
+def parallel_model_has_the_model_s_names_and_attributes(rank: int, n: int) -> None:
     whole, other = gpt().double(), gpt().double()
     other.ln_f.weight.mark = "no decay"
     parallel = autotp.parallelize(other, n)
@@ -66,7 +66,7 @@ class Scaled(nn.Module):
 
 
 @checks.on(2)
-def a_part_that_was_changed_is_called_alone(rank: int, n: int) -> None:
+def a_changed_part_is_called_alone(rank: int, n: int) -> None:
     """Before the whole model is called: what is new in the part is known."""
     torch.manual_seed(0)
     whole = nn.Sequential(Scaled(nn.Linear(8, 32)), nn.ReLU(), Scaled(nn.Linear(32, 8)))
@@ -110,7 +110,7 @@ def layers_of_fused_weights_are_called_alone(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_copy_of_a_part_is_a_part(rank: int, n: int) -> None:
+def a_deep_copied_part_stays_a_part(rank: int, n: int) -> None:
     """The model sees later changes of it, as those of other parts."""
     torch.manual_seed(0)
     whole = nn.Sequential(Scaled(nn.Linear(8, 32)), nn.ReLU(), Scaled(nn.Linear(32, 8)))
@@ -152,7 +152,7 @@ class Watched(Watching, mark="mine"):
 
 
 @checks.on(2)
-def a_base_class_sees_no_new_class(rank: int, n: int) -> None:
+def init_subclass_of_a_base_is_not_called(rank: int, n: int) -> None:
     """Neither for the whole model nor for a submodule; the original's `forward` stays, and works afterwards."""
     x, before = torch.randn(3, 8), Watched.forward
     for model in (Watched(), nn.Sequential(Watched())):
@@ -238,7 +238,7 @@ def forward(self: Any, x: Tensor) -> Tensor:
 
 
 @checks.on(2)
-def classes_with_bases_of_any_kind(rank: int, n: int) -> None:
+def classes_with_any_bases_become_parallel(rank: int, n: int) -> None:
     """The whole model, a submodule, and copies. A metaclass is not asked about our class."""
     x, before = torch.randn(3, 8, dtype=torch.float64), list(Named.made)
     for kind, (bases, given) in BASES.items():
@@ -262,7 +262,7 @@ def in_plan(model: Any) -> dict[str, str]:
 
 
 @checks.on(2)
-def the_plan_is_of_now(rank: int, n: int) -> None:
+def plan_after_a_replaced_head_is_current_or_an_error(rank: int, n: int) -> None:
     """A head is exchanged, and put back: the plan is that of what the model has, or an error, never that of before."""
     x = torch.randn(3, 8)
     parallel = autotp.parallelize(Headed(), n, example_inputs=x)
@@ -294,7 +294,7 @@ class LearnsMore(nn.Module):
 
 
 @checks.on(2)
-def the_plan_has_what_a_further_graph_does_not_read(rank: int, n: int) -> None:
+def plan_keeps_parameters_that_eval_does_not_read(rank: int, n: int) -> None:
     """In eval mode a part of the model is not called. Its parameters are stored as before."""
     x = torch.randn(3, 8)
     parallel = autotp.parallelize(LearnsMore(), n, example_inputs=x)
@@ -326,7 +326,7 @@ def pair_of_tokens(n: int) -> tuple[Tokens, Any]:
 
 
 @checks.on(2)
-def a_part_in_the_place_of_a_whole_parameter(rank: int, n: int) -> None:
+def a_part_put_in_place_of_a_whole_parameter_works(rank: int, n: int) -> None:
     """Weights are tied, or copied, when the model is parallel already: a part stays a part wherever it is put."""
     x = torch.arange(24).view(4, 6)
     for put in (
@@ -347,7 +347,7 @@ def a_part_in_the_place_of_a_whole_parameter(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_part_over_other_ranks(rank: int, n: int) -> None:
+def a_part_cut_over_other_ranks_is_refused(rank: int, n: int) -> None:
     """A model that each rank has for itself is given a part that two ranks hold."""
     _, parallel = pair_of_tokens(n)
     alone = autotp.parallelize(
@@ -368,7 +368,7 @@ def parts_of(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @checks.on(2)
-def local_state(rank: int, n: int) -> None:
+def state_dict_of_shards_loads_into_another_parallel_model(rank: int, n: int) -> None:
     """The state dict of one rank's shards into another parallel model, and back."""
     _, first = both(n, gpt().double())
     torch.manual_seed(5)
@@ -381,7 +381,7 @@ def local_state(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def the_state_of_another_rank(rank: int, n: int) -> None:
+def loading_another_rank_s_shards_is_an_error(rank: int, n: int) -> None:
     """A file of one rank, as a loop of replicas writes it, on all ranks: an error, in the next call of any kind."""
     parallel = autotp.parallelize(Headed().double(), n, example_inputs=torch.randn(3, 8, dtype=torch.float64))
     x = torch.ones(3, 8, dtype=torch.float64)
@@ -406,7 +406,7 @@ def the_state_of_another_rank(rank: int, n: int) -> None:
 
 
 @checks.on(3)
-def the_state_of_a_module_around(rank: int, n: int) -> None:
+def state_dict_of_a_wrapping_module_is_cut_or_refused(rank: int, n: int) -> None:
     """Each rank takes its parts of the whole; the parts of one rank are refused on all ranks."""
     torch.manual_seed(5)
     whole = AveragedModel(Headed().double())
@@ -434,7 +434,7 @@ def the_state_of_a_module_around(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def copies(rank: int, n: int) -> None:
+def a_deep_copy_is_a_model_of_its_own(rank: int, n: int) -> None:
     """A deep copy is a model of its own, whose further captures are its own; pickling says what to do instead."""
     whole, parallel = both(n, gpt().double().train())
     other = copy.deepcopy(parallel)
@@ -460,7 +460,7 @@ def copies(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def generation(rank: int, n: int) -> None:
+def generate_draws_one_device_s_tokens(rank: int, n: int) -> None:
     """The model's own `generate` draws the tokens that one device draws, past the block size."""
     torch.manual_seed(0)
     whole = gpt().double().eval()
@@ -475,7 +475,7 @@ def generation(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def what_was_made_before(rank: int, n: int) -> None:
+def optimizers_and_hooks_made_before_keep_working(rank: int, n: int) -> None:
     """An optimizer and hooks on parameters that were there first go on working: parameters stay the same objects."""
     whole, model = gpt().double().train(), gpt().double().train()
     model.load_state_dict(whole.state_dict())
@@ -507,7 +507,7 @@ class Counted(Headed):
 
 
 @checks.on(2)
-def gradients_are_removed(rank: int, n: int) -> None:
+def zero_grad_removes_gradients_or_calls_the_model_s_own(rank: int, n: int) -> None:
     x = torch.randn(3, 8)
     plain, own = (autotp.parallelize(kind(), n, example_inputs=x) for kind in (Headed, Counted))
     plain(x).backward()
@@ -551,7 +551,7 @@ class Shared(nn.Module):
         return 2 * x
 
 
-def test_tree() -> None:
+def test_parallel_model_keeps_shared_modules_and_methods() -> None:
     whole, parallel = both(1, Shared(), example_inputs=torch.randn(2, 8))
     assert parallel.again is parallel._modules["plan"]
     assert parallel.head.weight is parallel.again.weight
@@ -569,7 +569,7 @@ def mocked(kind: Any, names: Any) -> Any:
 
 
 @pytest.mark.parametrize("region", [patched, mocked])
-def test_a_class_is_what_it_was_after_a_region_with_another(region: Any) -> None:
+def test_patching_a_part_s_class_is_undone_on_the_original(region: Any) -> None:
     """The class of a part passes on to the original's what is set on it: a wrapped forward that is put back there, too,
     would call itself without end, in this model and in all of its class."""
     parallel, kind = autotp.parallelize(gpt().double(), 1), type(gpt().double().h[0])
@@ -582,7 +582,7 @@ def test_a_class_is_what_it_was_after_a_region_with_another(region: Any) -> None
     torch.testing.assert_close(parallel(*tokens()), whole(*tokens()))
 
 
-def test_plan_of_a_parallel_model() -> None:
+def test_plan_of_a_copy_or_part_needs_a_call() -> None:
     parallel = autotp.parallelize(gpt().double(), 1)
     assert str(parallel.plan).startswith("GPT on tp=1\n")
     other = copy.deepcopy(parallel)
@@ -592,7 +592,7 @@ def test_plan_of_a_parallel_model() -> None:
     assert parallel.layout_of("wte.weight").shape == (VOCAB, 48)
 
 
-def test_what_is_refused_leaves_torchs_classes_alone() -> None:
+def test_refused_parametrization_leaves_torch_s_classes_alone() -> None:
     """torch puts a property on the class that it derives for a parametrized module: not on `nn.Linear`."""
     model: Any = autotp.parallelize(nn.Sequential(nn.Linear(4, 4)), 1, example_inputs=(torch.zeros(2, 4),))
     before = dict(vars(nn.Linear))
@@ -613,7 +613,7 @@ def test_pruning_is_refused() -> None:
     model(torch.zeros(2, 4))
 
 
-def test_classes_are_equal_to_their_originals() -> None:
+def test_part_classes_compare_equal_to_their_originals() -> None:
     """`type(module) == nn.Linear` and `type(module) in (...)`, as loops choose parameters to decay or to freeze."""
     parallel = autotp.parallelize(Headed(), 1, example_inputs=(torch.randn(3, 8),))
     assert type(parallel.up) == nn.Linear and nn.Linear == type(parallel.up) and type(parallel) == Headed  # noqa: E721
@@ -623,7 +623,7 @@ def test_classes_are_equal_to_their_originals() -> None:
     assert by_class[nn.Linear] == "torch's" and by_class[type(parallel.down)] == "of a parallel model"
 
 
-def test_parameters_are_not_swapped() -> None:
+def test_swapping_module_parameters_is_refused() -> None:
     """torch would put plain parameters in place of parts, in the same objects."""
     parallel = autotp.parallelize(Headed(), 1, example_inputs=(torch.randn(3, 8),))
     torch.__future__.set_swap_module_params_on_conversion(True)

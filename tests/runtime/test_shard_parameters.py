@@ -50,7 +50,7 @@ def expected(n: int, rank: int) -> dict[str, Tensor]:
 
 @checks.on(2)
 @checks.on(3, rare=True)
-def the_first_ranks_values(rank: int, n: int) -> None:
+def shard_parameters_takes_the_first_rank_s_values_in_place(rank: int, n: int) -> None:
     """Parameters stay the same objects, so that an optimizer that knows them stays right; the model is left empty."""
     model, place = seeded(rank), make_mesh()
     before = dict(model.named_parameters())
@@ -68,7 +68,7 @@ def the_first_ranks_values(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def gradients_of_the_first_rank(rank: int, n: int) -> None:
+def shard_parameters_takes_the_first_rank_s_gradients(rank: int, n: int) -> None:
     """A rank without a gradient gets its part; where the first rank has none, no rank has one."""
     model, place = seeded(rank), make_mesh()
     learns = model.up.weight if rank == 0 else model.down.weight
@@ -81,7 +81,7 @@ def gradients_of_the_first_rank(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_graph_from_before_is_forgotten(rank: int, n: int) -> None:
+def shard_parameters_forgets_graphs_from_before(rank: int, n: int) -> None:
     """A loss of before that is still alive keeps the node that sums the gradient, with the old shape."""
     model, place = seeded(rank), make_mesh()
     kept = (model.up.weight * 2).sum()
@@ -92,7 +92,7 @@ def a_graph_from_before_is_forgotten(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def what_is_read_or_not_wanted(rank: int, n: int) -> None:
+def shard_parameters_takes_read_parts_of_wanted_names_only(rank: int, n: int) -> None:
     model, place = seeded(rank), make_mesh()
     read = {"up.weight": torch.full((2 if rank else 3, 3), float(rank))}
     found = shard_parameters(model, layouts(model, n), place.rank, place, read, ["up.weight", "down.bias"])
@@ -102,7 +102,7 @@ def what_is_read_or_not_wanted(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def models_on_meta(rank: int, n: int) -> None:
+def shard_parameters_initialises_models_on_meta_as_whole(rank: int, n: int) -> None:
     """If the first rank's is there, all are initialised as built whole; a later one may be there to save memory."""
     for first in (True, False):
         with torch.device("meta" if rank > 0 or first else "cpu"):
@@ -119,7 +119,7 @@ def models_on_meta(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def sparse_buffers(rank: int, n: int) -> None:
+def shard_parameters_gives_all_ranks_the_first_s_sparse_buffer(rank: int, n: int) -> None:
     """All have the first rank's, which may have more elements or fewer."""
     for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr):
         blocks = {"blocksize": (2, 2)} if layout is torch.sparse_bsr else {}
@@ -135,7 +135,7 @@ def sparse_buffers(rank: int, n: int) -> None:
             torch.testing.assert_close(found.to_dense(), order[0].to_dense())
 
 
-def test_one_process() -> None:
+def test_shard_parameters_of_one_process_copies() -> None:
     """It keeps copies: the model's own memory is free."""
     model = seeded(0)
     found = shard_parameters(model, {"up.weight": cut(model.up.weight, 0, 1)}, 0, Mesh())

@@ -60,13 +60,13 @@ def test_only_modules_of_parallel_models_have_a_state() -> None:
     assert {name: layout.shape for name, layout in held_in(model.up).items()} == {"weight": (32, 8), "bias": (32,)}
 
 
-def test_original_classes() -> None:
+def test_original_class_undoes_the_parallel_class() -> None:
     model = parallel()
     assert type(model) is not Model and original_class(type(model)) is Model
     assert original_class(type(model.up)) is original_class(nn.Linear) is nn.Linear
 
 
-def test_the_original_for_a_capture() -> None:
+def test_original_of_gives_the_model_for_a_capture() -> None:
     """Its classes, hooks and attributes, whole tensors in place of parts, and nothing of autotp's."""
     made = Model()
     made.up.register_forward_hook(lambda *_: None)
@@ -83,7 +83,7 @@ def test_the_original_for_a_capture() -> None:
     assert not model.up._forward_hooks, "a call of the parallel model runs a graph"
 
 
-def test_a_forward_on_the_module() -> None:
+def test_a_forward_set_on_the_module_is_kept_beside_it() -> None:
     """A call of the module runs a graph, so the user's `forward` is kept beside it, and a capture finds it."""
     model = parallel()
     assert attribute_of(model, "forward") is Model.forward
@@ -100,13 +100,13 @@ def test_a_forward_on_the_module() -> None:
 
 
 @pytest.mark.parametrize("how", ["selective", "none"])
-def test_recompute_is_set(how: Any) -> None:
+def test_set_recompute_changes_the_settings(how: Any) -> None:
     tree = Tree(Mesh(), Options(recompute="full"))
     tree.set_recompute(how)
     assert tree.settings == Options(recompute=how)
 
 
-def test_a_wrong_choice_changes_nothing() -> None:
+def test_set_recompute_refuses_an_unknown_choice() -> None:
     tree = Tree(Mesh(), Options())
     assert message(lambda: tree.set_recompute("all")) == (  # type: ignore[arg-type]
         "recompute='all'\n  expected 'none', 'selective', 'full'"
@@ -114,7 +114,7 @@ def test_a_wrong_choice_changes_nothing() -> None:
     assert tree.settings == Options()
 
 
-def test_outputs_stay_cut_in_a_region() -> None:
+def test_outputs_stay_cut_ends_with_its_region() -> None:
     tree = Tree(Mesh(), Options(outputs="full"))
     with pytest.raises(KeyError), tree.outputs_stay_cut():
         assert tree.settings.outputs == "local"
@@ -122,7 +122,7 @@ def test_outputs_stay_cut_in_a_region() -> None:
     assert tree.settings.outputs == "full"
 
 
-def test_a_copy() -> None:
+def test_a_copied_module_state_shares_a_tree_of_its_own() -> None:
     """The modules of the copy share a state of their own; it captures anew, on the same mesh."""
     tree = Tree(Mesh(), Options(), read={"scale"})
     modules = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

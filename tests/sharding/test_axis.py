@@ -38,7 +38,7 @@ def sizes(of: Axis) -> list[int]:
 # ---- sizes
 
 
-def test_size_of_symbols() -> None:
+def test_size_of_collects_factors_and_symbols() -> None:
     s, t = (ShapeEnv().create_unbacked_symint() for _ in range(2))
     u = str(s.node.expr)
     assert Size.of(s) == Size(1, (u,))
@@ -49,7 +49,7 @@ def test_size_of_symbols() -> None:
     assert Size.of(s) == Size.of(t)  # Symbols are compared by name: they come from one exporter.
 
 
-def test_size_of_quotients() -> None:
+def test_size_of_simplifies_exact_quotients() -> None:
     s = ShapeEnv().create_unbacked_symint()
     u = str(s.node.expr)
     assert Size.of(s * s * 3 // s) == Size(3, (u,))
@@ -58,7 +58,7 @@ def test_size_of_quotients() -> None:
     assert half.number == 1 and half.symbols == (f"({u}//2)",)
 
 
-def test_size_arithmetic() -> None:
+def test_size_multiplies_divides_and_prints() -> None:
     long = Size(12, ("b", "s"))
     assert long == Size(4, ("s",)) * Size(3, ("b",))
     assert long.divided(Size(4, ("s",))) == Size(3, ("b",))
@@ -72,7 +72,7 @@ def test_size_arithmetic() -> None:
 # ---- products
 
 
-def test_product_drops_ones() -> None:
+def test_product_drops_axes_of_one() -> None:
     a = axis(4)
     assert product([ONE_AXIS, a]) is a
     assert product([]).size == ONE
@@ -82,7 +82,7 @@ def test_product_drops_ones() -> None:
 ONE_AXIS = Axis(ONE)
 
 
-def test_heads_come_out_of_a_weight() -> None:
+def test_unify_splits_a_weight_into_heads() -> None:
     width, heads, head_dim = axis(768), axis(12), axis(64)
     unify(width, product([heads, head_dim]))
     assert holds(width, heads) and holds(width, head_dim)
@@ -110,7 +110,7 @@ def _grouped(draw: st.DrawFn, base: Sequence[int]) -> list[list[int]]:
 
 @settings(deadline=None)
 @given(groupings(), st.integers(2, 4))
-def test_products_align_at_common_boundaries(two: tuple[list[list[int]], list[list[int]]], tp: int) -> None:
+def test_unify_aligns_products_at_common_boundaries(two: tuple[list[list[int]], list[list[int]]], tp: int) -> None:
     xs, ys = ([axis(prod(group)) for group in groups] for groups in two)
     x, y = product(xs), product(ys)
     unify(x, y)
@@ -129,7 +129,7 @@ def _prefixes(numbers: list[int], total: Callable[[list[int]], int]) -> set[int]
 
 @settings(deadline=None)
 @given(st.lists(st.integers(2, 6), min_size=1, max_size=4), st.lists(st.integers(2, 6), min_size=1, max_size=4))
-def test_products_that_do_not_align_are_not_cut_behind(a: list[int], b: list[int]) -> None:
+def test_unify_cuts_unaligned_products_only_before_the_difference(a: list[int], b: list[int]) -> None:
     xs, ys = [axis(n) for n in [*a, prod(b)]], [axis(n) for n in [*b, prod(a)]]
     x, y = product(xs), product(ys)
     unify(x, y)
@@ -138,7 +138,7 @@ def test_products_that_do_not_align_are_not_cut_behind(a: list[int], b: list[int
             assert ranges(product(xs), leaf, 3, rank) == ranges(product(ys), leaf, 3, rank)
 
 
-def test_six_by_four_against_four_by_six() -> None:
+def test_unify_of_6x4_and_4x6_keeps_factor_2() -> None:
     x, y = product([axis(6), axis(4)]), product([axis(4), axis(6)])
     unify(x, y)
     major, *rest = leaves(x)
@@ -147,7 +147,7 @@ def test_six_by_four_against_four_by_six() -> None:
     assert [holds(y, leaf) for leaf in leaves(y)] == [True, False, False]
 
 
-def test_symbolic_sizes() -> None:
+def test_unify_factors_symbolic_sizes() -> None:
     b, s = Size(1, ("b",)), Size(1, ("s",))
     x, y = product([Axis(b * s), axis(12)]), product([Axis(b), Axis(s), axis(3), axis(4)])
     unify(x, y)
@@ -158,7 +158,7 @@ def test_symbolic_sizes() -> None:
 # ---- concatenations
 
 
-def test_concat_drops_nothings() -> None:
+def test_concat_drops_empty_axes() -> None:
     a = axis(4)
     assert concat([axis(0), a]) is a
     assert str(concat([a, axis(2)])) == "(4 | 2)"
@@ -166,7 +166,7 @@ def test_concat_drops_nothings() -> None:
 
 @settings(deadline=None)
 @given(groupings())
-def test_concats_align_at_common_boundaries(two: tuple[list[list[int]], list[list[int]]]) -> None:
+def test_unify_aligns_concats_at_common_boundaries(two: tuple[list[list[int]], list[list[int]]]) -> None:
     xs, ys = ([axis(sum(group)) for group in groups] for groups in two)
     x, y = concat(xs), concat(ys)
     unify(x, y)
@@ -174,7 +174,7 @@ def test_concats_align_at_common_boundaries(two: tuple[list[list[int]], list[lis
     assert not any(leaf.tangled for leaf in leaves(x))
 
 
-def test_a_part_does_not_hold_the_whole() -> None:
+def test_concat_holds_an_axis_only_in_every_part() -> None:
     q, k = axis(4), axis(4)
     both = concat([q, k])
     assert touches(both, q) and not holds(both, q)
@@ -182,7 +182,7 @@ def test_a_part_does_not_hold_the_whole() -> None:
     assert holds(both, q)
 
 
-def test_product_against_concat_is_not_cut() -> None:
+def test_unify_of_product_and_concat_tangles_both() -> None:
     three, q, k, v = axis(3), axis(4), axis(4), axis(4)
     x, y = product([three, axis(4)]), concat([q, k, v])
     unify(x, y)
@@ -190,7 +190,7 @@ def test_product_against_concat_is_not_cut() -> None:
     assert all(leaf.tangled for leaf in (three, q, k, v))
 
 
-def test_concat_part_that_is_a_product_is_not_split() -> None:
+def test_unify_never_splits_a_product_inside_a_concat() -> None:
     x, y = concat([product([axis(2), axis(4)]), axis(4)]), concat([axis(4), axis(8)])
     unify(x, y)
     assert not any(holds(x, leaf) for leaf in leaves(x))
@@ -199,14 +199,14 @@ def test_concat_part_that_is_a_product_is_not_split() -> None:
 # ---- whatever comes
 
 
-def test_unequal_sizes_are_tangled() -> None:
+def test_unify_tangles_axes_of_unequal_sizes() -> None:
     a, b = axis(4), product([axis(2), axis(3)])
     unify(a, b)
     assert find(a) is not find(b)
     assert a.tangled and all(leaf.tangled for leaf in leaves(b))
 
 
-def test_lengths_that_are_equal_on_these_inputs_only_stay_two_axes() -> None:
+def test_unify_keeps_lengths_of_different_symbols_apart() -> None:
     """Rows of logits, batch times sequence, and rows of labels: whatever else has these axes may be cut."""
     a, b = (product([Axis(Size(1, (s,))) for s in pair]) for pair in (("s0", "s1"), ("s2", "s3")))
     assert not unify(a, b)
@@ -214,7 +214,7 @@ def test_lengths_that_are_equal_on_these_inputs_only_stay_two_axes() -> None:
     assert not any(leaf.tangled for axis in (a, b) for leaf in leaves(axis))
 
 
-def test_tangled_stays_tangled() -> None:
+def test_unify_keeps_tangled_axes_tangled() -> None:
     a, b, c = axis(6), product([axis(2), axis(3)]), axis(6)
     tangle(a)
     unify(a, b)
@@ -222,21 +222,21 @@ def test_tangled_stays_tangled() -> None:
     assert all(leaf.tangled for leaf in leaves(c))
 
 
-def test_nothing_is_unified_in_an_axis_of_no_positions() -> None:
+def test_unify_leaves_empty_products_alone() -> None:
     a, b = axis(0), axis(5)
     whole = product([a, b])
     unify(whole, a)
     assert list(leaves(whole)) == [a, b]
 
 
-def test_an_axis_twice_in_a_product_is_not_held() -> None:
+def test_product_does_not_hold_an_axis_twice() -> None:
     h = axis(3)
     assert not holds(product([h, h]), h)
     assert holds(concat([h, h]), h)
 
 
 @pytest.mark.parametrize(("leaf", "found"), [(0, (1, 12)), (1, (2, 4)), (2, (6, 1))])
-def test_open_product(leaf: int, found: tuple[int, int]) -> None:
+def test_open_product_gives_sizes_before_and_behind_a_leaf(leaf: int, found: tuple[int, int]) -> None:
     parts = [axis(2), axis(3), axis(4)]
     whole = product([parts[0], product(parts[1:])])
     assert open_product(whole, parts[leaf]) == (Size(found[0]), Size(found[1]))
@@ -245,7 +245,7 @@ def test_open_product(leaf: int, found: tuple[int, int]) -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_any_unification_ends(data: st.DataObject) -> None:
+def test_unify_of_any_trees_ends(data: st.DataObject) -> None:
     """Random trees over few axes, unified in any order, neither hang nor become part of themselves."""
     pool = [axis(n) for n in data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=2, max_size=5))]
     for _ in range(data.draw(st.integers(1, 8))):

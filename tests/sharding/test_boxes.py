@@ -42,7 +42,7 @@ def put_together(layout: Layout, held: list[list[tuple[Any, Tensor]]]) -> tuple[
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("first", [True, False])
-def test_put_together(name: str, first: bool) -> None:
+def test_boxes_of_all_ranks_put_together_are_the_whole(name: str, first: bool) -> None:
     layout = LAYOUTS[name]
     parts = [layout.take(whole(layout), rank) for rank in range(2)]
     held = [[(box, box.of(part)) for box in boxes(part, layout, rank, first)] for rank, part in enumerate(parts)]
@@ -63,7 +63,7 @@ def sharded(rank: int, n: int) -> list[Any]:
     return found
 
 
-def test_put_together_of_rows_of_parts() -> None:
+def test_boxes_of_sharded_parts_put_together_are_the_whole() -> None:
     by_rank = run_ranks(sharded, 3)
     for i, (name, layout) in enumerate(LAYOUTS.items()):
         found, counts = put_together(layout, [mine[2 * i + tp] for mine in by_rank for tp in range(2)])
@@ -71,13 +71,13 @@ def test_put_together_of_rows_of_parts() -> None:
         assert (counts == (2 if name == "whole" else 1)).all(), name
 
 
-def test_a_number() -> None:
+def test_boxes_of_a_scalar() -> None:
     (box,) = boxes(torch.tensor(3.0), Layout(()), 0)
     assert box.of(torch.tensor(3.0)) == 3
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_box_within_others(name: str) -> None:
+def test_inner_finds_an_element_among_held_boxes(name: str) -> None:
     """Each element of each box is found in the part, alone; what the rank does not hold is a mistake of the caller."""
     layout = LAYOUTS[name]
     for rank in range(2) if layout.pieces else (0,):

@@ -30,13 +30,12 @@ def axis(n: int) -> Axis:
         pytest.param(1, 6, 4, (1, 4), id="one-kv"),
     ],
 )
-def test_splits(kv: int, group: int, tp: int, expected: tuple[int, int]) -> None:
+def test_splits_divides_ranks_among_heads_and_groups(kv: int, group: int, tp: int, expected: tuple[int, int]) -> None:
     assert splits(kv, group, tp) == expected
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 16))
-def test_splits_is_balanced(kv: int, group: int, tp: int) -> None:
-    """No other product of the ranks leaves the fullest of them fewer heads."""
+def test_splits_leaves_the_fullest_rank_fewest_heads(kv: int, group: int, tp: int) -> None:
 
     def fullest(n: int) -> int:
         return max(-(-kv // n) * -(-group // (tp // n)), 0)
@@ -61,7 +60,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_ranges(weight: Axis, tp: int) -> None:
+def test_ranges_of_a_grid_are_intersections_of_its_cuts(weight: Axis, tp: int) -> None:
     """A rank holds a position if it holds its place along each leaf that the position has."""
     for cut in all_grids([KV, GROUP], tp):
         if not touches(weight, cut):
@@ -78,7 +77,7 @@ def test_ranges(weight: Axis, tp: int) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_layouts(weight: Axis, tp: int) -> None:
+def test_layouts_of_grids_take_and_put_exactly(weight: Axis, tp: int) -> None:
     """Taking and putting back is exact; the first holders' positions, and their places, make up the whole once."""
     full = torch.randn(weight.size.number, 2)
     for cut in all_grids([KV, GROUP], tp):
@@ -99,7 +98,7 @@ def test_layouts(weight: Axis, tp: int) -> None:
         assert layout.repeated == (sum(layout.lengths()) > full.shape[0]) == (max(layout.holders()) > 1)
 
 
-def test_holds() -> None:
+def test_grid_holds_axes_that_a_plain_cut_does_not() -> None:
     """A plain cut needs every part of a concatenation, a grid leaves some whole; what is tangled is never cut."""
     fused = WEIGHTS["q|k|v"]
     assert not holds(fused, GROUP) and holds(fused, grid([(GROUP, 4, 1)], 4))
@@ -109,7 +108,7 @@ def test_holds() -> None:
     assert not holds(concat([tangled, axis(2)]), grid([(tangled, 2, 1)], 2))
 
 
-def test_same_cut() -> None:
+def test_same_cut_compares_grids_by_meaning() -> None:
     both = grid([(KV, 2, 2), (GROUP, 2, 1)], 4)
     assert same_cut(both, grid([(KV, 2, 2), (GROUP, 2, 1)], 4)) and is_full(both)
     outer = grid([(KV, 2, 2)], 4)
@@ -120,7 +119,7 @@ def test_same_cut() -> None:
     assert part_of(KEYS, both, 4, 3) == (Size(2), 1)
 
 
-def test_first() -> None:
+def test_first_passes_gradients_only_at_its_ranges() -> None:
     """The value is all of it; the gradient reaches the positions that are named, and is zero where these are none."""
     x = torch.randn(2, 5, requires_grad=True)
     for ranges_, expected in ((None, [1.0] * 5), ((), [0.0] * 5), (((1, 2), (3, 5)), [0.0, 1.0, 0.0, 1.0, 1.0])):
@@ -130,6 +129,6 @@ def test_first() -> None:
         assert x.grad is not None and x.grad[0].tolist() == expected
 
 
-def test_layout_without_repetition() -> None:
+def test_layout_without_repetition_shares_nothing() -> None:
     layout = Layout((4,), 0, (((0, 2),), ((2, 4),)), "heads")
     assert not layout.repeated and layout.shared(0) == [] and layout.first(1) == [(0, 2)]

@@ -39,7 +39,7 @@ def held(draw: st.DrawFn) -> tuple[Axis, Axis]:
 
 @settings(deadline=None)
 @given(held(), st.sampled_from(TP))
-def test_ranges(found: tuple[Axis, Axis], tp: int) -> None:
+def test_ranges_are_the_positions_of_a_rank_s_chunk(found: tuple[Axis, Axis], tp: int) -> None:
     whole, leaf = found
     at = places(whole, leaf)
     for rank in range(tp):
@@ -51,8 +51,7 @@ def test_ranges(found: tuple[Axis, Axis], tp: int) -> None:
 
 @settings(deadline=None)
 @given(held(), st.sampled_from(TP[1:]))
-def test_an_axis_of_a_part_is_divided_as_the_whole_model_s(found: tuple[Axis, Axis], tp: int) -> None:
-    """Either each rank has its positions again, or nothing was changed."""
+def test_divided_as_repeats_the_pieces_or_changes_nothing(found: tuple[Axis, Axis], tp: int) -> None:
     whole, leaf = found
     pieces = tuple(tuple(ranges(whole, leaf, tp, rank)) for rank in range(tp))
     alone = Axis(whole.size)
@@ -66,7 +65,7 @@ def test_an_axis_of_a_part_is_divided_as_the_whole_model_s(found: tuple[Axis, Ax
 @pytest.mark.parametrize("sizes", [(8,), (5, 8), (3, 64), (2, 4, 4)])
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("tp", [2, 3])
-def test_what_an_axis_is_divided_into(sizes: tuple[int, ...], repeats: int, tp: int) -> None:
+def test_divided_as_finds_heads_of_fused_weights(sizes: tuple[int, ...], repeats: int, tp: int) -> None:
     """Heads, and heads of q | k | v, each behind another factor (repeats of it) and before one."""
     leaf = axis(sizes[-2] if len(sizes) > 1 else sizes[0])
     factors = [leaf if n == leaf.size.number and i == max(len(sizes) - 2, 0) else axis(n) for i, n in enumerate(sizes)]
@@ -77,7 +76,7 @@ def test_what_an_axis_is_divided_into(sizes: tuple[int, ...], repeats: int, tp: 
 
 @settings(deadline=None)
 @given(held(), st.sampled_from(TP), st.integers(0, 2))
-def test_take_and_put_are_inverses(found: tuple[Axis, Axis], tp: int, dim: int) -> None:
+def test_layout_take_and_put_are_inverses(found: tuple[Axis, Axis], tp: int, dim: int) -> None:
     whole, leaf = found
     dims = [axis(2), axis(3)]
     dims.insert(dim, whole)
@@ -93,7 +92,7 @@ def test_take_and_put_are_inverses(found: tuple[Axis, Axis], tp: int, dim: int) 
     assert sum(layout.lengths()) == shape[dim] and layout.dim == dim
 
 
-def test_fused_heads() -> None:
+def test_layout_of_a_fused_qkv_cuts_each_part_by_heads() -> None:
     heads = axis(12)
     qkv = concat([product([heads, axis(64)]) for _ in range(3)])
     assert ranges(qkv, heads, 8, 5) == [(640, 768), (1408, 1536), (2176, 2304)]
@@ -104,7 +103,7 @@ def test_fused_heads() -> None:
     assert layout.local_shape(7) == (0, 768)
 
 
-def test_what_is_not_cut_is_whole() -> None:
+def test_layout_of_an_uncut_tensor_is_whole() -> None:
     heads, other = axis(4), axis(4)
     both = concat([heads, other])
     for dims in [(axis(8), axis(4)), (both, axis(4)), (heads, heads)]:
@@ -115,7 +114,7 @@ def test_what_is_not_cut_is_whole() -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout((2, 3)), Layout((2, 3), 1, (((0, 2),), ((2, 3),)))], ids=["whole", "cut"])
-def test_taken_memory_is_its_own(layout: Layout) -> None:
+def test_layout_take_returns_memory_of_its_own(layout: Layout) -> None:
     full = torch.zeros(2, 3)
     layout.take(full, 0).fill_(1.0)
     assert full.equal(torch.zeros(2, 3))

@@ -7,7 +7,7 @@ from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8, 13])
-def test_is_torch_chunk(parts: int) -> None:
+def test_chunk_bounds_are_those_of_torch_chunk(parts: int) -> None:
     for n in range(1, 60):
         expected = [list(chunk) for chunk in torch.arange(n).chunk(parts)]
         expected += [[]] * (parts - len(expected))
@@ -17,13 +17,13 @@ def test_is_torch_chunk(parts: int) -> None:
         assert chunk_length(n, parts) == len(expected[0])
 
 
-def test_published_examples() -> None:
+def test_chunk_sizes_of_published_examples() -> None:
     assert chunk_sizes(50257, 8) == [6283] * 7 + [6276]
     assert chunk_sizes(12, 8) == [2, 2, 2, 2, 2, 2, 0, 0]
     assert chunk_sizes(0, 3) == [0, 0, 0]
 
 
-def test_symbolic_length() -> None:
+def test_chunk_bounds_compile_with_a_symbolic_length() -> None:
     def last_part(x: torch.Tensor) -> torch.Tensor:
         start, stop = chunk_bounds(x.shape[0], 4, 3)
         return x[start:stop]

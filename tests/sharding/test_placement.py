@@ -17,20 +17,20 @@ def test_shards_are_equal_where_they_cut_alike() -> None:
     assert len({Shard(one), Shard(same), Shard(other)}) == 2
 
 
-def test_kinds_are_never_equal() -> None:
+def test_placements_of_different_kinds_are_never_equal() -> None:
     axis = Axis(Size(12))
     kinds = [Replicate(), Copied(), Partial(), Partial("max"), Shard(axis), Held(axis)]
     assert [[a == b for b in kinds] for a in kinds] == [[i == j for j in range(6)] for i in range(6)]
 
 
-def test_parts_of_a_product_are_other_cuts() -> None:
+def test_shards_of_a_product_s_parts_differ() -> None:
     heads, size = Axis(Size(4)), Axis(Size(8))
     both = product([heads, size])
     assert len({Shard(heads), Shard(size), Shard(both)}) == 3
 
 
 @pytest.mark.parametrize("name", ["tp", "cp"])
-def test_text(name: str) -> None:
+def test_placement_text_names_its_mesh_axis(name: str) -> None:
     """Each has the mesh axis that it is a placement on."""
     axis = Axis(Size(12))
     kinds = [Replicate(), Copied(), Partial(), Partial("max"), Shard(axis), Held(axis)]

@@ -40,14 +40,14 @@ EQUAL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_equal_sizes_have_one_form(name: str) -> None:
+def test_size_form_is_one_for_equal_sizes(name: str) -> None:
     one, other = EQUAL[name]
     s, t = symbols(2)
     assert size_form(one(s, t).node.expr) == size_form(other(s, t).node.expr)
     assert size_form(one(s, t).node.expr) != size_form((other(s, t) + 1).node.expr)
 
 
-def test_a_float_that_rounds_stays() -> None:
+def test_size_form_keeps_floats_that_round() -> None:
     s, _ = symbols(2)
     expr = floor(torch.sym_float(s) * 0.1).node.expr
     assert size_form(expr) == expr
@@ -88,7 +88,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> Callable[[Any, Any], Any]:
 
 @settings(deadline=None, max_examples=150)
 @given(expressions(), st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=5, max_size=5))
-def test_a_form_has_the_values_of_its_size(size: Callable[..., Any], at: list[tuple[int, int]]) -> None:
+def test_size_form_has_the_values_of_its_size(size: Callable[..., Any], at: list[tuple[int, int]]) -> None:
     s, t = sympy.symbols("s t", integer=True, positive=True)
     found = size(s, t)
     form = size_form(found)

@@ -9,7 +9,7 @@ import torch
 from autotp.sharding.strides import inverse, laid_out, memory_order, order_of
 
 
-def test_memory_order() -> None:
+def test_memory_order_permutes_to_contiguous() -> None:
     x = torch.empty(2, 3, 4, 5)
     for order in itertools.permutations(range(4)):
         moved = x.permute(order)
@@ -23,12 +23,12 @@ def test_memory_order() -> None:
     assert order_of(torch.empty(2, 3).T) == [1, 0]
 
 
-def test_inverse() -> None:
+def test_inverse_undoes_a_permutation() -> None:
     for order in itertools.permutations(range(4)):
         assert [order[i] for i in inverse(order)] == [0, 1, 2, 3]
 
 
-def test_laid_out() -> None:
+def test_laid_out_copies_into_the_order_of_dimensions() -> None:
     x = torch.randn(2, 3, 4)
     for order in itertools.permutations(range(3)):
         found = laid_out(x, order)

@@ -35,7 +35,7 @@ def trial(arch: Architecture, tp: int, choices: Options = DEFAULTS) -> Trial:
 @on_ranks
 @settings(max_examples=EXAMPLES // len(RANKS))
 @given(arch=architectures(), names=st.just(tuple(CUTS)) | st.sets(st.sampled_from(PASSES)))
-def test_equals_one_device(arch: Architecture, tp: int, names: Collection[str]) -> None:
+def test_any_architecture_equals_one_device_and_is_cut(arch: Architecture, tp: int, names: Collection[str]) -> None:
     report = replace(compare(trial(arch, tp, Options(**only(names)))), tolerance=TOLERANCE)
     assert report.ok, str(report)
     assert not uncut(arch, report.plan), str(report.plan)
@@ -86,7 +86,7 @@ def plain(draw: st.DrawFn) -> Architecture:
 @on_ranks
 @settings(max_examples=max(EXAMPLES // len(RANKS) // 10, 2))
 @given(arch=plain())
-def test_all_reduces_of_a_layer(arch: Architecture, tp: int) -> None:
+def test_a_layer_has_the_expected_all_reduces(arch: Architecture, tp: int) -> None:
     """Two forward and two backward; one each where both branches read one value and are added."""
     one, two = (trial(replace(arch, layers=n), tp).plan for n in (1, 2))
     count = {"all-reduce": 2 if arch.residual == "serial" else 1}

@@ -96,7 +96,7 @@ CLASSIFIED = {"x": torch.linspace(-1, 1, 288).view(3, 4, 24), "labels": torch.te
 
 @pytest.mark.parametrize("kind", [Recurrent, Shift, Doubled, Swap, Interleave, Counted, Attribute, Classified])
 @pytest.mark.parametrize("tp", [2, 3], ids=lambda tp: f"tp{tp}")
-def test_right(kind: type[nn.Module], tp: int) -> None:
+def test_models_that_broke_autotp_are_verified(kind: type[nn.Module], tp: int) -> None:
     report = autotp.verify(kind(), tp, example_inputs=CLASSIFIED if kind is Classified else X)
     assert report.ok, report
 
@@ -133,7 +133,9 @@ class Language(nn.Module):
         ),
     ],
 )
-def test_verify_sees(model: nn.Module, inputs: dict[str, Tensor], at: int, spoil: Any) -> None:
+def test_verify_sees_spoilt_buffers_and_cut_gradients(
+    model: nn.Module, inputs: dict[str, Tensor], at: int, spoil: Any
+) -> None:
     """The new value of a buffer, and the gradient of logits that stay cut beside a loss."""
 
     def change(graph: Any, rank: int) -> Any:
@@ -160,7 +162,7 @@ class Noisy(Plain):
         return self.down(noise(self.up(x)))
 
 
-def test_a_rule_for_what_draws_numbers_is_refused(registry: None) -> None:
+def test_rule_for_an_operator_that_draws_is_refused(registry: None) -> None:
     autotp.rule(torch.ops.autotp_tests.noise, "* -> *")
     with pytest.raises(autotp.Error, match="two runs on the same numbers differ, and no rule can say how"):
         autotp.explain(Noisy(), 2, example_inputs=X)
@@ -174,14 +176,14 @@ class Into(Plain):
         return super().forward(x) + y
 
 
-def test_an_output_argument_is_written_to() -> None:
+def test_verify_of_an_out_argument_is_right() -> None:
     report = autotp.verify(Into(), 2, example_inputs=X)
     assert report.ok, report
 
 
 @pytest.mark.parametrize("tp", [0, -1, 2.0, "2", True], ids=repr)
 @pytest.mark.parametrize("call", [autotp.explain, autotp.verify], ids=["explain", "verify"])
-def test_a_number_of_ranks(call: Any, tp: Any) -> None:
+def test_explain_and_verify_refuse_bad_numbers_of_ranks(call: Any, tp: Any) -> None:
     with pytest.raises(autotp.Error) as raised:
         call(Plain(), tp, example_inputs=X)
     assert str(raised.value) == (

@@ -236,5 +236,5 @@ def several(rank: int, n: int, cases: list[int]) -> None:
         ),
     ],
 )
-def test_random_edges(cases: list[int]) -> None:
+def test_random_models_in_random_loops_equal_one_device(cases: list[int]) -> None:
     run_ranks(several, 2, cases, timeout=850)

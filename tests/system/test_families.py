@@ -36,12 +36,12 @@ ENCODER_DECODERS = ("t5", "bart", "marian", "pegasus", "whisper")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n not in USUAL)) for n in FAMILIES])
-def test_family(name: str) -> None:
+def test_hugging_face_family_equals_one_device(name: str) -> None:
     expect_equal(name, 2, train=True, cache=False)
 
 
 @pytest.mark.parametrize("name", [*FEW_HEADS, *(pytest.param(n, marks=pytest.mark.rare) for n in FEW_HEADS_TOO)])
-def test_fewer_key_value_heads_than_ranks(name: str) -> None:
+def test_family_with_fewer_key_heads_than_ranks_equals_one_device(name: str) -> None:
     expect_equal(name, 4, train=True)
 
 
@@ -49,14 +49,14 @@ def test_fewer_key_value_heads_than_ranks(name: str) -> None:
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_at_every_size(name: str, tp: int, train: bool) -> None:
+def test_every_family_at_every_tp_equals_one_device(name: str, tp: int, train: bool) -> None:
     expect_equal(name, tp, train)
 
 
 @pytest.mark.rare
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_along_the_sequence(name: str, tp: int) -> None:
+def test_every_family_under_sequence_parallel_equals_one_device(name: str, tp: int) -> None:
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()
     report = autotp.verify(model.train(), tp, example_inputs=inputs, sequence_parallel=True)
@@ -67,7 +67,7 @@ def test_every_family_along_the_sequence(name: str, tp: int) -> None:
 @pytest.mark.rare
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_with_few_passes(name: str) -> None:
+def test_every_family_with_few_passes_equals_one_device(name: str) -> None:
     """None of those that may be left out, each alone, and of their pairs those whose turn it is: each has several."""
     turn = list(FAMILIES).index(name) % 9
     for names in [(), *((one,) for one in PASSES), *PAIRS[turn::9]]:
@@ -96,7 +96,7 @@ def expect_equal(name: str, tp: int, train: bool, cache: bool = True) -> None:
         assert forward <= most and backward <= most, (name, stack, forward, backward)
 
 
-def test_the_table_names_every_family() -> None:
+def test_coverage_table_names_every_family() -> None:
     tables = TABLE.read_text().split(hf_coverage.SEQUENCES)
     rows, cut = ([line.split("|")[1].strip() for line in t.splitlines() if line.startswith("| ")] for t in tables)
     missing = "docs/coverage.md: python examples/hf_coverage.py --families NAME --write"
@@ -104,7 +104,7 @@ def test_the_table_names_every_family() -> None:
     assert f"{len(FAMILIES)} families" in (TABLE.parents[1] / "README.md").read_text()
 
 
-def test_one_row_of_the_table_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_coverage_write_changes_one_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     copy = tmp_path / "coverage.md"
     copy.write_text(TABLE.read_text())
     monkeypatch.setattr(hf_coverage, "TABLE", copy)
@@ -116,7 +116,9 @@ def test_one_row_of_the_table_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ]  # fmt: skip
 
 
-def test_one_row_of_cut_sequences_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_coverage_write_sequences_changes_one_row_and_the_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     copy = tmp_path / "coverage.md"
     copy.write_text(TABLE.read_text())
     monkeypatch.setattr(hf_coverage, "TABLE", copy)
@@ -180,19 +182,19 @@ def in_parts(rank: int, n: int, name: str, layout: tuple[int, int]) -> None:
     "layout", [(1, 2), *(pytest.param(layout, marks=pytest.mark.rare) for layout in ((2, 2), (1, 4), (4, 2)))], ids=str
 )
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n not in CUT)) for n in FAMILIES])
-def test_cut_sequences(name: str, layout: tuple[int, int]) -> None:
+def test_family_with_cut_sequences_equals_one_device(name: str, layout: tuple[int, int]) -> None:
     tp, cp = layout
     run_ranks(in_parts, tp * cp, name, layout, timeout=110)
 
 
 @checks.on(4)
-def copies_stay_equal(rank: int, n: int) -> None:
+def key_head_copies_stay_equal_over_20_steps(rank: int, n: int) -> None:
     """Two key/value heads on four ranks: after 20 steps of AdamW the copies are the same to the last bit."""
     _expect_equal_steps(("llama",), rank, n)
 
 
 @checks.on(4, rare=True)
-def copies_of_a_fused_weight_stay_equal(rank: int, n: int) -> None:
+def fused_weight_copies_stay_equal_over_20_steps(rank: int, n: int) -> None:
     _expect_equal_steps(("falcon-new",), rank, n)
 
 
@@ -290,7 +292,7 @@ def muon_alone(rank: int, n: int, name: str, every: list[dict[str, Tensor]]) -> 
 @pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_muon_steps_of_every_family(name: str) -> None:
+def test_muon_step_of_every_family_is_bit_identical(name: str) -> None:
     """On the same gradients, to the same bits."""
     seen, found = run_ranks(muon_steps, 2, name, timeout=200)[0]
     (expected,) = run_ranks(muon_alone, 1, name, seen)

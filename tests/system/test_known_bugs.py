@@ -53,7 +53,7 @@ def copies_of(trial: Trial, what: str) -> list[fx.Node]:
 # ---- gradients that are sums over ranks
 
 
-def test_a_replicated_norm_weight_over_cut_heads() -> None:
+def test_norm_weight_over_cut_heads_sums_its_gradient() -> None:
     """Each rank has the gradient of its heads alone (Qwen3's q_norm and k_norm)."""
     trial = right(qk_norm="head", norm="rms", kv_heads=2, qkv="separate")
     for name in ("q_norm", "k_norm"):
@@ -61,7 +61,7 @@ def test_a_replicated_norm_weight_over_cut_heads() -> None:
         assert wrong(compare(trial, on(node.name, drop))) == {f"{ATTENTION}.qkv.{name}.weight"}
 
 
-def test_key_and_value_gradients_of_multi_query_attention() -> None:
+def test_multi_query_attention_sums_key_and_value_gradients() -> None:
     """All ranks' queries read the one key and value head, whose gradient is the sum of what they make of it."""
     trial = right(kv_heads=1, qkv="separate")
     for name in ("k.weight", "v.weight", "v.bias"):  # softmax does not feel a key bias
@@ -69,7 +69,7 @@ def test_key_and_value_gradients_of_multi_query_attention() -> None:
         assert wrong(compare(trial, on(node.name, drop))) == {f"{ATTENTION}.qkv.{name}"}
 
 
-def test_tied_embedding_gradients() -> None:
+def test_tied_embedding_sums_both_gradients() -> None:
     """The weight has the gradient of the lookup and of the head, and the norm before the head all ranks' rows of it."""
     trial = right(vocab=61, hidden=64)
     (head,) = [node for node in calls(trial, torch.ops.aten.linear.default) if "tokens_weight" in str(node.args[1])]
@@ -123,7 +123,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-def test_a_collective_inside_a_checkpointed_graph() -> None:
+def test_checkpointed_graphs_keep_every_collective() -> None:
     """None is lost inside a nested graph: there are as many, and each counts."""
     x = torch.linspace(-1, 1, 24).view(3, 8)
     plain, *nested = (apart(make_trial(Checkpointed(*how), (x,), {}, 2)) for how in ((False,), (True,), (True, True)))
@@ -138,7 +138,7 @@ def test_a_collective_inside_a_checkpointed_graph() -> None:
 # ---- sizes that do not divide
 
 
-def test_a_vocabulary_of_511_on_two_ranks() -> None:
+def test_vocabulary_of_511_is_cut_unevenly_on_two_ranks() -> None:
     for tied in (True, False):
         trial = right(vocab=511, hidden=64, tied=tied)
         for name in ("tokens.weight",) if tied else ("tokens.weight", "head.weight"):
@@ -151,7 +151,7 @@ def test_a_vocabulary_of_511_on_two_ranks() -> None:
         assert not compare(trial, on(node.name, padded)).ok
 
 
-def test_six_heads_and_a_width_of_341_on_four_ranks() -> None:
+def test_six_heads_and_width_341_are_cut_on_four_ranks() -> None:
     trial = right(4, heads=6, kv_heads=6, hidden=24, width=341, qkv="separate")
     layouts = trial.analysis.layouts
     assert layouts["blocks.0.attention.out.weight"].lengths() == [8, 8, 8, 0]
@@ -162,7 +162,7 @@ def test_six_heads_and_a_width_of_341_on_four_ranks() -> None:
 
 
 @checks.on(2)
-def the_global_gradient_norm_with_replicated_parameters(rank: int, n: int) -> None:
+def global_gradient_norm_counts_replicated_parameters_once(rank: int, n: int) -> None:
     """Neither a rank's own norm nor the sum over ranks, in which the replicated ones count n times."""
     whole, split = both(n, gpt().double().train())
     for one in (whole, split):
@@ -180,7 +180,7 @@ def the_global_gradient_norm_with_replicated_parameters(rank: int, n: int) -> No
 
 
 @checks.on(2)
-def gradients_accumulated_over_several_backwards(rank: int, n: int) -> None:
+def gradients_accumulated_over_several_backwards_equal_one_device(rank: int, n: int) -> None:
     """Three backwards: a sum over ranks taken of the accumulated gradient would count the first three times over."""
     arch = Architecture(qk_norm="head", norm="rms", qkv="separate")
     whole = model(arch).double()
@@ -192,7 +192,7 @@ def gradients_accumulated_over_several_backwards(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def ranks_fed_different_batches(rank: int, n: int) -> None:
+def ranks_fed_different_batches_are_an_error(rank: int, n: int) -> None:
     """An error on every rank; unasked, a loss that is neither batch's."""
     x, y = tokens()
     mine = (x + rank) % 97
@@ -208,7 +208,7 @@ def ranks_fed_different_batches(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def selective_checkpointing_around_the_model(rank: int, n: int) -> None:
+def selective_checkpointing_keeps_sums_from_being_overwritten(rank: int, n: int) -> None:
     """It keeps the products of forward: a sum over ranks that overwrote them would be summed once more in backward.
 
     It takes what it kept in the order of the operators, among which are none of the comparisons in the first calls.
@@ -230,7 +230,7 @@ def selective_checkpointing_around_the_model(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def torchs_counter_of_collectives_around_the_first_call(rank: int, n: int) -> None:
+def comm_debug_mode_counts_every_sum(rank: int, n: int) -> None:
     """It has hooks on all modules, which are not for those that are captured; and it counts every sum over ranks."""
     whole, split = both(n, Checkpointed(again=False).double())
     x = torch.linspace(-1, 1, 24).double().view(3, 8).requires_grad_()

@@ -166,7 +166,7 @@ LOOPS: list[Callable[[Any], None]] = [
 
 @checks.on(2)
 @checks.on(4, rare=True)
-def loops(rank: int, n: int) -> None:
+def training_loops_of_others_equal_one_device(rank: int, n: int) -> None:
     for loop in LOOPS:
         whole, parallel = pair(n)
         whole.to(parallel.mesh.device)  # Elsewhere torch averages weights by other operators.
@@ -196,7 +196,7 @@ def old_weight_norm(model: nn.Module) -> nn.Module:
 
 @checks.on(2)
 @checks.on(3, rare=True)
-def go_on_from_one_device(rank: int, n: int) -> None:
+def training_continues_from_one_device_s_gradients_and_state(rank: int, n: int) -> None:
     """What was computed before the model is parallel: its graph, gradients and the optimizer's state are taken over."""
     for prepare, kind in ((nn.Module.train, torch.optim.AdamW), (old_weight_norm, torch.optim.Adagrad)):
         models: list[Any] = [prepare(pair(n)[0]) for _ in range(2)]
@@ -212,7 +212,7 @@ def go_on_from_one_device(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def take_the_state_of_one_device(rank: int, n: int) -> None:
+def optimizer_loads_the_state_of_one_device(rank: int, n: int) -> None:
     """An optimizer's state of the whole model, given after many steps of the parallel one, is cut."""
     whole, parallel = pair(n)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, parallel)]
@@ -267,5 +267,5 @@ def accelerated_bfloat16(rank: int, n: int) -> None:
     assert dist.get_world_size() == n
 
 
-def test_accelerated_bfloat16() -> None:
+def test_accelerate_bf16_equals_autocast_of_one_device() -> None:
     run_ranks(accelerated_bfloat16, 2, alone=True)

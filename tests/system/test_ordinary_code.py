@@ -235,7 +235,7 @@ def arguments_of_numpy() -> tuple[nn.Module, list[Given]]:
 
 
 @checks.on(2)
-def an_array_that_changes_between_calls(rank: int, n: int) -> None:
+def numpy_array_arguments_are_read_in_each_call(rank: int, n: int) -> None:
     x, scale = numbers(2, 5, 8), numpy.ones(8)
     split = autotp.parallelize(Scaled().double(), n, example_inputs={"x": x, "scale": scale, "by": 1.0})
     first = split(x, scale, 1.0)
@@ -430,7 +430,7 @@ def spectral_norm() -> tuple[nn.Module, list[Given]]:
         pytest.param(lambda: Sound(old_weight_norm), 4, (2, 8, 18), 0.2, id="sound-on-4"),
     ],
 )
-def test_what_works_on_channels_is_cut(
+def test_convolutions_and_channel_norms_are_cut(
     make: Callable[[], nn.Module], tp: int, shape: tuple[int, ...], more: float
 ) -> None:
     report = autotp.verify(make(), tp, example_inputs=numbers(*shape))
@@ -493,7 +493,7 @@ def arguments_that_are_written_into() -> tuple[nn.Module, list[Given]]:
 
 
 @checks.on(2)
-def gradients_of_what_is_written_into(rank: int, n: int) -> None:
+def an_argument_written_into_keeps_its_gradient(rank: int, n: int) -> None:
     """A tensor that was computed before the call goes on as what the call made of it."""
     whole = Writing().double()
     split = autotp.parallelize(copy.deepcopy(whole), n, example_inputs={"x": numbers(2, 5, 8), "ids": ids(2, 5)})

@@ -60,13 +60,13 @@ def train(model: nn.Module) -> tuple[list[float], list[dict[str, Any]]]:
 
 
 @checks.on(2)
-def three_ways(rank: int, n: int) -> None:
+def checkpointed_training_equals_dtensor_and_one_device(rank: int, n: int) -> None:
     """Losses and every gradient of five steps, with the head tied to the embedding, its layers checkpointed."""
     expect_equal_steps(n, {"checkpoint_activations": True})
 
 
 @checks.on(2, 4, rare=True)
-def three_ways_otherwise(rank: int, n: int) -> None:
+def training_with_other_settings_equals_dtensor_and_one_device(rank: int, n: int) -> None:
     expect_equal_steps(n, {}, {"weight_tying": False}, {"checkpoint_activations": True})
 
 

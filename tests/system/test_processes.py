@@ -78,27 +78,27 @@ def expect_equal_state(whole: nn.Module, parallel: nn.Module, tolerance: float) 
 
 @checks.on(2)
 @checks.on(4, rare=True)
-def gpt_float64(rank: int, n: int) -> None:
+def gpt_in_float64_trains_as_one_device(rank: int, n: int) -> None:
     expect_equal_training(gpt(**SIX).double().train(), n, adamw, 1e-12)
 
 
 @checks.on(2, 4, rare=True)
-def bert_float64(rank: int, n: int) -> None:
+def bert_in_float64_trains_as_one_device(rank: int, n: int) -> None:
     expect_equal_training(bert().double().train(), n, adamw, 1e-12)
 
 
 @checks.on(2, rare=True)
-def gpt_float32(rank: int, n: int) -> None:
+def gpt_in_float32_trains_as_one_device(rank: int, n: int) -> None:
     expect_equal_training(gpt(**SIX).train(), n, sgd, 1e-5)
 
 
 @checks.on(2)
-def bert_float32(rank: int, n: int) -> None:
+def bert_in_float32_trains_as_one_device(rank: int, n: int) -> None:
     expect_equal_training(bert().train(), n, sgd, 1e-5)
 
 
 @checks.on(4)
-def empty_shards(rank: int, n: int) -> None:
+def ranks_without_heads_train_as_one_device(rank: int, n: int) -> None:
     """Three heads on four ranks: the last holds nothing of them, and AdamW's foreach form is given empty tensors."""
     whole = gpt(n_embd=24, dropout=0.1).double().train()
     expect_equal_training(whole, n, adamw, 1e-12)
@@ -110,7 +110,7 @@ def empty_shards(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def collective_counts(rank: int, n: int) -> None:
+def a_layer_adds_two_all_reduces_each_way(rank: int, n: int) -> None:
     """Two layers more are four all-reduces forward and four backward more: 2 + 2 a layer, as the plan says."""
     counts = [_counted(gpt(n_head=6, dropout=dropout), n) for dropout in (0.1, 0.0)]
     assert counts[0] == counts[1]
@@ -119,7 +119,7 @@ def collective_counts(rank: int, n: int) -> None:
 
 
 @checks.on(2, rare=True)
-def collective_counts_of_bert(rank: int, n: int) -> None:
+def dropout_adds_no_collectives_to_bert(rank: int, n: int) -> None:
     assert _counted(bert(0.1), n) == _counted(bert(0.0), n)
 
 
@@ -181,7 +181,7 @@ class Masks(nn.Module):
 
 
 @checks.on(2)
-def fast_masks(rank: int, n: int) -> None:
+def fast_dropout_masks_agree_where_replicated_only(rank: int, n: int) -> None:
     """Replicated values are dropped alike on all ranks, cut ones each for itself; the seed repeats both."""
     model, x = Masks().train(), torch.randn(8, 16)
     parallel = autotp.parallelize(model, n, example_inputs=x, outputs="local")
@@ -206,7 +206,7 @@ def fast_masks(rank: int, n: int) -> None:
 
 
 @checks.on(4, rare=True)
-def ddp_over_tp(rank: int, n: int) -> None:
+def ddp_over_tp_equals_one_device(rank: int, n: int) -> None:
     """Two replicas of two ranks, each on half of the batch, are one device on the whole of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = gpt(n_head=6).double().train()
@@ -230,7 +230,7 @@ def ddp_over_tp(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def one_dimensional_mesh(rank: int, n: int) -> None:
+def parallelize_takes_an_unnamed_mesh(rank: int, n: int) -> None:
     mesh = init_device_mesh("cpu", (n,))
     whole = gpt(n_head=6).double()
     parallel = autotp.parallelize(copy.deepcopy(whole), mesh=mesh)

@@ -70,7 +70,7 @@ TRY_INPUTS = "\n  try      arguments that the original model accepts; example_in
 
 
 @checks.on(2)
-def models(rank: int, n: int) -> None:
+def parallelize_refuses_models_it_cannot_follow(rank: int, n: int) -> None:
     expected = {
         Branching: f"{BRANCHES}\n  at       {DATA_BRANCH}{TRY_WHERE}",
         Looping: f"{LOOPS}\n  at       {line('for _ in range(int(')}\n  try      {ROUNDS}",
@@ -92,7 +92,7 @@ def models(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def example_inputs(rank: int, n: int) -> None:
+def parallelize_refuses_example_inputs_that_do_not_fit(rank: int, n: int) -> None:
     expected = {
         "GPT.forward() got an unexpected keyword argument 'toks'": {"toks": tokens(seq=4)[0]},
         "GPT: a sequence of 20 tokens is longer than block_size=16": torch.zeros(2, 20, dtype=torch.int64),
@@ -105,7 +105,7 @@ def example_inputs(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def choices(rank: int, n: int) -> None:
+def parallelize_refuses_unknown_choices(rank: int, n: int) -> None:
     allowed = {
         "outputs": "'auto', 'full', 'local'",
         "randomness": "'fast', 'exact'",
@@ -117,7 +117,7 @@ def choices(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def strictness(rank: int, n: int) -> None:
+def strict_refuses_weights_that_stay_whole(rank: int, n: int) -> None:
     x = torch.randn(4, 16)
     assert refusal(Odd(), n, example_inputs=x, strict=True) == (
         "parallelize(Odd, tp=2): strict=True, and weights in a block would stay whole: "
@@ -136,7 +136,7 @@ REMEDIES = {
 
 
 @checks.on(2)
-def parallel_already(rank: int, n: int) -> None:
+def parallelize_refuses_a_parallel_model(rank: int, n: int) -> None:
     model = gpt(n_layer=1)
     parallel = autotp.parallelize(model, n)
     assert parallel is model
@@ -160,7 +160,7 @@ def parallel_already(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def what_two_models_share(rank: int, n: int) -> None:
+def parallelize_refuses_parts_of_another_parallel_model(rank: int, n: int) -> None:
     """A module or a parameter that is cut as the first model's is no whole of the second."""
     first = autotp.parallelize(gpt(n_layer=1), n)
     for share, name in (
@@ -181,7 +181,7 @@ def what_two_models_share(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def parts(rank: int, n: int) -> None:
+def hooks_on_a_part_of_a_parallel_model_are_refused(rank: int, n: int) -> None:
     """What a part of a parallel model cannot do."""
     block = autotp.parallelize(gpt(n_layer=1), n).h[0]
     before = "register it on the original model before autotp.parallelize, or on the whole parallel model"

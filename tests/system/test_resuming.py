@@ -45,7 +45,7 @@ def alone(rank: int, n: int, folder: Path, steps: int) -> None:
         pytest.param(20, marks=[pytest.mark.rare, pytest.mark.timeout(1800)]),
     ],
 )
-def test_what_is_killed_goes_on(times: int, tmp_path: Path) -> None:
+def test_a_killed_job_resumes_without_losing_or_repeating_steps(times: int, tmp_path: Path) -> None:
     """No step is lost beyond the last checkpoint, and none is done twice: the result is one run's, bit for bit."""
     folder, undisturbed, steps = tmp_path / "job", tmp_path / "undisturbed", 12 * times
     undisturbed.mkdir()
@@ -73,7 +73,7 @@ def test_what_is_killed_goes_on(times: int, tmp_path: Path) -> None:
 
 @pytest.mark.rare  # That an error names it is tested without torchrun, in `test_heartbeat.py`.
 @pytest.mark.timeout(300)
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+def test_the_error_of_a_killed_rank_names_its_signal(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     with job(folder, "resuming.py", ["100000", "0:5:1:backward"], 0) as process:
         output = process.communicate(timeout=100)[0]

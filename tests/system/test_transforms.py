@@ -70,7 +70,7 @@ def parameters(model: nn.Module) -> Params:
 
 
 @checks.on(2)
-def functional_calls(rank: int, n: int) -> None:
+def functional_call_runs_the_given_parameters(rank: int, n: int) -> None:
     """With other parameters: not those that the module holds."""
     whole, parallel = both(n)
     other = {name: p + 0.1 for name, p in parameters(whole).items()}
@@ -84,7 +84,7 @@ def functional_calls(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def gradients(rank: int, n: int) -> None:
+def torch_func_grad_equals_one_device(rank: int, n: int) -> None:
     whole, parallel = both(n)
     expected = grad(loss_of(whole))(parameters(whole), *tokens())
     expect_equal(grad(loss_of(parallel))(parameters(parallel), *tokens()), expected)
@@ -114,7 +114,7 @@ def transformed(model: nn.Module, given: Params, x: Tensor) -> dict[str, Any]:
 
 @checks.on(2, 4)
 @sdpa_kernel(SDPBackend.MATH)
-def every_transform_of_parameters(rank: int, n: int) -> None:
+def every_transform_of_parameters_equals_one_device(rank: int, n: int) -> None:
     """Of parameters themselves, and of what is computed of them; four ranks hold two key heads."""
     torch.manual_seed(4)
     whole, x = Grouped(2, 2, "separate").double(), torch.linspace(-1, 2, 2 * 3 * 12).double().sin().view(2, 3, 12)
@@ -147,7 +147,7 @@ class Mapped(nn.Module):
 
 
 @checks.on(2)
-def a_map_over_a_model_that_maps(rank: int, n: int) -> None:
+def vmap_over_a_model_with_vmap_equals_one_device(rank: int, n: int) -> None:
     """Outputs, and the gradients of each sample; the first call of a kind may be within the outer map."""
     whole = Mapped()
     x = torch.linspace(-1, 2, 3 * 4 * 5 * 8, dtype=torch.float64).sin().view(3, 4, 5, 8)
@@ -162,7 +162,7 @@ def a_map_over_a_model_that_maps(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def per_sample_gradients(rank: int, n: int) -> None:
+def vmap_of_grad_gives_per_sample_gradients(rank: int, n: int) -> None:
     """`vmap(grad)` with a batch of one in each sample, which is a signature not met before."""
     whole, parallel = both(n)
     x, y = (t.unsqueeze(1) for t in tokens())
@@ -171,7 +171,7 @@ def per_sample_gradients(rank: int, n: int) -> None:
 
 
 @checks.on(2, rare=True)
-def per_sample_gradients_with_dropout(rank: int, n: int) -> None:
+def vmap_of_grad_with_dropout_has_one_mask(rank: int, n: int) -> None:
     """One mask for all samples, the same as on one device."""
     whole, parallel = both(n, dropout=0.2, randomness="exact")
     x, y = (t.unsqueeze(1) for t in tokens())
@@ -185,7 +185,7 @@ def per_sample_gradients_with_dropout(rank: int, n: int) -> None:
 
 @checks.on(2)
 @sdpa_kernel(SDPBackend.MATH)  # the one that can be differentiated twice
-def hessian_vector_products(rank: int, n: int) -> None:
+def hessian_vector_products_equal_one_device(rank: int, n: int) -> None:
     """Reverse over reverse: by torch.func, by torch.autograd, and mapped over several vectors."""
     whole, parallel = both(n)
     torch.manual_seed(2)
@@ -218,7 +218,7 @@ def _product_by_autograd(model: nn.Module, v: Params) -> Params:
 
 @checks.on(2)
 @sdpa_kernel(SDPBackend.MATH)
-def forward_mode(rank: int, n: int) -> None:
+def jvp_of_loss_and_gradient_equals_one_device(rank: int, n: int) -> None:
     """The directional derivative of the loss, the same on every rank, and that of the gradient."""
     whole, parallel = both(n)
     torch.manual_seed(2)
@@ -237,7 +237,7 @@ def forward_mode(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def what_cannot_be_transformed_is_told(rank: int, n: int) -> None:
+def linearize_and_forward_jacobian_are_refused(rank: int, n: int) -> None:
     parallel = autotp.parallelize(Tail().double(), n, example_inputs=torch.ones(2, 8).double())
     x = torch.ones(3, 8).double()
     with pytest.raises(autotp.Error, match=r"torch\.func\.jvp or vjp in place of linearize"):
@@ -259,7 +259,7 @@ class Tail(nn.Module):
 
 
 @checks.on(2, 3)
-def outputs_are_written_into(rank: int, n: int) -> None:
+def gathered_outputs_may_be_written_into(rank: int, n: int) -> None:
     """A gathered output is a tensor as any other: a loss may write into it, or detach it in place."""
     writes: list[Callable[[Tensor], Any]] = [
         lambda z: z.__setitem__((slice(None), 0), 0),
@@ -288,7 +288,7 @@ def outputs_are_written_into(rank: int, n: int) -> None:
 
 
 @checks.on(2, rare=True)
-def compiled(rank: int, n: int) -> None:
+def compiled_step_equals_eager_without_recompiling(rank: int, n: int) -> None:
     """One graph, forward and backward equal to eager, and no compilation after the first step."""
     from torch._dynamo.utils import counters
 
@@ -310,7 +310,7 @@ def compiled(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def compiled_from_the_first_call(rank: int, n: int) -> None:
+def compiled_calls_are_captured_from_the_first_one(rank: int, n: int) -> None:
     """Each kind of call is captured where it is first made, and so is a model with another layer."""
     whole, parallel = both(n, dropout=0.1, randomness="exact")
     fast = torch.compile(parallel, backend="eager")

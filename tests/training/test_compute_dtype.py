@@ -14,7 +14,7 @@ from autotp.training.compute_dtype import ParameterReader, cast_arguments, expec
 HALF = torch.bfloat16
 
 
-def test_arguments() -> None:
+def test_cast_arguments_casts_floating_tensors_only() -> None:
     x, index = torch.ones(3), torch.arange(3)
     found = cast_arguments(((x, index), {"mask": x > 0, "n": 2, "inside": [x.double()]}), HALF)
     assert [t.dtype for t in found[0]] == [HALF, torch.int64]
@@ -23,7 +23,7 @@ def test_arguments() -> None:
     assert type(cast_arguments((x.shape, [x.shape]), HALF)[1][0]) is torch.Size
 
 
-def test_parameters() -> None:
+def test_parameter_reader_casts_parameters_and_no_buffers() -> None:
     """The parameter learns in its own dtype; buffers and integers are read as they are."""
     module = nn.BatchNorm1d(3)
     read = ParameterReader(HALF)
@@ -35,7 +35,7 @@ def test_parameters() -> None:
     assert ParameterReader(None)((module, "weight")) is module.weight
 
 
-def test_a_step_casts_each_parameter_once_and_adds_gradients_in_its_own_dtype() -> None:
+def test_parameter_reader_casts_once_a_step_with_exact_gradients() -> None:
     """The gradients are bit for bit those of a copy for each microbatch."""
     module = nn.Linear(64, 64)
     read, inputs = ParameterReader(HALF), torch.randn(5, 8, 64).to(HALF)
@@ -52,7 +52,7 @@ def test_a_step_casts_each_parameter_once_and_adds_gradients_in_its_own_dtype() 
 
 
 @pytest.mark.parametrize("written", ["in place", "by data", "replaced", "between steps"])
-def test_a_parameter_that_was_written_is_cast_again(written: str) -> None:
+def test_parameter_reader_casts_a_written_parameter_again(written: str) -> None:
     module = nn.Linear(2, 2)
     read = ParameterReader(HALF)
     with read.one_step():
@@ -71,7 +71,7 @@ def test_a_parameter_that_was_written_is_cast_again(written: str) -> None:
         assert read((module, "weight")).unique().tolist() == [8]
 
 
-def test_a_frozen_parameter_has_no_gradient() -> None:
+def test_parameter_reader_gives_frozen_parameters_no_gradient() -> None:
     module = nn.Linear(2, 2).requires_grad_(False)
     read = ParameterReader(HALF)
     with read.one_step():
@@ -93,7 +93,7 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("cast", [True, False])
-def test_a_product_of_two_dtypes(cast: bool) -> None:
+def test_a_product_of_two_dtypes_is_refused_with_its_line(cast: bool) -> None:
     """Parameters and inputs are cast, buffers are not."""
     model = skeleton_of(Turned(cast))
     model.up.to(HALF)

@@ -112,7 +112,7 @@ def each_model(
 
 
 @pytest.mark.timeout(300)
-def test_every_parallelism_but_data() -> None:
+def test_distribute_tp_pp_interleaved_equals_one_device() -> None:
     """The mechanisms together, on the one model whose stages share a weight."""
     run_ranks(each_model, 4, ("gpt",), (2, 2, 1), "interleaved", True, timeout=280)
 
@@ -122,13 +122,13 @@ def three_stages_a_rank(rank: int, n: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_more_stages_a_rank() -> None:
+def test_distribute_three_stages_a_rank_equals_one_device() -> None:
     """Two ranks with three stages each, and four microbatches."""
     run_ranks(three_stages_a_rank, 2, timeout=280)
 
 
 @pytest.mark.timeout(300)
-def test_backward_in_two_halves() -> None:
+def test_distribute_zero_bubble_equals_one_device() -> None:
     run_ranks(each_model, 4, ("gpt",), (2, 2, 1), "zero-bubble", True, timeout=280)
 
 
@@ -138,7 +138,7 @@ def test_backward_in_two_halves() -> None:
     [pytest.param(*case, marks=pytest.mark.rare) for case in itertools.product(LAYOUTS, ENGINES, (False, True))],
     ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else str(it),
 )
-def test_layout(layout: tuple[int, int, int], schedule: str, along: bool) -> None:
+def test_distribute_in_any_layout_equals_one_device(layout: tuple[int, int, int], schedule: str, along: bool) -> None:
     tp, pp, dp = layout
     run_ranks(each_model, tp * pp * dp, MODELS, layout, schedule, along, timeout=280)
 
@@ -157,7 +157,7 @@ def in_halves(rank: int, n: int, names: Sequence[str], layout: tuple[int, int, i
     ],
     ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else it,
 )
-def test_microbatches_in_halves(layout: tuple[int, int, int], schedule: str) -> None:
+def test_distribute_overlapping_batch_halves_equals_one_device(layout: tuple[int, int, int], schedule: str) -> None:
     """Each microbatch is computed in two halves that take turns."""
     tp, pp, dp = layout
     run_ranks(in_halves, tp * pp * dp, MODELS, layout, schedule, timeout=280)
@@ -181,12 +181,12 @@ def sharded(rank: int, n: int, names: Sequence[str], layout: tuple[int, int, int
         pytest.param((2, 2, 2), 3, "interleaved", marks=pytest.mark.rare),
     ],
 )
-def test_zero(layout: tuple[int, int, int], zero: int, schedule: str) -> None:
+def test_distribute_zero_equals_one_device(layout: tuple[int, int, int], zero: int, schedule: str) -> None:
     tp, pp, dp = layout
     run_ranks(sharded, tp * pp * dp, ("gpt", "llama-tied"), layout, zero, schedule, timeout=280)
 
 
-def test_zero_of_a_tied_weight() -> None:
+def test_zero_1_of_a_tied_weight_equals_one_device() -> None:
     run_ranks(sharded, 2, ("gpt",), (1, 1, 2), 1, "1F1B", timeout=100)
 
 
@@ -240,7 +240,7 @@ def undivided(rank: int, n: int, layout: tuple[int, int, int], zero: int) -> Non
         pytest.param((3, 2, 2), 3, marks=pytest.mark.rare),
     ],
 )
-def test_zero_of_what_cannot_be_divided(layout: tuple[int, int, int], zero: int) -> None:
+def test_zero_of_empty_parts_and_scalars_equals_one_device(layout: tuple[int, int, int], zero: int) -> None:
     """A part without elements, and a parameter without dimensions: one optimizer steps them beside the others."""
     tp, pp, dp = layout
     run_ranks(undivided, tp * pp * dp, layout, zero, timeout=280)
@@ -263,7 +263,7 @@ def accumulated(rank: int, n: int) -> None:
         assert_values_close(both, 2 * first)
 
 
-def test_gradients_are_added_up() -> None:
+def test_trainer_steps_accumulate_gradients_until_zero_grad() -> None:
     run_ranks(accumulated, 2, timeout=100)
 
 
@@ -305,7 +305,7 @@ def indices(rank: int, n: int) -> None:
         assert_values_close(parameter.grad, expected[name].grad)
 
 
-def test_indices_cross_stages() -> None:
+def test_pipeline_stages_send_indices() -> None:
     """The engine runs a stage on memory as it comes first, where no number need be an index."""
     run_ranks(indices, 2, timeout=100)
 
@@ -334,7 +334,7 @@ def last_tokens(rank: int, n: int, layout: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     "layout", [(1, 1, 2), *(pytest.param(it, marks=pytest.mark.rare) for it in ((1, 2, 1), (2, 1, 1)))]
 )
-def test_of_each_row_its_last_token_is_picked(layout: tuple[int, int, int]) -> None:
+def test_sequence_classification_picks_each_row_s_last_token(layout: tuple[int, int, int]) -> None:
     run_ranks(last_tokens, 2, layout, timeout=100)
 
 
@@ -351,13 +351,13 @@ def test_of_each_row_its_last_token_is_picked(layout: tuple[int, int, int]) -> N
     ],
     ids=str,
 )
-def test_what_cannot_be(given: dict[str, Any], expected: str) -> None:
+def test_distribute_refuses_impossible_arguments(given: dict[str, Any], expected: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         distribute(built("gpt")[0], **given)
     assert str(raised.value).splitlines()[0] == expected
 
 
-def test_a_sparse_gradient_is_refused() -> None:
+def test_verify_refuses_sparse_gradients_over_replicas() -> None:
     model = built("gpt")[0]
     model.wte.sparse = True  # type: ignore[union-attr, assignment]
     with pytest.raises(autotp.Error, match="`aten::embedding` has a sparse gradient, which replicas and stages cannot"):
@@ -386,7 +386,7 @@ def refused(rank: int, n: int) -> list[str]:
     return found
 
 
-def test_refused_on_every_rank() -> None:
+def test_distribute_refusals_are_raised_on_every_rank() -> None:
     for found in run_ranks(refused, 2, timeout=100):
         assert found == [
             "distribute(GPT, tp=1, pp=2, dp=1): 2 stages, and the model has 1 blocks",

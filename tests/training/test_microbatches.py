@@ -101,12 +101,12 @@ def called(rank: int, n: int) -> None:
             trained(kind, microbatches=8, rows=1, labels=1)
 
 
-def test_a_size_among_the_arguments() -> None:
+def test_map_rows_leaves_torch_size_alone() -> None:
     found = map_rows((X, {"size": X.shape}), {0}, lambda x: x[:2])
     assert len(found[0]) == 2 and type(found[1]["size"]) is torch.Size
 
 
-def test_calls() -> None:
+def test_microbatches_take_plain_and_optional_arguments() -> None:
     run_ranks(called, 1, timeout=100)
 
 
@@ -137,7 +137,7 @@ def sized(rank: int, n: int, folder: str) -> None:
     assert averaged.weight.item() == before
 
 
-def test_a_pipeline(tmp_path: Path) -> None:
+def test_pipeline_takes_other_batch_sizes_and_restores_checkpoints(tmp_path: Path) -> None:
     run_ranks(sized, 2, str(tmp_path), timeout=100)
 
 
@@ -177,5 +177,5 @@ def of_lengths(rank: int, n: int) -> None:
         assert_values_close(found, (places if masked else rows).detach())
 
 
-def test_rows_of_other_lengths() -> None:
+def test_replicas_with_other_lengths_average_rows_and_warn() -> None:
     run_ranks(of_lengths, 2, timeout=60)

@@ -41,7 +41,7 @@ class Model(nn.Module):
         self.words, self._own, self.sizes = ["w"] * 99, 3, {"a": (1, 2.5)}
 
 
-def test_what_there_is() -> None:
+def test_model_settings_lists_attributes_and_config() -> None:
     config = Config(inner=SimpleNamespace(theta=10000.0, itself=None))
     config.inner.itself = config.inner
     found = model_settings(Model(config).eval())
@@ -74,7 +74,7 @@ class Slots:
     inner: Any
 
 
-def test_values_of_other_kinds() -> None:
+def test_model_settings_reads_slots_enums_partials_and_sets() -> None:
     """Whatever says how a model computes, and has a text that stays the same."""
     model = nn.Module()
     model.config, model.layers = Slots(4, Slots(8, None)), [Config(heads=3), Config(heads=5)]
@@ -99,7 +99,7 @@ def test_values_of_other_kinds() -> None:
     }
 
 
-def test_differences() -> None:
+def test_settings_differences_leave_out_named_settings() -> None:
     there, here = {"a.n": 1, "b.n": [1, 2], "old": 3, "t": (1,)}, {"a.n": 2, "b.n": [1, 3], "new": 3, "t": [1]}
     assert differences(there, here, ()) == ["`a.n` is 1 there, and 2 here", "`b.n` is [1, 2] there, and [1, 3] here"]
     assert differences(there, here, ["b.n"]) == ["`a.n` is 1 there, and 2 here"]

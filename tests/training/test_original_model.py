@@ -115,5 +115,5 @@ def in_two_modes(rank: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("run", [changed_later, stepped, made_before, in_two_modes], ids=lambda it: it.__name__)
-def test_original_model(run: Any) -> None:
+def test_changes_of_the_original_model_are_refused(run: Any) -> None:
     run_ranks(run, 2, timeout=100)

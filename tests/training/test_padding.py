@@ -107,7 +107,7 @@ def on_ranks(
     ],
     ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it[0], int) else "-".join(it),
 )
-def test_padded_batches(layout: tuple[int, int, int], families: Sequence[str]) -> None:
+def test_distribute_of_padded_batches_equals_one_device(layout: tuple[int, int, int], families: Sequence[str]) -> None:
     tp, pp, dp = layout
     run_ranks(on_ranks, tp * pp * dp, families, layout, timeout=380)
 
@@ -115,6 +115,6 @@ def test_padded_batches(layout: tuple[int, int, int], families: Sequence[str]) -
 @pytest.mark.rare
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.timeout(200)
-def test_what_lies_in_memory_in_another_order_crosses_stages() -> None:
+def test_pipeline_stages_send_transposed_tensors() -> None:
     """T5's position bias, which is made in the first block."""
     run_ranks(on_ranks, 2, ("t5",), (1, 2, 1), 4, "interleaved", timeout=180)

@@ -47,7 +47,9 @@ def rank_of(size: int, rank: int) -> Iterator[None]:
         ({"pp": 1, "dp": 64, "cp": 4, "tp": 1}, 4), ({"pp": 1, "dp": 1, "tp": 64}, 2),
     ],
 )  # fmt: skip
-def test_a_rank_makes_only_its_own_groups(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], groups: int) -> None:
+def test_mesh_makes_only_a_rank_s_own_groups(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], groups: int
+) -> None:
     """With a barrier for each group, as TORCH_DIST_INIT_BARRIER=1 asks for, a world of any size meets once."""
     calls, barriers, size = [], list[int](), math.prod(sizes.values())
     torchs = dist.new_group

@@ -35,7 +35,7 @@ def taken(count: int, at: Any, size: int = 11, seed: int | None = 0) -> list[lis
     return [rows for rows, _ in zip(Sampler(size, 4, at, seed), range(count), strict=False)]
 
 
-def test_each_epoch_has_each_row_once_at_most() -> None:
+def test_sampler_takes_each_row_at_most_once_an_epoch() -> None:
     rows = taken(4, At(0))
     for epoch in (rows[:2], rows[2:]):
         assert len({row for some in epoch for row in some}) == 8
@@ -43,11 +43,11 @@ def test_each_epoch_has_each_row_once_at_most() -> None:
     assert taken(2, At(0), seed=None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_a_sampler_begins_where_the_trainer_is() -> None:
+def test_sampler_begins_at_the_trainer_s_step() -> None:
     assert taken(3, At(5)) == taken(8, At(0))[5:]
 
 
-def test_replicas_share_a_batch() -> None:
+def test_sampler_divides_a_batch_among_replicas() -> None:
     whole, shares = taken(3, At(0)), [taken(3, At(0, 2, rank)) for rank in range(2)]
     assert [first + second for first, second in zip(*shares, strict=True)] == whole
 
@@ -59,7 +59,7 @@ def test_replicas_share_a_batch() -> None:
         (3, 1, "Sampler: a data set of 3 rows, and a batch has 4"),
     ],
 )
-def test_what_cannot_be_sampled(size: int, dp: int, expected: str) -> None:
+def test_sampler_refuses_batches_that_do_not_divide(size: int, dp: int, expected: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         taken(1, At(0, dp), size)
     assert str(raised.value) == expected

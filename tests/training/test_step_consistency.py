@@ -45,7 +45,7 @@ def state(*batch: Any, values: bool = True, frozen: tuple[str, ...] = ()) -> Ste
     return step_state(True, frozen, batch, Mesh(), values)
 
 
-def test_a_rank_that_cannot_take_its_batch() -> None:
+def test_step_state_without_a_batch_tells_of_no_inputs() -> None:
     assert step_state(False, ["w"], None, Mesh(), True) == StepState(True, False, False, 0, NEVER, 0, 0, 0, 0)
 
 
@@ -60,19 +60,18 @@ def test_a_rank_that_cannot_take_its_batch() -> None:
         ((X[:, :1], 2), "lengths"),
     ],
 )
-def test_what_differs(other: tuple[Any, ...], field: str) -> None:
+def test_step_state_differs_in_the_field_of_the_change(other: tuple[Any, ...], field: str) -> None:
     torch.manual_seed(1)
     one, two = state(X, 2), state(*other)
     assert getattr(one, field) != getattr(two, field)
     assert one == state(X.clone(), 2)
 
 
-def test_rows_of_other_lengths() -> None:
-    """The number of rows is none of them."""
+def test_step_state_lengths_do_not_count_rows() -> None:
     assert state(X).lengths == state(X[:2]).lengths != state(X[:, :1]).lengths
 
 
-def test_values_and_random_numbers_of_the_first_steps_only() -> None:
+def test_step_state_compares_values_and_random_state_at_first_only() -> None:
     torch.manual_seed(1)
     one = state(X)
     torch.manual_seed(2)
@@ -83,7 +82,7 @@ def test_values_and_random_numbers_of_the_first_steps_only() -> None:
     assert state(X, frozen=("w",)).frozen != one.frozen
 
 
-def test_ranks_are_named_by_their_axes() -> None:
+def test_with_rank_names_names_ranks_by_pipeline_and_tensor_axes() -> None:
     named = with_rank_names(Mesh(size=4), grid(2, 1, 2))
     assert named.names == (
         "pp rank 0, tp rank 0",
@@ -93,7 +92,7 @@ def test_ranks_are_named_by_their_axes() -> None:
     )
 
 
-def test_frozen_parameters_that_stages_share() -> None:
+def test_frozen_checksums_cover_only_parameters_that_stages_share() -> None:
     holders = {"table": (0, 1), "norm": (0, 2), "bias": (0, 1)}
     found = frozen_checksums(["table"], holders)
     assert list(found) == [(0, 1), (0, 2)]
@@ -102,7 +101,7 @@ def test_frozen_parameters_that_stages_share() -> None:
     assert changed[0, 1] == found[0, 1] and changed[0, 2] != found[0, 2]
 
 
-def test_replicas() -> None:
+def test_equal_replicas_compares_first_ranks_of_replicas() -> None:
     """Of two replicas on two ranks each, the first ranks are compared."""
     same, other = state(X), state(X + 1)
     layout = grid(1, 2, 2)
@@ -186,7 +185,7 @@ def test_ranks_that_agree_gather_nothing(monkeypatch: pytest.MonkeyPatch, sizes:
     ],
     ids=str,
 )
-def test_what_one_rank_has_otherwise_is_an_error(
+def test_agree_raises_for_what_one_rank_has_otherwise(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], change: Any, told: str
 ) -> None:
     """On the last rank, which shares a stage, a replica or its random numbers with others."""
@@ -211,13 +210,13 @@ def test_what_one_rank_has_otherwise_is_an_error(
             world.agree(states, tied, prints)
 
 
-def test_batches_that_two_replicas_exchanged_do_not_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agree_sees_batches_that_two_replicas_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = state(X, values=False), state(X.long(), values=False)
     with pytest.raises(autotp.Error, match="got other inputs"):
         World(monkeypatch, grid(1, 2, 2)).agree([one, other, other, one])
 
 
-def test_round_off_of_a_batch_is_looked_at_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agree_gathers_and_accepts_round_off_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums that are in two neighbouring steps of `rounded`, by chance: the states are gathered, and compared."""
     one = fingerprint([X]).as_ints()
     every = (fingerprint([X * (1 + i / 1000)]).as_ints() for i in range(1, 100))
@@ -228,7 +227,7 @@ def test_round_off_of_a_batch_is_looked_at_and_is_no_error(monkeypatch: pytest.M
     assert world.gathered == 1
 
 
-def test_what_all_ranks_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agree_tells_all_ranks_of_captures_lengths_and_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
     world, alike = World(monkeypatch, grid(1, 2, 1)), state(X, values=False)._replace(steps=1)
     assert world.agree([alike, alike._replace(captures=True)]).captures
     assert not world.agree([alike, alike._replace(lengths=5)]).lengths
@@ -238,7 +237,7 @@ def test_what_all_ranks_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert world.agree([alike, alike], arrived=2).arrived == 2
 
 
-def test_what_a_rank_does_in_a_step_does_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agree_costs_a_rank_the_same_in_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8,192 ranks as of 8 it sends eleven integers, and looks at as many: counted, as lines of Python that run."""
     lines = []
     for sizes in ((1, 1, 8), (8, 128, 8)):
@@ -284,6 +283,6 @@ def model(parameter: float = 1.0, gradient: float | None = 1.0) -> nn.Module:
         ({"gradient": None}, ", and every parameter and gradient is finite"),
     ],
 )
-def test_what_is_named(given: Any, text: str) -> None:
+def test_raise_nonfinite_names_the_parameter_or_gradient(given: Any, text: str) -> None:
     told = message(lambda: raise_nonfinite(float("nan"), 7, *finite_tensors(model(**given)), partial(agree, Mesh())))
     assert told == f"the loss of step 7 is nan{text}"

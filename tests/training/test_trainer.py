@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,7 +85,7 @@ def stated(rank: int, layout: Any, more: Any) -> None:
 
 
 @cases
-def test_norm_and_state(layout: Any, more: dict[str, Any]) -> None:
+def test_trainer_clips_and_loads_states_as_one_device(layout: Any, more: dict[str, Any]) -> None:
     run_ranks(clipped_and_stated, layout[0] * layout[1] * layout[2], layout, more, timeout=100)
 
 
@@ -135,7 +136,7 @@ def losses_in_half(layout: Any, dtype: torch.dtype, more: Any) -> tuple[float, .
     ],
     ids=str,
 )
-def test_half_precision(layout: Any, more: dict[str, Any], dtype: torch.dtype) -> None:
+def test_half_precision_trains_near_one_device(layout: Any, more: dict[str, Any], dtype: torch.dtype) -> None:
     expected = trained_alone()
     for found in run_ranks(in_half, layout[0] * layout[1] * layout[2], layout, dtype, more, timeout=100):
         assert found == pytest.approx(expected, rel=0.03)
@@ -201,7 +202,7 @@ def casting(rank: int, n: int, layout: Any, more: Any) -> dict[torch.Size, float
     ],
     ids=str,
 )
-def test_a_step_casts_each_parameter_once(layout: Any, more: dict[str, Any]) -> None:
+def test_trainer_step_casts_each_parameter_once(layout: Any, more: dict[str, Any]) -> None:
     """Its microbatches share the copy."""
     for counts in run_ranks(casting, layout[0] * layout[1] * layout[2], layout, more, timeout=100):
         assert counts and set(counts.values()) == {1}
@@ -242,7 +243,7 @@ class Scaled(nn.Module):
         return self.linear(x * self.scale).square().mean()
 
 
-def test_products_of_two_dtypes() -> None:
+def test_compute_dtype_refuses_a_product_of_two_dtypes() -> None:
     """On meta torch does not see that there are two."""
     with pytest.raises(autotp.Error) as raised:
         run_ranks(half_scaled, 1)
@@ -254,7 +255,7 @@ def half_scaled(rank: int, n: int) -> None:
     autotp.distribute(Scaled(), compute_dtype=torch.bfloat16, example_inputs={"x": torch.randn(4, 8)})
 
 
-def test_a_loss_that_is_undefined_names_the_parameter() -> None:
+def test_nan_loss_names_the_parameter() -> None:
     first = "Trainer.step: the loss of step 3 is nan: `h.1.mlp.c_fc.weight` is infinite or undefined"
     for found in run_ranks(undefined, 2, timeout=100):
         assert found.splitlines()[0] == first
@@ -267,7 +268,7 @@ def otherwise(rank: int, n: int) -> str:
     return str(raised.value).splitlines()[0]
 
 
-def test_ranks_of_a_replica_with_other_batches() -> None:
+def test_tensor_ranks_with_other_batches_are_an_error() -> None:
     expected = "Trainer.step: tp rank 1 got other inputs than tp rank 0"
     assert run_ranks(otherwise, 2, timeout=100) == [expected] * 2
 
@@ -283,7 +284,7 @@ def later_otherwise(rank: int, n: int, layout: tuple[int, int, int]) -> str:
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_a_rank_that_skips_a_batch_later(axis: str) -> None:
+def test_a_rank_that_skips_a_later_batch_is_named(axis: str) -> None:
     expected = f"Trainer.step: {axis} rank 1 got another batch than {axis} rank 0, now or in the last step"
     layout = (2, 1, 1) if axis == "tp" else (1, 2, 1)
     assert run_ranks(later_otherwise, 2, layout, timeout=100) == [expected] * 2
@@ -300,7 +301,7 @@ def taken_over(rank: int, n: int) -> list[str]:
     return found
 
 
-def test_a_model_is_taken_over_once() -> None:
+def test_distribute_refuses_a_model_taken_over_before() -> None:
     (found,) = run_ranks(taken_over, 1)
     remedy = "  try      use the model that autotp.parallelize or autotp.distribute returned then"
     assert found == [f"the model was made parallel before, and its parameters are in that parallel model\n{remedy}"] * 2
@@ -316,7 +317,7 @@ def evaluated_between(rank: int, n: int) -> None:
     assert torch.equal(autotp.clip_grad_norm_(trainer, 1e9), expected)
 
 
-def test_evaluation_leaves_gradients() -> None:
+def test_evaluate_keeps_gradients_of_sharded_pipeline_stages() -> None:
     """Of sharded parameters in a pipeline: torch's schedules would drop them in the first evaluation."""
     run_ranks(evaluated_between, 4, timeout=100)
 
@@ -329,8 +330,7 @@ def in_two_modes(rank: int, n: int) -> str:
     return str(raised.value).splitlines()[0].partition(": ")[2]
 
 
-def test_replicas_in_two_modes() -> None:
-    """A step of one replica while another evaluates."""
+def test_replicas_in_step_and_in_evaluate_are_an_error() -> None:
     assert run_ranks(in_two_modes, 2) == ["dp rank 0 is in Trainer.step, and dp rank 1 in Trainer.evaluate"] * 2
 
 
@@ -365,7 +365,7 @@ def frozen_on_one(rank: int, n: int) -> list[str]:
         ),
     ],
 )
-def test_what_one_rank_freezes(n: int, told: list[str]) -> None:
+def test_parameters_frozen_on_one_rank_are_an_error_on_all(n: int, told: list[str]) -> None:
     """An error on every rank, at once: also where a table is tied over stages of the pipeline."""
     for found in run_ranks(frozen_on_one, n, timeout=90):
         assert [text.splitlines()[0] for text in found] == [f"Trainer.step: {text}" for text in told]
@@ -389,7 +389,7 @@ def frozen_between_halves(rank: int, n: int) -> None:
                 assert_values_close(p.grad, grads[name], rtol=1e-4, atol=1e-7, msg=lambda m, x=name: f"{x}: {m}")
 
 
-def test_frozen_later_where_backward_is_halved() -> None:
+def test_zero_bubble_follows_parameters_frozen_later() -> None:
     run_ranks(frozen_between_halves, 2, timeout=90)
 
 
@@ -412,7 +412,7 @@ def alone(rank: int, n: int, change: str) -> str:
 
 
 @pytest.mark.parametrize("change", ["ignored", "range"])
-def test_a_batch_whose_values_would_fail_on_one_rank(change: str) -> None:
+def test_a_rank_whose_batch_would_fail_is_named(change: str) -> None:
     for found in run_ranks(alone, 2, change):
         assert found.startswith("Trainer.step: tp rank 1 got another batch than tp rank 0, now or in the last step"), (
             found
@@ -426,7 +426,7 @@ def test_a_batch_whose_values_would_fail_on_one_rank(change: str) -> None:
         pytest.param("sparse", "is not dense: torch.sparse_coo", marks=pytest.mark.rare),
     ],
 )
-def test_a_batch_that_is_no_batch_on_one_rank(change: str, what: str) -> None:
+def test_a_meta_or_sparse_batch_on_one_rank_is_refused(change: str, what: str) -> None:
     for found in run_ranks(alone, 2, change):
         assert found.startswith(f"Trainer.step: a tensor of the batch {what}\n"), found
 
@@ -505,7 +505,7 @@ def failed_between(rank: int, n: int, layout: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 1, 2)], ids=str)
-def test_a_step_that_fails_adds_nothing(layout: tuple[int, int, int]) -> None:
+def test_a_failed_step_adds_no_gradients(layout: tuple[int, int, int]) -> None:
     run_ranks(failed_between, 2, layout, timeout=100)
 
 
@@ -526,7 +526,7 @@ def failed_for_good(rank: int, n: int, layout: tuple[int, int, int], zero: int) 
     [((1, 1, 2), 1), *(pytest.param((1, 1, 2), zero, marks=pytest.mark.rare) for zero in (2, 3))],
     ids=str,
 )
-def test_no_step_after_one_that_broke_shards(layout: tuple[int, int, int], zero: int) -> None:
+def test_trainer_refuses_steps_after_one_broke_its_shards(layout: tuple[int, int, int], zero: int) -> None:
     run_ranks(failed_for_good, 2, layout, zero, timeout=100)
 
 
@@ -588,7 +588,7 @@ def half_learns(rank: int, n: int, layout: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("layout", [(1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.rare)], ids=str)
-def test_what_has_no_gradient_on_one_device_has_none(layout: tuple[int, int, int]) -> None:
+def test_trainer_parameters_without_gradient_stay_without(layout: tuple[int, int, int]) -> None:
     run_ranks(half_learns, 2, layout, timeout=100)
 
 
@@ -599,7 +599,7 @@ def fewer_blocks(rank: int, n: int) -> None:
         trainer.step(*WIDE, blocks=3)
 
 
-def test_a_batch_for_which_stages_lack_parameters() -> None:
+def test_a_batch_for_which_stages_lack_parameters_is_refused() -> None:
     run_ranks(fewer_blocks, 2, timeout=100)
 
 
@@ -617,9 +617,21 @@ def several_numbers(rank: int, n: int) -> None:
         step(lambda loss, aux: {"aux": aux, "total": loss})
 
 
-def test_the_loss_among_several_numbers() -> None:
+def test_trainer_takes_the_output_named_loss() -> None:
     run_ranks(several_numbers, 1)
     assert autotp.verify(Half(lambda loss, aux: {"aux": aux, "loss": loss}), 1, dp=2, example_inputs=WIDE).ok
 
 
 # ---- data
+
+
+def test_an_exception_with_another_cause_than_a_lost_rank_is_not_its_own_cause() -> None:
+    """Whoever follows `__cause__` would not come to an end."""
+    trainer: Any = SimpleNamespace(_ranks=SimpleNamespace(group="0"))
+
+    def fail() -> None:
+        raise RuntimeError("expected a contiguous tensor")
+
+    with pytest.raises(RuntimeError, match="expected a contiguous tensor") as raised:
+        autotp.Trainer._named_if_lost(trainer, "Trainer.step", fail)
+    assert raised.value.__cause__ is None

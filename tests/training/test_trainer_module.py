@@ -62,5 +62,5 @@ def by_class(rank: int, n: int, sizes: dict[str, int], zero: int) -> None:
     ],
     ids=str,
 )
-def test_by_class(sizes: dict[str, int], zero: int) -> None:
+def test_trainer_modules_keep_the_model_s_classes_and_refuse_changes(sizes: dict[str, int], zero: int) -> None:
     run_ranks(by_class, 2, sizes, zero, timeout=100)

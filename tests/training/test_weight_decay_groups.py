@@ -8,7 +8,7 @@ from trainers import SMALL
 import autotp
 
 
-def test_what_decays() -> None:
+def test_weight_decay_groups_decay_matrices_only() -> None:
     decayed, others = autotp.weight_decay_groups(gpt(seed=0, **SMALL), 0.1)
     names = {id(p): name for name, p in gpt(seed=0, **SMALL).named_parameters()}
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)

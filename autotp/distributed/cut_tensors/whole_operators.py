@@ -33,6 +33,11 @@ from autotp.ops.placement_moves import chosen
 from autotp.source_location import calling_frame, is_users
 
 aten = torch.ops.aten
+FILLS = {
+    aten.bernoulli_, aten.cauchy_, aten.exponential_, aten.geometric_, aten.log_normal_, aten.normal_, aten.random_,
+    aten.uniform_,
+}  # fmt: skip
+"""Operators that overwrite a tensor with random numbers and do not read it, as `rrelu_with_noise_` does."""
 LARGE = 2**28
 """The bytes of a gathered tensor above which the line that needs it is warned of, once."""
 
@@ -159,25 +164,29 @@ def on_wholes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         raise shape_refused(name_of(func))
     wholes: dict[int, Whole] = {}
     # What random numbers fill is overwritten, so it need not be gathered.
-    drawn = torch.Tag.nondeterministic_seeded in func.tags
+    fills = getattr(func, "overloadpacket", None) in FILLS
     written = [arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments]
-    plain = [_mapped(partial(_plain, wholes, drawn and written[i]), x) for i, x in enumerate(args)]
+    plain = [_mapped(partial(_plain, wholes, fills and written[i]), x) for i, x in enumerate(args)]
     named = {key: _mapped(partial(_plain, wholes, False), x) for key, x in kwargs.items()}
     result = func(*plain, **named)
     if not wholes:  # Nothing is cut here: an empty list.
         return result
     first = next(iter(wholes.values()))
-    if drawn:  # Each rank has its own random numbers, and one tensor has those of one rank.
-        for x in [x for i, x in enumerate(plain) if written[i]] if any(written) else _tensors(result):
-            broadcast_from_first(x, first.cut.mesh)
     names = [arg.name for arg in func._schema.arguments]
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        # Each rank has its own random numbers, and one tensor has those of one rank.
+        operands = [*plain, *(named.get(name) for name in names[len(args) :])]
+        drawn = [x for i, operand in enumerate(operands) if written[i] for x in _tensors(operand)] + _tensors(result)
+        # An operator that writes in place returns what it has written.
+        for x in {id(x): x for x in drawn}.values():
+            broadcast_from_first(x, first.cut.mesh)
     for i, x in enumerate([*args, *(kwargs.get(name) for name in names[len(args) :])]):
         for y in _tensors(x) if written[i] else ():
             if id(y) in wholes:
                 wholes[id(y)].write()
     # An operator that returns an operand returns the caller's object.
-    operands = zip(_tensors([*plain, *named.values()]), _tensors([*args, *kwargs.values()]), strict=True)
-    operand_by_id = {id(p): x for p, x in operands}
+    pairs = zip(_tensors([*plain, *named.values()]), _tensors([*args, *kwargs.values()]), strict=True)
+    operand_by_id = {id(p): x for p, x in pairs}
     return _mapped(lambda x: operand_by_id[id(x)] if id(x) in operand_by_id else _as_view(x, wholes, func), result)
 
 

@@ -22,13 +22,13 @@ class Own:
 
 
 @pytest.mark.parametrize("key", [None, "model", "state_dict"])
-def test_a_state_dict(tmp_path: Path, key: str | None) -> None:
+def test_state_dict_is_found_at_the_top_or_under_a_key(tmp_path: Path, key: str | None) -> None:
     torch.save(STATE if key is None else {key: STATE, "epoch": 3}, tmp_path / "m.pt")
     found = state_dict_in(tmp_path / "m.pt")
     assert found.keys() == STATE.keys() and all(torch.equal(found[name], STATE[name]) for name in STATE)
 
 
-def test_what_is_no_plain_data(tmp_path: Path) -> None:
+def test_objects_in_a_torch_file_are_left_unread(tmp_path: Path) -> None:
     torch.save({"args": Namespace(n=3), "own": Own(), "dtype": torch.bfloat16}, tmp_path / "m.pt")
     content = read_torch_file(tmp_path / "m.pt")
     assert (type(content["args"]), type(content["own"]), content["dtype"]) == (Unread, Unread, torch.bfloat16)
@@ -49,21 +49,21 @@ class Evil:
     ],
     ids=["number", "list", "keys", "code"],
 )
-def test_other_files(tmp_path: Path, content: Any, told: str) -> None:
+def test_torch_files_without_a_state_dict_are_refused(tmp_path: Path, content: Any, told: str) -> None:
     torch.save(content, tmp_path / "m.pt")
     with pytest.raises(autotp.Error, match=told):
         state_dict_in(tmp_path / "m.pt")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no zip", b"PK\x03\x04 cut"], ids=["none", "empty", "text", "cut"])
-def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_torch_files_are_refused_by_name(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "m.pt").write_bytes(content)
     with pytest.raises(autotp.Error, match=r"m\.pt"):
         read_torch_file(tmp_path / "m.pt")
 
 
-def test_compressed_files_are_not_opened(tmp_path: Path) -> None:
+def test_compressed_torch_files_are_refused(tmp_path: Path) -> None:
     """A file of a few bytes would be unpacked to more than the memory has; torch compresses nothing."""
     torch.save({"a": torch.zeros(10**6)}, tmp_path / "stored.pt")
     with (
@@ -85,14 +85,14 @@ def test_compressed_files_are_not_opened(tmp_path: Path) -> None:
     ],
     ids=["expanded", "strided", "meta", "sparse"],
 )  # fmt: skip
-def test_elements_that_are_not_in_the_file(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_tensors_larger_than_their_torch_file_are_refused(tmp_path: Path, tensor: torch.Tensor) -> None:
     torch.save({"a": tensor}, tmp_path / "m.pt")
     with pytest.raises(autotp.Error, match=r"`a` has elements that are not in the file|no file that can be read"):
         state_dict_in(tmp_path / "m.pt")
 
 
 @pytest.mark.timeout(20)
-def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_torch_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m.pt")
     with pytest.raises(autotp.Error, match=r"m\.pt cannot be read: it is not a regular file"):
         read_torch_file(tmp_path / "m.pt")

@@ -30,7 +30,7 @@ def content(folder: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in folder.iterdir() if file.is_file()}
 
 
-def test_a_new_folder(tmp_path: Path) -> None:
+def test_replaced_shows_a_new_folder_only_when_complete(tmp_path: Path) -> None:
     with replaced(tmp_path / "a" / "out", ours) as new:
         fill(new, NEW)
         assert not (tmp_path / "a" / "out").exists()
@@ -39,7 +39,9 @@ def test_a_new_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "renames"])
-def test_an_old_folder_whose_other_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+def test_replaced_keeps_foreign_files_and_mode_of_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
     if not exchange:
         monkeypatch.setattr(module.sys, "platform", "elsewhere")
     out = tmp_path / "out"
@@ -55,14 +57,14 @@ def test_an_old_folder_whose_other_files_stay(tmp_path: Path, monkeypatch: pytes
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_new_file_counts_where_both_have_one(tmp_path: Path) -> None:
+def test_replaced_prefers_the_new_file_of_a_shared_name(tmp_path: Path) -> None:
     fill(tmp_path / "out", {"config": "old"})
     with replaced(tmp_path / "out", ours) as new:
         fill(new, {"config": "new"})
     assert content(tmp_path / "out") == {"config": "new"}
 
 
-def test_a_failure_leaves_the_old_one(tmp_path: Path) -> None:
+def test_replaced_leaves_the_old_folder_after_a_failure(tmp_path: Path) -> None:
     fill(tmp_path / "out", OLD)
     with pytest.raises(ZeroDivisionError), replaced(tmp_path / "out", ours) as new:
         fill(new, NEW)
@@ -72,7 +74,7 @@ def test_a_failure_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "renames"])
-def test_what_cannot_move_on_leaves_the_old_one(
+def test_replaced_leaves_the_old_folder_if_a_file_cannot_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     """As a mount point in the folder: with it all other files of the user stay where they were."""
@@ -94,7 +96,9 @@ def test_what_cannot_move_on_leaves_the_old_one(
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_refuses_mount_points_and_leaves_nothing_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is left beside it; a mount point, as a container's volume, is refused before anything is written."""
     out = tmp_path / "out"
     fill(out, OLD)
@@ -111,7 +115,7 @@ def test_a_folder_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     assert content(out) == OLD and [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+def test_replaced_follows_a_link_which_stays_a_link(tmp_path: Path) -> None:
     fill(tmp_path / "there", OLD)
     (tmp_path / "out").symlink_to(tmp_path / "there")
     with replaced(tmp_path / "out", ours) as new:
@@ -119,7 +123,7 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "out").is_symlink() and content(tmp_path / "there") == NEW
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_replaced_refuses_a_file_and_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("precious")
     with pytest.raises(NotADirectoryError), replaced(tmp_path / "out", ours):
         pass
@@ -146,7 +150,7 @@ with folder.replaced(pathlib.Path(sys.argv[2]), lambda name: name in ("model", "
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is a moment between two renames")
-def test_it_may_die_at_any_moment(tmp_path: Path) -> None:
+def test_replaced_killed_at_any_moment_leaves_old_or_new(tmp_path: Path) -> None:
     seen = []
     for event in range(1, 100):
         out = tmp_path / str(event) / "out"

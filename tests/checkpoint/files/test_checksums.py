@@ -37,7 +37,9 @@ def written(folder: Path, data: bytes, steps: Iterator[int]) -> Path:
 
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1234])
-def test_every_block_of_a_file(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_together_see_any_flipped_bit_of_a_file(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the steps in which it is written: the ranks together see any bit, each reading its part."""
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 100)
     draw, data = random.Random(size), random.Random(1).randbytes(size)
@@ -59,12 +61,12 @@ def test_every_block_of_a_file(size: int, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @checks.on(2)
-def a_few(rank: int, n: int) -> None:
+def from_pretrained_sees_6_damages(rank: int, n: int) -> None:
     damaged(rank, n, 6)
 
 
 @checks.on(2, rare=True)
-def many(rank: int, n: int) -> None:
+def from_pretrained_sees_150_damages(rank: int, n: int) -> None:
     damaged(rank, n, 150)
 
 
@@ -90,7 +92,7 @@ def damaged(rank: int, n: int, count: int) -> None:
 
 
 @checks.on(1)
-def other_programs(rank: int, n: int) -> None:
+def weights_overwritten_by_another_program_are_explained(rank: int, n: int) -> None:
     """Without the file nothing is compared; where another program wrote over our weights, the error says what to do."""
     root = shared(rank)
     model, inputs, _ = family("llama")
@@ -126,7 +128,7 @@ def other_programs(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_copy_for_each_machine(rank: int, n: int) -> None:
+def damage_of_one_rank_s_copy_is_seen(rank: int, n: int) -> None:
     """Each rank reads a copy of its own, and one copy is damaged where only the other rank would have looked."""
     root, (model, inputs, _) = shared(rank), family("llama")
     autotp.save_pretrained(autotp.parallelize(model, n, example_inputs=inputs), root / "0")
@@ -151,7 +153,7 @@ def a_copy_for_each_machine(rank: int, n: int) -> None:
 
 
 @checks.on(1)
-def other_settings(rank: int, n: int) -> None:
+def changed_settings_are_loaded_with_a_warning(rank: int, n: int) -> None:
     """Settings that another hand or a disk changed are loaded, with a warning that names them; one bit of a number."""
     folder, (model, inputs, _) = shared(rank) / "a", family("llama")
     autotp.save_pretrained(autotp.parallelize(model, n, example_inputs=inputs), folder)

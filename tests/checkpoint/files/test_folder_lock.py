@@ -29,7 +29,7 @@ def other(folder: Path) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-c", CLAIM, str(folder)], input=b"\n", capture_output=True, timeout=60)
 
 
-def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
+def test_claim_takes_a_folder_once_among_processes(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     assert claim(folder)
     assert not claim(folder), "this process has it already"
@@ -42,7 +42,7 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     assert claim(tmp_path)
 
 
-def test_a_lock_that_is_removed_while_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_survives_removal_of_the_lock_file_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is locked then is no file that another process would find."""
     lock = fcntl.lockf
 
@@ -57,7 +57,7 @@ def test_a_lock_that_is_removed_while_it_is_taken(tmp_path: Path, monkeypatch: p
     assert other.returncode == 1 and f"process {os.getpid()} on " in other.stderr.decode()
 
 
-def test_a_second_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_names_the_process_that_has_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / LOCK).write_text("process 7 on there")
     monkeypatch.setattr(fcntl, "lockf", fails(errno.EAGAIN))
     assert message(lambda: claim(tmp_path)) == (
@@ -67,7 +67,7 @@ def test_a_second_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("how", ["link", "dangling", "hard", "pipe"])
-def test_what_is_no_lock_is_not_written(how: str, tmp_path: Path) -> None:
+def test_claim_never_writes_through_links_or_pipes(how: str, tmp_path: Path) -> None:
     """A folder from somebody else may lead to a file of this user."""
     folder, file = tmp_path / "folder", tmp_path / "file"
     folder.mkdir()
@@ -80,7 +80,7 @@ def test_what_is_no_lock_is_not_written(how: str, tmp_path: Path) -> None:
     assert not file.exists() if how == "dangling" else file.read_text() == "precious"
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_warns_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", fails(errno.ENOLCK))
     with pytest.warns(UserWarning, match=f"^{tmp_path} cannot be locked .*: see to it that one job saves there$"):
         assert not claim(tmp_path)

@@ -74,7 +74,7 @@ def boxes(shape: tuple[int, ...]) -> list[Box]:
 
 
 @pytest.mark.parametrize(("inputs", "run"), PARTS.values(), ids=PARTS)
-def test_part_of_what_was_done_reads_no_more(inputs: str, run: Callable[..., Any]) -> None:
+def test_lazy_part_reads_only_the_elements_it_needs(inputs: str, run: Callable[..., Any]) -> None:
     given, found, expected = lazily(inputs, run)
     for lazy, tensor in zip(found, expected, strict=True):
         assert isinstance(lazy, Lazy) and (lazy.shape, lazy.dtype) == (tensor.shape, tensor.dtype)
@@ -88,7 +88,7 @@ def test_part_of_what_was_done_reads_no_more(inputs: str, run: Callable[..., Any
 
 
 @pytest.mark.parametrize(("inputs", "run"), WHOLE.values(), ids=WHOLE)
-def test_what_has_no_parts_is_computed_whole(inputs: str, run: Callable[..., Any]) -> None:
+def test_lazy_operators_without_parts_are_computed_whole(inputs: str, run: Callable[..., Any]) -> None:
     _, found, expected = lazily(inputs, run)
     for lazy, tensor in zip(found, expected, strict=True):
         assert (lazy.shape, lazy.dtype) == (tensor.shape, tensor.dtype)
@@ -97,7 +97,7 @@ def test_what_has_no_parts_is_computed_whole(inputs: str, run: Callable[..., Any
             assert torch.equal(lazy.source.read(box), tensor[tuple(slice(a, b) for a, b in box)])
 
 
-def test_a_parameter_is_lazy() -> None:
+def test_a_parameter_of_a_lazy_tensor_reads_nothing() -> None:
     given = Given(torch.ones(2, 3))
     parameter = torch.nn.Parameter(Lazy(given))
     assert isinstance(parameter, Lazy) and parameter.requires_grad and parameter.source is given
@@ -105,7 +105,7 @@ def test_a_parameter_is_lazy() -> None:
     assert not given.counts
 
 
-def test_equal_reads_both() -> None:
+def test_torch_equal_reads_both_lazy_tensors() -> None:
     a, b = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3)
     assert torch.equal(Lazy(Given(a)), Lazy(Given(b))) and torch.equal(Lazy(Given(a)), b)
     b[1, 2] = 7
@@ -113,14 +113,14 @@ def test_equal_reads_both() -> None:
     assert not torch.equal(Lazy(Given(a)), Lazy(Given(a[:1])))
 
 
-def test_unlike_tensors_do_not_stack() -> None:
+def test_stacking_lazy_tensors_of_unlike_shapes_names_both() -> None:
     stored = [Lazy(Stored(Path("x/y"), f"w.{n}", (2, n), torch.float32)) for n in (3, 3, 4)]
     with pytest.raises(autotp.Error) as raised:
         torch.stack(stored)
     assert str(raised.value) == "`w.3` in y of [2, 3] and `w.4` in y of [2, 4] cannot be joined"
 
 
-def test_writing_is_refused() -> None:
+def test_writing_into_a_lazy_tensor_is_refused() -> None:
     lazy = Lazy(Given(torch.ones(2)))
     with pytest.raises(autotp.Error) as raised:
         lazy.mul_(2)

@@ -62,11 +62,11 @@ KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()))
         ),
     )
 )
-def test_there_and_back(value: Any) -> None:
+def test_plain_values_come_back_from_json_as_they_were(value: Any) -> None:
     assert same(there_and_back(value), value)
 
 
-def test_values_of_other_types() -> None:
+def test_counters_deques_sets_and_parameters_come_back_from_json() -> None:
     value = {
         "counter": Counter({3: 1, 7: 2}),
         "ordered": OrderedDict(a=1),
@@ -121,7 +121,7 @@ def every_schedule() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_schedule_of_torch() -> None:
+def test_states_of_all_torch_schedules_come_back_from_json() -> None:
     for schedule in [*every_schedule(), torch.amp.GradScaler("cpu"), torch.optim.AdamW([torch.ones(2)])]:
         state = schedule.state_dict()
         assert same(there_and_back(state), state), schedule
@@ -157,7 +157,7 @@ def nested() -> Tensor:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_not_plain(value: Any) -> None:
+def test_objects_that_are_not_plain_are_refused_by_path(value: Any) -> None:
     with pytest.raises(autotp.Error) as raised:
         there_and_back({"a": [0, value]})
     kind = type(value)
@@ -182,7 +182,7 @@ def cyclic() -> list[Any]:
     ],
     ids=["cyclic", "deep", "long", "long, negative"],
 )
-def test_what_json_cannot_have(value: Any, told: str) -> None:
+def test_cyclic_or_too_large_values_are_refused(value: Any, told: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         there_and_back({"a": value})
     assert str(raised.value).splitlines()[0].endswith(told)

@@ -60,7 +60,7 @@ def test_files_open_with_safetensors(tmp_path: Path) -> None:
         assert torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (found[name], tensor))), name
 
 
-def test_several_files_and_their_index(tmp_path: Path) -> None:
+def test_tensors_are_split_over_files_with_an_index(tmp_path: Path) -> None:
     tensors = {name: torch.full((n,), float(n)) for name, n in (("a", 3), ("b", 3), ("c", 9), ("d", 1), ("e", 6))}
     written(tmp_path, tensors, largest=28)
     files = {"model-00001-of-00003.safetensors": "ab", "model-00002-of-00003.safetensors": "c"}
@@ -70,12 +70,12 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     assert {file: "".join(sorted(load_file(tmp_path / file))) for file in files} == files
 
 
-def test_wide_elements_come_first() -> None:
+def test_shards_put_tensors_of_wide_elements_first() -> None:
     tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(1), "c": torch.ones(1, dtype=torch.float16)}
     assert [shard.names for shard in shards_of(tensors, 100)] == [("b", "c", "a")]
 
 
-def test_a_dtype_that_the_format_has_not() -> None:
+def test_header_refuses_a_dtype_that_safetensors_lacks() -> None:
     tensors = {"a": torch.ones(1, dtype=torch.complex128)}
     found = message(lambda: header_of(tensors, ["a"]))
     assert found == "`a` is of dtype torch.complex128, which safetensors does not have"
@@ -85,7 +85,7 @@ def test_a_dtype_that_the_format_has_not() -> None:
 
 
 @pytest.mark.parametrize("largest", [10**9, 60], ids=["one", "several"])
-def test_parts_of_files(tmp_path: Path, largest: int) -> None:
+def test_stored_tensors_read_any_box_of_any_dtype(tmp_path: Path, largest: int) -> None:
     tensors = every_dtype()
     found = stored_tensors(written(tmp_path, tensors, largest))
     assert set(found) == set(tensors)
@@ -96,7 +96,7 @@ def test_parts_of_files(tmp_path: Path, largest: int) -> None:
         assert torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (found[name].read(box), part))), name
 
 
-def test_a_file_stays_open_for_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_opens_a_file_anew_after_each_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotp.checkpoint.files.safetensors_files.BLOCK", 100)
     found = stored_tensors(written(tmp_path, {name: torch.ones(9) for name in "abc"}))
     handles = []
@@ -106,7 +106,7 @@ def test_a_file_stays_open_for_a_block(tmp_path: Path, monkeypatch: pytest.Monke
     assert len({id(handle) for handle in handles}) == 2 and handles[0] is handles[2] and handles[3] is handles[5]
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_folders_without_safetensors_are_refused(tmp_path: Path) -> None:
     assert message(lambda: stored_tensors(tmp_path / "no")) == (
         f"no such folder\n  at       {tmp_path / 'no'}\n  try      "
         "the path of a local folder that holds a checkpoint: nothing is fetched from a hub"
@@ -122,7 +122,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
+def test_truncated_or_corrupt_safetensors_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path, {"a": torch.ones(9), "b": torch.ones(9), "c": torch.ones(9)}) / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-40])
@@ -143,13 +143,13 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
         assert message(lambda: stored_tensors(tmp_path)).endswith(f"\n  at       {file}")
 
 
-def test_a_dtype_that_torch_has_not(tmp_path: Path) -> None:
+def test_a_dtype_that_torch_lacks_is_refused(tmp_path: Path) -> None:
     file = written(tmp_path, {"a": torch.ones(2, dtype=torch.uint8)}) / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"U8"', b'"F8"'))
     assert message(lambda: stored_tensors(tmp_path)).startswith("the file is corrupt (SafetensorError: ")
 
 
-def test_an_index_that_lies(tmp_path: Path) -> None:
+def test_an_index_that_names_missing_files_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     for text in ("", "{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../x"}}'):
@@ -167,13 +167,13 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_is_gone_when_it_is_read(tmp_path: Path) -> None:
+def test_a_file_removed_before_its_read_is_named(tmp_path: Path) -> None:
     gone = Stored(tmp_path / "x.safetensors", "a", (2,), torch.float32)
     assert message(lambda: gone.read(((0, 1),))).startswith("`a` cannot be read: ")
     assert message(lambda: gone.read(((0, 1),))).endswith(f"\n  at       {gone.file}")
 
 
-def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_needs_the_index(tmp_path: Path) -> None:
     """The index says which; where it does not, nobody knows."""
     index = tmp_path / "model.safetensors.index.json"
     for name in "ab":
@@ -186,7 +186,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     )
 
 
-def test_an_index_without_sense(tmp_path: Path) -> None:
+def test_an_index_of_nested_or_impossible_names_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     for text in (
         '{"weight_map":' + "[" * 100000,
@@ -197,7 +197,9 @@ def test_an_index_without_sense(tmp_path: Path) -> None:
         assert message(lambda: stored_tensors(tmp_path)).startswith("the index is corrupt")
 
 
-def test_files_of_many_bytes_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_headers_and_indexes_are_refused_before_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A header or an index with holes is not read into the memory."""
     monkeypatch.setattr(safetensors_files, "MOST_JSON", 1000)
     monkeypatch.setattr(checksums.read_regular, "__defaults__", (1000,))

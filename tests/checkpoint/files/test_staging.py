@@ -15,7 +15,7 @@ from autotp.checkpoint.files.staging import SMALLEST, Staging, copy_into, on_hos
 checks = Checks(cards=True)
 
 
-def test_on_the_cpu_a_copy_is_there_at_once() -> None:
+def test_staging_on_the_cpu_copies_at_once() -> None:
     staging, x = Staging(), torch.arange(4.0)
     copied = staging.copy(x)
     x.zero_()
@@ -24,7 +24,7 @@ def test_on_the_cpu_a_copy_is_there_at_once() -> None:
     assert copied.tolist() == [0.0, 1.0, 2.0, 3.0] and not copied.is_pinned() and not staging.arrivals
 
 
-def test_a_parameter_is_copied_without_its_gradient() -> None:
+def test_staging_copies_a_parameter_without_its_gradient() -> None:
     copied = Staging().copy(torch.nn.Parameter(torch.ones(2)))
     assert not copied.requires_grad
 

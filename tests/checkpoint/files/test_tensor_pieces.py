@@ -34,7 +34,9 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 4)], ids=str)
-def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_pieces_of_every_dtype_come_back_bit_for_bit(
+    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     tensor = bits(shape, dtype)
     (piece,) = write_pieces(tmp_path, 0, [((0,) * len(shape), tensor)])
     piece = Piece.of(json.loads(json.dumps(piece.row())))
@@ -43,7 +45,7 @@ def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path)
     assert bytes(bytes_of(found)) == bytes(bytes_of(tensor))
 
 
-def test_any_box_of_any_pieces(tmp_path: Path) -> None:
+def test_stored_pieces_read_any_box(tmp_path: Path) -> None:
     """Cut at random into boxes over two files, and read in other boxes."""
     draw, whole = random.Random(0), torch.arange(12 * 10).view(12, 10)
     cuts = [0, 5, 8, 12], [0, 3, 10]
@@ -64,7 +66,7 @@ def test_any_box_of_any_pieces(tmp_path: Path) -> None:
         StoredPieces(whole.dtype, (12, 10), tuple(pieces[1:])).whole(tmp_path, "x")
 
 
-def test_boxes_that_do_not_tile() -> None:
+def test_tiled_refuses_boxes_that_overlap_or_leave_gaps() -> None:
     """As many elements as there are, and yet one twice, or one outside."""
     boxes = {
         True: [[((0,), (4,)), ((4,), (4,))], [((0, 0), (2, 3)), ((0, 3), (2, 1)), ((2, 0), (1, 4))], [((), ())]],
@@ -80,7 +82,7 @@ def test_boxes_that_do_not_tile() -> None:
             assert tiled(shapes[len(case[0][0]) if case else 1], pieces) == same, case
 
 
-def test_tensors_that_do_not_lie_in_a_row(tmp_path: Path) -> None:
+def test_pieces_of_strided_and_lazy_tensors_come_back(tmp_path: Path) -> None:
     strange = [torch.randn(4, 3).t(), torch.randn(3, dtype=torch.complex64).conj(), torch.ones(2, 2).expand(3, 2, 2)]
     strange.append(torch.randn(3, dtype=torch.complex64).conj().imag)  # Negated lazily.
     pieces = write_pieces(tmp_path, 0, [((0,) * x.dim(), x) for x in strange])
@@ -88,7 +90,7 @@ def test_tensors_that_do_not_lie_in_a_row(tmp_path: Path) -> None:
         assert torch.equal(read_piece(tmp_path, "x", piece, x.dtype), x)
 
 
-def test_every_bit_of_a_sealed_file(tmp_path: Path) -> None:
+def test_unsealed_sees_any_flipped_bit_or_cut(tmp_path: Path) -> None:
     file, text = tmp_path / "x", sealed({"a": [1, "\ud800", float("inf")], "b": {}})
     file.write_bytes(text)
     assert unsealed(file)["a"] == [1, "\ud800", float("inf")]
@@ -105,7 +107,7 @@ def test_every_bit_of_a_sealed_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+def test_pipes_and_devices_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
     """Nobody waits for a pipe or reads a device."""
     os.mkfifo(tmp_path / "manifest.json")
     (tmp_path / "rank-00000.tensors").symlink_to("/dev/zero")
@@ -118,7 +120,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         expect_unchanged(tmp_path, 0, 1)
 
 
-def test_files_with_holes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_files_larger_than_allowed_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the disk they take nothing, and in memory all that they seem to have."""
     monkeypatch.setattr(checksums, "MOST_SEALED", 2**20)
     file = tmp_path / "manifest.json"
@@ -129,14 +131,14 @@ def test_files_with_holes_are_not_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("block", [10**18, 10**30, -5, 0, float("inf"), float("nan"), "a"])
-def test_blocks_that_are_none(block: Any, tmp_path: Path) -> None:
+def test_checksums_with_impossible_block_sizes_are_refused(block: Any, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc")
     (tmp_path / SIDE_FILE).write_bytes(sealed({"block": block, "files": {"x": [3, [1]]}}))
     with pytest.raises(autotp.Error, match="is not valid"):
         expect_unchanged(tmp_path, 0, 1)
 
 
-def test_a_sealed_file_without_sense(tmp_path: Path) -> None:
+def test_deeply_nested_sealed_json_is_refused(tmp_path: Path) -> None:
     """Lists in lists without end, in a file whose checksum is right."""
     for inner in (b"[" * 100000 + b"]" * 100000, b"1" * 5000):
         text = b'{"a":' + inner + b',\n"crc32": '

@@ -35,7 +35,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("run", [lambda x: x, lambda x: x.t().t(), lambda x: 1 * x], ids=["stored", "view", "computed"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_fill_is_take(layout: Layout, run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_part_gives_what_layout_take_gives(
+    layout: Layout, run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autotp.checkpoint.files.tensor_sources.BLOCK", 12)  # less than a row
     full = torch.arange(24.0).view(6, 4)
     for rank in range(3):
@@ -44,7 +46,7 @@ def test_fill_is_take(layout: Layout, run: Callable[[Any], Any], monkeypatch: py
         assert torch.equal(part, layout.take(full, rank))
 
 
-def test_scalars_are_read() -> None:
+def test_read_part_and_read_whole_take_scalars() -> None:
     lazy, part = Lazy(Given(torch.tensor(3.5))), torch.zeros(())
     read_part(part, lazy.source, Layout(()), 0)
     assert part == 3.5 and read_whole(lazy.source) == 3.5 and whole_box(()) == ()

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Checks
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
@@ -169,6 +171,25 @@ def short_integers_that_all_ranks_hold(rank: int, n: int) -> None:
     for layout in layouts(whole.shape, 0, n):
         part = cut(whole, layout, mesh_of(n), "state").short()
         assert torch.equal(autotp.gather(part), whole.short()), layout
+
+
+@checks.on(2)
+def random_numbers_are_those_of_one_rank(rank: int, n: int) -> None:
+    """Also where an operator reads what it writes, writes noise beside its result, or writes into `out`."""
+    mesh, whole = mesh_of(n), torch.linspace(-3, 3, 24, dtype=torch.double).view(6, 4)
+    layout = layouts(whole.shape, 0, n)[0]
+    torch.manual_seed(rank)
+    written, read, drawn = (cut(whole, layout, mesh, "state") for _ in range(3))
+    F.rrelu(written, 0.1, 0.3, training=True, inplace=True)
+    results = [written, F.rrelu(read, 0.1, 0.3, training=True), torch.normal(whole, whole.abs(), out=drawn)]
+    wholes = [autotp.gather(x).contiguous() for x in results]
+    for x in wholes:
+        of_ranks = [torch.empty_like(x) for _ in range(n)]
+        dist.all_gather(of_ranks, x)
+        assert all(torch.equal(of_rank, x) for of_rank in of_ranks)
+    for x in wholes[:2]:
+        shares = x / whole
+        assert shares[whole > 0].eq(1).all() and shares[whole < 0].ge(0.1).all() and shares[whole < 0].le(0.3).all()
 
 
 @pytest.mark.timeout(600)  # All operators with `--all`.

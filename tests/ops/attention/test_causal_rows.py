@@ -37,7 +37,7 @@ def parts(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("lengths", [[7], [4, 3], [3, 3, 1], [1, 0, 6]], ids=str)
-def test_parts_are_the_whole(lengths: list[int], kv_heads: int) -> None:
+def test_causal_rows_of_parts_are_those_of_the_whole(lengths: list[int], kv_heads: int) -> None:
     given = inputs(7, kv_heads)
     expected, found = whole(*given), parts(*given, lengths)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -50,28 +50,28 @@ def test_parts_are_the_whole(lengths: list[int], kv_heads: int) -> None:
         torch.testing.assert_close(mine, one, rtol=1e-12, atol=1e-12)
 
 
-def test_values_of_another_width() -> None:
+def test_causal_rows_take_values_of_another_width() -> None:
     """As in latent attention: torch's fused attention does not take them."""
     q, k, v = inputs(6)
     v = v[..., :5]
     torch.testing.assert_close(parts(q, k, v, [2, 4]), whole(q, k, v), rtol=1e-12, atol=1e-12)
 
 
-def test_more_queries_than_keys() -> None:
+def test_causal_rows_take_more_queries_than_keys() -> None:
     q, k, v = inputs(6)
     k, v = k[..., :3, :], v[..., :3, :]
     torch.testing.assert_close(parts(q, k, v, [2, 4]), whole(q, k, v), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_causal_rows_keep_the_dtype(dtype: torch.dtype) -> None:
     given = inputs(9, dtype=dtype)
     found = parts(*given, [5, 4])
     assert found.dtype == dtype
     torch.testing.assert_close(found, whole(*given), rtol=2e-2, atol=2e-2)
 
 
-def test_no_mask_is_kept() -> None:
+def test_causal_rows_keep_no_mask_for_backward() -> None:
     q, k, v = inputs(128)
     sizes = list[int]()
 
@@ -85,7 +85,7 @@ def test_no_mask_is_kept() -> None:
     assert sum(sizes) == 2 * q[..., 64:, :].numel() + k.numel() + v.numel() + logarithms
 
 
-def test_queries_do_not_keep_the_keys_beside_them() -> None:
+def test_causal_rows_do_not_keep_a_fused_projection_alive() -> None:
     """A product of queries, keys and values is one memory."""
     _, k, v = inputs(16)
     product = torch.randn(2, 4, 16, 24, dtype=torch.float64, requires_grad=True) * 1.0
@@ -102,7 +102,7 @@ def test_queries_do_not_keep_the_keys_beside_them() -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("lengths", [[4, 3], [1, 0, 6]], ids=str)
-def test_second_derivatives_by_products(lengths: list[int], kv_heads: int) -> None:
+def test_causal_rows_have_second_derivatives(lengths: list[int], kv_heads: int) -> None:
     """Of a loss that is linear in the result, and of another; torch has them for its math kernel."""
     given = inputs(7, kv_heads)
     weights = torch.randn(2, 4, 7, 8, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_second_derivatives_by_products(lengths: list[int], kv_heads: int) -> No
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_gradients_that_torch_batches_the_old_way(kv_heads: int) -> None:
+def test_causal_rows_have_batched_gradients(kv_heads: int) -> None:
     given = inputs(7, kv_heads)
     weights = torch.randn(3, *given[0].shape, dtype=torch.float64)
     found = torch.autograd.grad(parts(*given, [4, 3]), given, weights, is_grads_batched=True)
@@ -125,7 +125,7 @@ def test_gradients_that_torch_batches_the_old_way(kv_heads: int) -> None:
             torch.testing.assert_close(mine[i], theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_under_transforms() -> None:
+def test_causal_rows_under_torch_func_grad() -> None:
     q, k, v = (x.detach() for x in inputs(5))
 
     def loss(x: Tensor) -> Tensor:
@@ -135,14 +135,16 @@ def test_under_transforms() -> None:
     torch.testing.assert_close(torch.func.grad(loss)(q), expected)
 
 
-def test_a_rank_without_heads() -> None:
+def test_causal_rows_of_a_rank_without_heads_are_empty() -> None:
     q, k, v = (x[:, :0] for x in inputs(6))
     assert causal_rows(q[..., 2:, :], k, v, 2, None, False).shape == (2, 0, 4, 8)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("pieces", [[(0, 3)], [(4, 7)], [(1, 2), (5, 7)], [(0, 0), (3, 6)]], ids=str)
-def test_pieces_by_the_kernels_of_any_device(heads: int, kv_heads: int, pieces: list[tuple[int, int]]) -> None:
+def test_lower_right_pieces_equal_the_rows_of_the_whole(
+    heads: int, kv_heads: int, pieces: list[tuple[int, int]]
+) -> None:
     """As a graph calls it: where tensors of other classes are not asked what they mean."""
     q, k, v = inputs(7, kv_heads)
     q = q[:, :heads]
@@ -153,7 +155,7 @@ def test_pieces_by_the_kernels_of_any_device(heads: int, kv_heads: int, pieces: 
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_mode_around_the_call() -> None:
+def test_lower_right_pieces_under_a_dispatch_mode_are_the_same() -> None:
     """Selective checkpointing is one: it sees the operators, each with a tensor that it may keep."""
 
     class Sees(TorchDispatchMode):
@@ -190,7 +192,7 @@ class Decoder(nn.Module):
 
 
 @checks.on(2, 3)
-def causal_sequences_on_cards(rank: int, n: int) -> None:
+def zigzag_rows_of_any_length_equal_one_device(rank: int, n: int) -> None:
     """Each length with pieces of equal work and, where the last rank has fewer positions, of other lengths."""
     for heads, kv_heads in ((2, 2), (4, 4), (4, 2)):
         torch.manual_seed(0)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp.ops.attention.products import attention
+from autotp.ops.attention.products import attention, attention_weights
 
 
 @pytest.mark.parametrize("queries", [0, 3])
-def test_a_mask_that_learns_has_a_gradient(queries: int) -> None:
+def test_attention_gives_a_learnt_mask_its_gradient(queries: int) -> None:
     q, k, v = (torch.randn(2, 2, n, 4, requires_grad=True) for n in (queries, 5, 5))
     bias = torch.full((2, queries, 5), -1e30).requires_grad_()
     found = attention(q, k, v, bias, 0.0, scale=0.5)
@@ -26,7 +26,7 @@ def test_a_mask_that_learns_has_a_gradient(queries: int) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_attention_without_heads(grouped: bool) -> None:
+def test_attention_without_heads_has_gradients_of_zeros(grouped: bool) -> None:
     """A mask of numbers has a gradient without elements, also under transforms. torch's own attention gives none."""
     q, k, v = (torch.ones(2, 0, 4, 3, requires_grad=True) for _ in range(3))
     whole, own = torch.ones(4, 4, requires_grad=True), torch.ones(0, 4, 4, requires_grad=True)
@@ -39,6 +39,13 @@ def test_attention_without_heads(grouped: bool) -> None:
             assert grad.shape == x.shape and not grad.any()
         assert torch.func.grad(lambda m: attention(q, k, v, m).sum())(mask).shape == mask.shape
     assert attention(q, k, v, torch.ones(4, 4, dtype=torch.bool)).shape == (2, 0, 4, 3)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, 0.0, -0.5])
+def test_weights_are_those_of_torchs_attention(scale: float | None) -> None:
+    q, k, v = (torch.randn(2, 2, n, 4, dtype=torch.double) for n in (3, 5, 5))
+    weights, values = attention_weights(q, k, v, None, False, scale, False)
+    torch.testing.assert_close(weights @ values, F.scaled_dot_product_attention(q, k, v, scale=scale))
 
 
 class Layer(nn.Module):
@@ -93,5 +100,5 @@ def test_ranks_without_positions_sum_the_same_gradients() -> None:
 @pytest.mark.costly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("compiled", ["blocks", "whole"])
-def test_compiled_ranks_without_positions_send_as_much(compiled: str) -> None:
+def test_compiled_ranks_without_positions_sum_the_same_gradients(compiled: str) -> None:
     run_ranks(short_sequences, 4, compiled, alone=True, timeout=300)

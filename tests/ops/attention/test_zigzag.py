@@ -21,7 +21,7 @@ def work(n: int, parts: int, rank: int) -> int:
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("n", LENGTHS)
-def test_the_order_has_each_position_once_and_the_parts_of_a_chunk(n: int, parts: int) -> None:
+def test_zigzag_order_has_each_position_once_in_chunk_sizes(n: int, parts: int) -> None:
     order = positions(n, parts)
     assert sorted(order.tolist()) == list(range(n))
     held = [[i for start, stop in pieces(n, parts, rank) for i in range(start, stop)] for rank in range(parts)]
@@ -42,7 +42,7 @@ def test_in_order_undoes_zigzag(n: int, parts: int) -> None:
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_ranks_have_equal_work(parts: int) -> None:
+def test_zigzag_ranks_have_equal_work(parts: int) -> None:
     """Exactly for lengths of two pieces a rank; the last of four ranks would read 1.75 of the mean otherwise."""
     whole = [work(16 * parts, parts, rank) for rank in range(parts)]
     assert len(set(whole)) == 1
@@ -57,7 +57,7 @@ def inputs(n: int, kv_heads: int = 4) -> list[Tensor]:
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("n", "parts"), [(1, 2), (5, 2), (8, 2), (7, 3), (13, 4), (3, 8)])
-def test_rows_of_all_ranks_are_causal_attention(n: int, parts: int, kv_heads: int) -> None:
+def test_zigzag_rows_of_all_ranks_are_causal_attention(n: int, parts: int, kv_heads: int) -> None:
     q, k, v = inputs(n, kv_heads)
     gqa = kv_heads != 4
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=gqa)
@@ -73,7 +73,7 @@ def test_rows_of_all_ranks_are_causal_attention(n: int, parts: int, kv_heads: in
         torch.testing.assert_close(gradients, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_both_pieces_keep_one_copy_of_repeated_keys() -> None:
+def test_zigzag_rows_keep_one_copy_of_repeated_keys() -> None:
     """Keys and values of two heads are repeated for four."""
     q, k, v = inputs(64, 2)
     kept: dict[int, int] = {}
@@ -88,7 +88,7 @@ def test_both_pieces_keep_one_copy_of_repeated_keys() -> None:
     assert sum(size >= repeated for size in kept.values()) == 2  # One of keys, and one of values.
 
 
-def test_example_values_have_the_shapes_of_results() -> None:
+def test_zigzag_example_values_have_the_shapes_of_results() -> None:
     q, k, v = inputs(6)
     assert zigzag_like(q, -2, 2).shape == zigzag(q, -2, 2).shape
     assert zigzag_rows_like(q[..., :3, :], k, v[..., :5], 2, 0, None, False).shape == (2, 4, 3, 5)

@@ -10,13 +10,13 @@ from autotp.ops.batch_halves.halves import halves, joined
 
 @pytest.mark.parametrize(("n", "block"), [(1, 1), (2, 1), (5, 1), (6, 2), (10, 2), (0, 1)])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_joined_is_the_inverse(n: int, block: int, dim: int) -> None:
+def test_joined_is_the_inverse_of_halves(n: int, block: int, dim: int) -> None:
     x = torch.arange(n * 3).view(n, 3) if dim == 0 else torch.arange(n * 3).view(3, n)
     a, b = halves(x, dim, block)
     assert a.shape[dim] == (n // block + 1) // 2 * block
     assert torch.equal(joined(a, b, dim), x)
 
 
-def test_gradients() -> None:
+def test_halves_and_joined_pass_gradcheck() -> None:
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: joined(*(y * i for i, y in enumerate(halves(x, 0), 2)), 0), [x])

@@ -43,7 +43,7 @@ def gradients(products: Products, x: Tensor = X, **given: Any) -> list[Tensor]:
 same = torch.testing.assert_close
 
 
-def test_gradients_and_second_derivatives() -> None:
+def test_read_twice_has_autograd_s_first_and_second_derivatives() -> None:
     same(gradients(in_halves), gradients(plainly))
     for create in (False, True):
         found, expected = (gradients(f, create_graph=create) for f in (in_halves, plainly))
@@ -56,7 +56,7 @@ def test_gradients_and_second_derivatives() -> None:
     same(*second)
 
 
-def test_float32_and_no_rows() -> None:
+def test_read_twice_in_float32_and_without_rows() -> None:
     same(gradients(in_halves, X.float()), gradients(plainly, X.float()))
     for empty in (X[:, :0], X[:, :, :0]):
         same(gradients(in_halves, empty), gradients(plainly, empty))
@@ -68,7 +68,7 @@ def test_float32_and_no_rows() -> None:
         same(*found)
 
 
-def test_one_half_only_and_one_input_only() -> None:
+def test_read_twice_where_one_half_or_input_is_used() -> None:
     w, b = parameters()
     for half in (0, 1):
         read = read_twice(w)
@@ -81,7 +81,7 @@ def test_one_half_only_and_one_input_only() -> None:
     same(torch.autograd.grad(loss, w), torch.autograd.grad(plainly(w, b, x), w))
 
 
-def test_accumulation_and_a_third_reader() -> None:
+def test_read_twice_accumulates_beside_a_third_reader() -> None:
     """As of a tied head: the embedding reads the weight itself."""
     found = []
     for f in (in_halves, plainly):
@@ -92,7 +92,7 @@ def test_accumulation_and_a_third_reader() -> None:
     same(*found)
 
 
-def test_frozen_or_without_gradients() -> None:
+def test_read_twice_of_a_frozen_weight_is_the_weight() -> None:
     w, b = parameters()
     frozen = w.detach()
     assert read_twice(frozen)[0] is frozen and read_twice(frozen)[1] is frozen
@@ -102,7 +102,7 @@ def test_frozen_or_without_gradients() -> None:
     same(found, torch.autograd.grad(plainly(frozen, b, X), b))
 
 
-def test_a_backward_that_failed_leaves_nothing() -> None:
+def test_read_twice_leaves_nothing_after_a_failed_backward() -> None:
     w, b = parameters()
     w0, w1 = read_twice(w)
     first, second = linear(X[0], w0, b), linear(X[1], w1, b)
@@ -116,7 +116,7 @@ def test_a_backward_that_failed_leaves_nothing() -> None:
     same(w.grad, torch.autograd.grad(plainly(w, b, X), w)[0])
 
 
-def test_transforms_and_recomputation() -> None:
+def test_read_twice_under_transforms_and_checkpoint() -> None:
     w, b = (x.detach() for x in parameters())
     of_a_transform = torch.func.grad(in_halves)
     for gradient in (of_a_transform, torch.func.jacrev(in_halves), torch.compile(of_a_transform, backend="eager")):
@@ -157,7 +157,7 @@ class Kept(Counted):
 
 
 @pytest.mark.parametrize(("mode", "adds"), [(Counted, "aten::addmm_"), (Kept, "aten::addmm")])
-def test_the_second_product_adds_into_the_first(mode: type[Counted], adds: str) -> None:
+def test_read_twice_adds_the_second_product_into_the_first(mode: type[Counted], adds: str) -> None:
     w, b = parameters()
     for f, sums in ((in_halves, 0), (plainly, 1)):
         loss = f(w, b.detach(), X)
@@ -168,6 +168,6 @@ def test_the_second_product_adds_into_the_first(mode: type[Counted], adds: str) 
         assert grad.is_contiguous()
 
 
-def test_complex_weights_stay_with_autograd() -> None:
+def test_read_twice_leaves_complex_weights_to_autograd() -> None:
     w = torch.randn(6, 5, dtype=torch.complex128, requires_grad=True)
     assert read_twice(w)[0] is w

@@ -63,7 +63,7 @@ def results(rank: int, n: int) -> dict[str, bool]:
     return {name: torch.allclose(way(in_one)(x), way(in_two)(x), rtol=1e-12) for name, way in WAYS.items()}
 
 
-def test_two_steps_are_one() -> None:
+def test_collectives_in_two_steps_equal_one_step() -> None:
     for found in run_ranks(results, 2):
         assert found == dict.fromkeys(WAYS, True)
 
@@ -78,7 +78,7 @@ def of_lazy_values(rank: int, n: int) -> list[list[float]]:
     ]
 
 
-def test_values_are_summed_and_not_the_memory_behind_them() -> None:
+def test_two_step_sums_resolve_lazy_conjugation() -> None:
     assert run_ranks(of_lazy_values, 2) == [[[-2.0, -4.0, -6.0]] * 2 + [[-8.0, -10.0, -12.0]] * 2] * 2
 
 
@@ -87,7 +87,7 @@ def maximum(rank: int, n: int) -> list[float]:
     return found.tolist()
 
 
-def test_a_maximum() -> None:
+def test_two_step_reduce_takes_a_maximum() -> None:
     assert run_ranks(maximum, 2) == [[2.0, 0.0]] * 2
 
 
@@ -101,7 +101,7 @@ def readers(rank: int, n: int) -> list[bool]:
     ]
 
 
-def test_only_what_waits_gets_a_running_sum() -> None:
+def test_backward_sums_run_only_where_an_operator_waits() -> None:
     """Without an operator to wait behind, without a group, or with an operator between, backward sums at once."""
     assert run_ranks(readers, 2) == [[True, False, False, False]] * 2
 
@@ -114,6 +114,6 @@ def lost(rank: int, n: int) -> str:
     return str(raised.value)
 
 
-def test_a_lost_rank_is_named() -> None:
+def test_two_step_sum_names_a_lost_rank() -> None:
     text = run_ranks(lost, 2, may_die=[1])[0]
     assert "over axis `tp` failed on rank 0 of 2" in text

@@ -35,7 +35,7 @@ def loss(x: Tensor, targets: Tensor, tp: int, fresh: bool = False) -> Tensor:
 
 
 @over_ranks
-def test_class_terms(tp: int) -> None:
+def test_class_terms_give_cross_entropy_and_its_gradient(tp: int) -> None:
     x = logits()
     found, expected = loss(x, TARGETS, tp), F.cross_entropy(x, TARGETS)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
@@ -44,7 +44,7 @@ def test_class_terms(tp: int) -> None:
 
 
 @over_ranks
-def test_class_terms_in_place(tp: int) -> None:
+def test_class_terms_overwrite_logits_in_the_last_backward_only(tp: int) -> None:
     """In the logits' memory, and in the last backward only: whoever retains the graph gets the same twice."""
     x = logits()
     found = loss(x, TARGETS, tp, fresh=True)
@@ -65,7 +65,7 @@ def test_class_terms_take_memory_only_where_they_may() -> None:
 
 
 @over_ranks
-def test_class_terms_differentiated_again(tp: int) -> None:
+def test_class_terms_have_second_derivatives(tp: int) -> None:
     x = (logits() / 30).detach().requires_grad_()
     direction = torch.randn_like(x)
 
@@ -79,7 +79,7 @@ def test_class_terms_differentiated_again(tp: int) -> None:
 
 @over_ranks
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, at its first jvp
-def test_class_terms_forward_mode(tp: int) -> None:
+def test_class_terms_have_forward_mode_derivatives(tp: int) -> None:
     x = logits().detach()
     direction = torch.randn_like(x)
     mine, theirs = (
@@ -93,7 +93,7 @@ def test_class_terms_forward_mode(tp: int) -> None:
 
 
 @over_ranks
-def test_class_terms_of_each_sample(tp: int) -> None:
+def test_class_terms_under_vmap_give_per_sample_gradients(tp: int) -> None:
     """vmap(grad), over logits and targets, and over targets alone; and a batch of gradients."""
     x = logits().detach()
     each = torch.func.vmap(torch.func.grad(lambda x, t, tp=tp: loss(x[None], t[None], tp)))
@@ -120,7 +120,7 @@ def test_class_terms_of_half_precision_are_float32() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, CLASSES, CLASSES + 4])
-def test_a_class_that_no_rank_has_is_an_error(wrong: int) -> None:
+def test_class_terms_refuse_a_class_out_of_range(wrong: int) -> None:
     """As on one device: it must not pass for what another rank has."""
     x = logits().detach()[:2]
     with pytest.raises(RuntimeError, match=f"an index is out of range: not from 0 to {CLASSES - 1}"):

@@ -27,7 +27,7 @@ def log_probs(dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.parametrize("zero_infinity", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("form", ["padded", "joined", "lists", "alone"])
-def test_equal(reduction: str, zero_infinity: bool, dtype: torch.dtype, form: str) -> None:
+def test_ctc_loss_equals_torch_s(reduction: str, zero_infinity: bool, dtype: torch.dtype, form: str) -> None:
     """The third target does not fit into its steps: [2 2 2] needs five."""
     given: tuple[Any, ...] = TARGETS, STEPS, LENGTHS
     if form == "joined":
@@ -58,6 +58,6 @@ class Recogniser(Plain):
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_in_a_graph(tp: int) -> None:
+def test_ctc_loss_of_a_model_is_verified(tp: int) -> None:
     report = autotp.verify(Recogniser(), tp, example_inputs=(torch.randn(3, 9, 8), TARGETS, LENGTHS))
     assert report.ok, report

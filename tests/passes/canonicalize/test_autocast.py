@@ -102,7 +102,9 @@ def defaulted(x: Tensor, w: Tensor) -> Tensor:
         pytest.param(defaulted, OFF, 2, id="default-dtype"),
     ],
 )
-def test_numbers(function: Callable[..., Tensor], around: Autocast, casts: int | None) -> None:
+def test_autocast_written_out_gives_autocast_s_numbers(
+    function: Callable[..., Tensor], around: Autocast, casts: int | None
+) -> None:
     graph = autocast(capture(Function(function), (X, W), {}, around).graph, around)
     assert not {enter_autocast, exit_autocast} & {node.target for node in graph.nodes}
     assert casts is None or ops(graph).count("to") == casts
@@ -113,7 +115,7 @@ def test_numbers(function: Callable[..., Tensor], around: Autocast, casts: int |
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_the_docstrings_example() -> None:
+def test_autocast_does_the_docstring_s_example() -> None:
     graph = autocast(capture(Function(linear), (X, W), {}, BF16).graph, BF16)
     assert lines(graph) == [
         "to(tensors_0, bfloat16)",
@@ -123,7 +125,7 @@ def test_the_docstrings_example() -> None:
     ]
 
 
-def test_regions_of_another_device_stay() -> None:
+def test_autocast_leaves_regions_of_another_device() -> None:
     """There it casts what a graph on this device does not have."""
 
     def make(call: Callable[..., torch.fx.Node], x: torch.fx.Node) -> torch.fx.Node:

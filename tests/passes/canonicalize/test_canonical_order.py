@@ -57,11 +57,11 @@ def _text(model: nn.Module) -> str:
     return digest(analyse(skeleton_of(model), (X,), {}, 2))
 
 
-def test_the_order_of_recording_does_not_count() -> None:
+def test_canonical_order_ignores_the_order_of_recording() -> None:
     assert _text(Tables(("short", "long one"))) == _text(Tables(("long one", "short")))
 
 
-def test_the_order_of_random_draws_counts() -> None:
+def test_canonical_order_keeps_the_order_of_draws() -> None:
     """The stream is one: what draws first has other numbers."""
     assert _text(Draws(0)) != _text(Draws(1))
 
@@ -75,19 +75,19 @@ class Unread(Tables):
         return super().forward(x)
 
 
-def test_what_nobody_reads_has_an_order() -> None:
+def test_canonical_order_sorts_unread_operators() -> None:
     assert _text(Unread(("short", "long one"))) == _text(Unread(("long one", "short")))
     assert _text(Unread(("short", "long one"))) != _text(Tables(("short", "long one")))  # It tells axes: it stays.
 
 
-def test_an_operator_counts() -> None:
+def test_canonical_text_changes_with_an_operator() -> None:
     other = Tables(("short", "long one"))
     other.down = nn.Linear(32, 8, bias=False)
     assert _text(other) != _text(Tables(("short", "long one")))
 
 
 @pytest.mark.parametrize("model", [Tables(("short", "long one")), Draws(0)], ids=["tables", "draws"])
-def test_computes_the_same(model: nn.Module) -> None:
+def test_canonical_order_computes_the_same(model: nn.Module) -> None:
     assert autotp.verify(model, 2, example_inputs=X).ok
 
 
@@ -130,7 +130,7 @@ def _printed(name: str) -> str:
 
 @pytest.mark.rare
 @pytest.mark.parametrize("name", ["modernbert", "llama", "gemma3", "mixtral", "bert"])
-def test_every_process_has_the_same_graph(name: str) -> None:
+def test_every_hash_seed_gives_the_same_graph(name: str) -> None:
     """Sets have another order in each, by hash seed or by address; so must nothing that passes decide."""
     found = set()
     for seed in ("1", "2", "3"):
@@ -150,7 +150,7 @@ checks = Checks(fresh=True)
 
 
 @checks.on(2)
-def sets_have_an_order_of_their_own(rank: int, n: int) -> None:
+def sets_differ_in_order_between_these_ranks(rank: int, n: int) -> None:
     """Or the others here could not fail."""
     orders: list[Any] = [None] * n
     dist.all_gather_object(orders, list(set(TYPES)))
@@ -158,12 +158,12 @@ def sets_have_an_order_of_their_own(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def trains(rank: int, n: int) -> None:
+def modernbert_trains_with_sets_in_any_order(rank: int, n: int) -> None:
     _expect_trained("modernbert", n)
 
 
 @checks.on(2, rare=True)
-def trains_others(rank: int, n: int) -> None:
+def other_families_train_with_sets_in_any_order(rank: int, n: int) -> None:
     for name in ("gemma3", "mixtral", "bert"):
         _expect_trained(name, n)
 

@@ -71,7 +71,7 @@ def of_size(call: Any, x: Any, **_: Any) -> Any:
         pytest.param(of_size, ["sym_size(x, 1)"], id="view-to-computed-sizes"),
     ],
 )
-def test_forms(make: Callable[..., Any], expected: list[str]) -> None:
+def test_canonicalize_gives_the_expected_form(make: Callable[..., Any], expected: list[str]) -> None:
     values = VALUES | {"y": some(2, 4, 4), "nan": NOTHING}
     graph = draft(make, **values)
     found = lines(canonicalize(graph))
@@ -80,7 +80,7 @@ def test_forms(make: Callable[..., Any], expected: list[str]) -> None:
     expect_same(graph, canonicalize(graph), list(values.values()))
 
 
-def test_symbolic_sizes_of_the_same_shape() -> None:
+def test_canonicalize_drops_views_of_the_same_symbolic_shape() -> None:
     """`x.view(batch, seq, 4)` of `[batch seq 4]` is nothing, of `[seq batch 4]` it is not."""
 
     class Views(nn.Module):
@@ -92,7 +92,7 @@ def test_symbolic_sizes_of_the_same_shape() -> None:
     assert [kind for kind in ops(graph) if kind != "sym_size"] == ["exp", "transpose", "reshape"]
 
 
-def test_the_source_line_stays() -> None:
+def test_canonicalize_keeps_the_source_line() -> None:
     """What a rewrite makes is where the model's operator was, for the messages."""
     graph = draft(calls(aten.linear.default, "x", "w", "b"), **VALUES)
     graph.find_nodes(op="call_function", target=aten.linear.default)[0].meta["stack_trace"] = "here"
@@ -126,7 +126,7 @@ class First(nn.Module):
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_a_size_of_an_example_is_no_argument(name: str) -> None:
+def test_canonicalize_leaves_no_symbolic_size_as_argument(name: str) -> None:
     """An input's sizes are symbols, and a node of a graph takes numbers and nodes."""
     model = First(FIRST[name])
     captured, graph = canonical(model, some(3, 6, 5))
@@ -139,6 +139,6 @@ def test_a_size_of_an_example_is_no_argument(name: str) -> None:
 
 
 @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 6), nn.InstanceNorm1d(6), nn.InstanceNorm1d(6, affine=True)])
-def test_a_model_that_begins_with_a_norm(norm: nn.Module) -> None:
+def test_models_that_begin_with_a_norm_are_verified(norm: nn.Module) -> None:
     model = nn.Sequential(norm, nn.Conv1d(6, 12, 1), nn.Conv1d(12, 6, 1))
     assert autotp.verify(model, 2, example_inputs=torch.randn(3, 6, 5)).ok

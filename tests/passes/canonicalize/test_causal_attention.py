@@ -89,7 +89,9 @@ def in_turns(x: Tensor) -> Tensor:
     ],
     ids=["bfloat16", "float16", "float32", "too-wide", "in-turns"],
 )
-def test_keys_are_not_repeated_where_a_kernel_takes_them(repeated: Any, dtype: Any, width: int, heads: int) -> None:
+def test_causal_attention_repeats_no_keys_where_a_kernel_takes_them(
+    repeated: Any, dtype: Any, width: int, heads: int
+) -> None:
     x = torch.randn(2, 6, 4 * width).to(dtype)
     before = canonical(Grouped(repeated, width), x)[1]
     (node,) = (n for n in causal_attention(before).nodes if n.target is aten.scaled_dot_product_attention.default)
@@ -143,7 +145,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("name", CAUSAL)
-def test_a_causal_mask_is_left_out(name: str, dropout: float) -> None:
+def test_causal_attention_leaves_out_a_causal_mask(name: str, dropout: float) -> None:
     x = torch.randn(2, 3, 6, 4, dtype=torch.float64)
     assert attention_of(Masked(CAUSAL[name], dropout_p=dropout), x) == (None, True)
     expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -151,13 +153,13 @@ def test_a_causal_mask_is_left_out(name: str, dropout: float) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_any_other_mask_stays(name: str) -> None:
+def test_causal_attention_keeps_any_other_mask(name: str) -> None:
     x = torch.randn(2, 3, 6, 4, dtype=torch.float64)
     mask, causal = attention_of(Masked(OTHERS[name]), x)
     assert mask is not None and causal is False
 
 
-def test_more_keys_than_queries_keep_their_mask() -> None:
+def test_causal_attention_keeps_masks_of_more_keys_than_queries() -> None:
     """torch aligns such a causal attention at the first key, which is also what this mask says, at one length only."""
 
     class Two(nn.Module):
@@ -171,7 +173,7 @@ def test_more_keys_than_queries_keep_their_mask() -> None:
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_masks_of_transformers(cache: bool) -> None:
+def test_causal_attention_leaves_out_masks_of_transformers(cache: bool) -> None:
     """Without padding, as on one device; without a cache it asks whether sequences are packed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

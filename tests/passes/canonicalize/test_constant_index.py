@@ -34,7 +34,7 @@ class Picked(nn.Module):
         pytest.param([0, 2], "index", id="apart"),
     ],
 )
-def test_pick(places: list[int], kind: str) -> None:
+def test_constant_index_becomes_slices_or_a_lookup(places: list[int], kind: str) -> None:
     model, x = Picked(places), torch.randn(3, 24)
     captured, graph = canonical(model, x)
     assert kind in " ".join(ops(constant_index(graph, captured.constants)))

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 X = some(2, 3, 4)
 
 
-def test_the_docstrings_example() -> None:
+def test_cse_does_the_docstring_s_example() -> None:
     def products(call: Any, x: Any, q: Any, k: Any) -> Any:
         first = call(aten.mm.default, call(aten.reshape.default, x, [6, 4]), q)
         return first, call(aten.mm.default, call(aten.reshape.default, x, [6, 4]), k)
@@ -64,14 +64,14 @@ def numbers(call: Any, x: Any) -> Any:
         pytest.param(twice(aten.rand_like.default), 2, id="draws-like"),
     ],
 )
-def test_operators_left(make: Callable[..., Any], left: int) -> None:
+def test_cse_leaves_as_many_operators_as_differ(make: Callable[..., Any], left: int) -> None:
     graph = draft(make, x=X)
     shared = cse(graph)
     assert len(ops(shared)) == left
     expect_same(graph, shared, [X])
 
 
-def test_not_across_the_border_of_a_region() -> None:
+def test_cse_never_shares_across_an_autocast_region() -> None:
     """The same operator computes something else under autocast; within one region it is shared."""
 
     def regions(call: Any, x: Any) -> Any:

@@ -35,7 +35,7 @@ def written(*views: tuple[Any, ...], target: Any = aten.add_.Scalar, args: tuple
     return make
 
 
-def test_the_docstrings_example() -> None:
+def test_functionalize_does_the_docstring_s_example() -> None:
     graph = draft(written((aten.select.int, 1, 0), target=aten.fill_.Scalar), x=X)
     found, updated = functionalize(graph, [])
     assert lines(found)[:5] == [
@@ -75,7 +75,7 @@ def test_the_docstrings_example() -> None:
         pytest.param(written((aten.detach.default,), target=aten.mul_.Tensor, args=("itself",)), id="by-itself"),
     ],
 )
-def test_views(make: Callable[..., Any]) -> None:
+def test_functionalize_writes_through_views(make: Callable[..., Any]) -> None:
     graph = draft(make, x=X)
     found, _ = functionalize(graph, [], constants=["x"])
     assert not any(kind.endswith("_") for kind in ops(found))
@@ -104,7 +104,7 @@ def test_views(make: Callable[..., Any]) -> None:
     ],
     ids=str,
 )
-def test_the_form_that_returns_a_tensor(target: Any, args: tuple[Any, ...]) -> None:
+def test_functionalize_finds_the_out_of_place_form_by_types(target: Any, args: tuple[Any, ...]) -> None:
     """Found by the types of its arguments: neither its name nor its defaults need be the same."""
     graph = draft(written(target=target, args=args), x=X)
     found, _ = functionalize(graph, [])
@@ -113,7 +113,7 @@ def test_the_form_that_returns_a_tensor(target: Any, args: tuple[Any, ...]) -> N
 
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 5), (9, 3), (1, 4), (3, 3, 3)], ids=str)
-def test_a_filled_diagonal(sizes: tuple[int, ...], wrap: bool) -> None:
+def test_functionalize_fills_a_diagonal(sizes: tuple[int, ...], wrap: bool) -> None:
     x = some(*sizes)
     graph = draft(written(target=aten.fill_diagonal_.default, args=(5.0, wrap)), x=x)
     found, _ = functionalize(graph, [])
@@ -137,12 +137,12 @@ class InBatch(nn.Module):
         return scores.logsumexp(1).sum()
 
 
-def test_a_diagonal_written_in_a_model() -> None:
+def test_a_model_that_writes_a_diagonal_is_verified() -> None:
     assert autotp.verify(InBatch(), 2, example_inputs=(torch.randn(5, 6), torch.tensor([3, 1, 3, 0, 1]))).ok
 
 
 @pytest.mark.parametrize("name", ["__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__"])
-def test_operators_that_python_writes_with_an_equals_sign(name: str) -> None:
+def test_functionalize_follows_augmented_assignments(name: str) -> None:
     """`mask |= other` and `mask[0] |= other` are operators of their own in a graph."""
     given = torch.tensor([[5, 2, 1], [6, 0, 3]])
 
@@ -208,7 +208,7 @@ def one_of_several(call: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", [other_view, between, second_write, copies, piece, one_of_several])
-def test_who_sees_a_write(make: Callable[..., Any]) -> None:
+def test_functionalize_shows_a_write_to_all_sharing_memory(make: Callable[..., Any]) -> None:
     graph = draft(make, x=X)
     expect_same(graph, functionalize(graph, [])[0], [X])
 
@@ -226,7 +226,7 @@ def test_who_sees_a_write(make: Callable[..., Any]) -> None:
 )
 @pytest.mark.parametrize("changed", ["value", "view"])
 @pytest.mark.parametrize("before", [aten.clone.default, aten.t.default, None], ids=["plain", "strided", "f32"])
-def test_what_may_be_a_view(maybe: tuple[Any, ...], changed: str, before: Any) -> None:
+def test_functionalize_knows_when_a_reshape_copies(maybe: tuple[Any, ...], changed: str, before: Any) -> None:
     """Of a transposed value `reshape` is a copy, of another dtype `to` is: the other does not see what one is given."""
 
     def make(call: Any, x: Any) -> Any:
@@ -259,7 +259,7 @@ def hidden_view(call: Any, name: str, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_a_view_that_its_schema_hides(name: str) -> None:
+def test_functionalize_follows_views_that_schemas_hide(name: str) -> None:
     """It shows what is written to its base behind it, and nothing is written through it."""
     value = some(6) if name in ("meshgrid", "cartesian") else some(2, 3, 4)
 
@@ -299,7 +299,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_is_written_without_gradients_has_none(name: str) -> None:
+def test_writes_under_no_grad_have_no_gradient(name: str) -> None:
     """The base has the value that was written, and no gradient of it."""
     graph = draft(detached(PLAIN[name]), x=X)
     found, _ = functionalize(graph, [])
@@ -318,7 +318,7 @@ def straight_through(call: Any, x: Any) -> tuple[Any, ...]:
     return chosen, part
 
 
-def test_a_detached_tensor_has_the_gradient_of_what_is_written_to_it() -> None:
+def test_a_detached_tensor_gets_the_written_value_s_gradient() -> None:
     given = X.clone().requires_grad_()
     for value in run(functionalize(draft(straight_through, x=X), [])[0], [given]):
         (found,) = torch.autograd.grad(value.sum(), given, retain_graph=True)
@@ -326,7 +326,7 @@ def test_a_detached_tensor_has_the_gradient_of_what_is_written_to_it() -> None:
         torch.testing.assert_close(found, expected.expand(X.shape).to(found.dtype))
 
 
-def test_a_detached_tensor_with_a_gradient_is_not_made_again() -> None:
+def test_functionalize_refuses_a_second_write_behind_detach() -> None:
     """Its memory is written by another name, and the graph has its values without the gradient."""
 
     def make(call: Any, x: Any) -> tuple[Any, ...]:
@@ -341,7 +341,7 @@ def test_a_detached_tensor_with_a_gradient_is_not_made_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["value", "view", "assigned"])
-def test_no_write_without_gradients_where_one_flows(name: str) -> None:
+def test_functionalize_refuses_no_grad_writes_where_gradients_flow(name: str) -> None:
     bases = {
         "value": lambda call, x: call(aten.stack.default, [x, x]),
         "view": lambda call, x: call(aten.view.default, call(aten.stack.default, [x, x]), [2, *X.shape]),
@@ -364,7 +364,7 @@ def assigned(call: Any, x: Any) -> Any:
     return base
 
 
-def test_buffers() -> None:
+def test_functionalize_returns_last_values_of_changed_buffers() -> None:
     """A buffer's last value is returned behind the outputs, whatever was written to in between, and only if changed."""
 
     def make(call: Any, count: Any, mean: Any, x: Any) -> Any:
@@ -405,7 +405,7 @@ def test_buffers() -> None:
         ),
     ],
 )
-def test_refused(make: Callable[..., Any], why: str) -> None:
+def test_functionalize_refuses_writes_it_cannot_follow(make: Callable[..., Any], why: str) -> None:
     with pytest.raises(Error) as error:
         functionalize(draft(make, x=X), [])
     assert str(error.value) == (
@@ -415,7 +415,7 @@ def test_refused(make: Callable[..., Any], why: str) -> None:
     )
 
 
-def test_an_input_that_may_be_written_is_a_new_value_and_no_update() -> None:
+def test_functionalize_makes_writable_inputs_new_values() -> None:
     graph = draft(lambda call, x: (call(aten.add_.Scalar, x, 1), x), x=X)
     found, updated = functionalize(graph, [], {"x"})
     assert lines(found) == ["add(x, 1)", "return add, add"]
@@ -439,7 +439,7 @@ class Picks(nn.Module):
         return (first + y).sum() + picked.sum()
 
 
-def test_sizes_that_depend_on_values() -> None:
+def test_models_with_data_dependent_sizes_are_verified() -> None:
     """What a view shares is tried on sizes; those of values are made up, and need not fit each other."""
     given = torch.randn(5, 6), torch.tensor([1, 0, 1, 1, 0])
     assert autotp.verify(Picks(), 2, example_inputs=given).ok
@@ -456,7 +456,7 @@ class Fives(Picks):
         return (first + y).sum() + groups.exp().sum()
 
 
-def test_a_gradient_through_sizes_that_fit_no_example() -> None:
+def test_gradient_flows_through_data_dependent_multiples() -> None:
     given = torch.randn(7, 6), torch.tensor([1, 1, 1, 0, 1, 1, 0])
     assert autotp.verify(Fives(), 2, example_inputs=given).ok
 
@@ -479,6 +479,6 @@ class Codebook(nn.Module):
         return self.down(h + self.entries[nearest]).sum()
 
 
-def test_a_length_that_is_known_beside_another() -> None:
+def test_gradient_flows_beside_a_count_of_another_length() -> None:
     """Whether a gradient flows through an operator is tried: counts of 5 entries are as long as a tensor of 5 rows."""
     assert autotp.verify(Codebook(), 2, example_inputs=torch.randn(8, 6)).ok

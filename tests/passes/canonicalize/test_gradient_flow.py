@@ -36,11 +36,11 @@ def flows(make: Any, plain: tuple[str, ...] = ()) -> bool:
     ],
     ids=["exp", "table", "detach", "comparison", "argmax", "integers", "like", "beside-detach", "cast", "refused"],
 )
-def test_flows(make: Any, found: bool) -> None:
+def test_gradient_flow_follows_each_operator(make: Any, found: bool) -> None:
     assert flows(make) == found
 
 
-def test_an_operator_that_refuses_one_operand_s_gradient_may_pass_another_s() -> None:
+def test_wants_gradient_tries_operands_one_by_one() -> None:
     def joined(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if scale.requires_grad:
             raise RuntimeError("scale has no derivative")
@@ -52,13 +52,13 @@ def test_an_operator_that_refuses_one_operand_s_gradient_may_pass_another_s() ->
         _wants_gradient(joined, (torch.ones(2), torch.ones(3)), {})
 
 
-def test_inputs_without_a_gradient() -> None:
+def test_gradient_flow_leaves_out_inputs_without_gradient() -> None:
     make = lambda call, x, mask, index: call(aten.mul.Tensor, call(aten.exp.default, x), mask)  # noqa: E731
     assert flows(make, ("x",)), "through the mask"
     assert not flows(make, ("x", "mask"))
 
 
-def test_with_gradient() -> None:
+def test_with_gradient_leaves_out_detached_and_index_operands() -> None:
     """What is detached, compared or chosen by has no gradient."""
 
     def make(call: Any, x: Any, y: Any, mask: Any, index: Any) -> Any:

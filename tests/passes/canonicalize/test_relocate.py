@@ -21,7 +21,7 @@ def mixed(call: Any, x: Any) -> Any:
     return positions, call(aten.lt.Scalar, drawn, 0.5), call(aten.relu.default, x)
 
 
-def test_the_docstrings_example() -> None:
+def test_relocate_does_the_docstring_s_example() -> None:
     graph = draft(mixed, x=some(4))
     found = relocate(graph, "cuda")
     assert lines(found) == [
@@ -39,6 +39,6 @@ def test_the_docstrings_example() -> None:
     assert lines(graph)[0] == "arange(4, device=device(type='cpu'))", "the old graph stays as it is"
 
 
-def test_a_graph_of_the_cpu_stays_as_it_is() -> None:
+def test_relocate_to_the_cpu_returns_the_same_graph() -> None:
     graph = draft(lambda call: call(aten.rand.default, [4], device=CPU))
     assert relocate(graph, "cpu") is graph

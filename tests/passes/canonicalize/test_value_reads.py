@@ -35,7 +35,7 @@ def program(**state: object):  # type: ignore[no-untyped-def]
     return analyse(skeleton_of(Model()), (X, N), {}, 2, call=CallState(**state))  # type: ignore[arg-type]
 
 
-def test_before_and_after() -> None:
+def test_value_reads_split_those_of_inputs_from_later_ones() -> None:
     found = program()
     captured = found.captured
     assert [read.of_inputs for read in captured.asked] == [True, False, False]
@@ -46,15 +46,15 @@ def test_before_and_after() -> None:
     assert found.updated == ["b_model_calls"]
 
 
-def test_draws_stay() -> None:
+def test_value_reads_leave_draws_in_the_graph() -> None:
     assert "rand" in ops(program().graph)
 
 
-def test_nothing_is_written_into_before_the_outcomes_are_known() -> None:
+def test_value_reads_let_no_argument_be_written() -> None:
     assert program().captured.owned == frozenset()
 
 
-def test_the_values_of_a_part_are_no_inputs() -> None:
+def test_value_reads_of_cut_inputs_are_later_ones() -> None:
     """Each rank has other values of a cut input."""
     found = program(given={1: Layout((2,), 0)}).captured
     assert [read.of_inputs for read in found.asked] == [False, False, False]

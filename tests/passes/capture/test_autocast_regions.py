@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 X = torch.ones(2, 2)
 
 
-def test_ambient() -> None:
+def test_ambient_reads_the_autocast_around() -> None:
     assert ambient(CPU) == Autocast()
     with torch.autocast("cpu", torch.bfloat16):
         assert ambient(CPU) == Autocast("cpu", torch.bfloat16)
@@ -23,7 +23,7 @@ def test_ambient() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-def test_on_and_off(dtype: torch.dtype | None) -> None:
+def test_autocast_settings_switch_on_and_off(dtype: torch.dtype | None) -> None:
     """`off` is for a graph that has the casts already; where autocast was off it changes nothing."""
     settings = Autocast("cpu", dtype)
     with torch.autocast("cpu", torch.bfloat16):
@@ -34,7 +34,7 @@ def test_on_and_off(dtype: torch.dtype | None) -> None:
             assert not torch.is_autocast_cache_enabled()
 
 
-def test_a_region_of_two_calls() -> None:
+def test_enter_and_exit_autocast_bound_a_region() -> None:
     region = enter_autocast("cpu", torch.bfloat16, True, None)
     try:
         assert (X @ X).dtype == torch.bfloat16

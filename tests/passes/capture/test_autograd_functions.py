@@ -146,14 +146,14 @@ X = ROWS.float()
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.rare)])
-def test_equal_to_one_device(kind: str, tp: int) -> None:
+def test_functions_with_own_backward_equal_one_device(kind: str, tp: int) -> None:
     torch.manual_seed(0)
     report = autotp.verify(MODELS[kind](), tp, example_inputs=X)
     assert report.ok, report
 
 
 @pytest.mark.parametrize("kind", ["inside-Tanh", "inside-Relu"])
-def test_what_it_surrounds_stays_cut(kind: str) -> None:
+def test_layers_around_a_function_stay_cut(kind: str) -> None:
     """Both layers are cut by their width, and nothing is sent but a sum; one backward sums what it sends to `x`."""
     plan = autotp.explain(MODELS[kind](), 2, example_inputs=X)
     assert {"up.weight", "down.weight"} <= {cut.name for cut in plan.cuts}
@@ -161,7 +161,7 @@ def test_what_it_surrounds_stays_cut(kind: str) -> None:
     assert plan.traffic.backward == {}
 
 
-def test_a_functions_apply_works_again() -> None:
+def test_function_apply_works_after_capture() -> None:
     autotp.explain(Inside(Negated), 2, example_inputs=X)
     assert Negated.apply(X).equal(X)
 
@@ -258,7 +258,7 @@ CALL = "return self.down(self.function.apply(self.up(x), *self.more))"
         (Missing, "ValueError: it returns 1 gradients of 2 operands"),
     ],
 )  # fmt: skip
-def test_refused(function: Any, why: str) -> None:
+def test_functions_whose_backward_no_graph_takes_are_refused(function: Any, why: str) -> None:
     model = Inside(function, *(2.0,) * (function is Missing))
     assert message(lambda: autotp.explain(model, 2, example_inputs=X)) == (
         f"explain(Inside, tp=2): the backward of the torch.autograd.Function `{function.__name__}` cannot be in a "
@@ -266,7 +266,7 @@ def test_refused(function: Any, why: str) -> None:
     )
 
 
-def test_random_numbers_in_backward_are_refused() -> None:
+def test_functions_that_draw_in_backward_are_refused() -> None:
     assert message(lambda: autotp.explain(Inside(Drawing), 2, example_inputs=X)) == (
         "explain(Inside, tp=2): the backward of the torch.autograd.Function `Drawing` draws random numbers\n"
         f"  at       {line_of(small_models.__file__, 'return self.mlp(x)')}\n"

@@ -162,7 +162,7 @@ class ReadsValuesAndTargets(Tokens):
         return super().forward(idx[: int(idx.max())], targets)
 
 
-def test_labels_that_are_left_out_are_told() -> None:
+def test_example_inputs_warn_of_left_out_labels() -> None:
     """Without them no loss is planned, and nothing else says so."""
     with pytest.warns(
         UserWarning, match=r'`targets` is left out .* Pass example_inputs=\{"idx": ..., "targets": ...\}'
@@ -208,7 +208,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", FOUND)
 @pytest.mark.filterwarnings("ignore:.* is left out of the example inputs")
-def test_found(name: str, device: str) -> None:
+def test_example_inputs_are_found_from_the_model(name: str, device: str) -> None:
     make, want = FOUND[name]
     with torch.device(device):
         model = make()
@@ -221,7 +221,7 @@ def test_found(name: str, device: str) -> None:
         model(**kwargs)  # the values are valid
 
 
-def test_positional_only() -> None:
+def test_example_inputs_of_positional_only_arguments() -> None:
     args, kwargs = example_inputs(PositionalOnly())
     assert kwargs == {}
     assert [x.tolist() for x in args] == [[[0, 1, 2, 3, 4], [5, 6, 0, 1, 2]]]
@@ -246,7 +246,7 @@ X, Y = torch.zeros(3), torch.ones(4)
         pytest.param(X, ((X,), {}), id="tensor"),
     ],
 )
-def test_given(given: Any, want: Any) -> None:
+def test_example_inputs_take_what_is_given(given: Any, want: Any) -> None:
     assert example_inputs(Dummy(), given) == want
 
 
@@ -260,7 +260,7 @@ HUGGING_FACE: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face(name: str) -> None:
+def test_example_inputs_of_transformers_language_models(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 6}
     config = getattr(transformers, name).config_class(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -280,7 +280,7 @@ VISION: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_hugging_face_vision(name: str) -> None:
+def test_example_inputs_of_transformers_vision_models(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
     model = getattr(transformers, name)(getattr(transformers, name).config_class(**sizes)).eval()
@@ -370,7 +370,7 @@ ERRORS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
+def test_example_inputs_say_what_is_missing(name: str) -> None:
     make, given, message = ERRORS[name]
     with pytest.raises(autotp.Error) as error:
         example_inputs(make(), given)

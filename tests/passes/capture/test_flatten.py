@@ -44,7 +44,7 @@ def layers(assigns: bool, shared: bool) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(("assigns", "shared"), [(True, False), (False, True), (False, False)])
-def test_later_calls_find_what_earlier_ones_left(assigns: bool, shared: bool) -> None:
+def test_buffers_assigned_in_forward_last_between_calls(assigns: bool, shared: bool) -> None:
     whole = layers(assigns, shared)
     parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=torch.randn(3, 6))
     for size in (1, 4, 0.5):
@@ -55,7 +55,7 @@ def test_later_calls_find_what_earlier_ones_left(assigns: bool, shared: bool) ->
         torch.testing.assert_close(buffer, expected[name])
 
 
-def test_a_buffer_with_several_names() -> None:
+def test_assigning_a_buffer_with_several_names_is_refused() -> None:
     """Each name has a tensor of its own after the first call."""
     with pytest.raises(autotp.Error) as raised:
         autotp.parallelize(layers(True, True), 1, example_inputs=torch.randn(3, 6))
@@ -119,7 +119,7 @@ def keeps_a_copy(model: Exchanges, mean: Tensor) -> None:
         ),
     ],
 )
-def test_buffers_that_share_a_tensor_after_a_call(does: Callable[[Any, Tensor], Any], message: str) -> None:
+def test_forward_that_makes_buffers_share_is_refused(does: Callable[[Any, Tensor], Any], message: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         autotp.parallelize(Exchanges(does), 1, example_inputs=torch.randn(3, 6))
     assert str(raised.value).startswith(f"parallelize(Exchanges, tp=1): {message}\n  try      ")
@@ -158,7 +158,7 @@ class Plain(nn.Module):
         ),
     ],
 )
-def test_a_plain_tensor_with_two_names(buffer: bool, message: str) -> None:
+def test_a_changing_tensor_with_two_names_is_refused(buffer: bool, message: str) -> None:
     parallel = autotp.parallelize(Plain(buffer), 1, example_inputs=torch.randn(3, 6))
     parallel(torch.randn(3, 6))
     with pytest.raises(autotp.Error) as raised:
@@ -184,7 +184,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_tensor_that_calls_set_under_two_names(nested: bool) -> None:
+def test_a_later_capture_refuses_two_names_of_one_tensor(nested: bool) -> None:
     """The graph of separate tensors is right; a later capture finds one tensor, and would read an old one."""
     torch.manual_seed(0)
     whole = Twice(nested)
@@ -198,7 +198,7 @@ def test_a_tensor_that_calls_set_under_two_names(nested: bool) -> None:
 
 
 @pytest.mark.parametrize("does", [swaps, keeps_a_copy])
-def test_buffers_with_tensors_of_their_own(does: Callable[[Any, Tensor], Any]) -> None:
+def test_swapped_or_copied_buffers_equal_one_device(does: Callable[[Any, Tensor], Any]) -> None:
     torch.manual_seed(0)
     whole = Exchanges(does)
     parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=torch.randn(3, 6))
@@ -209,7 +209,7 @@ def test_buffers_with_tensors_of_their_own(does: Callable[[Any, Tensor], Any]) -
         torch.testing.assert_close(parallel.second, whole.second)
 
 
-def test_a_layer_with_two_names() -> None:
+def test_a_layer_with_two_names_keeps_its_buffer() -> None:
     """Its buffer has two names, too, and both have the new tensor."""
     whole = layers(True, False)
     whole.append(whole[0])

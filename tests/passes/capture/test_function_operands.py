@@ -155,14 +155,14 @@ X = ROWS.float()
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.rare)])
-def test_equal_to_one_device(kind: str, tp: int) -> None:
+def test_functions_of_several_operands_equal_one_device(kind: str, tp: int) -> None:
     torch.manual_seed(0)
     report = autotp.verify(MODELS[kind](), tp, example_inputs=X)
     assert report.ok, report
 
 
 @pytest.mark.parametrize("kind", ["layer", "several", "twice", "weighed"])
-def test_what_it_surrounds_stays_cut(kind: str) -> None:
+def test_layers_around_a_weighted_function_stay_cut(kind: str) -> None:
     """Both layers are cut by their width, and nothing is sent but a sum; one backward sums what it sends to `x`."""
     plan = autotp.explain(MODELS[kind](), 2, example_inputs=X)
     assert {"up.weight", "down.weight"} <= {cut.name for cut in plan.cuts}
@@ -170,7 +170,7 @@ def test_what_it_surrounds_stays_cut(kind: str) -> None:
     assert plan.traffic.backward == ({"all-reduce": 1} if kind == "layer" else {})
 
 
-def test_two_calls_on_one_value_have_two_gradients() -> None:
+def test_shared_function_calls_would_lose_a_gradient() -> None:
     """Shared, their gradients would be clamped as one: 0.5 for 0.5 + 0.5."""
     from autotp.passes.canonicalize import cse
 
@@ -189,19 +189,19 @@ checks = Checks()
 
 @checks.on(2)
 @checks.on(3, rare=True)
-def trains(rank: int, n: int) -> None:
+def functions_of_weights_train_as_one_device(rank: int, n: int) -> None:
     for kind in ("layer", "several", "weighed"):
         expect_equal_training(MODELS[kind], n)
 
 
 @checks.on(2)
-def trains_with_options(rank: int, n: int) -> None:
+def functions_of_weights_train_along_the_sequence_and_without_passes(rank: int, n: int) -> None:
     expect_equal_training(Layer, n, sequence_parallel=True)
     expect_equal_training(Several, n, without=OPTIONAL)
 
 
 @checks.on(2)
-def frozen_and_thawed(rank: int, n: int) -> None:
+def functions_of_frozen_weights_have_gradients_once_thawed(rank: int, n: int) -> None:
     """What is frozen when the graph is captured has a gradient once it is not."""
     one, mine = _model("weighed-frozen"), _parallel("weighed-frozen", n)
     for model in (one, mine):
@@ -213,7 +213,7 @@ def frozen_and_thawed(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def torch_func(rank: int, n: int) -> None:
+def functions_of_weights_give_per_row_gradients(rank: int, n: int) -> None:
     """A gradient of rows one by one, through a Function that has a weight."""
     x, one, mine = MORE_ROWS.clone().requires_grad_(), _model("layer"), _parallel("layer", n)
     (expected,) = torch.autograd.grad((one(x) ** 2).sum(), x)
@@ -225,14 +225,14 @@ def torch_func(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def compiled(rank: int, n: int) -> None:
+def functions_of_several_results_compile(rank: int, n: int) -> None:
     one, mine = _model("several"), _parallel("several", n)
     mine(MORE_ROWS)
     torch.testing.assert_close(torch.compile(mine, backend="aot_eager", fullgraph=True)(MORE_ROWS), one(MORE_ROWS))
 
 
 @checks.on(2)
-def sums_rows_itself(rank: int, n: int) -> None:
+def functions_that_sum_rows_themselves_are_refused_in_microbatches(rank: int, n: int) -> None:
     batch = MORE_ROWS[:8], MORE_ROWS[2:]
     text = message(lambda: autotp.distribute(WithLoss(Layer()).double(), tp=2, microbatches=2, example_inputs=batch))
     assert "`aten.matmul.default` mixes the rows of the batch, which cannot be computed in parts" in text

@@ -95,7 +95,7 @@ def checked(x: Tensor) -> Tensor:
         pytest.param(checked, ["to", "sum"], id="assertions"),
     ],
 )
-def test_numbers_and_gradients(function: Callable[[Tensor], Tensor], expected: list[str] | None) -> None:
+def test_inline_keeps_numbers_and_gradients(function: Callable[[Tensor], Tensor], expected: list[str] | None) -> None:
     graph = capture(Function(function), (X,), {}).graph
     assert all(node.op in ("placeholder", "call_function", "output") for node in graph.nodes)
     assert expected is None or ops(graph) == expected
@@ -108,14 +108,14 @@ def test_numbers_and_gradients(function: Callable[[Tensor], Tensor], expected: l
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
-def test_only_floating_results_are_detached() -> None:
+def test_inline_detaches_floating_results_only() -> None:
     graph = capture(Function(two_values), (X,), {}).graph
     found = [line for line in lines(graph) if "detach" in line]
     assert len(found) == 2 and all("getitem" in line for line in found[:1]), found
 
 
 @pytest.mark.parametrize("function", [written_without_grad, written_inside, written_to_a_detached_value])
-def test_what_is_written_without_gradients(function: Callable[..., Tensor]) -> None:
+def test_inlined_writes_under_no_grad_keep_gradients(function: Callable[..., Tensor]) -> None:
     graph, _ = functionalize(capture(Function(function), (X,), {}).graph, [])
     outputs, gradients = [], []
     for call in (function, lambda x: run(graph, [x])[0]):
@@ -150,7 +150,7 @@ def written_and_returned(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [written_value, written_view, written_and_returned])
-def test_what_has_a_gradient_is_not_written_without(function: Callable[..., Tensor]) -> None:
+def test_inlined_no_grad_writes_to_values_with_gradient_are_refused(function: Callable[..., Tensor]) -> None:
     """torch gives the new value the gradient of the old one, which no graph of values can."""
     graph = capture(Function(function), (X,), {}).graph
     with pytest.raises(Error, match=r"autograd does not see what is written under torch.no_grad or through detach\(\)"):
@@ -223,7 +223,7 @@ def mapped_over_weights(x: Tensor) -> Tensor:
         mapped_to_columns, mapped_to_the_last,
     ],
 )  # fmt: skip
-def test_mapped(function: Callable[[Tensor], Tensor]) -> None:
+def test_inlined_vmap_equals_vmap(function: Callable[[Tensor], Tensor]) -> None:
     graph = capture(Function(function), (X,), {}).graph
     targets = [str(node.target) for node in graph.nodes]
     assert not [target for target in targets if "vmap" in target or target == "aten.size.default"]
@@ -236,7 +236,7 @@ def test_mapped(function: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_mapped_over_weights() -> None:
+def test_vmap_over_weights_fixes_their_sizes() -> None:
     """torch's rule makes numbers of these sizes: the graph has no sizes that nothing reads, and fits these only."""
     captured = capture(Function(mapped_over_weights), (X,), {})
     assert not [node for node in captured.graph.nodes if str(node.target) == "aten.size.default"]
@@ -252,14 +252,14 @@ def mapped_autocast(x: Tensor) -> Tensor:
     return torch.vmap(product)(x)
 
 
-def test_a_map_that_switches_autocast() -> None:
+def test_vmap_that_switches_autocast_is_refused() -> None:
     told = r"torch\.vmap of a function that switches autocast[^\n]*\n  at       graphs\.py:\d+  "
     with pytest.raises(Error, match=told):
         capture(Function(mapped_autocast), (X,), {})
     assert not get_interpreter_stack()  # An open level would change what torch computes later.
 
 
-def test_a_map_that_torch_cannot_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vmap_that_torch_cannot_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(function: object) -> None:
         raise NotImplementedError("no rule for an operator\nand more")
 
@@ -268,7 +268,7 @@ def test_a_map_that_torch_cannot_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         capture(Function(mapped), (X,), {})
 
 
-def test_a_map_that_torch_cannot_export() -> None:
+def test_vmap_that_torch_cannot_export_is_refused() -> None:
     def dropped(x: Tensor) -> Tensor:
         return torch.vmap(lambda row: torch.nn.functional.dropout(row, 0.5), randomness="different")(x)
 
@@ -279,7 +279,7 @@ def test_a_map_that_torch_cannot_export() -> None:
         capture(Function(dropped), (X,), {})
 
 
-def test_a_map_that_draws() -> None:
+def test_vmap_that_draws_draws_as_torch_does() -> None:
     """The rows' numbers are drawn together, as torch's vmap draws them."""
 
     def noisy(x: Tensor) -> Tensor:

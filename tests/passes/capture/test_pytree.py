@@ -45,18 +45,18 @@ class Positional(nn.Module):
     ("args", "kwargs"),
     [((X, Y), {}), ((X,), {"mask": Y}), ((), {"mask": Y, "x": X}), ((X, Y), {"scale": 1.0})],
 )
-def test_spellings_of_one_call(args: Any, kwargs: Any) -> None:
+def test_by_name_makes_spellings_of_a_call_one(args: Any, kwargs: Any) -> None:
     found = signature_of(Model()).by_name(args, kwargs)
     assert found == ((), {"x": X, "mask": Y})
     assert list(found[1]) == ["x", "mask"]
 
 
-def test_arguments_that_are_not_defaults() -> None:
+def test_by_name_leaves_out_defaults() -> None:
     signature = signature_of(Model())
     assert signature.by_name((X, None), {"scale": 2.0, "b": 1, "a": 2}) == ((), {"x": X, "scale": 2.0, "a": 2, "b": 1})
 
 
-def test_calls_that_stay_as_they_are() -> None:
+def test_by_name_leaves_wrong_or_positional_calls() -> None:
     """The model itself will say what is wrong; what must be positional stays so."""
     twice = signature_of(Model()).by_name((X,), {"x": Y})
     assert twice == ((X,), {"x": Y})
@@ -77,7 +77,7 @@ Pair = namedtuple("Pair", "a b")
     ("args", "kwargs"),
     [((), {}), ((X, 2), {"mask": None}), ((), {"b": Y, "a": 1.5}), (((X, Y),), {"names": ["a"]}), ((X.shape,), {})],
 )
-def test_a_plain_call_is_flattened_like_any_other(args: Any, kwargs: Any) -> None:
+def test_flatten_call_of_plain_arguments_equals_flatten(args: Any, kwargs: Any) -> None:
     leaves, spec = flatten((args, kwargs))
     fast, same = flatten_call(args, kwargs)
     assert same == spec and hash(same) == hash(spec)
@@ -85,7 +85,7 @@ def test_a_plain_call_is_flattened_like_any_other(args: Any, kwargs: Any) -> Non
     assert states((args, kwargs)) == []
 
 
-def test_a_call_with_a_cache_is_flattened_like_any_other() -> None:
+def test_flatten_call_with_a_cache_equals_flatten() -> None:
     """The structure of a second call is the same object, so that comparing the two takes no time."""
     transformers = pytest.importorskip("transformers")
     assert library()
@@ -113,7 +113,7 @@ def test_a_call_with_a_cache_is_flattened_like_any_other() -> None:
 SLIDING = ["full_attention", "sliding_attention"]
 
 
-def test_leaves() -> None:
+def test_flatten_takes_tuples_and_dataclasses_apart_and_back() -> None:
     tree = {"b": [X, Pair(Y, 3)], "a": Output(X, "note")}
     leaves, spec = flatten(tree)
     assert [leaf for leaf in leaves if not isinstance(leaf, Tensor)] == [3, "note"] and len(leaves) == 5
@@ -122,7 +122,7 @@ def test_leaves() -> None:
     assert flatten(again)[1] == spec
 
 
-def test_sizes_stay_sizes() -> None:
+def test_returned_torch_sizes_stay_sizes() -> None:
     """A `torch.Size` is a leaf to torch, and a tuple to its exporter."""
 
     def sizes(x: Tensor) -> Any:
@@ -141,7 +141,7 @@ def test_sizes_stay_sizes() -> None:
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
     ],
 )
-def test_tensors_that_are_not_dense(x: Tensor, kind: str) -> None:
+def test_capture_refuses_tensors_that_are_not_dense(x: Tensor, kind: str) -> None:
     assert message(lambda: capture(Function(lambda x: x * 2), (x,), {})) == (
         f"an argument is a {kind} tensor, and a graph takes dense tensors\n"
         "  try      x.to_dense(); for sequences of several lengths a padded tensor and a mask"
@@ -153,7 +153,7 @@ class Closed:
         self.x = X
 
 
-def test_an_object_that_torch_cannot_take_apart() -> None:
+def test_flatten_refuses_unregistered_objects_with_tensors() -> None:
     assert message(lambda: flatten([Closed()])) == (
         "a Closed holds tensors, and torch does not know how to take one apart\n"
         "  try      torch.utils._pytree.register_pytree_node(Closed, ...), or a tuple or dict"
@@ -173,23 +173,23 @@ class Pile(UserList[Tensor]):
 
 
 @pytest.mark.parametrize("held", [Several([X]), Named(x=[X]), Pile([X]), {X}, Named(more=Several([X]))])
-def test_a_container_that_torch_cannot_take_apart(held: Any) -> None:
+def test_flatten_refuses_containers_with_tensors(held: Any) -> None:
     """As one leaf it would be a constant of the graph, with the tensors of the capture in it."""
     assert message(lambda: flatten((3, held))).startswith(
         f"a {type(held).__name__} holds tensors, and torch does not know how to take one apart"
     )
 
 
-def test_containers_without_tensors_are_leaves() -> None:
+def test_flatten_takes_containers_without_tensors_as_leaves() -> None:
     assert flatten([{3}, Named(x=3), Several()])[0] == [{3}, {"x": 3}, []]
 
 
 @pytest.mark.parametrize("once", [iter([X]), (x for x in [X]), map(abs, [X]), zip([X], [Y], strict=True)])
-def test_an_iterator(once: Any) -> None:
+def test_flatten_refuses_iterators(once: Any) -> None:
     assert "hands out its values once, and a graph runs many times" in message(lambda: flatten({"x": once}))
 
 
-def test_a_state_keeps_its_identity() -> None:
+def test_unflatten_outcome_returns_the_caller_s_cache() -> None:
     """A call changes the caller's own cache, and returns it."""
     transformers = pytest.importorskip("transformers")
     assert library()
@@ -220,7 +220,7 @@ pytree.register_pytree_node(
 Point = namedtuple("Point", "x y")
 
 
-def test_names_of_leaves() -> None:
+def test_leaf_names_are_paths_in_the_tree() -> None:
     tree = {"a": Two(X, [Y, None]), "b": Record(loss=X, more=(Y,)), "c": Point(X, {}), "d": torch.Size([2, 3])}
     leaves, spec = flatten(tree)
     assert leaf_names(spec) == ["a.0", "a.1.0", "a.1.1", "b.loss", "b.more.0", "c.x", "d.0", "d.1"]
@@ -240,7 +240,7 @@ class OtherName(Tensor):
     """A tensor with another name, and torch's operators."""
 
 
-def test_a_tensor_with_operators_of_its_own() -> None:
+def test_tensors_with_operators_of_their_own_are_refused() -> None:
     """It is refused in the first call and in a later one; a class without code of its own is a tensor."""
     x = torch.randn(2, 4)
     for before in ((), (x,)):
@@ -264,7 +264,7 @@ class InOrder(nn.Module):
         return x
 
 
-def test_the_order_of_further_names() -> None:
+def test_keyword_order_of_further_arguments_reaches_forward() -> None:
     whole, (x, y, z) = InOrder(), torch.randn(3, 2, 4)
     parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs={"x": x, "a": y, "b": z})
     for given in ({"a": y, "b": z}, {"b": z, "a": y}, {"b": y, "a": z}):

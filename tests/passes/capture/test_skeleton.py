@@ -44,7 +44,7 @@ class Counting(nn.Module):
     ],
 )
 @pytest.mark.parametrize("given", [torch.ones(3, 8), None], ids=["given", "found"])
-def test_a_capture_leaves_the_users_tensors_as_they_are(own: Callable[[Any, Tensor], Tensor], given: Any) -> None:
+def test_capture_leaves_the_user_s_tensors_unchanged(own: Callable[[Any, Tensor], Tensor], given: Any) -> None:
     """Whether it ends well or not: the first call finds what the user set."""
     model = Counting(own)
     calls, rows = model.calls, model.held["rows"]
@@ -58,7 +58,7 @@ def test_a_capture_leaves_the_users_tensors_as_they_are(own: Callable[[Any, Tens
         assert (calls._version, rows._version) == (0, 0)
 
 
-def test_copies_share_what_their_originals_share() -> None:
+def test_copy_on_keeps_shared_memory_shared() -> None:
     model: Any = nn.Module()
     model.whole = torch.arange(6.0).view(2, 3)
     model.row = model.whole[1]
@@ -114,7 +114,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_class_that_holds_more_than_attributes_is_refused(kind: str) -> None:
+def test_modules_that_hold_more_than_attributes_are_refused(kind: str) -> None:
     """Before parallelize, and when it is put into a parallel model."""
     one, text = REFUSED[kind]
     whole = nn.Sequential(nn.Linear(4, 4), nn.Sequential(one))
@@ -147,7 +147,7 @@ class Sparse(nn.Module):
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr])
 @pytest.mark.parametrize("reads", [None, lambda heads, x: heads.to_dense()[:3]])
-def test_a_sparse_buffer(layout: torch.layout, reads: Any) -> None:
+def test_sparse_buffers_stay_sparse(layout: torch.layout, reads: Any) -> None:
     blocks = {"blocksize": (2, 2)} if layout is torch.sparse_bsr else {}
     model = Sparse(torch.eye(4).to_sparse(layout=layout, **blocks), reads)
     x = torch.randn(3, 4)
@@ -163,7 +163,7 @@ def test_a_sparse_buffer(layout: torch.layout, reads: Any) -> None:
 @pytest.mark.parametrize(
     "product", [lambda heads, x: torch.sparse.mm(heads, x.mT).mT, lambda heads, x: (heads @ x.mT).mT]
 )
-def test_a_product_of_a_sparse_buffer_is_refused(product: Any) -> None:
+def test_products_of_sparse_buffers_are_refused(product: Any) -> None:
     model = Sparse(torch.eye(4).to_sparse(), product)
     with pytest.raises(autotp.Error, match="forward computes with a sparse tensor, as `heads` is one"):
         autotp.parallelize(model, 1, example_inputs=torch.randn(3, 4))
@@ -184,7 +184,7 @@ class SparseWeight(Sparse):
         (SparseWeight, "`weight` is a sparse_coo tensor"),
     ],
 )
-def test_other_layouts_are_refused(make: Callable[[], nn.Module], told: str) -> None:
+def test_nested_mkldnn_and_sparse_parameters_are_refused(make: Callable[[], nn.Module], told: str) -> None:
     with pytest.raises(autotp.Error, match=told):
         autotp.parallelize(make(), 1, example_inputs=torch.randn(3, 4))
 
@@ -218,7 +218,7 @@ def with_partial(layer: nn.Linear, low: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("make", [with_default, with_keyword, with_closure, with_method, with_partial])
-def test_a_forward_that_holds_a_submodule(make: Callable[[nn.Linear, nn.Module], Any]) -> None:
+def test_a_replaced_forward_that_holds_a_submodule_learns(make: Callable[[nn.Linear, nn.Module], Any]) -> None:
     """LoRA that is put into a layer so. What it learns is the same as on one device."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))

@@ -75,7 +75,9 @@ def harmless(found: Case, analysis: Program, graphs: list[fx.Graph]) -> bool:
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.rare) for i in range(1, PARTS))])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n in RARE)) for n in CASES])
-def test_what_is_broken_is_refused(name: str, way: Callable[[fx.Node], Iterator[NodeChange]], part: int) -> None:
+def test_check_refuses_every_harmful_change_of_a_graph(
+    name: str, way: Callable[[fx.Node], Iterator[NodeChange]], part: int
+) -> None:
     found, analysis = case(name)
     graphs = graphs_of(found, analysis)
     passed = []
@@ -88,7 +90,7 @@ def test_what_is_broken_is_refused(name: str, way: Callable[[fx.Node], Iterator[
 
 
 @pytest.mark.parametrize("name", ["decoder", "sequence", pytest.param("encoder", marks=pytest.mark.rare)])
-def test_a_broken_group_is_refused(name: str) -> None:
+def test_check_refuses_every_harmful_change_of_grouped_products(name: str) -> None:
     """Another axis, dimension, length, weight or bias of products that are one operator; one result for another."""
     found, analysis = case(name)
     graphs = graphs_of(found, analysis, apart=False)
@@ -103,7 +105,7 @@ def test_a_broken_group_is_refused(name: str) -> None:
 
 
 @pytest.mark.rare
-def test_every_conjugate_is_broken() -> None:
+def test_check_cases_contain_every_conjugate() -> None:
     seen = {node.target for name in CASES for node in graphs_of(*case(name))[0].nodes}
     assert seen > set(KINDS)
     forms = {
@@ -118,7 +120,7 @@ def test_every_conjugate_is_broken() -> None:
     assert seen > {halves, joined}
 
 
-def test_the_pass_that_broke_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_the_pass_that_broke_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """`bundle`, with a reduction that it loses; the passes before it, and behind, are not to blame."""
 
     def without_a_sum(graph: fx.Graph) -> fx.Graph:

@@ -22,7 +22,7 @@ def node(target: Any, *args: Any) -> fx.Node:
     return fx.Graph().call_function(target, args)
 
 
-def test_families() -> None:
+def test_family_is_one_for_an_operator_and_its_forms() -> None:
     """What a cut makes one operator has one name, and so has a parallel form with what it is the form of."""
     assert {family(node(op)) for op in (aten.split.Tensor, aten.chunk.default, SPLIT)} == {SPLIT}
     assert {family(node(op)) for op in (aten.slice.Tensor, aten.narrow.default)} == {SLICE}
@@ -41,7 +41,7 @@ def several(call: Any, x: Any) -> Any:
     return call(aten.add.Tensor, first, inside), drawn
 
 
-def test_draws_and_effects_have_an_order_and_other_operators_none() -> None:
+def test_model_nodes_give_draws_and_effects_in_order() -> None:
     graph = draft(several, x=X)
     model = ModelNodes(graph)
     x, relu = graph.find_nodes(op="placeholder")[0], [call_named(graph, "relu", i) for i in range(3)]
@@ -56,7 +56,7 @@ def test_draws_and_effects_have_an_order_and_other_operators_none() -> None:
     assert getattr(model.next(), "op", "") == "output" and model.next() is None
 
 
-def test_arguments_that_mean_the_same_are_equal() -> None:
+def test_plain_makes_equal_arguments_equal() -> None:
     assert plain([Size(3), 1.0, {"a": (2,)}]) == (3, "1.0", {"a": (2,)})
     assert plain(1.0) != plain(1)
 
@@ -80,13 +80,13 @@ def through(conjugate: Any, back: tuple[int, int] = (1, 3), axis: str = "tp") ->
     ],
     ids=["conjugate", "operator", "other-dimensions", "other-axis"],
 )
-def test_what_puts_a_dimension_together_again(make: Any, undone: bool) -> None:
+def test_closing_finds_the_inverse_behind_conjugates_alone(make: Any, undone: bool) -> None:
     """With nothing but conjugates over the axis between, and the same dimensions."""
     graph = draft(make, x=X)
     assert closing(call_named(graph, "unflatten"), "tp") is (call_named(graph, "flatten") if undone else None)
 
 
-def test_the_ways_to_open_an_axis() -> None:
+def test_openings_lists_the_ways_to_open_an_axis() -> None:
     a, b = Axis(Size(2)), Axis(Size(3))
     assert list(openings(SPLIT, concat([a, b]))) == [[a, b]] and list(openings(SPLIT, product([a, b]))) == []
     found = list(openings(aten.unflatten.int, product([a, b])))

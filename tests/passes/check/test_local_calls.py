@@ -43,7 +43,7 @@ def called(rank: int, make: Any, kind: str, dim: int, form: Any = None, randomne
     return local_call(to(rank, tp, randomness), axes, given, node, OperatorCut(cut, factor))
 
 
-def test_lengths() -> None:
+def test_local_length_of_uneven_parts_and_grids() -> None:
     """Six heads on four ranks: two, two, two and none; what has no leaf is whole."""
     heads, width = leaf(6), leaf(5)
     both = product([heads, width])
@@ -53,13 +53,13 @@ def test_lengths() -> None:
     assert [local_length(to(rank), both, two).number for rank in range(4)] == [15] * 4
 
 
-def test_pieces_of_a_concatenation() -> None:
+def test_pieces_by_rank_of_a_concatenation() -> None:
     heads, width = leaf(4), leaf(3)
     fused = concat([product([heads, width])] * 2)
     assert pieces_by_rank(to(0, 2), fused, heads) == (((0, 6), (12, 18)), ((6, 12), (18, 24)))
 
 
-def test_a_symbolic_part_that_no_graph_has_computed() -> None:
+def test_local_length_never_guesses_a_symbolic_part() -> None:
     """Nobody may guess it; what a graph has computed is taken."""
     rows, mine = (Size.of(symbol) for symbol in symbols(2))
     batch = Axis(rows)
@@ -79,7 +79,7 @@ def heads(call: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize(("rank", "mine"), [(0, 2), (2, 2), (3, 0)])
-def test_sizes_among_the_arguments(rank: int, mine: int) -> None:
+def test_local_call_has_the_rank_s_sizes_as_arguments(rank: int, mine: int) -> None:
     target, given = called(rank, heads, "unflatten", 1)
     assert target is aten.unflatten.int and given["sizes"] == [Size(mine), Size(4)]
 
@@ -88,7 +88,7 @@ def dropped(call: Any, x: Any) -> Any:
     return call(aten.dropout.default, x, 0.5, True)
 
 
-def test_the_parallel_form_is_that_of_the_randomness() -> None:
+def test_local_call_takes_the_parallel_form_of_the_randomness() -> None:
     """The mask of one device and this rank's part of it, or the rank's number; another form is none."""
     target, given = called(1, dropped, "dropout", 1, fast_dropout)
     assert target is fast_dropout and list(given.values())[1:] == [0.5, 1]
@@ -104,7 +104,7 @@ def sliced(call: Any, x: Any) -> Any:
     return call(aten.slice.Tensor, x, 0, 1, 2)
 
 
-def test_what_is_not_cut_is_the_model_s_own_call() -> None:
+def test_local_call_of_an_uncut_operator_is_the_model_s() -> None:
     graph = draft(sliced, x=torch.ones(2, 24))
     axes, node = infer_axes(graph), call_named(graph, "slice")
     target, given = local_call(to(1), axes, node, node, None)

@@ -51,7 +51,7 @@ def verdict(model: nn.Module, inputs: dict[str, Any], tp: int, sequence: bool) -
 @pytest.mark.parametrize("sequence", [False, True], ids=["heads", "sequence"])
 @pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.rare)])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n not in USUAL)) for n in FAMILIES])
-def test_family_is_accepted(name: str, tp: int, sequence: bool) -> None:
+def test_spmd_types_accepts_families(name: str, tp: int, sequence: bool) -> None:
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()
     if name in PARTLY_HELD[tp]:
@@ -64,6 +64,6 @@ def test_family_is_accepted(name: str, tp: int, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["heads", "sequence"])
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("name", ["gpt", "bert"])
-def test_our_models_are_accepted(name: str, tp: int, sequence: bool) -> None:
+def test_spmd_types_accepts_gpt_and_bert(name: str, tp: int, sequence: bool) -> None:
     model, inputs = ours(name)
     verdict(model, inputs, tp, sequence)

@@ -35,7 +35,7 @@ def typed(of: Proof, cut: bool = True) -> Typed:
     return Typed(torch.float32, dims, Shard(dims[1]) if cut else Copied(), True)
 
 
-def test_what_fits_is_remembered() -> None:
+def test_proof_remembers_types_that_fit() -> None:
     found, node = proof(), local(3)
     found.give(node, LINEAR, (typed(found),))
     assert found.types[node] == (typed(found),) and found.whole[node] is LINEAR
@@ -47,7 +47,7 @@ def test_what_fits_is_remembered() -> None:
     [(local(6), True, "[2, 6]"), (local(3), False, "[2, 3]"), (local(3, torch.float64), True, "[2, 3]")],
     ids=["not-cut", "cut", "dtype"],
 )
-def test_a_value_that_is_not_its_type(node: fx.Node, cut: bool, got: str) -> None:
+def test_proof_refuses_a_value_unlike_its_type(node: fx.Node, cut: bool, got: str) -> None:
     found = proof()
     with pytest.raises(Error) as raised:
         found.give(node, LINEAR, (typed(found, cut),))
@@ -57,7 +57,7 @@ def test_a_value_that_is_not_its_type(node: fx.Node, cut: bool, got: str) -> Non
     assert node not in found.types
 
 
-def test_what_is_read_otherwise_than_it_is() -> None:
+def test_proof_refuses_a_read_of_another_placement() -> None:
     found, node = proof(0), local(3)
     with pytest.raises(Error) as raised:
         found.refuse_read(node, node.all_input_nodes[0], typed(found), Partial())
@@ -66,7 +66,7 @@ def test_what_is_read_otherwise_than_it_is() -> None:
     assert raised.value.facts["got"] == "Shard f32[2, 6@tp]"
 
 
-def test_a_size_is_the_model_s_and_never_a_part() -> None:
+def test_proof_refuses_to_read_a_cut_size() -> None:
     """What computes with the size of its part would compute something else on each rank."""
     found, node = proof(), local(3)
     found.give(node, LINEAR, (typed(found),))

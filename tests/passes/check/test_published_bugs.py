@@ -213,7 +213,7 @@ def expect_named(bug: Bug, error: Error | None) -> None:
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_bug_is_named(name: str) -> None:
+def test_check_names_a_published_bug(name: str) -> None:
     bug = BUGS[name]
     found, program = analysed(bug.model)
     graphs = graphs_of(found, program, apart=bug.model != "joined")
@@ -238,7 +238,7 @@ OF_CUT_SEQUENCES = {
 
 
 @pytest.mark.parametrize("name", OF_CUT_SEQUENCES)
-def test_a_bug_of_cut_sequences_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_a_published_bug_of_cut_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bug, lower = OF_CUT_SEQUENCES[name], compiler.lower
 
     def lowered(graph: fx.Graph, axes: Any, decision: Any, differentiable: Any, to: Any, *rest: Any) -> fx.Graph:
@@ -253,7 +253,7 @@ def test_a_bug_of_cut_sequences_is_named(name: str, monkeypatch: pytest.MonkeyPa
     expect_named(bug, raised.value)
 
 
-def test_a_gate_and_its_partner_cut_as_one_dimension() -> None:
+def test_check_refuses_gate_and_up_cut_as_one() -> None:
     """Rank 0 of 2 would hold the whole gate, and rank 1 what the gate is multiplied with."""
     found, program = analysed("llama")
     name = "blocks.0.mlp.up.weight"
@@ -267,7 +267,7 @@ def test_a_gate_and_its_partner_cut_as_one_dimension() -> None:
     assert (error.facts["expected"], error.facts["got"]) == ("[(32 | 32), 16]", "[64@tp, 16]")
 
 
-def test_the_table_of_published_bugs() -> None:
+def test_design_md_lists_every_published_bug() -> None:
     """Each bug of this file is in docs/design.md, and each test that the table names is there."""
     rows = [line.split("|") for line in (ROOT / "docs" / "design.md").read_text().splitlines() if "| `test_" in line]
     said = [cell for row in rows for cell in row if "`test_" in cell]

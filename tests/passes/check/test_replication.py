@@ -32,7 +32,7 @@ def typed(placement: Placement) -> Typed:
     return Typed(torch.float32, (BOTH,), placement, True)
 
 
-def test_the_cut_that_gives_these_pieces() -> None:
+def test_cut_of_finds_the_cut_of_given_pieces() -> None:
     assert cut_of(to(0, 2), BOTH, (((0, 3),), ((3, 6),))) is KV
     found = cut_of(to(0), BOTH, HALVES)
     assert found is not None and same_cut(found, TWICE)
@@ -40,12 +40,12 @@ def test_the_cut_that_gives_these_pieces() -> None:
     assert cut_of(to(0), BOTH, (((0, 2),), ((2, 4),), ((4, 5),), ((5, 6),))) is None
 
 
-def test_what_several_ranks_hold_is_held() -> None:
+def test_stored_is_held_where_several_ranks_hold_it() -> None:
     assert stored(TWICE, LAYOUT) == Held(TWICE)
     assert stored(KV, layout_of((6,), (BOTH,), KV, 2, "w")) == Shard(KV)
 
 
-def test_cuts_that_go_together() -> None:
+def test_joined_combines_cuts_on_different_rank_factors() -> None:
     """On factors of the ranks of their own; one leaf is cut in one way."""
     group = Axis(Size(5))
     heads = grid([(KV, 2, 2), (group, 2, 1)], 4)
@@ -58,7 +58,7 @@ def test_cuts_that_go_together() -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_moves(rank: int) -> None:
+def test_moved_accepts_only_this_rank_s_ranges(rank: int) -> None:
     """Each with the ranges of this rank alone; one of another rank's is none."""
     mine, dim = to(rank), {"dim": 0}
     ranges = {"ranges": tuple(LAYOUT.first(rank))}
@@ -76,7 +76,7 @@ def test_moves(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_share_sums_over_those_that_hold_the_same(rank: int) -> None:
+def test_shares_sum_over_ranks_that_hold_the_same(rank: int) -> None:
     held: Any = tuple(LAYOUT.shared(rank))
     assert shares(to(rank), typed(Held(TWICE)), "tp/2", 0, held)
     assert not shares(to(rank), typed(Shard(TWICE)), "tp/2", 0, held)  # Of a part of the work each has its own sum.
@@ -85,7 +85,7 @@ def test_a_share_sums_over_those_that_hold_the_same(rank: int) -> None:
     assert not shares(to(rank), typed(Held(TWICE)), "tp/2", 0, ())
 
 
-def test_a_share_leaves_nobody_out() -> None:
+def test_shares_refuse_a_sum_over_some_holders() -> None:
     """Of eight ranks, four hold the same: a sum over two of them is no sum."""
     leaf = grid([(KV, 2, 4)], 8)
     held = tuple(layout_of((6,), (BOTH,), leaf, 8, "w").shared(0))

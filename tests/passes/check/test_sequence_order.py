@@ -68,7 +68,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 @pytest.mark.parametrize("fault", [left_out, turned, for_three, along_another])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fault_in_any_move_is_refused(name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_order_refuses_a_fault_in_any_move(name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = MODELS[name]()
     nodes = proved(model, given, monkeypatch)
     moves = [i for i, node in enumerate(nodes) if node.target in (zigzag, in_order)]
@@ -111,12 +111,12 @@ def keys_as_values(graph: fx.Graph) -> None:
         pytest.param(keys_as_values, "`zigzag_rows` is not an operator of the graph", id="values"),
     ],
 )
-def test_another_computation_is_refused(fault: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_order_refuses_another_computation(fault: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Error, match=told):
         proved(gpt(n_layer=1), None, monkeypatch, fault)
 
 
-def test_a_missing_operator_is_refused() -> None:
+def test_sequence_order_refuses_a_missing_operator() -> None:
     args, kwargs = find_inputs(gpt(), None)
     program = analyse(skeleton_of(gpt()), args, kwargs, 1, Options())
     shorter = fx.Graph()

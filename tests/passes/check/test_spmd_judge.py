@@ -164,7 +164,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_both_name_the_fault(name: str) -> None:
+def test_check_and_spmd_types_name_the_same_fault(name: str) -> None:
     fault = FAULTS[name]
     found, program = case(fault.case)
     graphs = graphs_of(found, program)
@@ -178,7 +178,7 @@ def test_both_name_the_fault(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n in RARE)) for n in CASES])
-def test_every_case_is_accepted(name: str) -> None:
+def test_spmd_types_accepts_every_case(name: str) -> None:
     found, program = case(name)
     assert verdict(found, program, graphs_of(found, program)) is None
 
@@ -186,7 +186,7 @@ def test_every_case_is_accepted(name: str) -> None:
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.rare) for i in range(1, PARTS))])
 @pytest.mark.parametrize("way", PLACEMENTS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n in RARE)) for n in CASES])
-def test_what_is_broken_is_refused(name: str, way: Way, part: int) -> None:
+def test_spmd_types_refuses_what_check_refuses(name: str, way: Way, part: int) -> None:
     """By the judge wherever `check` refuses it, but for what its language has no word for."""
     found, program = case(name)
     graphs = graphs_of(found, program)

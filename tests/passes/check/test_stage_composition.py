@@ -53,7 +53,7 @@ def one(graph: fx.Graph, target: Any, at: int = 0) -> fx.Node:
     return [node for node in graph.nodes if node.target is target][at]
 
 
-def test_stages_compute_the_graph() -> None:
+def test_compose_accepts_stages_that_compute_the_graph() -> None:
     graph, _ = captured()
     found = compose(graph, parts())
     assert [len(values) for values in found.sent] == [1, 1]
@@ -61,7 +61,7 @@ def test_stages_compute_the_graph() -> None:
     assert {tuple(sorted(found.readers[name])) for name in tied} == {(0, 1, 2), (0, 2)}  # The tokens, and the table.
 
 
-def test_a_whole_model() -> None:
+def test_compose_accepts_the_stages_of_a_gpt() -> None:
     model = gpt(n_layer=4, block_size=8, vocab_size=61, n_head=4, n_embd=16, dropout=0.1)
     found = capture(skeleton_of(model), (), model.dummy_inputs)
     stages = staged(found.graph, [["h.0"], ["h.1", "h.2"], ["h.3"]], tuple(found.parameters))
@@ -151,14 +151,14 @@ FAULTS: dict[Callable[[Parts], None], str] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault(fault: Callable[[Parts], None]) -> None:
+def test_compose_refuses_a_fault_in_stages(fault: Callable[[Parts], None]) -> None:
     made = parts()
     fault(made)
     with pytest.raises(Error, match=FAULTS[fault]):
         compose(captured()[0], made)
 
 
-def test_a_draw_in_two_stages() -> None:
+def test_compose_refuses_a_draw_in_two_stages() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.zeros(2)
@@ -173,7 +173,7 @@ def test_a_draw_in_two_stages() -> None:
         compose(graph, [(first, []), (second, [])])
 
 
-def test_a_draw_in_no_stage() -> None:
+def test_compose_refuses_a_draw_in_no_stage() -> None:
     """What is not returned is drawn, too: later numbers would be others."""
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -42,7 +42,7 @@ def typed(dims: list[Axis], placement: Placement, flows: bool = True) -> Typed:
     return Typed(F32, tuple(dims), placement, flows)
 
 
-def test_a_type_prints_as_errors_show_it() -> None:
+def test_typed_prints_as_errors_show_it() -> None:
     heads = leaf(4)
     dims = [leaf(2), product([heads, leaf(3)])]
     assert str(typed(dims, Shard(heads))) == "f32[2, 12@tp]"
@@ -51,7 +51,7 @@ def test_a_type_prints_as_errors_show_it() -> None:
     assert str(Typed(torch.int64, tuple(dims), Replicate(), False)) == "i64[2, 12]"
 
 
-def test_what_has_no_gradient_is_read_as_either() -> None:
+def test_typed_without_gradient_fits_replicated_and_copied() -> None:
     for flows in (True, False):
         one = typed(X, Replicate(), flows)
         assert one.fits(Replicate()) and one.fits(Copied()) is not flows
@@ -63,7 +63,7 @@ def test_what_has_no_gradient_is_read_as_either() -> None:
     [(W[0], [Copied(), SHARDED], SHARDED), (W[1], [SHARDED, SHARDED], Partial()), (X[0], [SHARDED, Copied()], SHARDED)],
     ids=["columns", "rows", "batch"],
 )
-def test_a_product_that_is_cut(cut: Axis, reads: list[Any], gives: Any) -> None:
+def test_placements_of_a_cut_product(cut: Axis, reads: list[Any], gives: Any) -> None:
     """Along what it sums over it gives parts of a sum; what is whole beside a part is read by divided work."""
     rule = LINEAR[0]
     factor = cut_factor(rule, cut)
@@ -76,14 +76,14 @@ def test_a_product_that_is_cut(cut: Axis, reads: list[Any], gives: Any) -> None:
     )
 
 
-def test_a_sum_passes_through_what_is_linear_in_it() -> None:
+def test_placements_pass_a_partial_sum_through_one_linear_operand() -> None:
     rule = LINEAR[0]
     assert placements(rule, [typed(X, Partial()), typed(W, Copied())], None) == ([Partial(), Copied()], [Partial()])
     wants, gives = placements(rule, [typed(X, Partial()), typed(W, Partial())], None)
     assert Partial() not in wants and Partial() not in gives
 
 
-def test_whole_work_on_what_divided_work_reads_is_divided() -> None:
+def test_placements_of_whole_work_on_copied_values_are_copied() -> None:
     """Its gradient is a part of a sum: all operands are read so, and so is the result."""
     rule = LINEAR[0]
     assert placements(rule, [typed(X, Replicate()), typed(W, Replicate())], None) == ([Replicate()] * 2, [Replicate()])
@@ -95,7 +95,7 @@ def squared(call: Any, x: Any) -> Any:
     return call(aten.matmul.default, x, call(aten.t.default, x))
 
 
-def test_a_leaf_in_two_dimensions_cuts_nothing() -> None:
+def test_cut_factor_refuses_a_leaf_in_two_dimensions() -> None:
     """x @ x.T has its rows twice: a part of both would not be a part of the result."""
     rule, axes, node = bound(squared, "matmul", x=(3, 4))
     rows = axes.dims[node][0][0]
@@ -103,7 +103,7 @@ def test_a_leaf_in_two_dimensions_cuts_nothing() -> None:
     assert cut_factor(LINEAR[0], leaf(7)) is None
 
 
-def test_the_leaf_that_a_conjugate_moves() -> None:
+def test_moved_leaf_is_the_outermost_of_its_dimension() -> None:
     """The outermost of its dimension, in blocks of all the rest; once in the value."""
     heads, width = leaf(4), leaf(3)
     cut = typed([leaf(2), product([heads, width])], Copied())

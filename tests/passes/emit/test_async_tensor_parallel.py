@@ -101,7 +101,7 @@ OFTEN = ("gpt", "bert", "llama", "gpt-one-row")
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("step", [pytest.param(one, marks=[RARE] * (one not in OFTEN)) for one in STEPS])
-def test_a_fused_step(step: str) -> None:
+def test_async_tp_fuses_all_collectives_of_a_step(step: str) -> None:
     name, shape, how = STEPS[step]
     found = run_ranks(fused_step, 2, name, [shape], how, False, timeout=250)
     assert found == [BLOCKS[name], BLOCKS[name]]
@@ -109,7 +109,7 @@ def test_a_fused_step(step: str) -> None:
 
 @pytest.mark.rare
 @pytest.mark.timeout(300)
-def test_generated_code() -> None:
+def test_async_tp_generated_code_takes_any_length() -> None:
     """Also of any length. The ranks do not divide the second: its collectives are not fused, without an error."""
     found = run_ranks(fused_step, 2, "gpt", [(2, 8), (2, 7), (2, 12), (3, 16)], {}, True, timeout=280)
     assert found == [[ALL, ALL, (0, 0, 2, 2), (0, 0, 2, 2), ALL, ALL, ALL, ALL]] * 2
@@ -127,7 +127,7 @@ def first_odd(rank: int, n: int) -> tuple[str, str]:
     return before, str(error.value)
 
 
-def test_nothing_fused_in_the_first_call() -> None:
+def test_async_tp_without_fusion_is_an_error() -> None:
     message = (
         "compile_blocks(async_tp=True): torch fused 0 of the collectives of a block with products\n"
         "  got      1 graph: 0 of 2 all-gathers and 0 of 2 reduce-scatters are fused with products\n"
@@ -196,13 +196,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
+def test_async_tp_refuses_settings_it_cannot_fuse(name: str) -> None:
     n, *how, message = REFUSED[name]
     assert run_ranks(refused, n, *how) == [WITHOUT + message] * n
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in Inductor
-def test_options_of_the_user_are_kept() -> None:
+def test_async_tp_keeps_the_user_s_options() -> None:
     def mine(graph: fx.Graph) -> None: ...
 
     how = BlockFusion(FusedPairs()).options(

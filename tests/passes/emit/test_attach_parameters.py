@@ -61,7 +61,7 @@ def expected(model: Model) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [Owner, nn.ModuleList])
-def test_blocks_read_their_own_parameters(kind: type[nn.Module]) -> None:
+def test_attached_blocks_read_their_own_parameters(kind: type[nn.Module]) -> None:
     """What both read is passed to them. A module that cannot be called is not called."""
     model = Model(kind)
     module = attached(model)
@@ -72,7 +72,7 @@ def test_blocks_read_their_own_parameters(kind: type[nn.Module]) -> None:
     assert not list(module.parameters()), "the parameters belong to the model alone"
 
 
-def test_what_two_blocks_read_is_passed_to_them() -> None:
+def test_attached_blocks_get_shared_parameters_as_arguments() -> None:
     """Also if it belongs to one of them: while the other is called, that one's hooks have not run."""
     graph = draft(two_blocks, x=X, w=WEIGHTS[0], v=WEIGHTS[1], s=some(4))
     model = Model()
@@ -84,14 +84,14 @@ def test_what_two_blocks_read_is_passed_to_them() -> None:
     assert [node.name for node in found.graph.nodes if node.op == "placeholder"] == ["x", "s"]
 
 
-def test_a_shared_graph_is_listed_once() -> None:
+def test_works_lists_a_shared_graph_once() -> None:
     module = attached(Model())
     first, second = (part for part in module.children() if isinstance(part, BlockCall))
     assert first.work is second.work
     assert works(module) == {"block": first.work}
 
 
-def test_hooks_of_the_module_run() -> None:
+def test_attached_blocks_run_hooks_of_their_module() -> None:
     model, seen = Model(), list[str]()
     for i, block in enumerate(model.h):
         block.register_forward_pre_hook(lambda *_, i=i: seen.append(f"h.{i}"))
@@ -99,7 +99,7 @@ def test_hooks_of_the_module_run() -> None:
     assert seen == ["h.0", "h.1"]
 
 
-def test_a_profiler_shows_the_names_of_blocks() -> None:
+def test_profiler_shows_the_names_of_blocks() -> None:
     """Also of blocks that share one graph."""
     model = Model()
     graph = attached(model)
@@ -109,7 +109,7 @@ def test_a_profiler_shows_the_names_of_blocks() -> None:
     assert [name for name in names if name.startswith("h.")] == ["h.0", "h.1"]
 
 
-def test_values_are_those_of_the_call() -> None:
+def test_value_at_reads_the_call_s_tensors() -> None:
     """functional_call puts other tensors into the tables; a property of a parametrization is asked."""
     linear, seen = nn.Linear(2, 2), list[Tensor]()
     linear.register_forward_hook(lambda *_: seen.append(value_at((linear, "weight"))))
@@ -120,7 +120,7 @@ def test_values_are_those_of_the_call() -> None:
     assert value_at((linear, "weight")).shape == (2, 2)
 
 
-def test_places() -> None:
+def test_places_know_names_and_ties() -> None:
     model = Model()
     model.h[1].weight = model.h[0].weight
     names, found = places(model)
@@ -130,13 +130,13 @@ def test_places() -> None:
     assert ties(model, names, found) == {"h.1.weight": ((model.h[1], "weight"), "h.0.weight")}
 
 
-def test_a_module_with_two_names_is_no_tie() -> None:
+def test_ties_leave_out_modules_with_two_names() -> None:
     model = Model()
     model.h[1] = model.h[0]
     assert ties(model, *places(model)) == {}
 
 
-def test_modules_are_made_where_there_are_none() -> None:
+def test_module_at_makes_missing_modules() -> None:
     root = nn.Module()
     made = module_at(root, "h.0.plan", Owner)
     assert isinstance(made, Owner)

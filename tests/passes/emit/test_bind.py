@@ -22,7 +22,7 @@ GROUPS = {"tp": "5", "tp/4": "9"}
 GPU = torch.device("cuda:1")
 
 
-def test_groups_and_device() -> None:
+def test_bind_puts_in_groups_and_device() -> None:
     def make(call: Any, x: Any) -> Any:
         made = call(aten.arange.default, 4, device=torch.device("cpu"))
         x = call(collectives.reduce, call(collectives.copy, x, "tp"), "tp")
@@ -39,7 +39,7 @@ def test_groups_and_device() -> None:
     assert lines(graph)[2] == "reduce(copy, 'tp')", "the lowered graph stays as it is"
 
 
-def test_draws_on_the_cpu() -> None:
+def test_bind_leaves_draws_on_the_cpu() -> None:
     """Numbers that the model draws on the CPU come from its random stream, also on a GPU."""
 
     def make(call: Any) -> Any:
@@ -49,7 +49,7 @@ def test_draws_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("target", sorted(COMMUNICATING, key=str), ids=lambda target: target.__name__)
-def test_every_collective(target: Any) -> None:
+def test_bind_gives_every_collective_its_group(target: Any) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(target, (x, "tp", None)),))
@@ -57,18 +57,18 @@ def test_every_collective(target: Any) -> None:
     assert found.args[1:] == ("5", None)
 
 
-def test_which_operators_communicate() -> None:
+def test_bind_knows_every_simulated_collective() -> None:
     """Those that the simulation of all ranks knows: a new one must be bound, too, unless `interleave` writes it."""
     assert set(COLLECTIVES) - {start_reduce, start_copy, finish, wait_in_backward} == COMMUNICATING
 
 
-def test_one_process() -> None:
+def test_bind_of_one_process_has_no_group() -> None:
     """Without a group the axis becomes None."""
     graph = draft(lambda call, x: call(collectives.reduce, x, "tp"), x=some(4))
     assert lines(bind(graph, torch.device("cpu"), {"tp": None}, reuse=False))[0] == "reduce(x, None)"
 
 
-def test_backward_of_a_function() -> None:
+def test_bind_reaches_the_backward_of_a_function() -> None:
     backward = fx.Graph()
     grad = backward.placeholder("grad")
     backward.output((backward.call_function(collectives.copy, (grad, "tp")),))
@@ -80,7 +80,7 @@ def test_backward_of_a_function() -> None:
     assert lines(backward)[0] == "copy(grad, 'tp')"
 
 
-def test_attention_of_no_heads() -> None:
+def test_bind_replaces_masked_attention_without_heads() -> None:
     """Its mask must get a gradient, of which torch knows nothing; with heads, or without a mask, it stays."""
 
     def names(heads: int, masked: bool) -> list[str]:
@@ -93,7 +93,7 @@ def test_attention_of_no_heads() -> None:
     assert [names(0, True), names(0, False), names(2, True)] == [["(q, q, q, m)"], [], []]
 
 
-def test_inputs_that_may_be_written() -> None:
+def test_bind_writes_owned_caches_in_place() -> None:
     """A cache belongs to the graph: its next value takes its memory."""
 
     def make(call: Any, cache: Any, x: Any) -> Any:

@@ -53,7 +53,9 @@ def compiled(rank: int, n: int, layout: tuple[int, int], backend: str, how: dict
     ],
     ids=str,
 )
-def test_blocks_with_cut_sequences(layout: tuple[int, int], backend: str, how: dict[str, Any]) -> None:
+def test_compiled_blocks_with_cut_sequences_equal_one_device(
+    layout: tuple[int, int], backend: str, how: dict[str, Any]
+) -> None:
     run_ranks(compiled, prod(layout), layout, backend, how, timeout=280)
 
 
@@ -62,7 +64,7 @@ CALLS = re.compile(r"(?:extern_kernels\.(?:add)?|torch\.ops\._c10d_functional\.)
 
 @pytest.mark.system  # Inductor compiles.
 @pytest.mark.filterwarnings("ignore")  # Those of torch's compiler about torch.
-def test_each_sum_of_backward_runs_beside_products() -> None:
+def test_compiled_backward_sums_run_beside_products() -> None:
     """Of two ranks whose collectives compiled code sees, as those of NCCL: a block's backward has two sums."""
     assert fake_pg  # It registers the backend.
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
@@ -82,7 +84,7 @@ def test_each_sum_of_backward_runs_beside_products() -> None:
         assert text.count("all_reduce") == 2 and "all_reduce wait_tensor" not in text, text
 
 
-def test_options_of_the_user_count_more_than_ours() -> None:
+def test_compile_options_of_the_user_win() -> None:
     graph = torch.fx.Graph()
     graph.output(graph.call_function(copy_to_ranks, (graph.placeholder("x"), "tp")))
     block = torch.fx.GraphModule(nn.Module(), graph)
@@ -109,7 +111,7 @@ def at_the_limit(rank: int, n: int, how: dict[str, Any]) -> str:
     return "ran"
 
 
-def test_the_limit_of_compilations() -> None:
+def test_recompile_limit_is_an_error_only_with_cut_sequences() -> None:
     """Where ranks have parts of sequences, none of them goes on uncompiled by itself."""
     for text in run_ranks(at_the_limit, 2, {"sequence_parallel": True}, timeout=100):
         assert text.startswith("4: torch has compiled a block for other sizes as often as it may")
@@ -117,7 +119,7 @@ def test_the_limit_of_compilations() -> None:
     assert run_ranks(at_the_limit, 2, {}, timeout=100) == ["ran", "ran"]
 
 
-def test_each_graph_is_wrapped_once() -> None:
+def test_compile_blocks_wraps_each_graph_once() -> None:
     """Also where the blocks are compiled again, with other options."""
     work = torch.fx.symbolic_trace(nn.Linear(2, 2))
     module = nn.Sequential(work, work, Recomputed(torch.fx.symbolic_trace(nn.ReLU())))

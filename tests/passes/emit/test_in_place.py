@@ -115,13 +115,13 @@ def loss_of(target: Any, *names: str, also: str | None = "") -> Make:
         pytest.param(loss_of(aten.exp.default, "x"), False, id="logits-that-exp-keeps"),
     ],
 )
-def test_fresh(make: Make, expected: bool) -> None:
+def test_fresh_finds_sums_that_nobody_else_reads(make: Make, expected: bool) -> None:
     graph = draft(make, **VALUES)
     kinds = (collectives.copy, collectives.reduce, cross_entropy.class_terms)
     assert [node in fresh(graph) for node in graph.nodes if node.target in kinds] == [expected]
 
 
-def test_the_callers_cache_is_written_where_nobody_else_reads_it() -> None:
+def test_written_takes_the_caller_s_cache_if_unread_elsewhere() -> None:
     def once(call: Any, x: Any, w: Any, i: Any, **_: Any) -> Any:
         return call(aten.index_copy.default, x, 0, i, w)
 

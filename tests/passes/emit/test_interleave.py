@@ -46,7 +46,7 @@ def bound(model: nn.Module, call: dict[str, Any] = CALL, tp: int = 2) -> fx.Grap
     return bind(rank_graph(program, 0, "fast"), torch.device("cpu"), {"tp": "tp"})
 
 
-def test_the_same_operators_on_the_same_operands() -> None:
+def test_interleave_keeps_operators_and_operands() -> None:
     before = bound(gpt(dropout=0.1))
     after = interleave(before)
     assert [n.name for n in before.nodes if n.op == "placeholder"] == [
@@ -68,7 +68,7 @@ def test_the_same_operators_on_the_same_operands() -> None:
         assert operands(new[node.name]) == operands(node), node
 
 
-def test_each_sum_runs_beside_the_other_half() -> None:
+def test_interleave_puts_products_of_the_other_half_beside_sums() -> None:
     """Between the start of a half's sum and its end there is a product of the other half, but for the embedding."""
     nodes = list(interleave(bound(gpt(layers=3))).nodes)
     at = {node: i for i, node in enumerate(nodes)}
@@ -83,20 +83,20 @@ def test_each_sum_runs_beside_the_other_half() -> None:
     assert beside >= 2 * (2 * 3)  # Attention and MLP of three blocks, in both halves.
 
 
-def test_operators_of_a_block_follow_one_another() -> None:
+def test_interleave_keeps_blocks_together() -> None:
     nodes = [n for n in interleave(bound(gpt(layers=3))).nodes if HALF in n.meta]
     names = [block_of(node) for node in nodes]
     changes = [b for a, b in pairwise(names) if a != b]
     assert len(changes) == len(set(changes)) <= 4, changes
 
 
-def test_without_sums_over_ranks_nothing_moves() -> None:
+def test_interleave_moves_nothing_without_sums() -> None:
     before = bound(gpt(), tp=1)
     assert any(HALF in node.meta for node in before.nodes)
     assert interleave(before) is before
 
 
-def test_random_draws_keep_their_order() -> None:
+def test_interleave_keeps_the_order_of_draws() -> None:
     before = bound(gpt(dropout=0.1))
     for half in (0, 1, None):
         drawn = [
@@ -105,7 +105,7 @@ def test_random_draws_keep_their_order() -> None:
         assert drawn[0] == drawn[1]
 
 
-def test_an_operator_that_overwrites_stays_behind_other_readers() -> None:
+def test_interleave_keeps_overwriting_sums_behind_other_readers() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     y = graph.call_function(torch.ops.aten.linear.default, (x, x))
@@ -153,7 +153,7 @@ def traced(rank: int, n: int, layers: int, given: dict[str, Any], rows: int = 4)
 
 
 @pytest.mark.parametrize("layers", [2, 4])
-def test_sums_run_beside_the_other_half_in_forward_and_backward(layers: int) -> None:
+def test_interleaved_sums_run_beside_the_other_half_both_ways(layers: int) -> None:
     """Two sums of the blocks have nothing beside them: the last one of forward, and the last one of backward."""
     seen, plain = (run_ranks(traced, 2, layers, {"overlap": how})[0] for how in ("batch", "none"))
     assert seen.count("start") == 2 * plain.count("start") == 2 * 4 * layers
@@ -161,13 +161,13 @@ def test_sums_run_beside_the_other_half_in_forward_and_backward(layers: int) -> 
     assert exposed(seen) == 2
 
 
-def test_of_one_row_the_halves_wait_for_each_others_keys() -> None:
+def test_interleaved_halves_of_one_row_expose_their_key_sums() -> None:
     """Two of the eight sums of a block have nothing beside them but products; and the last of backward."""
     seen = run_ranks(traced, 2, 4, {"overlap": "batch"}, 1)[0]
     assert seen.count("start") == 2 * 4 * 4 and exposed(seen) == 2 * 4 + 1
 
 
-def test_a_recomputation_sends_no_sum_that_is_for_the_next_block() -> None:
+def test_recomputation_sends_only_the_attention_sum_again() -> None:
     """Of the sums of forward, it sends again that of attention only."""
     for how, halves in (("batch", 2), ("none", 1)):
         seen = run_ranks(traced, 2, 2, {"overlap": how, "recompute": "full"})[0]
@@ -209,12 +209,12 @@ def stepped(rank: int, n: int, given: dict[str, Any], dtype: torch.dtype) -> lis
     [{}, {"recompute": "full"}, {"recompute": "selective"}, {"without": ("overlap",)}, {"without": ("outline",)}],
     ids=str,
 )
-def test_five_steps_equal_those_of_one_device(given: dict[str, Any]) -> None:
+def test_interleaved_steps_equal_one_device(given: dict[str, Any]) -> None:
     for found in run_ranks(stepped, 2, given, torch.float64, alone=True):
         assert max(found) < 1e-10
 
 
-def test_five_steps_in_float32() -> None:
+def test_interleaved_float32_steps_equal_one_device() -> None:
     for found in run_ranks(stepped, 2, {}, torch.float32, alone=True):
         assert max(found) < 1e-5
 
@@ -319,7 +319,7 @@ def differences(rank: int, n: int, given: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("given", [{}, {"recompute": "full"}], ids=str)
-def test_ways_to_train(given: dict[str, Any]) -> None:
+def test_interleaved_gradients_in_all_ways_equal_one_device(given: dict[str, Any]) -> None:
     for found in run_ranks(differences, 2, given, alone=True):
         assert {name: d for name, d in found.items() if not d < 1e-12} == {}
 
@@ -332,7 +332,7 @@ def unwaited(rank: int, n: int) -> int:
     return int(torch._C._distributed_c10d._get_work_registry_size())
 
 
-def test_every_sum_is_waited_for() -> None:
+def test_interleaved_sums_are_all_waited_for() -> None:
     """A recomputation ends when backward has what it needs."""
     assert run_ranks(unwaited, 2) == [0, 0]
 
@@ -356,7 +356,7 @@ def for_some(rank: int, n: int) -> list[int]:
     return [*found, int(torch._C._distributed_c10d._get_work_registry_size())]
 
 
-def test_a_backward_that_ends_early_waits_for_its_sums() -> None:
+def test_interleaved_backward_that_ends_early_waits_for_its_sums() -> None:
     assert run_ranks(for_some, 2) == [[0, 0], [0, 0]]
 
 
@@ -375,6 +375,6 @@ def compiled(rank: int, n: int) -> list[float]:
     return found
 
 
-def test_compiled_blocks_wait_for_sums_that_other_code_started() -> None:
+def test_compiled_blocks_wait_for_sums_started_by_others() -> None:
     for found in run_ranks(compiled, 2):
         assert max(found) < 1e-12

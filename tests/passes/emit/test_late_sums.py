@@ -38,7 +38,7 @@ def bound(**options: Any) -> fx.Graph:
     return bind(rank_graph(program, 0, "fast"), torch.device("cpu"), {"tp": "tp"})
 
 
-def test_the_same_operators_on_the_same_operands() -> None:
+def test_late_sums_keep_operators_and_operands() -> None:
     before = bound(sequence_parallel=True)
     after = late_sums(before)
     nodes = [node for node in after.nodes if node.target is not begin_sums]
@@ -56,7 +56,7 @@ def test_the_same_operators_on_the_same_operands() -> None:
     assert sums == 4  # Three blocks, and the norm behind them.
 
 
-def test_without_sums_of_parameters_nothing_changes() -> None:
+def test_late_sums_change_nothing_without_parameter_sums() -> None:
     before = bound()
     assert late_sums(before) is before
 
@@ -93,7 +93,7 @@ def marks(rank: int, n: int, given: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("given", [{}, {"recompute": "full"}, {"without": ("outline",)}], ids=str)
-def test_sums_run_beside_the_backward_of_the_block_before(given: dict[str, Any]) -> None:
+def test_late_sums_run_beside_the_block_before_s_backward(given: dict[str, Any]) -> None:
     """That of the last norm and those of three blocks; beside the last one there is no product."""
     blocks = ["start", *["product", "start", "end"] * 3, "end"]
     for seen in run_ranks(marks, 2, given):
@@ -101,7 +101,7 @@ def test_sums_run_beside_the_backward_of_the_block_before(given: dict[str, Any])
         assert seen[-1] == "end"
 
 
-def test_left_out_each_sum_ends_before_anything_else_begins() -> None:
+def test_without_late_sums_each_sum_ends_at_once() -> None:
     for seen in run_ranks(marks, 2, {"without": ("late_sums",)}):
         assert [seen[i + 1] for i, mark in enumerate(seen) if mark == "start"] == ["end"] * 4
 
@@ -134,17 +134,17 @@ def stepped(rank: int, n: int, given: dict[str, Any], dtype: torch.dtype) -> lis
     [{}, {"recompute": "full"}, {"recompute": "selective"}, {"without": ("overlap",)}, {"without": ("outline",)}],
     ids=str,
 )
-def test_steps_equal_those_of_one_device(given: dict[str, Any]) -> None:
+def test_late_sums_steps_equal_one_device(given: dict[str, Any]) -> None:
     for found in run_ranks(stepped, 2, given, torch.float64, alone=True):
         assert max(found) < 1e-10
 
 
-def test_steps_in_float32() -> None:
+def test_late_sums_float32_steps_equal_one_device() -> None:
     for found in run_ranks(stepped, 2, {}, torch.float32, alone=True):
         assert max(found) < 1e-5
 
 
-def test_key_heads_that_ranks_share() -> None:
+def test_late_sums_of_shared_key_heads_equal_one_device() -> None:
     """Their weights are summed among those ranks, in the block's sum."""
     for found in run_ranks(shared_heads, 4):
         assert found < 1e-6  # transformers computes norms in float32.
@@ -219,7 +219,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("whole_model", [False, True])
-def test_units_of_fully_shard_find_all_gradients(whole_model: bool) -> None:
+def test_late_sums_end_before_fully_shard_s_units(whole_model: bool) -> None:
     assert run_ranks(in_units, 4, whole_model) == [[]] * 4
 
 
@@ -242,7 +242,7 @@ def noted(rank: int, n: int) -> tuple[int, int, bool]:
     return same, len(parameters), all(torch.equal(found[name], p.grad) for name, p in parameters.items())
 
 
-def test_hooks_get_sums_and_a_failed_backward_leaves_nothing_behind() -> None:
+def test_late_sums_reach_hooks_also_after_a_failed_backward() -> None:
     for same, number, again in run_ranks(noted, 2):
         assert same == number and again
 
@@ -283,7 +283,7 @@ def odd_backwards(rank: int, n: int, given: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("given", [{"sequence_parallel": True}, {"overlap": "batch"}], ids=str)
-def test_odd_backwards(given: dict[str, Any]) -> None:
+def test_late_sums_in_odd_backwards_equal_one_device(given: dict[str, Any]) -> None:
     assert run_ranks(odd_backwards, 2, given) == [[], []]
 
 
@@ -304,6 +304,6 @@ def failing(rank: int, n: int) -> list[int]:
     return found
 
 
-def test_sums_of_failed_backwards_are_waited_for() -> None:
+def test_late_sums_of_failed_backwards_are_waited_for() -> None:
     for first, *others, last in run_ranks(failing, 2):
         assert all(number <= first for number in others) and last == 0

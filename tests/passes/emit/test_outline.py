@@ -56,7 +56,7 @@ def expect_same_numbers(make: Callable[..., Any], module: fx.GraphModule) -> Non
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def test_blocks_that_are_alike_share_a_module() -> None:
+def test_outline_shares_a_module_of_like_blocks() -> None:
     module = outline(alike)
     assert calls(module) == ["block", "block"]
     assert ops(module.graph) == ["exp"]
@@ -64,13 +64,13 @@ def test_blocks_that_are_alike_share_a_module() -> None:
     expect_same_numbers(alike, module)
 
 
-def test_other_operators_are_another_module() -> None:
+def test_outline_separates_blocks_of_other_operators() -> None:
     module = outline(other_operator)
     assert calls(module) == ["block", "block_1"]
     expect_same_numbers(other_operator, module)
 
 
-def test_other_sizes_are_another_module() -> None:
+def test_outline_separates_blocks_of_other_sizes() -> None:
     def make(call: Any, x: Any, w: Any, v: Any) -> Any:
         return layer(call, "h.1", layer(call, "h.0", x, w), at("", call(aten.slice.Tensor, v, 0, 0, 2)))
 
@@ -79,13 +79,13 @@ def test_other_sizes_are_another_module() -> None:
     expect_same_numbers(make, module)
 
 
-def test_two_results() -> None:
+def test_outline_returns_two_results() -> None:
     module = outline(in_two_ways)
     assert [node.args[1] for node in module.graph.nodes if node.target is operator.getitem] == [0, 1]
     expect_same_numbers(in_two_ways, module)
 
 
-def test_a_region_of_autocast_is_not_torn() -> None:
+def test_outline_never_tears_an_autocast_region() -> None:
     """A block that enters a region, and leaves it behind the block, is no block."""
 
     def make(call: Any, x: Any, w: Any, v: Any) -> Any:
@@ -100,7 +100,7 @@ def test_a_region_of_autocast_is_not_torn() -> None:
     ]
 
 
-def test_sizes_stay_outside() -> None:
+def test_outline_leaves_sizes_outside() -> None:
     """Else the first block, which asks for a size that others only read, would differ from these."""
 
     def make(call: Any, x: Any, w: Any, v: Any) -> Any:

@@ -132,11 +132,11 @@ def dispatched(run: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
     return mode.found, found
 
 
-def test_each_function_has_arguments_here() -> None:
+def test_python_calls_are_all_tried_here() -> None:
     assert ARGUMENTS.keys() == PYTHON_CALLS.keys()
 
 
-def test_each_optional_argument_is_given_here() -> None:
+def test_python_calls_are_tried_with_every_option() -> None:
     """Not the default of the schema, which a function could ignore."""
     for operator, (args, kwargs) in ARGUMENTS.items():
         others = bound_arguments(operator, args, kwargs)
@@ -184,7 +184,7 @@ def test_an_emitted_call_runs_its_operator(operator: Any, given: Given, spelled:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_graphs_in_blocks_are_changed_too() -> None:
+def test_call_python_changes_graphs_in_blocks() -> None:
     inner, outer = fx.Graph(), fx.Graph()
     x = inner.placeholder("x")
     inner.output(inner.call_function(aten.add.Tensor, (x, 1.0)))
@@ -198,7 +198,7 @@ def test_graphs_in_blocks_are_changed_too() -> None:
     assert module(torch.arange(4.0)).tolist() == [2, 3]
 
 
-def test_slices_of_numbers_have_a_python_function() -> None:
+def test_call_python_narrows_slices_of_numbers() -> None:
     graph = fx.Graph()
     x, n = graph.placeholder("x"), graph.placeholder("n")
     x.meta["val"] = torch.empty(3, 8)
@@ -213,7 +213,7 @@ def test_slices_of_numbers_have_a_python_function() -> None:
     assert all(a.equal(b) for a, b in zip(module(value, 4), [*expected, value[:, ::2], value[:, :4]], strict=True))
 
 
-def test_what_separates_axes_is_left_out_unless_it_is_returned() -> None:
+def test_call_python_drops_apart_unless_it_is_returned() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     inside, returned = (graph.call_function(apart, (x,)) for _ in range(2))
@@ -249,7 +249,7 @@ def backward_nodes(y: Tensor) -> list[str]:
 
 
 @pytest.mark.parametrize("pieces", [((4, 8), (0, 4)), ((0, 3), (3, 4), (4, 2**63 - 1)), ((0, 8), (8, 8))], ids=str)
-def test_slices_that_share_out_a_dimension_are_one_split(pieces: Any) -> None:
+def test_call_python_splits_slices_that_share_out_a_dimension(pieces: Any) -> None:
     """In backward, too: the gradients are joined, and no tensor of the whole's size is filled for each."""
     plain, module = cut_up(*pieces), call_python(cut_up(*pieces))
     assert (module.code.count("torch.split_with_sizes("), module.code.count("narrow")) == (1, 0)
@@ -264,7 +264,7 @@ def test_slices_that_share_out_a_dimension_are_one_split(pieces: Any) -> None:
     assert sum(slices) == 1
 
 
-def test_slices_of_a_slice_are_split_as_well() -> None:
+def test_call_python_splits_slices_of_a_slice() -> None:
     """As GPT-NeoX and Phi turn the halves of a part of each head."""
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -280,18 +280,18 @@ def test_slices_of_a_slice_are_split_as_well() -> None:
 
 
 @pytest.mark.parametrize("pieces", [((0, 4), (4, 7)), ((0, 5), (4, 8)), ((1, 8),), ((0, 4), (0, 4))], ids=str)
-def test_other_slices_stay(pieces: Any) -> None:
+def test_call_python_leaves_other_slices(pieces: Any) -> None:
     assert "split" not in call_python(cut_up(*pieces)).code
 
 
-def test_a_slice_that_the_caller_gets_stays() -> None:
+def test_call_python_leaves_slices_that_the_caller_gets() -> None:
     """torch refuses to write into a part of a split."""
     module = call_python(cut_up((0, 4), (4, 8), returned=True))
     assert "split" not in module.code
     module(torch.zeros(3, 8, requires_grad=True) + 1)[1].add_(1)
 
 
-def test_a_value_is_reshaped_once() -> None:
+def test_call_python_reshapes_a_value_once() -> None:
     """Unless another operator reads it between, or the caller gets the value."""
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -306,7 +306,7 @@ def test_a_value_is_reshaped_once() -> None:
     ]  # fmt: skip
 
 
-def test_a_value_that_the_caller_gets_lies_in_memory_of_its_own() -> None:
+def test_call_python_returns_reshapes_in_memory_of_their_own() -> None:
     """The caller writes into it, or into a view of it; the tensor that was reshaped stays as it is."""
     graph = fx.Graph()
     turned = graph.call_function(aten.transpose.int, (graph.placeholder("x"), 0, 1))
@@ -319,7 +319,7 @@ def test_a_value_that_the_caller_gets_lies_in_memory_of_its_own() -> None:
     assert value.tolist() == torch.arange(24.0).view(3, 8).tolist()
 
 
-def test_a_view_of_a_slice_that_the_caller_gets_can_be_written() -> None:
+def test_call_python_returns_writable_views_of_slices() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(3, 8)

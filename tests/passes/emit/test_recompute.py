@@ -56,7 +56,7 @@ def chain(names: list[str], *scales: float) -> fx.Graph:
         (["h.0", "", "h.0"], (2.0, 2.0, 2.0), 1, 2),  # One module called twice.
     ],
 )
-def test_blocks_that_compute_alike_are_one_module(
+def test_recompute_shares_a_module_of_like_blocks(
     names: list[str], scales: tuple[float, ...], kinds: int, calls: int
 ) -> None:
     graph = chain(names, *scales)
@@ -67,7 +67,7 @@ def test_blocks_that_compute_alike_are_one_module(
     torch.testing.assert_close(module(*values), fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*values))
 
 
-def test_several_results() -> None:
+def test_outlined_block_returns_several_results() -> None:
     def make(call: Any, x: Any) -> Any:
         a = call(aten.mul.Tensor, x, 2.0)
         b = call(aten.add.Tensor, a, 1.0)
@@ -123,13 +123,13 @@ def kept(run: Any) -> int:
 
 
 @checks.on(2)
-def gradients_are_the_same_along_the_sequence(rank: int, n: int) -> None:
+def recompute_with_sequence_parallel_has_the_same_gradients(rank: int, n: int) -> None:
     """Dropout draws the same numbers again. The more is computed, the less is kept."""
     expect_same_gradients(rank, n, along=True)
 
 
 @checks.on(2, rare=True)
-def gradients_are_the_same(rank: int, n: int) -> None:
+def recompute_has_the_same_gradients_and_keeps_less(rank: int, n: int) -> None:
     expect_same_gradients(rank, n, along=False)
 
 
@@ -159,7 +159,7 @@ def expect_same_gradients(rank: int, n: int, along: bool) -> None:
 
 
 @checks.on(2)
-def it_may_be_switched(rank: int, n: int) -> None:
+def recompute_may_be_switched_between_calls(rank: int, n: int) -> None:
     """From one call to the next; torch.func knows no such thing, and keeps all."""
     torch.manual_seed(0)
     x = torch.randn(2, 5, 12)
@@ -179,7 +179,7 @@ def it_may_be_switched(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def as_hugging_face_says_it(rank: int, n: int) -> None:
+def gradient_checkpointing_enable_sets_recompute(rank: int, n: int) -> None:
     """`gradient_checkpointing_enable()`, before and after."""
     transformers = pytest.importorskip("transformers")
     from hugging_face import checkpoint_blocks
@@ -205,7 +205,7 @@ def as_hugging_face_says_it(rank: int, n: int) -> None:
 
 
 @checks.on(2, rare=True)
-def compiled(rank: int, n: int) -> None:
+def recomputed_blocks_compile_in_one_graph(rank: int, n: int) -> None:
     """The blocks in one graph, without a break, at a second length too."""
     torch.manual_seed(0)
     cut = autotp.parallelize(gpt(vocab_size=32, n_head=2, n_embd=8), n, sequence_parallel=True)
@@ -217,7 +217,7 @@ def compiled(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_block_is_compiled_once(rank: int, n: int) -> None:
+def like_blocks_are_compiled_once(rank: int, n: int) -> None:
     """However many there are; from the second step on nothing is compiled; a graph to come has its blocks compiled."""
     torch.manual_seed(0)
     whole = gpt(vocab_size=32, n_layer=4, n_head=2, n_embd=8).double()
@@ -246,7 +246,7 @@ def a_block_is_compiled_once(rank: int, n: int) -> None:
 
 
 @checks.on(2, rare=True)
-def compiled_blocks_are_computed_again(rank: int, n: int) -> None:
+def recomputed_compiled_blocks_draw_the_same_numbers(rank: int, n: int) -> None:
     """Compiled blocks that backward computes again draw the same numbers again, fast ones too.
 
     In "exact" mode these are those of eager code. Fast ones are hashed in compiled code, and are others.
@@ -277,7 +277,7 @@ def stepped(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 @checks.on(2)
-def blocks_of_many_sizes_are_compiled(rank: int, n: int) -> None:
+def ten_blocks_of_ten_sizes_are_each_compiled(rank: int, n: int) -> None:
     """Each once, and none too many: Dynamo compiles one code for eight kinds of arguments only."""
     torch.manual_seed(0)
     whole, x = Chain(*(Wide(4 * i + 4) for i in range(10))), torch.randn(3, 8)
@@ -334,7 +334,7 @@ class Averaging(Wide):
 
 
 @checks.on(2)
-def buffers_are_written_once(rank: int, n: int) -> None:
+def recomputed_blocks_write_buffers_once(rank: int, n: int) -> None:
     """Running statistics and averages: backward computes from what they were, and leaves them alone."""
     torch.manual_seed(0)
     whole, x = Chain(*(Averaging(4 * i + 8) for i in range(3))).double(), torch.randn(4, 8).double()
@@ -355,7 +355,7 @@ def buffers_are_written_once(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def hooks_that_copy_what_is_kept(rank: int, n: int) -> None:
+def saved_tensor_hooks_never_see_an_unfinished_sum(rank: int, n: int) -> None:
     """A block keeps its inputs: one that the ranks are still summing is no value yet."""
     whole, parallel = both(n, gpt().double().train(), overlap="batch", recompute="full")
     for seed in (1, 2, 3):
@@ -366,7 +366,7 @@ def hooks_that_copy_what_is_kept(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def without_blocks(rank: int, n: int) -> None:
+def recompute_and_compile_blocks_need_the_outline_pass(rank: int, n: int) -> None:
     """Where blocks are left out, nothing can be computed again or compiled block by block, and the user hears it."""
     torch.manual_seed(0)
     whole, x = Blocks(), torch.randn(2, 5, 12)
@@ -391,7 +391,7 @@ def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
 
 
-def test_a_core_is_what_makes_and_reads_scores() -> None:
+def test_selective_recompute_covers_attention_scores_only() -> None:
     """Of a block's operators, from one product to the other; a softmax without products is none."""
 
     def make(call: Any, q: Any, k: Any, v: Any) -> Any:
@@ -442,7 +442,7 @@ def again(function: Callable[..., Tensor] = products) -> Recomputed:
     return Recomputed(fx.symbolic_trace(function))
 
 
-def test_derivatives_of_a_block_that_runs_again() -> None:
+def test_recomputed_block_has_first_and_second_derivatives() -> None:
     """First and second ones, of all inputs and of some, and twice by one graph."""
     xs = inputs()
     for how in (products, again()):
@@ -456,7 +456,7 @@ def test_derivatives_of_a_block_that_runs_again() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_what_backward_does_not_need_does_not_run_again() -> None:
+def test_recompute_runs_only_what_backward_needs() -> None:
     """Of two products the second has a reader that keeps nothing: three products forward and again, four backward."""
     xs, block = inputs(), again()
     with Operators() as seen:
@@ -465,7 +465,7 @@ def test_what_backward_does_not_need_does_not_run_again() -> None:
     assert seen.counts["aten.tanh.default"] == 2
 
 
-def test_a_changed_input_is_an_error() -> None:
+def test_recompute_refuses_a_changed_input() -> None:
     """As for what autograd itself keeps."""
     xs, block = inputs(), again()
     y = block(*xs).sum()
@@ -475,7 +475,7 @@ def test_a_changed_input_is_an_error() -> None:
         y.backward()
 
 
-def test_nothing_stays_after_backward() -> None:
+def test_recompute_frees_its_inputs_after_backward() -> None:
     """Without the garbage collector: a cycle through autograd's memory would stay for ever."""
     xs, block = inputs(), again()
     x = (xs[0] * 2).requires_grad_()
@@ -490,7 +490,7 @@ def test_nothing_stays_after_backward() -> None:
         gc.enable()
 
 
-def test_random_numbers_are_those_of_forward() -> None:
+def test_recompute_draws_the_numbers_of_forward() -> None:
     """And the stream goes on where it was before backward."""
 
     def noisy(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -509,7 +509,7 @@ def test_random_numbers_are_those_of_forward() -> None:
     assert rest[0] == rest[1]
 
 
-def test_autocast_is_that_of_forward() -> None:
+def test_recompute_runs_in_the_autocast_of_forward() -> None:
     """And the rest of backward has its own."""
     xs = [x.detach().float().requires_grad_() for x in inputs()]
     for forward, backward in ((True, False), (False, True)):
@@ -522,7 +522,7 @@ def test_autocast_is_that_of_forward() -> None:
         torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_an_autocast_region_of_a_block_is_left_again() -> None:
+def test_recompute_leaves_the_autocast_region_of_a_block() -> None:
     """A run that ended inside of it would leave torch's cache of casts, which an optimizer makes wrong."""
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
@@ -536,7 +536,7 @@ def test_an_autocast_region_of_a_block_is_left_again() -> None:
     torch.autocast_decrement_nesting()
 
 
-def test_a_tensor_that_is_kept_costs_two_calls_of_python() -> None:
+def test_recompute_keeps_a_tensor_in_two_python_calls() -> None:
     """One when it is there again, and one when backward asks for it: hooks in Python are slower than small kernels."""
     assert [more - less for less, more in zip(python_calls(1), python_calls(11), strict=True)] == [0, 2 * 10]
 

@@ -38,7 +38,7 @@ def bound(**options: Any) -> torch.fx.Graph:
     return interleave(bind(rank_graph(program, 0, "fast"), torch.device("cpu"), {"tp": "tp"}))
 
 
-def test_each_product_reads_the_weight_of_its_half() -> None:
+def test_weight_sums_gives_each_half_its_weight() -> None:
     """Four weights of each block, and the head's; the embedding reads the head's weight itself."""
     before = bound(overlap="batch")
     after = weight_sums(before)
@@ -58,7 +58,7 @@ def test_each_product_reads_the_weight_of_its_half() -> None:
         assert new.target == (linear if new.target is linear else one.target)
 
 
-def test_without_halves_nothing_changes() -> None:
+def test_weight_sums_change_nothing_without_halves() -> None:
     before = bound()
     assert weight_sums(before) is before
 
@@ -88,7 +88,7 @@ def sums(rank: int, n: int, given: dict[str, Any]) -> tuple[int, int]:
     return adds.joined, adds.apart
 
 
-def test_the_sums_of_weights_are_no_operators_of_their_own() -> None:
+def test_weight_sums_add_within_the_product() -> None:
     """Nine of ten; that of the embedding and the head stays."""
     for (joined, apart), (none, all_apart) in zip(
         run_ranks(sums, 2, {}), run_ranks(sums, 2, {"without": "weight_sums"}), strict=True
@@ -108,6 +108,6 @@ def stepped(rank: int, n: int, given: dict[str, Any]) -> list[float]:
     [{}, {"recompute": "full"}, {"without": ("overlap", "weight_sums")}, {"without": ("outline",)}],
     ids=str,
 )
-def test_steps_equal_those_of_one_device(given: dict[str, Any]) -> None:
+def test_weight_sums_steps_equal_one_device(given: dict[str, Any]) -> None:
     for found in run_ranks(stepped, 2, given):
         assert max(found) < 1e-10

@@ -30,7 +30,7 @@ def read(call: Any, block: str, x: Any, *parameters: Any, axis: str = "tp") -> A
 W = {name: some(4) for name in "abcdx"}
 
 
-def test_parameters_of_a_block() -> None:
+def test_bucket_copies_a_block_s_parameters_together() -> None:
     def make(call: Any, a: Any, b: Any, c: Any, d: Any, x: Any) -> Any:
         return read(call, "h.1", read(call, "h.0", x, a, b), c, d)
 
@@ -53,12 +53,12 @@ def together_of(graph: fx.Graph) -> list[str]:
     return [line.partition(" = ")[2] or line for line in lines(bucket(graph)) if "together(" in line]
 
 
-def test_one_parameter_stays_alone() -> None:
+def test_bucket_leaves_one_parameter_alone() -> None:
     graph = draft(lambda call, a, x: read(call, "h.0", x, a), a=W["a"], x=W["x"])
     assert lines(bucket(graph)) == lines(graph)
 
 
-def test_other_axes_and_dtypes_stay_apart() -> None:
+def test_bucket_separates_mesh_axes_and_dtypes() -> None:
     def make(call: Any, a: Any, b: Any, c: Any, d: Any, half: Any, x: Any) -> Any:
         x = read(call, "h.0", read(call, "h.0", x, a, b), c, d, axis="tp/4")
         return read(call, "h.0", x, half)
@@ -68,7 +68,7 @@ def test_other_axes_and_dtypes_stay_apart() -> None:
     assert together_of(graph) == ["together([a, b], 'tp', [None, None])", "together([c, d], 'tp/4', [None, None])"]
 
 
-def test_before_and_behind_the_blocks() -> None:
+def test_bucket_separates_parameters_before_and_behind_blocks() -> None:
     """They may be in different stages of a pipeline."""
 
     def make(call: Any, a: Any, b: Any, c: Any, d: Any, x: Any) -> Any:
@@ -85,7 +85,7 @@ def test_before_and_behind_the_blocks() -> None:
     assert together_of(draft(make, **W)) == ["together([a, b, c, d], 'tp', [None, None, None, None])"]
 
 
-def test_what_some_ranks_hold() -> None:
+def test_bucket_includes_parameters_that_some_ranks_hold() -> None:
     def make(call: Any, a: Any, b: Any, x: Any) -> Any:
         held = within("h.0", call(share, a, "tp", 0, ((0, 2),)))
         return read(call, "h.0", call(aten.add.Tensor, x, held), b)
@@ -94,7 +94,7 @@ def test_what_some_ranks_hold() -> None:
     assert together_of(graph) == ["together([a, b], 'tp', [[0, [[0, 2]]], None])"]
 
 
-def test_activations_are_copied_alone() -> None:
+def test_bucket_leaves_activations_alone() -> None:
     def make(call: Any, a: Any, x: Any) -> Any:
         return read(call, "h.0", call(copy, call(aten.exp.default, x), "tp"), a)
 

@@ -20,17 +20,17 @@ def unread(call: Any, x: Any) -> Any:
     return call(aten.relu.default, x)
 
 
-def test_what_nobody_reads_goes() -> None:
+def test_dce_removes_unread_operators() -> None:
     assert ops(dce(draft(unread, x=X))) == ["relu"]
 
 
-def test_a_graph_without_dead_operators_is_the_same_graph() -> None:
+def test_dce_returns_the_same_graph_without_dead_operators() -> None:
     graph = dce(draft(unread, x=X))
     assert dce(graph) is graph
 
 
 @pytest.mark.parametrize("draw", [aten.bernoulli.p, aten.rand_like.default, aten.dropout.default, dropout.fast_dropout])
-def test_draws_stay(draw: Any) -> None:
+def test_dce_keeps_random_draws(draw: Any) -> None:
     """A draw that nobody reads moves the generator: without it the next mask would be another."""
     arguments = {aten.bernoulli.p: (0.5,), aten.dropout.default: (0.5, True), dropout.fast_dropout: (0.5, 0)}
 
@@ -43,7 +43,7 @@ def test_draws_stay(draw: Any) -> None:
     expect_same(graph, dce(graph), [X])
 
 
-def test_dropout_in_evaluation_draws_nothing() -> None:
+def test_dce_removes_unread_dropout_in_evaluation() -> None:
     def make(call: Any, x: Any) -> Any:
         call(aten.dropout.default, x, 0.5, False)
         return x
@@ -51,7 +51,7 @@ def test_dropout_in_evaluation_draws_nothing() -> None:
     assert lines(dce(draft(make, x=X))) == ["return x"]
 
 
-def test_regions_stay() -> None:
+def test_dce_keeps_autocast_regions() -> None:
     """They are there for their effect; their own operators go like others."""
 
     def make(call: Any, x: Any) -> Any:
@@ -63,7 +63,7 @@ def test_regions_stay() -> None:
     assert ops(dce(draft(make, x=some(3, 3)))) == ["enter_autocast", "mm", "exit_autocast"]
 
 
-def test_inputs_stay() -> None:
+def test_dce_keeps_inputs() -> None:
     """A rank's graph is called with all of them."""
     graph = dce(draft(lambda call, x, y: call(aten.exp.default, x), x=X, y=X))
     assert [node.name for node in graph.nodes if node.op == "placeholder"] == ["x", "y"]

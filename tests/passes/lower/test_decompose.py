@@ -57,7 +57,7 @@ CROSS_ENTROPY = aten.cross_entropy_loss.default
         pytest.param(calls(aten.nll_loss_nd.default, "t", "w"), X, TARGET, id="nll"),
     ],
 )
-def test_numbers_and_gradients(make: Make, x: Tensor, t: Tensor) -> None:
+def test_decompose_keeps_numbers_and_gradients(make: Make, x: Tensor, t: Tensor) -> None:
     before, after, _ = expanded(make, 1 if x.dim() > 1 else 0, x, t)
     assert not set(ops(before)) & set(ops(after))
     found = []
@@ -72,13 +72,13 @@ def test_numbers_and_gradients(make: Make, x: Tensor, t: Tensor) -> None:
         )
 
 
-def test_a_mean_of_float16_is_a_number_where_its_sum_is_none() -> None:
+def test_decompose_averages_float16_whose_sum_overflows() -> None:
     before, after, _ = expanded(calls(aten.mean.dim, [1]), 1, torch.full((2, 6), 3e4, dtype=torch.float16))
     found = [run(graph, [torch.full((2, 6), 3e4, dtype=torch.float16), TARGET, WEIGHT])[0] for graph in (before, after)]
     assert found[1].dtype == torch.float16 and torch.equal(*found)
 
 
-def test_log_softmax_is_spelled_out() -> None:
+def test_decompose_spells_out_log_softmax() -> None:
     assert lines(expanded(calls(aten.log_softmax.int, 1), 1)[1]) == [
         "peak(x, 1)",
         "sub(x, peak)",
@@ -99,19 +99,19 @@ def test_log_softmax_is_spelled_out() -> None:
         pytest.param(calls(aten.exp.default), 1, id="pointwise"),
     ],
 )
-def test_left_alone(make: Make, dim: int) -> None:
+def test_decompose_leaves_operators_that_the_cut_passes(make: Make, dim: int) -> None:
     """An operator that the cut goes through stays whole, and is cut as before."""
     before, after, (leaf, _, decision) = expanded(make, dim)
     assert lines(after) == lines(before)
     assert [find(cut) for cut in decision.cuts.values()] == [find(leaf)]
 
 
-def test_uncut_is_left_alone() -> None:
+def test_decompose_leaves_uncut_operators() -> None:
     graph = draft(calls(CROSS_ENTROPY, "t"), x=X, t=TARGET, w=WEIGHT)
     assert lines(decompose(graph, infer_axes(graph), Decision())[0]) == lines(graph)
 
 
-def test_what_is_made_is_cut() -> None:
+def test_decompose_cuts_new_operators_along_the_same_leaf() -> None:
     """Along the same leaf, up to what no longer has it; what was held stays held."""
     _, after, (leaf, axes, decision) = expanded(calls(CROSS_ENTROPY, "t"), 1)
     cut = [node.name for node in after.nodes if node in decision.cuts]
@@ -121,7 +121,7 @@ def test_what_is_made_is_cut() -> None:
     assert all(node in axes.dims for node in after.nodes if node.op != "output")
 
 
-def test_the_last_two_sums_travel_together() -> None:
+def test_decompose_sums_cross_entropy_terms_in_one_exchange() -> None:
     """NOTE [Vocab-parallel loss]: one maximum and one sum over ranks, none of them of the logits."""
     _, _, (_, axes, decision) = expanded(calls(CROSS_ENTROPY, "t"), 1)
     reduced = [
@@ -133,7 +133,7 @@ def test_the_last_two_sums_travel_together() -> None:
 @pytest.mark.parametrize(
     "make", [calls(aten.softmax.int, 1), calls(CROSS_ENTROPY, "t")], ids=["softmax", "cross-entropy"]
 )
-def test_low_precision_sums_in_float32(make: Make) -> None:
+def test_decompose_sums_bfloat16_in_float32(make: Make) -> None:
     """The result has the dtype it had; 7 bfloat16 numbers are not summed up in bfloat16."""
     x = X.bfloat16()
     before, after, _ = expanded(make, 1, x)

@@ -47,7 +47,7 @@ def biases_of_its_shape(call: Any, x: Any, v: Any, w: Any, a: Any, b: Any, bias:
     return call(add, call(add, x, call(linear, a, v)), call(linear, b, w))
 
 
-def test_the_docstrings_example() -> None:
+def test_defer_reductions_does_the_docstring_s_example() -> None:
     before, after, (old, new) = deferred(branches, 2)
     assert lines(after) == [
         "linear(a, v)",
@@ -61,7 +61,7 @@ def test_the_docstrings_example() -> None:
     assert (reductions(before, old), reductions(after, new)) == (2, 1)
 
 
-def test_what_was_known_goes_along() -> None:
+def test_defer_reductions_keeps_axes_and_cuts() -> None:
     """The regrouped graph has axes for every value, and the same cuts."""
     _, after, (_, (axes, decision)) = deferred(biases_of_its_shape, 2)
     assert all(node in axes.dims for node in after.nodes if node.op == "call_function")
@@ -88,7 +88,7 @@ def behind_views(call: Any, x: Any, v: Any, w: Any, a: Any, b: Any, bias: Any) -
         pytest.param(behind_views, 2, 2, 1, id="bias-behind-views"),
     ],
 )
-def test_reduced_once(make: Callable[..., Any], partial: int, before: int, after: int) -> None:
+def test_defer_reductions_reduces_a_sum_once(make: Callable[..., Any], partial: int, before: int, after: int) -> None:
     graphs = deferred(make, partial)
     counts = [reductions(graph, known) for graph, known in zip(graphs[:2], graphs[2], strict=True)]
     assert counts == [before, after]
@@ -130,6 +130,8 @@ def wider(call: Any, x: Any, v: Any, w: Any, a: Any, b: Any, bias: Any) -> Any:
         ),
     ],
 )
-def test_left_alone(make: Callable[..., Any], partial: int, other: dict[str, Tensor]) -> None:
+def test_defer_reductions_leaves_what_it_cannot_join(
+    make: Callable[..., Any], partial: int, other: dict[str, Tensor]
+) -> None:
     before, after, _ = deferred(make, partial, **other)
     assert after is before

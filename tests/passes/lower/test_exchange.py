@@ -84,7 +84,9 @@ def parts(case: Dimension, whole: Tensor, tp: int, dim: int) -> list[Tensor]:
 @pytest.mark.parametrize("kind", [gather, all_gather, scatter, reduce_scatter])
 @pytest.mark.parametrize("make", DIMENSIONS)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_numbers(make: Callable[[], Dimension], kind: Callable[..., Any], tp: int, dim: int) -> None:
+def test_exchange_moves_any_leaf_of_a_dimension(
+    make: Callable[[], Dimension], kind: Callable[..., Any], tp: int, dim: int
+) -> None:
     """With parts of unequal size, and on eight ranks with empty ones."""
     case = make()
     size = case.axis.size.number
@@ -101,7 +103,7 @@ def test_numbers(make: Callable[[], Dimension], kind: Callable[..., Any], tp: in
 
 
 @pytest.mark.parametrize("kind", [gather, scatter])
-def test_no_assumption_about_other_sizes(kind: Callable[..., Any]) -> None:
+def test_exchange_assumes_nothing_of_other_sizes(kind: Callable[..., Any]) -> None:
     """torch's view of a value asks whether it has two elements: at other sizes it may have one."""
     case = minor()
     builder = Builder(FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
@@ -143,7 +145,8 @@ def test_no_assumption_about_other_sizes(kind: Callable[..., Any]) -> None:
         ),
     ],
 )
-def test_operators(make: Callable[[], Dimension], expected: list[str]) -> None:
-    """A leaf that is major needs the collective alone."""
+def test_exchange_needs_the_collective_alone_for_major_leaves(
+    make: Callable[[], Dimension], expected: list[str]
+) -> None:
     case = make()
     assert lines(moved(case, parts(case, some(2, case.axis.size.number), 2, 1)[0], gather, 2, 0, 1))[:-1] == expected

@@ -35,7 +35,7 @@ def mm(call: Any, x: Any, w: Any, b: Any) -> Any:
         pytest.param(mm, "addmm(b, x, w)", id="mm"),
     ],
 )
-def test_joined(make: Callable[..., Any], expected: str) -> None:
+def test_fuse_bias_joins_a_bias_with_its_product(make: Callable[..., Any], expected: str) -> None:
     graph = draft(make, **VALUES)
     assert lines(fuse_bias(graph)) == [expected, f"return {expected.split('(')[0]}"]
     expect_same(graph, fuse_bias(graph), list(VALUES.values()))
@@ -79,6 +79,6 @@ def biased_already(call: Any, x: Any, w: Any, b: Any) -> Any:
         pytest.param(linear, {"x": some(4)}, id="product-is-a-vector"),
     ],
 )
-def test_not_joined(make: Callable[..., Any], other: dict[str, Tensor]) -> None:
+def test_fuse_bias_leaves_other_additions(make: Callable[..., Any], other: dict[str, Tensor]) -> None:
     graph = draft(make, **VALUES | other)
     assert lines(fuse_bias(graph)) == lines(graph)

@@ -45,7 +45,7 @@ class Sized(Plain):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes(name: str) -> None:
+def test_local_sizes_are_computed_in_the_graph(name: str) -> None:
     """One graph, whose size is right for all other shapes that it is used for, too."""
     model = Sized(SIZES[name]).double()
     program = analyse(skeleton_of(model), (torch.ones(3, 10, 8).double(),), {}, 1)
@@ -67,7 +67,7 @@ UNKNOWN: dict[str, Callable[[int, int], int]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_no_graph_computes_becomes_a_number(name: str) -> None:
+def test_sizes_that_no_graph_computes_become_numbers(name: str) -> None:
     """The graph is for this length, and for any number of rows; another length is captured by itself."""
     model, x = Sized(UNKNOWN[name]), torch.randn(3, 30, 8)
     captured = analyse(skeleton_of(model), (x,), {}, 2).captured

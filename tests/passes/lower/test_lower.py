@@ -25,7 +25,7 @@ class Branches(Plain):
         return x + self.attention(y, y, y, need_weights=False)[0] + self.mlp(y)
 
 
-def test_a_view_of_the_copy_is_no_second_copy() -> None:
+def test_lower_copies_once_for_a_value_and_its_view() -> None:
     report = autotp.verify(Branches(), 2, example_inputs=torch.linspace(-1, 1, 120).view(3, 5, 8))
     assert report.ok, report
     assert (report.plan.traffic.forward, report.plan.traffic.backward) == ({"all-reduce": 1}, {"all-reduce": 1})
@@ -62,7 +62,7 @@ def looked_up(rank: int, n: int) -> None:
                 torch.testing.assert_close(two.grad.to_dense(), one.grad.to_dense())
 
 
-def test_a_sparse_gradient_stays_on_its_rank() -> None:
+def test_lower_leaves_sparse_embedding_gradients_on_their_rank() -> None:
     run_ranks(looked_up, 2, timeout=100)
 
 
@@ -79,6 +79,6 @@ class Picked(nn.Module):
         return F.cross_entropy(F.linear(self.up(h), self.table), x.flatten())
 
 
-def test_a_sparse_gradient_that_ranks_would_send() -> None:
+def test_lower_refuses_to_send_sparse_gradients() -> None:
     with pytest.raises(autotp.Error, match="`aten::gather` has a sparse gradient, and ranks cannot exchange it"):
         autotp.explain(Picked(), 2, example_inputs=torch.arange(10).view(2, 5))

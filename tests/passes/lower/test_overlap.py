@@ -27,7 +27,7 @@ def pair(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
     return call(aten.linear.default, c, w, b), call(aten.linear.default, c, call(aten.mul.Tensor, v, 2))
 
 
-def test_products_of_one_copy_are_one_operator() -> None:
+def test_overlap_joins_products_of_one_copy() -> None:
     """A weight that is computed between them stands before."""
     graph = of(pair, **SHAPES)
     assert lines(overlap(graph)) == [
@@ -45,7 +45,7 @@ def flattened(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
     return call(aten.addmm.default, b, f, call(aten.t.default, w)), call(aten.mm.default, f, call(aten.t.default, v))
 
 
-def test_turned_weights_behind_a_flattening() -> None:
+def test_overlap_joins_transposed_weights_behind_a_flattening() -> None:
     graph = of(flattened, **SHAPES)
     assert "async_linear(x, 'tp', [1, 3, 1], [0, 1], [t, t_1], [b, None], [True, True])" in lines(overlap(graph))
     assert sorted(lines(separate(overlap(graph)))[:-1]) == sorted(lines(graph)[:-1])
@@ -56,7 +56,7 @@ def reshaped(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
     return call(aten.addmm.default, b, rows, call(aten.t.default, w))
 
 
-def test_a_reshape_to_rows_is_a_flattening() -> None:
+def test_overlap_joins_products_behind_a_reshape_to_rows() -> None:
     """The `Conv1D` of transformers' GPT-2 writes it so."""
     graph = of(reshaped, **SHAPES)
     assert "async_linear(x, 'tp', None, [0, -2], [t], [b], [True])" in lines(overlap(graph))
@@ -83,7 +83,7 @@ def sums(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
     return call(aten.linear.default, call(reduce, x, "tp"), w), b
 
 
-def test_complex_products_stay() -> None:
+def test_overlap_leaves_complex_products() -> None:
     """Their gradients are conjugated, which the operator does not do."""
     given = {name: torch.ones(shape, dtype=torch.complex64) for name, shape in SHAPES.items()}
     graph = draft(pair, **given)
@@ -91,7 +91,7 @@ def test_complex_products_stay() -> None:
 
 
 @pytest.mark.parametrize("make", [others, chained, sums, halved], ids=lambda make: make.__name__)
-def test_what_is_no_group_stays(make: Any) -> None:
+def test_overlap_leaves_products_that_are_no_group(make: Any) -> None:
     """Something else reads the copy; a weight is made of another product; no copy; rows of another length."""
     graph = of(make, **SHAPES)
     assert lines(overlap(graph)) == lines(graph)

@@ -71,7 +71,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize(
     ("op", "text", "linear", "args", "expected"), [wrong[1:] for wrong in WRONG], ids=[wrong[0] for wrong in WRONG]
 )
-def test_a_wrong_rule_is_found(
+def test_prove_finds_a_wrong_rule(
     op: Any, text: str, linear: Any, args: tuple[Any, ...], expected: str, rules: Callable[..., None]
 ) -> None:
     assert prove(op, args, {}, 2) == []
@@ -80,7 +80,7 @@ def test_a_wrong_rule_is_found(
     assert any(problem.startswith(f"{op}: {expected}") for problem in found), found
 
 
-def test_uneven_and_empty_parts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prove_tries_uneven_and_empty_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A maximum is right on any slice that is not empty, and fails on one that is."""
     monkeypatch.setitem(RULES, aten.amax.default, lambda call: Rule.of("a b -> a", reducer="max"))
     assert prove(aten.amax.default, (r(2, 5), [1]), {}, 3) == []
@@ -106,7 +106,7 @@ def write(x: Tensor) -> None:
     x.zero_()
 
 
-def test_own_rule(registry: None) -> None:
+def test_prove_takes_a_user_s_rule(registry: None) -> None:
     op = torch.ops.autotp_test.scale
     autotp.rule(op, "s h, h -> s h", linear="each")
     assert {op.default} == USER_RULES
@@ -130,7 +130,7 @@ def scaled(causal: bool) -> Any:
     return next(n for n in program.graph.nodes if "scale" in str(n.target))
 
 
-def test_own_rule_is_proved_on_the_graph(registry: None) -> None:
+def test_prove_node_refuses_a_user_s_rule_untrue_of_the_call(registry: None) -> None:
     autotp.rule(torch.ops.autotp_test.scale, "s h, h -> s h")
     prove_node(scaled(causal=False))
     with pytest.raises(Error) as caught:
@@ -144,7 +144,7 @@ def test_own_rule_is_proved_on_the_graph(registry: None) -> None:
     assert message[4:] == ["  try      mark what the operator mixes with ^, name only operands it is linear in"]
 
 
-def test_own_rule_that_cannot_be_tried(registry: None) -> None:
+def test_prove_node_tells_that_an_operator_does_not_run(registry: None) -> None:
     autotp.rule(torch.ops.autotp_test.scale, "s h, h -> s h")
     node = scaled(causal=False)
     node.args = (node.args[0], 1.0)
@@ -155,7 +155,7 @@ def test_own_rule_that_cannot_be_tried(registry: None) -> None:
     assert message[1].startswith("  got      RuntimeError: autotp_test::scale() Expected a value of type 'Tensor'")
 
 
-def test_own_rule_that_does_not_fit(registry: None) -> None:
+def test_infer_axes_refuses_a_user_s_rule_that_does_not_fit(registry: None) -> None:
     autotp.rule(torch.ops.autotp_test.scale, "s h -> s h")
     node = scaled(causal=False)
     with pytest.raises(Error) as caught:
@@ -196,14 +196,14 @@ def test_own_rule_that_does_not_fit(registry: None) -> None:
         ),
     ],
 )
-def test_refused(op: Any, text: str, expected: list[str], registry: None) -> None:
+def test_rule_refuses_bad_operators_and_texts(op: Any, text: str, expected: list[str], registry: None) -> None:
     with pytest.raises(Error) as caught:
         autotp.rule(op, text)
     assert str(caught.value).splitlines() == expected
     assert not USER_RULES
 
 
-def test_numbers_that_are_drawn_twice_by_chance() -> None:
+def test_prove_takes_no_chance_repetition_for_a_fault() -> None:
     """Two runs of dropout on two numbers are the same once in four times."""
     for seed in range(40):
         torch.manual_seed(seed)

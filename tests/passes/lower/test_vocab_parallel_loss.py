@@ -50,7 +50,7 @@ def written(loss: Callable[..., Any], x: Tensor, t: Tensor, w: Tensor | None, re
         pytest.param(NLL, X, TARGET, None, {"reduction": NONE}, id="nll-rows"),
     ],
 )
-def test_numbers_and_gradients(
+def test_vocab_parallel_loss_equals_torch_s_loss(
     loss: Callable[..., Any], x: Tensor, t: Tensor, w: Tensor | None, rest: dict[str, Any]
 ) -> None:
     graph = written(loss, x, t, w, rest)

@@ -14,7 +14,7 @@ from autotp.rules.row import Trait
 from autotp.rules.traits import has
 
 
-def test_costs() -> None:
+def test_cost_of_uneven_blocks_and_a_head() -> None:
     """Of four blocks of which one is four times as wide, and a head that is as dear as two of the others."""
 
     class Uneven(nn.Module):
@@ -54,5 +54,5 @@ class Heads(nn.Module):
         return found
 
 
-def test_a_sum_of_costs() -> None:
+def test_costs_add_field_by_field() -> None:
     assert Cost(1.5, 2, 3) + Cost(2, 3, 4) == Cost(3.5, 5, 7)

@@ -100,7 +100,7 @@ def run(graph: fx.Graph, known: dict[str, Tensor]) -> Any:
     "function", [tokens, weighted, smoothed, likelihood, direct, two, mean, masked, regular, table, two_counts]
 )
 @pytest.mark.parametrize("sizes", [(1, 5), (2, 2, 2), (6,)], ids=str)
-def test_parts_sum_up(function: Callable[..., Tensor], sizes: tuple[int, ...]) -> None:
+def test_losses_of_parts_sum_up_to_the_whole(function: Callable[..., Tensor], sizes: tuple[int, ...]) -> None:
     captured, found = taken(function)
     parts = list(zip(X.split(sizes), SOME.split(sizes), strict=True))
     places = dict.fromkeys(captured.buffers, WEIGHT)
@@ -133,14 +133,14 @@ def of_one(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [squared, product, shifted, inverse, of_one])
-def test_what_is_no_mean_is_refused(function: Callable[..., Tensor]) -> None:
+def test_loss_totals_refuse_a_loss_that_is_no_mean(function: Callable[..., Tensor]) -> None:
     """By the line of the operator."""
     with pytest.raises(Error, match="not a mean over the batch") as raised:
         taken(function)
     assert "test_loss_totals.py" in str(raised.value)
 
 
-def test_what_is_computed_from_a_wide_mean_is_wide() -> None:
+def test_loss_totals_keep_a_float32_mean() -> None:
     """The example values say so: ranks without the loss take its dtype from there."""
     captured, found = taken(two, X.bfloat16())
     known = dict.fromkeys(captured.buffers, WEIGHT) | dict(zip(captured.inputs, (X.bfloat16(), SOME), strict=True))
@@ -149,7 +149,7 @@ def test_what_is_computed_from_a_wide_mean_is_wide() -> None:
     assert returned(found.graph)[0].meta["val"].dtype == loss.dtype == torch.float32
 
 
-def test_random_numbers_that_nobody_needs_are_drawn() -> None:
+def test_loss_totals_keep_unread_draws_in_the_graph_alone() -> None:
     """A layer drop of zero draws one: the masks behind it are others without it. A count draws nothing again."""
 
     def drawn(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def test_random_numbers_that_nobody_needs_are_drawn() -> None:
     torch.testing.assert_close(loss, drawn(X, SOME, WEIGHT))
 
 
-def test_a_count_that_is_a_term() -> None:
+def test_loss_totals_refuse_a_count_that_is_also_added() -> None:
     def added(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         count = (y >= 0).to(x.dtype).sum()
         return (x.sum() - 0.1 * count) / count

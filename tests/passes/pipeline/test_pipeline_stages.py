@@ -21,8 +21,7 @@ from autotp.passes.pipeline.stages import balanced, blocks_in_order, divided, st
 
 
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())
-def test_balanced(costs: list[int], data: Any) -> None:
-    """No other way to divide has a cheaper dearest run."""
+def test_balanced_has_the_cheapest_dearest_run(costs: list[int], data: Any) -> None:
     count = data.draw(st.integers(1, len(costs)))
     runs = balanced(len(costs), count, lambda _, run: sum(costs[i] for i in run))
     assert [i for run in runs for i in run] == list(range(len(costs))) and all(runs)
@@ -80,7 +79,7 @@ def chained(stages: list[Any], known: dict[str, Tensor]) -> Any:
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 3), (1, 1, 2), (1, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", ["stack", "gpt"])
-def test_one_behind_another(name: str, sizes: tuple[int, ...]) -> None:
+def test_staged_graphs_in_a_chain_compute_the_whole(name: str, sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     sizes_of_gpt = {"block_size": 6, "vocab_size": 12, "n_layer": 4, "n_head": 2, "n_embd": 8}
     model, args = (Stack(), (TOKENS,)) if name == "stack" else (gpt(**sizes_of_gpt), (TOKENS, TOKENS))
@@ -109,13 +108,13 @@ class Backwards(Stack):
         return x
 
 
-def test_a_block_that_is_called_again_later() -> None:
+def test_staged_refuses_a_stage_that_needs_a_later_one() -> None:
     graph, captured = taken(Backwards(), TOKENS)
     with pytest.raises(Error, match="stage 0 would need what stage 1 computes"):
         staged(graph, [["h.1"], ["h.0"]], list(captured.parameters))
 
 
-def test_a_division_prints() -> None:
+def test_division_prints_stages_and_shares() -> None:
     costs = [Cost(2, 1), Cost(1, 1, 2), Cost(1), Cost(1, 1), Cost(3, 1, 4)]
     found = divided([f"h.{i}" for i in range(5)], costs, [0, 1, 0], [3, 2, 1])
     assert str(found) == (
@@ -128,7 +127,7 @@ def test_a_division_prints() -> None:
     )
 
 
-def test_blocks_that_cost_nothing_are_divided_evenly() -> None:
+def test_divided_shares_costless_blocks_evenly() -> None:
     found = divided([f"h.{i}" for i in range(4)], [Cost()] * 4, [0, 1], [2, 1])
     assert [len(some) for some in found.blocks] == [2, 2]
 
@@ -137,7 +136,7 @@ def test_blocks_that_cost_nothing_are_divided_evenly() -> None:
     costs=st.lists(st.tuples(*[st.integers(0, 3)] * 3).map(lambda it: Cost(*it)), min_size=1, max_size=6),
     data=st.data(),
 )
-def test_of_the_fastest_divisions_it_is_the_one_that_needs_least_memory(costs: list[Cost], data: Any) -> None:
+def test_divided_is_fastest_and_then_needs_least_memory(costs: list[Cost], data: Any) -> None:
     count = data.draw(st.integers(1, len(costs)))
     flights = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
 
@@ -155,7 +154,7 @@ def test_of_the_fastest_divisions_it_is_the_one_that_needs_least_memory(costs: l
     assert max(found.memory) == best[1]
 
 
-def test_the_first_stages_have_fewer_blocks_where_all_cost_the_same() -> None:
+def test_divided_gives_first_stages_fewer_equal_blocks() -> None:
     """They wait for the others' backward, and keep what more microbatches made."""
     found = divided([str(i) for i in range(10)], [Cost(1, 1, 1)] * 10, range(4), [4, 3, 2, 1])
     assert [len(some) for some in found.blocks] == [2, 2, 3, 3]

@@ -80,7 +80,7 @@ def analysed(model: nn.Module) -> None:
         pytest.param(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), id="dropped-weights"),
     ],
 )
-def test_rows_by_themselves(does: Callable[[Tensor], Tensor]) -> None:
+def test_row_independence_accepts_rows_by_themselves(does: Callable[[Tensor], Tensor]) -> None:
     analysed(Model(does))
 
 
@@ -122,7 +122,7 @@ def test_rows_by_themselves(does: Callable[[Tensor], Tensor]) -> None:
         pytest.param(lambda x: x.roll(x.shape[0], 1), "aten.roll", id="moved-by-how-many"),
     ],
 )
-def test_rows_that_depend_on_others(does: Callable[[Tensor], Tensor], named: str) -> None:
+def test_row_independence_refuses_rows_that_read_others(does: Callable[[Tensor], Tensor], named: str) -> None:
     with pytest.raises(Error) as raised:
         analysed(Model(does))
     text = str(raised.value)
@@ -141,7 +141,7 @@ class Weighted(nn.Module):
         return (self.layer(x) * places.unsqueeze(-1)).square().mean()
 
 
-def test_an_example_that_is_as_long_by_chance() -> None:
+def test_row_independence_refuses_an_example_with_the_batch_twice() -> None:
     for rows in (2, 4):
         analyse(skeleton_of(Weighted()), (X[:rows], torch.ones(5)), {}, 2, Options(summed=True))
     with pytest.raises(Error, match="as long as the batch along two dimensions") as raised:
@@ -149,13 +149,13 @@ def test_an_example_that_is_as_long_by_chance() -> None:
     assert "\n  try      example_inputs= with another number of rows, if one" in str(raised.value)
 
 
-def test_batch_norm() -> None:
+def test_row_independence_refuses_batch_norm() -> None:
     model = Model(lambda x: model.norm(x.transpose(1, 2)).transpose(1, 2))
     with pytest.raises(Error, match=r"batch_norm.*cannot be computed in parts"):
         analysed(model)
 
 
-def test_a_loss_of_the_whole_batch() -> None:
+def test_row_independence_refuses_a_loss_of_products_of_means() -> None:
     """As that which balances experts: a product of means."""
     with pytest.raises(Error, match="cannot be computed in parts"):
         analysed(Model(lambda x: x, lambda y, x: (y.mean(0) * y.square().mean(0)).sum()))
@@ -172,7 +172,7 @@ def test_a_loss_of_the_whole_batch() -> None:
         (lambda m: m[:1].sum(), "aten"),
     ],
 )
-def test_what_is_no_count(count: Callable[[Tensor], Tensor], named: str) -> None:
+def test_row_independence_refuses_divisors_that_do_not_add_up(count: Callable[[Tensor], Tensor], named: str) -> None:
     """A divisor of whole columns, the largest weight or the kinds of tokens: of parts of a batch it does not add up."""
     with pytest.raises(Error, match=f"{named}.*cannot be computed in parts"):
         analysed(Model(lambda x: x, lambda y, x: y.sum() / count((x[..., 0] > 0).to(y.dtype))))
@@ -186,16 +186,16 @@ def test_what_is_no_count(count: Callable[[Tensor], Tensor], named: str) -> None
         lambda m: m.cumsum(1).amax(1).sum(), lambda m: F.one_hot(m.long(), 3)[..., 1].sum(),
     ],
 )  # fmt: skip
-def test_counts(count: Callable[[Tensor], Tensor]) -> None:
+def test_row_independence_accepts_counts_as_divisors(count: Callable[[Tensor], Tensor]) -> None:
     analysed(Model(lambda x: x, lambda y, x: y.sum() / count((x[..., 0] > 0).to(y.dtype))))
 
 
-def test_a_table_as_long_as_the_batch() -> None:
+def test_row_independence_refuses_a_table_cut_to_the_batch() -> None:
     with pytest.raises(Error, match=r"`aten.slice.Tensor` computes with the number of rows"):
         analysed(Model(lambda x: x + TABLE[: x.shape[0]].unsqueeze(1)))
 
 
-def test_another_number_of_rows() -> None:
+def test_row_independence_refuses_branches_on_the_row_count() -> None:
     with pytest.raises(Error, match="branches on the number of rows") as raised:
         analysed(Model(lambda x: x * 2 if x.shape[0] > 4 else x))
     assert "test_row_independence.py" in raised.value.facts["at"]
@@ -204,14 +204,14 @@ def test_another_number_of_rows() -> None:
     analysed(Model(lambda x: x * 2 if x.shape[0] * x.shape[1] > x.shape[0] else x))
 
 
-def test_an_input_with_the_batch_twice() -> None:
+def test_row_independence_accepts_batch_and_sequence_of_one_length() -> None:
     """Batch and sequence of one length: nothing says that they are one."""
     model, x, y = Model(lambda x: x.softmax(1)), torch.randn(5, 5, 8), torch.zeros(5, 5, dtype=torch.int64)
     analyse(skeleton_of(model), (x, y), {}, 2, Options(summed=True))
 
 
 @pytest.mark.parametrize("does", [lambda x: x - x.mean(0), lambda x: x.cumsum(0)], ids=["mean", "cumsum"])
-def test_a_microbatch_of_one_row_is_refused_as_two_rows_are(does: Does) -> None:
+def test_row_independence_judges_one_row_as_two(does: Does) -> None:
     """One row does not show it: the model is captured with two as well."""
     one = X[:1], Y[:1]
     rows = places_of_rows(batch_tensors(one, {}), [])

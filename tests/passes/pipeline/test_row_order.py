@@ -84,7 +84,7 @@ RIGHT: dict[str, dict[str, Step]] = {
 
 
 @pytest.mark.parametrize("steps", RIGHT.values(), ids=RIGHT)
-def test_rows_that_are_put_back(steps: dict[str, Step]) -> None:
+def test_rows_sorted_and_put_back_are_independent(steps: dict[str, Step]) -> None:
     """They are independent: microbatches, replicas and stages compute what one device does."""
     torch.manual_seed(0)
     report = autotp.verify(Experts(**steps), 2, dp=2, microbatches=3, example_inputs=(x(), Y))
@@ -119,12 +119,12 @@ WRONG: dict[str, dict[str, Step]] = {
 
 
 @pytest.mark.parametrize("steps", WRONG.values(), ids=WRONG)
-def test_rows_that_mix(steps: dict[str, Step]) -> None:
+def test_row_order_refuses_rows_that_mix(steps: dict[str, Step]) -> None:
     with pytest.raises(Error, match=r"which (cannot be computed in parts|differs in each part of a batch)"):
         analysed(Experts(**steps))
 
 
-def test_two_sorts() -> None:
+def test_row_order_refuses_undoing_another_sort() -> None:
     """What one sort has ordered is not put back by another."""
 
     class Two(nn.Module):
@@ -142,7 +142,7 @@ def test_two_sorts() -> None:
         analysed(Two())
 
 
-def test_a_sum_of_sorted_rows_is_refused() -> None:
+def test_row_order_refuses_a_sum_of_sorted_rows() -> None:
     class Sum(Experts):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             """x: [batch seq width], y: [batch seq]"""

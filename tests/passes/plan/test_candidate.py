@@ -40,7 +40,7 @@ def graph_of(make: Any) -> fx.Graph:
     return draft(make, x=some(3, 4), w=some(4, 4))
 
 
-def test_products() -> None:
+def test_contracts_is_true_of_products_alone() -> None:
     def make(call: Any, x: Any, w: Any) -> Any:
         return call(aten.mul.Tensor, call(aten.mm.default, x, w), call(aten.linear.default, x, w)), call(
             aten.sum.dim_IntList, x, [1]
@@ -52,7 +52,7 @@ def test_products() -> None:
     assert found == ["mm", "linear"]
 
 
-def test_readers_and_makers() -> None:
+def test_readers_and_maker_look_through_tuple_items() -> None:
     graph = graph_of(several)
     linear, split = call_named(graph, "linear"), call_named(graph, "split")
     assert [op(node) for node in readers(linear)] == ["split"]
@@ -71,7 +71,7 @@ def test_readers_and_makers() -> None:
     ],
     ids=["scaled", "rows", "view", "sum"],
 )
-def test_roots(make: Any, name: str) -> None:
+def test_root_is_the_parameter_behind_views(make: Any, name: str) -> None:
     """The parameter that is read in the end; a sum of two values has none."""
     graph = draft(make, x=some(3, 4), w=some(3, 4))
     (last,) = graph.output_node().args[0]  # type: ignore[misc]
@@ -83,7 +83,7 @@ def candidate(pattern: str = "", name: str = "", hub: bool = False) -> Candidate
     return Candidate(Axis(Size(4)), name=name, pattern=pattern, hub=hub)
 
 
-def test_turns() -> None:
+def test_candidate_turns_are_experts_heads_width_vocab() -> None:
     """Experts first, then heads, widths, vocabularies, the rest; a residual stream is no width of a block."""
     order = [
         candidate(EXPERTS, "experts"),
@@ -111,7 +111,7 @@ def graph() -> fx.Graph:
     return draft(make, x=some(3, 5, 4), w=some(24), s=some(24))
 
 
-def test_what_counts_attentions(graph: fx.Graph) -> None:
+def test_counts_attentions_is_the_batch_of_matmul(graph: fx.Graph) -> None:
     """A factor of both operands and of the result: the batch of the matrix product, not its rows."""
     axes = infer_axes(graph)
     found = {}
@@ -121,7 +121,7 @@ def test_what_counts_attentions(graph: fx.Graph) -> None:
     assert sum(found["matmul"]) == 1 and not any(found["linear"])
 
 
-def test_cut_values(graph: fx.Graph) -> None:
+def test_cut_values_are_the_split_parts_with_the_axis(graph: fx.Graph) -> None:
     """Of the parts of a split, those that have the axis."""
     split, item = call_named(graph, "split"), call_named(graph, "getitem")
     axes = infer_axes(graph)

@@ -86,12 +86,11 @@ LARGE = ["down.weight", "up.bias", "up.weight"]
         pytest.param(Language(True, True), TOKENS, ["vocab"], ["tokens.weight"], id="tied"),
     ],
 )
-def test_decided(model: nn.Module, x: Tensor, chosen: list[str], held: list[str]) -> None:
+def test_choose_cuts_and_holds_as_expected(model: nn.Module, x: Tensor, chosen: list[str], held: list[str]) -> None:
     assert planned(model, x) == (chosen, sorted(held))
 
 
-def test_one_rank_cuts_nothing() -> None:
-    """Nothing is divided: nothing is gained."""
+def test_choose_on_one_rank_cuts_nothing() -> None:
     assert planned(Block(), tp=1) == ([], [])
 
 
@@ -117,7 +116,7 @@ class LossAndLogits(nn.Module):
         pytest.param("local", False, 0, id="local"),
     ],
 )
-def test_outputs_that_stay_cut_cost_nothing(outputs: Outputs, training: bool, dim: int | None) -> None:
+def test_choose_weighs_the_gather_of_outputs(outputs: Outputs, training: bool, dim: int | None) -> None:
     """Then the weight is cut by the vocabulary. Logits that are gathered cost more than that is worth."""
     inputs = {"x": some(2, 3, 8), "labels": TOKENS}
     analysis = analyse(skeleton_of(LossAndLogits().double().train(training)), (), inputs, 2, Options(outputs))
@@ -135,7 +134,7 @@ def stored(model: nn.Module, layouts: dict[str, Layout], x: Tensor = X) -> tuple
     return choose_as(axes, candidates, held, 2), captured.parameters, axes
 
 
-def test_a_further_graph_follows_what_is_stored() -> None:
+def test_choose_for_a_further_graph_follows_stored_cuts() -> None:
     """Every operator that can follow does, whatever it costs; nothing else is cut."""
     whole = analyse(skeleton_of(Block().double()), (X,), {}, 2).layouts
     mine = {name: layout for name, layout in whole.items() if name.startswith("mlp")}
@@ -147,7 +146,7 @@ def test_a_further_graph_follows_what_is_stored() -> None:
     ]  # fmt: skip
 
 
-def test_a_cut_that_fits_no_axis_is_refused() -> None:
+def test_choose_refuses_stored_cuts_that_fit_no_axis() -> None:
     """Here the ten rows would be 3 and 7."""
     whole = analyse(skeleton_of(MLP().double()), (X,), {}, 2).layouts["up.weight"]
     uneven = replace(whole, pieces=(((0, 3),), ((3, 10),)))
@@ -162,7 +161,7 @@ def test_a_cut_that_fits_no_axis_is_refused() -> None:
     ]
 
 
-def test_symbolic_sizes_weigh_as_512() -> None:
+def test_elements_counts_symbolic_sizes_as_512() -> None:
     _, graph = canonical(nn.Linear(12, 5).double(), X)
     assert elements(list(graph.nodes)[-2]) == 512 * 512 * 5
 
@@ -180,7 +179,7 @@ class Scored(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), x.flatten()), logits
 
 
-def test_outputs_that_stay_cut_are_named() -> None:
+def test_plan_names_outputs_that_stay_cut() -> None:
     held = 'outputs     [?, ?, 60@tp] stay cut: autotp.gather makes them whole, or outputs="full"'
     for given, expected in ({}, True), ({"outputs": "full"}, False):
         plan = autotp.explain(Scored(), 2, example_inputs=torch.zeros(2, 5, dtype=torch.int64), **given)

@@ -32,7 +32,7 @@ class Sloped(nn.Module):
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_slopes_in_pieces(tp: int) -> None:
+def test_decouple_cuts_heads_beside_fixed_slopes(tp: int) -> None:
     """Numbers: the heads are cut, and every rank takes its slopes."""
     report = autotp.verify(Sloped(learnt=False), tp, example_inputs=torch.randn(2, 5, 12))
     assert report.ok, report
@@ -40,7 +40,7 @@ def test_slopes_in_pieces(tp: int) -> None:
     assert report.plan.traffic.forward == {"all-reduce": 1} and not report.plan.traffic.backward
 
 
-def test_learnt_slopes_in_pieces() -> None:
+def test_decouple_cuts_heads_with_learnt_slopes() -> None:
     """Parameters: these are the axes, whatever they are, and the gradients are right."""
     report = autotp.verify(Sloped(learnt=True), 2, example_inputs=torch.randn(2, 5, 12))
     assert report.ok, report

@@ -38,14 +38,14 @@ def rewritten(model: nn.Module, x: Tensor, tp: int) -> list[str]:
 
 
 @each_product
-def test_rows_are_sent_to_their_experts(product: Any) -> None:
+def test_experts_sends_rows_to_their_experts(product: Any) -> None:
     found = rewritten(Mixture(product), torch.randn(3, 8), 2)
     kinds = [kind for kind in found if kind in ("dispatch", "counts", "spread", "grouped_mm", "combine")]
     products = ["grouped_mm", "spread"] * 2 if product else ["spread"] * 4
     assert kinds == ["dispatch", "counts", *products, "combine"]
 
 
-def test_torch_s_own_product_of_groups() -> None:
+def test_experts_keeps_torch_s_grouped_mm_fused() -> None:
     model = Mixture(lambda x, weight, ends: F.grouped_mm(x, weight, offs=ends), width=16).bfloat16()
     captured, graph = canonical(model, torch.randn(3, 8, dtype=torch.bfloat16))
     routed, _ = experts(graph, infer_axes(graph), captured.parameters, 2)
@@ -53,7 +53,7 @@ def test_torch_s_own_product_of_groups() -> None:
 
 
 @each_product
-def test_what_does_not_divide_stays(product: Any) -> None:
+def test_experts_leaves_experts_that_do_not_divide(product: Any) -> None:
     assert "dispatch" not in rewritten(Mixture(product), torch.randn(3, 8), 3)
 
 
@@ -69,7 +69,7 @@ class Table(nn.Module):
         return torch.tanh(x * self.table[chosen])
 
 
-def test_a_table_stays() -> None:
+def test_experts_leaves_a_table_that_is_no_mixture() -> None:
     captured, graph = canonical(Table(), torch.randn(5, 8), torch.arange(5) % 4)
     assert "dispatch" not in ops(experts(graph, infer_axes(graph), captured.parameters, 2)[0])
 
@@ -79,7 +79,7 @@ def test_a_table_stays() -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 @each_product
-def test_equal_to_one_device(product: Any, tp: int) -> None:
+def test_mixture_cut_by_experts_equals_one_device(product: Any, tp: int) -> None:
     torch.manual_seed(0)
     report = autotp.verify(Mixture(product), tp, example_inputs=torch.randn(5, 8), experts="expert")
     assert report.ok, report
@@ -90,7 +90,7 @@ def test_equal_to_one_device(product: Any, tp: int) -> None:
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.rare),
     pytest.param("mixtral-batched", marks=pytest.mark.rare), pytest.param("qwen3_moe", marks=pytest.mark.rare),
     pytest.param("gpt_oss", marks=pytest.mark.rare)])  # fmt: skip
-def test_families(name: str) -> None:
+def test_families_cut_by_experts_equal_one_device(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()
     report = autotp.verify(model, 2, example_inputs=inputs, experts="expert")
@@ -199,7 +199,7 @@ ROUTED = {in_two_layers, twice_alike, one_slot_after_the_other, two_choices_of_o
 @pytest.mark.parametrize(
     "written", [*sorted(ROUTED, key=str), counted_before_they_are_sorted, sorted_by_another], ids=lambda f: f.__name__
 )
-def test_written_otherwise(written: Any) -> None:
+def test_experts_recognises_other_spellings_of_routing(written: Any) -> None:
     """What is not seen to be routing is cut by width."""
     torch.manual_seed(3)
     x = torch.randn(9, 8)
@@ -208,7 +208,7 @@ def test_written_otherwise(written: Any) -> None:
     assert any("experts: dispatch" in row.why for row in report.plan.cuts) == (written in ROUTED)
 
 
-def test_cut_by_width_where_experts_do_not_divide() -> None:
+def test_experts_falls_back_to_width() -> None:
     torch.manual_seed(0)
     report = autotp.verify(Mixture(), 3, example_inputs=torch.randn(5, 8), experts="expert")
     assert report.ok, report
@@ -216,7 +216,7 @@ def test_cut_by_width_where_experts_do_not_divide() -> None:
 
 
 @pytest.mark.parametrize("experts", ["width", "expert"])
-def test_torch_s_own_product_is_verified(experts: Any) -> None:
+def test_torch_s_grouped_mm_cut_by_experts_is_verified(experts: Any) -> None:
     """It has no float64: another stands in for it."""
     torch.manual_seed(0)
     model = Mixture(lambda x, weight, ends: F.grouped_mm(x, weight, offs=ends))
@@ -226,7 +226,7 @@ def test_torch_s_own_product_is_verified(experts: Any) -> None:
 
 
 @each_product
-def test_a_rank_whose_experts_nobody_chose(product: Any) -> None:
+def test_unchosen_experts_have_zero_gradients(product: Any) -> None:
     """Its weights have a gradient, of zero, as they have on one device."""
     torch.manual_seed(0)
     model = Mixture(product)
@@ -237,7 +237,7 @@ def test_a_rank_whose_experts_nobody_chose(product: Any) -> None:
 
 
 @pytest.mark.parametrize("call", [autotp.parallelize, autotp.explain, autotp.verify])
-def test_experts_is_checked(call: Any) -> None:
+def test_unknown_experts_choice_is_refused(call: Any) -> None:
     with pytest.raises(autotp.Error) as error:
         call(Mixture(), 1, example_inputs=torch.randn(5, 8), experts="experts")
     assert "experts='experts'" in str(error.value) and "'width', 'expert'" in str(error.value)
@@ -247,7 +247,7 @@ def test_experts_is_checked(call: Any) -> None:
 
 
 @checks.on(2)
-def trains_as_one_device(rank: int, n: int) -> None:
+def mixture_cut_by_experts_trains_as_one_device(rank: int, n: int) -> None:
     """Five steps of AdamW; each rank works on the rows of its own experts."""
     for product in PRODUCTS.values():
         torch.manual_seed(0)

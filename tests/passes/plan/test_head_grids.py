@@ -21,7 +21,7 @@ import autotp
     st.sampled_from([2, 3, 4, 8]),
     st.booleans(),
 )
-def test_grouped_attention(kv: int, group: int, layout: str, tp: int, repeated: bool) -> None:
+def test_grouped_attention_of_any_heads_is_verified(kv: int, group: int, layout: str, tp: int, repeated: bool) -> None:
     model = Grouped(kv, group, layout, repeated=repeated)
     report = autotp.verify(model, tp, example_inputs=torch.randn(2, 5, 12))
     assert report.ok, report
@@ -29,7 +29,7 @@ def test_grouped_attention(kv: int, group: int, layout: str, tp: int, repeated: 
 
 @pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "enable-gqa"])
 @pytest.mark.parametrize("layout", ["separate", "q|k|v"])
-def test_grouped_attention_is_balanced(layout: str, repeated: bool) -> None:
+def test_grouped_attention_has_equal_query_heads_a_rank(layout: str, repeated: bool) -> None:
     """Two key/value heads on eight ranks: each has one of the eight query heads, and shares a key with three others."""
     plan = autotp.explain(Grouped(2, 4, layout, repeated=repeated), 8, example_inputs=torch.randn(2, 5, 12))
     held = {cut.name: cut.layout for cut in plan.cuts}
@@ -41,7 +41,7 @@ def test_grouped_attention_is_balanced(layout: str, repeated: bool) -> None:
         assert held["fused.weight"].lengths() == [12] * 8
 
 
-def test_a_key_that_is_dropped_is_not_on_several_ranks() -> None:
+def test_dropped_keys_are_never_held_by_several_ranks() -> None:
     """Each holder would draw a mask of its own for what they hold the same of."""
     model = Grouped(2, 4, "separate", dropout=0.5).train()
     plan = autotp.explain(model, 8, example_inputs=torch.randn(2, 5, 12))
@@ -76,7 +76,7 @@ class SharedQueries(nn.Module):
 @pytest.mark.parametrize("tp", [4, 8])
 @pytest.mark.parametrize("kv", [(1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("repeated", ["interleaved", "expanded"])
-def test_queries_of_two_attentions(repeated: str, kv: tuple[int, int], tp: int) -> None:
+def test_queries_of_two_attentions_share_one_grid(repeated: str, kv: tuple[int, int], tp: int) -> None:
     """One key/value head, expanded, is cut as the queries are, on both factors of the grid."""
     model = SharedQueries(kv, repeated)
     report = autotp.verify(model, tp, example_inputs=torch.linspace(-1, 1, 160).view(2, 5, 16))

@@ -41,12 +41,12 @@ def exchanged(model: nn.Module, x: Tensor, tp: int = 2) -> tuple[int, int]:
     ],
 )
 @pytest.mark.parametrize("returned", [None, lambda n: n, lambda n: n[:, 1:]], ids=["alone", "returned", "in-part"])
-def test_branches_of_one_value(before: list[Any], expected: tuple[int, int], returned: Any) -> None:
+def test_hoist_places_copies_for_fewest_exchanges(before: list[Any], expected: tuple[int, int], returned: Any) -> None:
     assert exchanged(Branches(*before, returned=returned), torch.randn(3, 5, 16)) == expected
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["alone", "cached"])
-def test_weights_are_copied_where_keys_would_be(cache: bool) -> None:
+def test_hoist_copies_key_weights_in_place_of_keys(cache: bool) -> None:
     """Two key/value heads on three ranks: all need all keys. What is summed is as large as their weights."""
     activations, parameters = exchanged(
         nn.Sequential(nn.Linear(12, 12), Grouped(2, 3, "separate", cache)), torch.randn(2, 5, 12), 3
@@ -59,7 +59,7 @@ def offset(norm: nn.Module, x: Tensor) -> Tensor:
     return F.layer_norm(x, (16,)) * (1 + norm.weight)  # type: ignore[operator]
 
 
-def test_what_is_made_of_parameters_alone_is_made_of_their_copies() -> None:
+def test_hoist_copies_parameters_before_work_on_them() -> None:
     """Their gradients are as large, and are summed together with others of the block."""
     assert exchanged(Branches(offset, offset), torch.randn(3, 5, 16)) == (1, 1)
 
@@ -75,7 +75,7 @@ class Repeated(nn.Module):
         return x + self.down(F.gelu(self.up(x.repeat_interleave(4, 0)))).view(-1, 4, 16).sum(1)
 
 
-def test_rows_are_copied_before_they_are_repeated() -> None:
+def test_hoist_copies_rows_before_they_are_repeated() -> None:
     report = autotp.verify(Repeated(), 2, example_inputs=torch.randn(6, 16))
     assert report.ok, report
     assert [sent.bytes for sent in report.plan.traffic.sends if sent.backward] == [6 * 16 * 8]

@@ -33,7 +33,7 @@ def mlp(call: Any, x: Any, up: Any, down: Any) -> Any:
     return call(aten.linear.default, call(aten.relu.default, call(aten.linear.default, x, up)), down)
 
 
-def test_one_axis_through_an_mlp() -> None:
+def test_infer_axes_finds_one_width_through_an_mlp() -> None:
     graph, axes = inferred(mlp, x=some(3, 4), up=some(6, 4), down=some(5, 6))
     up, down = place(graph, "up"), place(graph, "down")
     assert find(axes.of(up)[0]) is find(axes.of(down)[1]) is find(axes.of(call_named(graph, "relu"))[1])
@@ -42,7 +42,7 @@ def test_one_axis_through_an_mlp() -> None:
     assert axes.dim_of(place(graph, "x"), axes.of(up)[0]) is None
 
 
-def test_where_an_operator_may_be_cut() -> None:
+def test_cuttable_says_how_a_product_is_cut() -> None:
     graph, axes = inferred(mlp, x=some(3, 4), up=some(6, 4), down=some(5, 6))
     first, second = call_named(graph, "linear"), call_named(graph, "linear", 1)
     width = axes.of(place(graph, "up"))[0]
@@ -51,7 +51,7 @@ def test_where_an_operator_may_be_cut() -> None:
     assert row is not None and not row.outs and row.ins == {0: 1, 1: 1} and row.summed
 
 
-def test_a_view_refines() -> None:
+def test_infer_axes_refines_by_a_view() -> None:
     """12 becomes heads x 4: cut by heads, each rank has whole heads."""
 
     def make(call: Any, x: Any, w: Any) -> Any:
@@ -65,7 +65,7 @@ def test_a_view_refines() -> None:
     assert axes.dim_of(place(graph, "w"), axes.of(view)[1]) == 0
 
 
-def test_a_split_refines() -> None:
+def test_infer_axes_refines_by_a_split() -> None:
     def make(call: Any, x: Any, w: Any) -> Any:
         parts = call(aten.split_with_sizes.default, call(aten.linear.default, x, w), [4, 2], 1)
         return call(aten.relu.default, call(operator.getitem, parts, 0))
@@ -76,7 +76,7 @@ def test_a_split_refines() -> None:
     assert find(axes.of(call_named(graph, "relu"))[1]) is find(rows.parts[0])
 
 
-def test_an_operator_without_a_rule() -> None:
+def test_infer_axes_cuts_no_operator_without_a_rule() -> None:
     graph, axes = inferred(lambda call, x: call(aten.linalg_matrix_exp.default, x), x=some(4, 4))
     bound = axes.bound[call_named(graph, "linalg_matrix_exp")]
     assert not bound.known
@@ -84,8 +84,7 @@ def test_an_operator_without_a_rule() -> None:
 
 
 @pytest.mark.parametrize("rule", ["a b c -> a b c", "a b, a b -> a b", "* a b c -> * a b c"])
-def test_a_rule_that_does_not_fit(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator is computed whole, and told as one without a rule."""
+def test_infer_axes_treats_a_misfit_rule_as_none(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, aten.tanh.default, lambda call: Rule.of(rule))
     graph, axes = inferred(lambda call, x: call(aten.tanh.default, x), x=some(4, 4))
     bound = axes.bound[call_named(graph, "tanh")]
@@ -105,14 +104,14 @@ class Squeezed(nn.Module):
         return y + F.linear(y, self.vector).unsqueeze(1)
 
 
-def test_a_computed_dimension_of_one_is_removed() -> None:
+def test_squeeze_of_a_computed_one_is_verified() -> None:
     model, x = Squeezed().double(), some(3, 4, 5)
     report = autotp.verify(model, 2, example_inputs=x)
     assert report.ok, report
     assert "9@tp" in str(report.plan)
 
 
-def test_what_must_stay_whole() -> None:
+def test_cuttable_leaves_the_width_of_a_norm_whole() -> None:
     """A norm needs its width; its rows may be cut."""
     graph, axes = inferred(lambda call, x: call(aten.layer_norm.default, x, [4]), x=some(3, 4))
     rows, width = axes.of(place(graph, "x"))
@@ -121,7 +120,7 @@ def test_what_must_stay_whole() -> None:
     assert bound.cuttable(rows) is not None
 
 
-def test_axes_that_do_not_fit() -> None:
+def test_cuttable_refuses_a_sum_of_unlike_axes() -> None:
     """Six rows are 4 | 2 here and 3 x 2 there: their sum cannot be cut along them."""
 
     def make(call: Any, x: Any, w: Any, v: Any) -> Any:
@@ -141,7 +140,7 @@ def test_axes_that_do_not_fit() -> None:
         assert (bound.cuttable(leaf) is not None) == cut
 
 
-def test_a_dimension_of_one_has_no_factor() -> None:
+def test_cuttable_skips_broadcast_dimensions() -> None:
     graph, axes = inferred(lambda call, x, y: call(aten.add.Tensor, x, y), x=some(3, 4), y=some(3, 1))
     width = axes.of(place(graph, "x"))[1]
     factor = axes.bound[call_named(graph, "add")].cuttable(width)

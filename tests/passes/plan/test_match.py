@@ -101,7 +101,7 @@ def found(model: nn.Module, *args: Tensor) -> tuple[list[Candidate], dict[str, s
         pytest.param(nn.Linear(12, 5), X, {}, id="linear-alone"),
     ],
 )
-def test_names(model: nn.Module, x: Tensor, expected: dict[str, str]) -> None:
+def test_match_names_axes_of_parameters(model: nn.Module, x: Tensor, expected: dict[str, str]) -> None:
     """Of several leaves of one name, as the sizes inside an attention head, the parameters of the first come first."""
     candidates, names = found(model, x)
     called: dict[str, list[str]] = {}
@@ -122,12 +122,12 @@ def test_names(model: nn.Module, x: Tensor, expected: dict[str, str]) -> None:
         pytest.param(Language(False, True), "embedding; head, loss", id="apart"),
     ],
 )
-def test_patterns_of_the_vocabulary(model: nn.Module, pattern: str) -> None:
+def test_match_knows_patterns_of_the_vocabulary(model: nn.Module, pattern: str) -> None:
     candidates, _ = found(model, TOKENS)
     assert "; ".join(c.pattern for c in candidates if c.name == "vocab") == pattern
 
 
-def test_only_weights_of_products_and_tokens_weigh() -> None:
+def test_match_weighs_only_products_and_token_tables() -> None:
     """A bias has the axis but is not what a cut is for; neither is a table that positions look up."""
     candidates, names = found(Attention(1), X)
     heads = next(candidate for candidate in candidates if candidate.name == "heads")
@@ -137,13 +137,13 @@ def test_only_weights_of_products_and_tokens_weigh() -> None:
     assert weighed[8] == []
 
 
-def test_a_low_rank_makes_no_hub() -> None:
+def test_match_takes_adapters_for_no_hub() -> None:
     """Adapters lead from a width to their ranks; it is the core of a layer all the same."""
     candidates, _ = found(Adapted(), X)
     assert [(c.leaf.size.number, c.core) for c in candidates if c.name] == [(10, True)]
 
 
-def test_core_and_hub() -> None:
+def test_match_tells_cores_from_the_hub() -> None:
     """The hidden axis leads to the widths of all layers; what is inside a layer is its core."""
 
     class Residual(nn.Module):

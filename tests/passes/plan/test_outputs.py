@@ -45,13 +45,13 @@ def program(*given: Tensor, training: bool = True, **options: Any) -> Program:
         (False, "local", [0]),
     ],
 )
-def test_outputs_that_stay_cut(training: bool, outputs: Any, stays: list[int]) -> None:
+def test_outputs_stay_cut_as_the_option_says(training: bool, outputs: Any, stays: list[int]) -> None:
     """With "auto" in training those that a returned loss is computed from."""
     found = program(TOKENS, TOKENS, training=training, outputs=outputs)
     assert sorted(found.local_outputs) == stays
 
 
-def test_layouts() -> None:
+def test_outputs_and_parameters_have_their_layouts() -> None:
     found = program(TOKENS, TOKENS, outputs="local")
     assert {at: str(layout).replace("-1", "?") for at, layout in found.local_outputs.items()} == {0: "[?, ?, 48@tp]"}
     assert {name: str(layout) for name, layout in found.layouts.items()} == {
@@ -60,7 +60,7 @@ def test_layouts() -> None:
     }
 
 
-def test_losses() -> None:
+def test_is_loss_and_makers_find_the_loss() -> None:
     found = program(TOKENS, TOKENS)
     outputs = [node for node in returned(found.graph) if isinstance(node, torch.fx.Node)]
     assert [is_loss(node) for node in outputs[:3]] == [False, False, True]

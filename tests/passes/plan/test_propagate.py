@@ -26,7 +26,7 @@ VALUES = {"x": some(2, 3, 4), "w": some(5, 4), "b": some(5)}
         pytest.param("w", None, ["", ""], "", id="whole"),
     ],
 )
-def test_placements_of_linear(source: str, dim: int | None, operands: list[str], output: str) -> None:
+def test_needs_gives_placements_of_linear(source: str, dim: int | None, operands: list[str], output: str) -> None:
     graph = draft(lambda call, x, w, b: call(aten.linear.default, x, w), **VALUES)
     axes, node = infer_axes(graph), call_named(graph, "linear")
     place = graph.find_nodes(op="placeholder", target=source)[0]
@@ -36,7 +36,7 @@ def test_placements_of_linear(source: str, dim: int | None, operands: list[str],
     assert [placement.text("tp") for placement in found.outputs] == [output]
 
 
-def test_a_maximum_is_partial_in_its_own_way() -> None:
+def test_needs_gives_a_partial_maximum() -> None:
     graph = draft(lambda call, x: call(peak, x, 2), x=VALUES["x"])
     axes, node = infer_axes(graph), call_named(graph, "peak")
     found = needs(node, axes, axes.of(graph.find_nodes(op="placeholder")[0])[2], {})
@@ -69,7 +69,7 @@ def through(target: Any, *rest: Any, also: Any = None) -> Callable[..., Any]:
         pytest.param(through(aten.mul.Tensor, 2.0, also=aten.exp.default), "", id="read-twice"),
     ],
 )
-def test_sums_wait(make: Callable[..., Any], expected: str) -> None:
+def test_propagate_lets_partial_sums_wait(make: Callable[..., Any], expected: str) -> None:
     """A partial sum goes on through what is linear in it, if nothing else reads it and it does not grow."""
     graph = draft(make, **VALUES)
     axes, product = infer_axes(graph), call_named(graph, "linear")
@@ -99,7 +99,7 @@ def adapter(beside: str, then: Any) -> Callable[..., Any]:
         pytest.param(adapter("partial", lambda call, y: call(aten.exp.default, y)), "", id="not-linear-after"),
     ],
 )
-def test_a_sum_that_grows_waits_for_another(make: Callable[..., Any], expected: str) -> None:
+def test_propagate_lets_adapter_sums_wait_for_the_sum_beside(make: Callable[..., Any], expected: str) -> None:
     """LoRA's `B(A(x)) * scaling` is wider than `A(x)`, but what it is added to is reduced anyway."""
     graph = draft(make, x=VALUES["x"], low=some(2, 4), up=some(5, 2), w=some(5, 4), b=some(2, 3, 5))
     axes = infer_axes(graph)
@@ -111,7 +111,7 @@ def test_a_sum_that_grows_waits_for_another(make: Callable[..., Any], expected: 
     assert have[products[-1]][0].text("tp") == expected
 
 
-def test_items_of_a_tuple_come_each_in_its_placement() -> None:
+def test_propagate_places_each_item_of_a_tuple() -> None:
     def make(call: Any, x: Any) -> Any:
         found = call(aten.split_with_sizes.default, x, [1, 2], 1)
         return tuple(call(operator.getitem, found, i) for i in (0, 1))
@@ -124,7 +124,7 @@ def test_items_of_a_tuple_come_each_in_its_placement() -> None:
     assert [p.text("tp") for p in propagate(graph, axes, {}, {})[split]] == ["", ""]
 
 
-def test_where_a_gradient_flows() -> None:
+def test_needs_grad_ends_at_detach_maximum_and_integers() -> None:
     """Not behind a detach or a maximum, not into integers, not from what nobody trains."""
 
     def make(call: Any, x: Any, w: Any, b: Any) -> Any:

@@ -19,7 +19,7 @@ def residual(call: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return call(aten.relu.default, call(add, call(add, a, b), call(add, c, d)))
 
 
-def test_terms() -> None:
+def test_terms_of_a_tree_of_additions() -> None:
     graph = draft(residual, **X)
     first, second, root = (call_named(graph, "add", i) for i in range(3))
     assert [term.name for term in terms(root)] == ["a", "b", "c", "d"]
@@ -27,7 +27,7 @@ def test_terms() -> None:
     assert [inside(node) for node in (first, second, root)] == [True, True, False]
 
 
-def test_a_sum_with_two_readers_is_a_term() -> None:
+def test_terms_end_at_a_sum_with_two_readers() -> None:
     def make(call: Any, a: Any, b: Any, c: Any) -> Any:
         both = call(aten.add.Tensor, a, b)
         return call(aten.add.Tensor, both, c), call(aten.exp.default, both)
@@ -38,7 +38,7 @@ def test_a_sum_with_two_readers_is_a_term() -> None:
     assert outermost(inner) is inner
 
 
-def test_a_sum_of_another_shape_or_dtype_is_a_term() -> None:
+def test_terms_end_at_another_shape_or_dtype() -> None:
     def make(call: Any, a: Any, b: Any, wide: Any, whole: Any) -> Any:
         small = call(aten.add.Tensor, a, a)
         return call(aten.add.Tensor, small, wide), call(aten.add.Tensor, call(aten.add.Tensor, b, b), whole)
@@ -48,7 +48,7 @@ def test_a_sum_of_another_shape_or_dtype_is_a_term() -> None:
     assert not any(map(inside, found))
 
 
-def test_what_is_a_sum() -> None:
+def test_is_sum_takes_only_unscaled_tensor_additions() -> None:
     def make(call: Any, a: Any, b: Any) -> Any:
         add = aten.add.Tensor
         return call(add, a, b), call(add, a, 1.0), call(add, a, b, alpha=2), call(aten.sub.Tensor, a, b)
@@ -89,7 +89,7 @@ def read_twice(call: Any, a: Any, w: Any) -> Any:
         (read_twice, ["permute"]),
     ],
 )
-def test_views(make: Any, found: list[str]) -> None:
+def test_views_end_at_another_last_dimension_or_reader(make: Any, found: list[str]) -> None:
     """Outermost first; the chain ends where the last dimension changes, or where somebody else reads."""
     graph = draft(make, a=some(12, 5), w=some(4, 5))
     last = next(node for node in reversed(graph.nodes) if node.op == "call_function" and op(node) != "exp")

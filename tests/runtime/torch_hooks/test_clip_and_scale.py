@@ -35,7 +35,7 @@ def expect_equal_training(n: int, dtype: torch.dtype, tolerance: float, clip: An
 
 @checks.on(2)
 @checks.on(3, rare=True)
-def clips_as_one_device(rank: int, n: int) -> None:
+def clip_grad_norm_equals_one_device(rank: int, n: int) -> None:
     for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
         for order in (2.0, 1.0, 3.0, float("inf")):
             expect_equal_training(
@@ -44,7 +44,7 @@ def clips_as_one_device(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def clips_parts_of_a_model(rank: int, n: int) -> None:
+def clip_grad_norm_of_parts_equals_one_device(rank: int, n: int) -> None:
     """Its bias terms by themselves; each parameter by itself; by the two halves of torch's function."""
 
     def halves(model: nn.Module) -> Tensor:
@@ -63,7 +63,7 @@ def clips_parts_of_a_model(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def clips_two_models_and_a_head(rank: int, n: int) -> None:
+def clip_grad_norm_of_two_models_counts_the_rest_once(rank: int, n: int) -> None:
     """What is in no parallel model is the same on all ranks, and counted once."""
     torch.manual_seed(0)
     wholes, heads = [Normed().double(), Normed().double()], [nn.Linear(8, 1).double() for _ in range(2)]
@@ -80,7 +80,7 @@ def clips_two_models_and_a_head(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def values_are_clipped_as_on_one_device(rank: int, n: int) -> None:
+def clip_grad_value_equals_one_device(rank: int, n: int) -> None:
     def clip(model: nn.Module) -> Tensor:
         clip_grad_value_(model.parameters(), 0.01)
         return torch.ones(())
@@ -89,7 +89,7 @@ def values_are_clipped_as_on_one_device(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def infinite_on_one_rank(rank: int, n: int) -> None:
+def clip_grad_norm_is_infinite_where_one_rank_is(rank: int, n: int) -> None:
     _, parallel = pair(n)
     parallel(X[torch.float64]).backward()
     if rank:
@@ -100,13 +100,13 @@ def infinite_on_one_rank(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def inside_of_a_compiled_step(rank: int, n: int) -> None:
+def clip_grad_norm_in_a_compiled_step_equals_one_device(rank: int, n: int) -> None:
     step = torch.compile(lambda m: clip_grad_norm_(list(m.parameters()), 0.1), backend="eager")
     expect_equal_training(n, torch.float64, 1e-13, step)
 
 
 @checks.on(2)
-def scaler_skips_on_all_ranks(rank: int, n: int) -> None:
+def grad_scaler_skips_a_step_on_all_ranks(rank: int, n: int) -> None:
     """A gradient that overflows on the last rank alone skips the step on all, also where the kernel looks at it."""
     for fused in (False, True):
         for unscaled_before in (False, True):
@@ -136,7 +136,7 @@ def _functions() -> list[Any]:
 
 
 @checks.on(2)
-def torchs_own_again(rank: int, n: int) -> None:
+def torch_s_clipping_is_restored_without_parallel_models(rank: int, n: int) -> None:
     """Its functions are replaced as long as there is a parallel model, and behave the same to everybody else's."""
     _made.cache_clear()
     gc.collect()

@@ -84,11 +84,11 @@ def of_one_device(rank: int, n: int, sizes: dict[str, Any], before: bool) -> Non
     ],
     ids=str,
 )
-def test_hooks_of_a_trainer(sizes: dict[str, Any], before: bool) -> None:
+def test_trainer_hooks_see_the_whole_batch_s_gradient_once(sizes: dict[str, Any], before: bool) -> None:
     run_ranks(of_one_device, 2, sizes, before, timeout=100)
 
 
-def test_regions_and_moves() -> None:
+def test_without_hooks_and_move_hooks_keep_handles_valid() -> None:
     """Within the region no hook runs, and the handles still remove their hooks after it; also where it fails."""
     p, other, ran = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), list[str]()
     first = p.register_hook(lambda g: ran.append("first"))

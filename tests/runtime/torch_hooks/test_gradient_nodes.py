@@ -25,7 +25,7 @@ LOST: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("how", LOST)
-def test_lost(how: str) -> None:
+def test_hooks_on_gradient_nodes_are_refused(how: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     kept = [get_gradient_edge(p).node for p in model.parameters()]
     expect_no_node_hooks(model)
@@ -40,7 +40,7 @@ def test_lost(how: str) -> None:
     assert kept
 
 
-def test_kept() -> None:
+def test_hooks_on_parameters_are_accepted() -> None:
     """They belong to the parameter. A frozen parameter has no node."""
     model = nn.Linear(2, 2)
     model.weight.register_hook(nothing)

@@ -107,7 +107,7 @@ def on_one_rank(rank: int, n: int, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_on_one_rank(place: str) -> None:
+def test_exception_on_one_rank_is_an_error_on_all(place: str) -> None:
     run_ranks(on_one_rank, 2, place, alone=True)
 
 
@@ -124,12 +124,12 @@ def told_early(rank: int, n: int) -> float:
     return time.monotonic() - began
 
 
-def test_a_rank_that_raised_alone_is_told_before_the_timeout() -> None:
+def test_exception_on_one_rank_is_told_before_the_timeout() -> None:
     assert run_ranks(told_early, 2, may_die=[0])[1] < 25
 
 
 @checks.on(2)
-def on_all_ranks(rank: int, n: int) -> None:
+def exception_on_all_ranks_leaves_training_right(rank: int, n: int) -> None:
     for make in PLACES.values():
         expected, model = model_on(0), model_on(n)
         losses = trained(expected, make(expected, True))
@@ -139,7 +139,7 @@ def on_all_ranks(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def several_models_on_one_mesh(rank: int, n: int) -> None:
+def exception_beside_other_models_on_one_mesh_leaves_training_right(rank: int, n: int) -> None:
     """One rank has dropped some of them, and the other has them still."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
@@ -166,12 +166,12 @@ def in_a_second_world(rank: int, n: int, place: str) -> None:
     assert trained(again, in_backward(again, False)) == pytest.approx(losses, abs=1e-12)
 
 
-def test_in_a_second_world(tmp_path: Path) -> None:
+def test_exceptions_are_compared_in_a_second_world(tmp_path: Path) -> None:
     run_ranks(in_a_second_world, 2, (tmp_path / "meet").as_uri(), alone=True)
 
 
 @checks.on(2)
-def in_another_model(rank: int, n: int) -> None:
+def exception_in_another_model_leaves_training_right(rank: int, n: int) -> None:
     model, other = model_on(n), model_on(0)
     plain, beside = in_backward(model, False), in_backward(copy.deepcopy(other), rank == 0)
 
@@ -186,7 +186,7 @@ def in_another_model(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def checkpoints_that_stop_early(rank: int, n: int) -> None:
+def early_stop_of_checkpoint_is_no_interruption(rank: int, n: int) -> None:
     model, expected = model_on(n), model_on(0)
 
     def run(step: int) -> float:
@@ -199,7 +199,7 @@ def checkpoints_that_stop_early(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def at_another_place(rank: int, n: int) -> None:
+def exceptions_at_different_places_are_an_error(rank: int, n: int) -> None:
     model = model_on(n)
     started = interrupted.started_collectives
     interrupted.started_collectives = lambda group: started(group) + (rank == 1)
@@ -212,7 +212,7 @@ def at_another_place(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_backward_for_an_input_alone(rank: int, n: int) -> None:
+def backward_of_inputs_alone_counts_as_the_model_s(rank: int, n: int) -> None:
     """It ends at no parameter; products that sum their input's gradient say that it is of a parallel model."""
     x = INPUT.clone().requires_grad_()
     (y,) = async_linear(
@@ -227,7 +227,7 @@ def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
 
 
-def test_torch_is_as_before_without_a_model() -> None:
+def test_interrupted_undo_restores_the_autograd_engine() -> None:
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
     undo = interrupted.install()

@@ -41,7 +41,7 @@ class Normalizing(nn.Module):
 
 
 @checks.on(3)
-def what_changes_as_it_is_loaded(rank: int, n: int) -> None:
+def loading_code_of_the_model_sees_whole_tensors(rank: int, n: int) -> None:
     """The user's code sees whole tensors; parts behave as wholes there."""
     torch.manual_seed(5)
     whole, x = Normalizing().double(), torch.ones(3, 8, dtype=torch.float64)
@@ -66,7 +66,7 @@ class Doubling(Normalizing):
 
 
 @checks.on(2)
-def what_changes_as_it_is_saved(rank: int, n: int) -> None:
+def full_state_dict_refuses_saving_code_of_the_model(rank: int, n: int) -> None:
     """The whole tensors would not be what the model saves on one device."""
     x = torch.ones(3, 8, dtype=torch.float64)
     parallel = autotp.parallelize(Doubling().double(), n, example_inputs=x)
@@ -82,7 +82,7 @@ def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
 
 
-def test_code_of_the_model() -> None:
+def test_own_loading_names_only_the_model_s_code() -> None:
     """torch's own methods and hooks, such as those of weight_norm and batch norms, are none of the model's."""
     assert own_loading(Normalizing()) == "Normalizing.load_state_dict"
     torchs = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), nn.BatchNorm1d(2))

@@ -59,7 +59,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
 
 @checks.on(2)
 @checks.on(3, rare=True)
-def elementwise_ones_are_right(rank: int, n: int) -> None:
+def elementwise_optimizers_equal_one_device(rank: int, n: int) -> None:
     for make in ELEMENTWISE.values():
         whole, parallel = pair(n)
         optimizers = [make(m.parameters()) for m in (whole, parallel)]
@@ -70,7 +70,7 @@ def elementwise_ones_are_right(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def two_optimizers_one_made_before(rank: int, n: int) -> None:
+def two_optimizers_one_made_before_equal_one_device(rank: int, n: int) -> None:
     torch.manual_seed(0)
     whole = Normed().double()
     later = copy.deepcopy(whole)
@@ -87,7 +87,7 @@ def two_optimizers_one_made_before(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def compiled_steps(rank: int, n: int) -> None:
+def compiled_optimizer_step_compares_gradients(rank: int, n: int) -> None:
     _, parallel = pair(n)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     step = torch.compile(lambda: optimizer.step(), backend="eager")
@@ -143,7 +143,7 @@ OF_MATRICES: dict[str, Callable[[Any], Optimizer]] = {
 
 @checks.on(2)
 @checks.on(3, rare=True)
-def those_of_matrices_are_right(rank: int, n: int) -> None:
+def matrix_optimizers_equal_one_device(rank: int, n: int) -> None:
     """Whatever they are called: norms, means, rows and products of parameters are those of one device."""
     for name, make in OF_MATRICES.items():
         whole, parallel = pair(n)
@@ -174,7 +174,7 @@ def over_a_pipeline(rank: int, n: int) -> str:
     return message(lambda: torch.optim.LBFGS(trainer.parameters()).step(lambda: None))
 
 
-def test_over_a_pipeline() -> None:
+def test_lbfgs_over_a_pipeline_is_refused() -> None:
     """What goes by all gradients is refused where a rank has some layers only."""
     for found in run_ranks(over_a_pipeline, 2):
         assert found == (
@@ -187,7 +187,7 @@ def test_over_a_pipeline() -> None:
 
 
 @checks.on(4)
-def replicas_of_nobody(rank: int, n: int) -> None:
+def replicas_that_nobody_averages_are_an_error(rank: int, n: int) -> None:
     """tp=2 of four processes, in a loop that averages no gradients: rows of their own are an error on all ranks."""
     torch.manual_seed(rank)
     x = X[torch.float32]
@@ -211,7 +211,7 @@ def replicas_of_nobody(rank: int, n: int) -> None:
 
 
 @checks.on(4)
-def replicas_that_differ(rank: int, n: int) -> None:
+def another_model_in_a_replica_is_an_error(rank: int, n: int) -> None:
     """Another model in a replica is an error in all."""
     model = Normed() if rank < 2 else nn.Linear(8, 8)
     with pytest.raises(autotp.Error, match="replica rank 1 would run another graph than rank 0"):
@@ -270,7 +270,7 @@ def undefined(parallel: Any, rank: int) -> None:
 
 
 @checks.on(2)
-def drift_is_an_error(rank: int, n: int) -> None:
+def drift_between_ranks_is_an_error_before_the_step(rank: int, n: int) -> None:
     """In the first step and in the fourth; of what is clipped by a rank's own norm, of noise, of values."""
     changes = {
         own_norm: "the gradient of `down.bias`",
@@ -296,7 +296,7 @@ def drift_is_an_error(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def later_drift(rank: int, n: int) -> None:
+def later_drift_is_seen_at_the_next_comparison(rank: int, n: int) -> None:
     """What begins behind the first steps is seen within as many as are between two comparisons, or in each."""
     for check, seen in (("first", EVERY), ("always", 10), ("never", None)):
         torch.manual_seed(0)
@@ -314,7 +314,7 @@ def later_drift(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def state_of_another_rank(rank: int, n: int) -> None:
+def loading_another_rank_s_optimizer_state_is_an_error(rank: int, n: int) -> None:
     """All ranks load the first rank's file: one error on all, where torch's broadcast fails on the second alone."""
     torch.manual_seed(0)
     model = Normed()
@@ -337,7 +337,7 @@ def state_of_another_rank(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def state_of_another_rank_in_parts_of_one_size(rank: int, n: int) -> None:
+def another_rank_s_state_in_equal_parts_is_an_error(rank: int, n: int) -> None:
     """Also in a step that is not compared otherwise; a state that some ranks load is an error, too."""
     torch.manual_seed(0)
     parallel = autotp.parallelize(Normed().double(), n, example_inputs=X[FLOAT64])
@@ -366,7 +366,7 @@ def state_of_another_rank_in_parts_of_one_size(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def differing_calls(rank: int, n: int) -> None:
+def optimizer_steps_that_differ_between_ranks_are_errors(rank: int, n: int) -> None:
     def lr(parallel: Any, optimizer: Optimizer) -> None:
         optimizer.param_groups[0]["lr"] = 0.1 + rank
 
@@ -408,7 +408,7 @@ def differing_calls(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def round_off_is_mended(rank: int, n: int) -> None:
+def round_off_between_ranks_is_mended_with_one_warning(rank: int, n: int) -> None:
     """The last bit of a sum in another order: all ranks take the first one's, and a warning says so once."""
     for dtype in X:
         _, parallel = pair(n, dtype)
@@ -429,7 +429,7 @@ def round_off_is_mended(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def half_precision_and_sparse_gradients(rank: int, n: int) -> None:
+def drift_of_bfloat16_and_sparse_gradients_is_seen(rank: int, n: int) -> None:
     """Numbers of any kind are compared; gradients that lie sparse, too."""
     torch.manual_seed(0)
     parallel = autotp.parallelize(Normed().bfloat16(), n, example_inputs=X[torch.float32].bfloat16())
@@ -443,7 +443,7 @@ def half_precision_and_sparse_gradients(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def one_rank_needs_nothing(rank: int, n: int) -> None:
+def optimizers_of_one_rank_are_never_compared(rank: int, n: int) -> None:
     """Other optimizers, and models of one rank, are never compared: ranks may do what they want."""
     mesh = init_device_mesh("cpu", (n, 1), mesh_dim_names=("dp", "tp"))
     _, parallel = pair(n)
@@ -485,7 +485,7 @@ def steps_alone(rank: int, n: int) -> str:
 
 
 @pytest.mark.system
-def test_a_rank_that_does_not_step() -> None:
+def test_a_rank_that_does_not_step_is_named() -> None:
     first, other = run_ranks(steps_alone, 2)
     assert first == (
         "SGD.step: step 1 is not taken by all ranks: tp rank 1 did not make this call within the group's timeout\n"
@@ -551,11 +551,11 @@ def tied_weights_drift(rank: int, n: int) -> None:
     assert found.startswith("SGD.step: the settings differ\n  expected ") and "on pp rank 1" in found
 
 
-def test_replicas_that_drift_apart() -> None:
+def test_trainer_replicas_that_drift_apart_are_an_error() -> None:
     run_ranks(replicas_drift, 2)
 
 
-def test_tied_weights_that_drift_apart() -> None:
+def test_tied_weights_that_drift_apart_are_an_error() -> None:
     run_ranks(tied_weights_drift, 2)
 
 
@@ -572,7 +572,7 @@ def replica_skips(rank: int, n: int) -> str:
 
 
 @pytest.mark.system
-def test_a_replica_that_does_not_step() -> None:
+def test_a_replica_that_does_not_step_is_named() -> None:
     first, other = run_ranks(replica_skips, 2)
     assert first.startswith(
         "AdamW.step: step 1 is not taken by all ranks: dp rank 1 did not make this call within the "
@@ -613,5 +613,5 @@ def beside_replicas(rank: int, n: int, how: str) -> None:
     [("ddp", 4), pytest.param("fsdp", 4, marks=pytest.mark.rare), pytest.param("ddp", 6, marks=pytest.mark.rare),
      pytest.param("fsdp", 6, marks=pytest.mark.rare)],
 )  # fmt: skip
-def test_beside_replicas(how: str, n: int) -> None:
+def test_optimizer_guard_beside_ddp_or_fsdp(how: str, n: int) -> None:
     run_ranks(beside_replicas, n, how, timeout=120)

@@ -50,7 +50,7 @@ REMEDY = (
 
 
 @checks.on(2)
-def states_of_cut_parameters(rank: int, n: int) -> None:
+def optimizer_states_of_cut_parameters_behave_as_wholes(rank: int, n: int) -> None:
     """They behave as wholes, and nothing is said, whoever reads."""
     model, optimizer = stepped(n)
     options = StateDictOptions(full_state_dict=True)
@@ -66,7 +66,7 @@ def states_of_cut_parameters(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def once_for_each_line(rank: int, n: int) -> None:
+def partial_state_dict_warns_once_a_line(rank: int, n: int) -> None:
     """Matrices that other ranks step."""
     torch.manual_seed(0)
     model = autotp.parallelize(Plain().double(), n, example_inputs=ROWS)
@@ -95,7 +95,7 @@ def trainer_of(**layout: int) -> tuple[autotp.Trainer, Optimizer]:
 
 
 @checks.on(2)
-def trainers(rank: int, n: int) -> None:
+def state_dict_of_pipeline_stages_warns_and_checkpoints_do_not(rank: int, n: int) -> None:
     """autotp's own checkpoint says nothing. Replicas and parts have the whole; a stage of a pipeline does not."""
     for layout, text in (({"tp": 2}, ""), ({"pp": 2}, "it has the parameters of this rank's stages")):
         trainer, optimizer = trainer_of(**layout)

@@ -135,7 +135,7 @@ def allowed(rank: int, n: int) -> list[str]:
     return no_optimizer(rank, n)
 
 
-def test_stages_may_step_what_they_have() -> None:
+def test_a_stage_may_step_alone_with_a_warning() -> None:
     for told in run_ranks(allowed, 2):
         assert len(told) == 1 and told[0].startswith("pp rank 0 trained parameters and no optimizer stepped them")
 
@@ -171,6 +171,6 @@ def compiled(rank: int, n: int) -> str:
     return ""
 
 
-def test_ranks_that_come_apart_in_compiled_calls_are_told() -> None:
+def test_compiled_ranks_that_come_apart_are_told_of_optimizer_steps() -> None:
     found = run_ranks(compiled, 2, alone=True)
     assert all(found) and any("collectives at step" in text and "of its optimizers" in text for text in found)

@@ -44,7 +44,7 @@ def told(run: Callable[[], object]) -> list[str]:
 
 
 @checks.on(2)
-def sums_in_a_loop(rank: int, n: int) -> None:
+def user_sums_of_one_tensor_are_told_with_their_line(rank: int, n: int) -> None:
     model = autotp.parallelize(Plain(), n, example_inputs=X)
     loss, book = model(X).square().mean().detach(), Codebook()
     (said,) = told(lambda: book.count(torch.tensor([1, 1, 3])))
@@ -61,7 +61,7 @@ def sums_in_a_loop(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def without_models(rank: int, n: int) -> None:
+def user_sums_are_not_watched_without_models(rank: int, n: int) -> None:
     """torch's own methods of process groups are back."""
     autotp.parallelize(Plain(), n, example_inputs=X)
     gc.collect()
@@ -71,7 +71,7 @@ def without_models(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_model_on_one_rank(rank: int, n: int) -> None:
+def user_sums_go_on_with_a_model_on_one_rank(rank: int, n: int) -> None:
     """Python has freed the other rank's model: the sum goes on, and nobody waits."""
     model: Any = autotp.parallelize(Plain(), n, example_inputs=X)
     total = torch.ones(2)
@@ -84,7 +84,7 @@ def a_model_on_one_rank(rank: int, n: int) -> None:
 
 
 @checks.on(4)
-def sums_over_replicas(rank: int, n: int) -> None:
+def user_sums_over_replicas_are_not_told(rank: int, n: int) -> None:
     """Ranks of one model have the same loss, and replicas another one."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = autotp.parallelize(Plain(), mesh=mesh, example_inputs=X)

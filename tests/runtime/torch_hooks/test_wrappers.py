@@ -32,16 +32,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @SCRIPT
 @pytest.mark.parametrize("name", CASES)
-def test_refused(name: str) -> None:
+def test_expect_unwrapped_refuses_wrapped_sharded_or_compiled_models(name: str) -> None:
     make, text = CASES[name]
     assert message(lambda: expect_unwrapped(make())) == text
 
 
-def test_ordinary_modules() -> None:
+def test_expect_unwrapped_accepts_ordinary_modules() -> None:
     expect_unwrapped(nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.ReLU()])))
 
 
-def test_the_hook_is_removed() -> None:
+def test_wrapper_registration_hook_is_removed_by_undo() -> None:
     registered = nn.modules.module._global_module_registration_hooks
     before = len(registered)
     undo = install()

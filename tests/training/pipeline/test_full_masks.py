@@ -82,23 +82,23 @@ def expect_as_on_one_device(make: Any, rank: int, layout: dict[str, int]) -> Non
 
 
 @checks.on(2)
-def replicas_of_which_one_has_padding(rank: int, n: int) -> None:
+def unpadded_batches_skip_masks_beside_a_padded_replica(rank: int, n: int) -> None:
     for make in (llama, bert):
         expect_as_on_one_device(make, rank, {"dp": 2})
 
 
 @checks.on(2)
-def stages(rank: int, n: int) -> None:
+def unpadded_batches_skip_masks_in_pipeline_stages(rank: int, n: int) -> None:
     expect_as_on_one_device(llama, rank, {"pp": 2})
 
 
 @checks.on(2)
-def parts_of_weights(rank: int, n: int) -> None:
+def unpadded_batches_skip_masks_on_tensor_ranks(rank: int, n: int) -> None:
     expect_as_on_one_device(bert, rank, {"tp": 2})
 
 
 @checks.on(2)
-def sharded_replicas(rank: int, n: int) -> None:
+def unpadded_batches_skip_masks_in_sharded_replicas(rank: int, n: int) -> None:
     expect_as_on_one_device(llama, rank, {"dp": 2, "zero": 3})
 
 
@@ -116,7 +116,7 @@ class Packing(nn.Module):
 
 
 @checks.on(1)
-def a_look_at_positions_keeps_the_masks(rank: int, n: int) -> None:
+def packed_positions_keep_their_masks(rank: int, n: int) -> None:
     ids = torch.arange(2, 34).view(4, 8)
     packed = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(4, 8)
     plain = torch.arange(8).expand(4, 8)

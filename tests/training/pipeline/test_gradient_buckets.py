@@ -27,13 +27,13 @@ def test_a_bucket_has_one_dtype_and_no_more_than_its_bytes() -> None:
     assert sizes([narrow, wide, wide, wide, narrow], 16) == [[4, 4], [8, 8], [8]]
 
 
-def test_what_is_larger_than_a_bucket_comes_alone() -> None:
+def test_a_tensor_larger_than_a_bucket_comes_alone() -> None:
     assert sizes([torch.zeros(1), torch.zeros(9), torch.zeros(1), torch.zeros(1)], 8) == [[4], [36], [4, 4]]
     assert sizes([], 8) == []
 
 
 @checks.on(2)
-def sums(rank: int, n: int) -> None:
+def gradient_sums_in_place_with_one_copy_at_a_time(rank: int, n: int) -> None:
     """In place, whatever the strides; small ones in one collective."""
     torch.manual_seed(rank)
     shapes = [(3,), (40, 5), (2, 2), (), (0,)]
@@ -90,7 +90,7 @@ def sums_started() -> Iterator[list[str]]:
 
 
 @checks.on(2)
-def sums_run_under_backward(rank: int, n: int) -> None:
+def gradient_sums_run_under_backward(rank: int, n: int) -> None:
     """A bucket has two layers: the sum of the last two begins before the gradient of the fourth is computed."""
     model, alone = deep(), deep()
     x = torch.arange(8.0).view(2, 4).double().requires_grad_()
@@ -112,7 +112,7 @@ def sums_run_under_backward(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def buckets_begin_in_one_order(rank: int, n: int) -> None:
+def buckets_begin_in_one_order_on_all_ranks(rank: int, n: int) -> None:
     """Whatever gradient comes first on a rank; those of halves of backward, which call no hooks, and none at all."""
     parameters = [nn.Parameter(torch.zeros(size)) for size in (1, 2, 3, 4)]
     sums = GradientSums(parameters, dist.group.WORLD, size=4)
@@ -130,7 +130,7 @@ def buckets_begin_in_one_order(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def a_bucket_is_no_second_copy(rank: int, n: int) -> None:
+def gradients_become_views_of_their_bucket(rank: int, n: int) -> None:
     """Gradients become views of it; a large one is summed where it is."""
     parameters = [nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
     large = torch.ones(100)

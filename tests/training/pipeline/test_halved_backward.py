@@ -90,7 +90,7 @@ def known_gradients(forward: Forward, halved: bool) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_halves_are_one_backward(forward: Forward) -> None:
+def test_halved_backward_equals_one_backward(forward: Forward) -> None:
     expected, found = known_gradients(forward, False), known_gradients(forward, True)
     for a, b in zip(expected, found, strict=True):
         assert (a is None) == (b is None)
@@ -108,7 +108,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_each_half_computes_its_part_alone() -> None:
+def test_halved_backward_computes_no_product_twice() -> None:
     weights = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
     x = torch.randn(3, 4, requires_grad=True)
     y = x
@@ -121,7 +121,7 @@ def test_each_half_computes_its_part_alone() -> None:
     assert (first.count, second.count) == (3, 3)
 
 
-def test_gradients_are_added() -> None:
+def test_halved_backward_accumulates_gradients() -> None:
     w = nn.Parameter(torch.ones(2, 2))
     for _ in range(2):
         x = torch.ones(1, 2, requires_grad=True)
@@ -137,7 +137,7 @@ STEPS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(STEPS)
-def test_any_graph(steps: list[tuple[str, int, int, int]]) -> None:
+def test_halved_backward_of_any_graph_equals_one_backward(steps: list[tuple[str, int, int, int]]) -> None:
     """Values and weights are drawn by number, so weights are shared at random, before and behind each other."""
 
     def forward(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -156,4 +156,4 @@ def test_any_graph(steps: list[tuple[str, int, int, int]]) -> None:
                 weights.append(first @ second)
         return tuple(y * 1 for y in values[-2:])
 
-    test_halves_are_one_backward(forward)
+    test_halved_backward_equals_one_backward(forward)

@@ -24,7 +24,7 @@ from autotp.training.pipeline.schedules import ENGINES, Training, stages_of
         ("zero-bubble-v", 4, [8, 7, 6, 5, 4, 3, 2, 1]),
     ],
 )
-def test_microbatches_that_a_stage_waits_for(schedule: str, ranks: int, found: list[int]) -> None:
+def test_schedule_flight_counts_microbatches_under_way(schedule: str, ranks: int, found: list[int]) -> None:
     stages = ranks * ENGINES[schedule].rounds
     assert [ENGINES[schedule].flight(i, stages, 9 if ranks == 3 else 8) for i in range(stages)] == found
     assert ENGINES[schedule].flight(0, stages, 1) == 1
@@ -32,7 +32,7 @@ def test_microbatches_that_a_stage_waits_for(schedule: str, ranks: int, found: l
 
 
 @pytest.mark.parametrize(("schedule", "found"), [("zero-bubble", False), ("interleaved", True)])
-def test_where_backward_is_halved_nothing_overlaps(schedule: Any, found: bool) -> None:
+def test_zero_bubble_leaves_out_the_overlap_pass(schedule: Any, found: bool) -> None:
     assert Training(schedule=schedule).optional("overlap") == found
     assert Training(schedule=schedule).optional("cse")
 
@@ -46,7 +46,7 @@ def test_where_backward_is_halved_nothing_overlaps(schedule: Any, found: bool) -
         ("zero-bubble-v", 1, [[0]]),
     ],
 )
-def test_stages_of_a_rank(schedule: Any, ranks: int, found: list[list[int]]) -> None:
+def test_stages_of_gives_each_rank_its_stages(schedule: Any, ranks: int, found: list[list[int]]) -> None:
     assert [stages_of(Training(schedule=schedule), rank, ranks) for rank in range(ranks)] == found
 
 

@@ -27,19 +27,19 @@ def found(model: nn.Module) -> list[tuple[str, int]]:
     return [(paths[at], kind) for at, (_, kind) in blocks_of(model).items()]
 
 
-def test_blocks_of_several_kinds() -> None:
+def test_blocks_of_several_kinds_are_grouped() -> None:
     model = nn.Module()
     model.h = nn.ModuleList([Block(), Block(8), Block(), Block(8), nn.Linear(3, 3)])
     assert found(model) == [("h.0", 0), ("h.1", 1), ("h.2", 0), ("h.3", 1)]
 
 
-def test_only_outermost_blocks() -> None:
+def test_blocks_are_the_outermost_ones() -> None:
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))) for _ in range(2)))
     assert found(model) == [("0", 0), ("1", 0)]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_what_is_no_block() -> None:
+def test_blocks_leave_out_single_named_or_odd_modules() -> None:
     """A single one; modules without parameters; named ones; a forward that is not the class's."""
     own = nn.Sequential(Block(), Block(), Block())
     own[0].forward = lambda x: x
@@ -50,14 +50,14 @@ def test_what_is_no_block() -> None:
     assert found(nn.Sequential(*(torch.jit.script(nn.Linear(2, 2)) for _ in range(2)))) == []
 
 
-def test_integers_that_differ() -> None:
+def test_differing_names_layer_numbers() -> None:
     """The number of a layer, as transformers' layers have it."""
     model = nn.Sequential(Block(layer=0), Block(layer=1), Block(layer=2))
     assert differing(blocks_of(model)) == {(0, "", "layer")}
     assert differing(blocks_of(nn.Sequential(Block(), Block()))) == set()
 
 
-def test_a_module_that_is_replaced_is_seen() -> None:
+def test_parts_of_sees_a_replaced_module() -> None:
     block = Block()
     before = parts_of(block)
     assert parts_of(block) == before
@@ -65,7 +65,7 @@ def test_a_module_that_is_replaced_is_seen() -> None:
     assert parts_of(block) != before
 
 
-def test_definer() -> None:
+def test_definer_is_the_class_with_its_own_forward() -> None:
     class Same(Block):
         pass
 
@@ -76,7 +76,7 @@ def test_definer() -> None:
     assert (definer(Same), definer(Own)) == (Block, Own)
 
 
-def test_patches_end() -> None:
+def test_patched_restores_attributes_after_an_error() -> None:
     """Also after an error; what the class did not have itself is gone again, so that its base's comes back."""
 
     class Base:

@@ -34,7 +34,9 @@ def noted(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.rare) for name in NAMES[1:])])
-def test_a_cache_that_a_model_makes(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_the_model_s_cache_are_captured_once(
+    name: str, train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, inputs = FAMILIES[name]()
     noted(model, monkeypatch)
     assert model.config.use_cache and runs(model.train(train), **inputs) == 1
@@ -44,7 +46,7 @@ def test_a_cache_that_a_model_makes(name: str, train: bool, monkeypatch: pytest.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {*NAMES}))
-def test_the_other_families(name: str, train: bool) -> None:
+def test_other_families_with_caches_have_the_full_graph(name: str, train: bool) -> None:
     model, inputs = FAMILIES[name]()
     runs(model.train(train), **inputs)
 
@@ -79,7 +81,9 @@ def following(model: nn.Module, inputs: dict[str, Any], kind: str, new: int) -> 
 @pytest.mark.parametrize("new", [1, pytest.param(3, marks=pytest.mark.rare)])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.rare) for name in NAMES[1:])])
-def test_a_cache_that_is_given(name: str, kind: str, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_a_given_cache_are_captured_once(
+    name: str, kind: str, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every layer's has sizes of its own, which are those of the first from then on: the graphs differ in that."""
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()
@@ -102,7 +106,7 @@ def sizes(given: dict[str, Any]) -> list[torch.Size]:
 
 
 @torch.no_grad()
-def test_lengths_that_differ() -> None:
+def test_graph_does_not_fit_caches_of_differing_lengths() -> None:
     """The graph is for layers that keep as much as each other."""
     model, inputs = FAMILIES["llama"]()
     given = following(model.eval(), inputs, "dynamic", 1)

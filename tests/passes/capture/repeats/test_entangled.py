@@ -44,12 +44,12 @@ class Adapted(nn.Module):
         return x
 
 
-def test_an_object_calls_modules_that_are_alike() -> None:
+def test_an_object_that_calls_like_modules_has_the_full_graph() -> None:
     """They are others than the block, which goes on with its own operators."""
     assert runs(Adapted(lambda b, x, y, it: y + it.apply(y, b.index)), ZEROS) < 4
 
 
-def test_an_object_changes_what_a_block_reads() -> None:
+def test_an_object_that_changes_blocks_lets_more_run() -> None:
     assert runs(Adapted(lambda b, x, y, it: it.change(y, b.index) * b.scale), ZEROS) > 1
 
 
@@ -69,11 +69,11 @@ def either(b: Any, x: Tensor, y: Tensor, it: Any) -> Tensor:
         pytest.param(either, id="tried"),
     ],
 )
-def test_numbers_meet_tensors(does: Any) -> None:
+def test_layer_numbers_beside_tensors_let_all_blocks_run(does: Any) -> None:
     assert runs(Adapted(does), ZEROS) == 4
 
 
-def test_a_number_is_used_as_an_integer_is() -> None:
+def test_number_compares_and_computes_as_an_integer() -> None:
     used: list[int] = []
     three, x = Number(3, ("", ""), lambda: used.append(1)), torch.arange(5)
     for found, expected in ((x == three, x == 3), (three == x, x == 3), (x != three, x != 3), (7 - three, 4)):
@@ -88,7 +88,7 @@ def sparse(b: Any, x: Tensor, y: Tensor) -> Tensor:
     return y + torch.sparse_coo_tensor(torch.arange(8)[None], b.down.bias, (8,), check_invariants=False).to_dense()
 
 
-def test_a_sparse_tensor() -> None:
+def test_blocks_with_sparse_tensors_run_again() -> None:
     """It has several storages."""
     assert runs(stack(3, sparse), ZEROS) > 1
 
@@ -99,7 +99,7 @@ def counted(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
     return x
 
 
-def test_a_dict_that_is_returned_and_kept() -> None:
+def test_blocks_that_return_a_kept_dict_run_again() -> None:
     """It is the one that the blocks have, not another like it."""
     model, known = stack(4, lambda b, x, y: (y * b.known["scale"], b.known), counted), {"scale": 1}
     for block in model.blocks:
@@ -107,7 +107,7 @@ def test_a_dict_that_is_returned_and_kept() -> None:
     assert runs(model, ZEROS) > 1
 
 
-def test_a_dict_that_is_new() -> None:
+def test_blocks_that_return_a_new_dict_run_once() -> None:
     assert runs(stack(4, lambda b, x, y: {"y": [y]}, lambda m, i, b, x: b(x)["y"][0]), ZEROS) == 1
 
 
@@ -118,7 +118,7 @@ def noted(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
     return found
 
 
-def test_a_tensor_with_attributes() -> None:
+def test_blocks_given_tensors_with_attributes_all_run() -> None:
     assert runs(stack(3, lambda b, x, y: y * getattr(x, "_scale", 9), noted), ZEROS) == 3
 
 
@@ -129,7 +129,7 @@ def put_in(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
     return found
 
 
-def test_a_module_that_is_put_in_for_a_call() -> None:
+def test_blocks_with_a_module_put_in_all_run() -> None:
     model = Stack(*(Block(lambda b, x, y: b.extra(y), extra=None) for _ in range(3)), call=put_in)
     model.extras = [nn.Linear(8, 8, bias=i == 1) for i in range(3)]
     for i, extra in enumerate(model.extras):
@@ -137,7 +137,7 @@ def test_a_module_that_is_put_in_for_a_call() -> None:
     assert runs(model, ZEROS) == 3
 
 
-def test_blocks_of_a_class_that_others_are_made_of() -> None:
+def test_blocks_of_linears_run_once_beside_linear_heads() -> None:
     """Two heads are linears, and so are the parts of each block, whose `forward` somebody reads."""
 
     class Heads(Stack):
@@ -153,7 +153,7 @@ def test_blocks_of_a_class_that_others_are_made_of() -> None:
     assert runs(Heads(), ZEROS) == 1
 
 
-def test_in_two_threads() -> None:
+def test_captures_in_two_threads_restore_the_classes() -> None:
     models, failed = [stack(n) for n in (3, 4)], []
     before = nn.Module.__getattribute__, nn.Module.__setattr__, torch.autograd.Function.apply
 
@@ -172,7 +172,7 @@ def test_in_two_threads() -> None:
     assert (nn.Module.__getattribute__, nn.Module.__setattr__, torch.autograd.Function.apply) == before
 
 
-def test_a_class_that_cannot_be_changed() -> None:
+def test_patched_undoes_all_after_a_refused_attribute() -> None:
     class Sealed:
         first = 1
 

@@ -132,11 +132,11 @@ def setting(block: Any, x: Tensor, y: Tensor, cache: Any) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-def test_one_block_runs(does: Any, expected: int, train: bool) -> None:
+def test_blocks_given_a_cache_are_captured_once(does: Any, expected: int, train: bool) -> None:
     assert runs(Cached(does).train(train), ZEROS) == expected
 
 
-def test_an_object_answers_otherwise() -> None:
+def test_objects_that_answer_otherwise_let_all_blocks_run() -> None:
     """After the first layer there is a mean: what was asked already cannot be taken back, so all run."""
     assert runs(Cached(setting), ZEROS) == 1 + 3
     assert runs(Cached(lambda b, x, y, c: y * c.counted()), ZEROS) == 1 + 3
@@ -167,7 +167,7 @@ def kept(block: Any, x: Tensor, y: Tensor, cache: Any) -> Tensor:
         pytest.param(missing, id="error"),
     ],
 )
-def test_what_is_not_understood(does: Any) -> None:
+def test_queries_not_understood_let_all_blocks_run(does: Any) -> None:
     """The model is captured anew, and as if blocks with objects were never alike."""
     assert runs(Cached(does), ZEROS) == 1 + 3
 
@@ -181,12 +181,12 @@ def test_what_is_not_understood(does: Any) -> None:
         pytest.param(lambda b, x, y, c: y * c.update(x.view(-1, 8).view(x.shape), b.index), id="view"),
     ],
 )
-def test_memory_that_is_shared(does: Any) -> None:
+def test_memory_shared_with_an_object_lets_all_blocks_run(does: Any) -> None:
     """Either side would not see what the other writes."""
     assert runs(Cached(does), ZEROS) == 1 + 3
 
 
-def test_memory_that_is_written_to_later() -> None:
+def test_an_answer_written_to_later_lets_all_blocks_run() -> None:
     class Doubling(Cached):
         def forward(self, x: Tensor) -> Any:
             x, cache = self.first(x), self.cache()
@@ -209,7 +209,7 @@ class Attention(nn.Module):
         return y * cache.both(y.exp(), self.index)[0]
 
 
-def test_a_part_asks() -> None:
+def test_queries_by_a_part_of_a_block_are_followed() -> None:
     model = Cached(lambda b, x, y, c: b.attention(y, c))
     for i, block in enumerate(model.blocks):
         block.attention = Attention(i)
@@ -227,8 +227,7 @@ class Mixed(Cached):
         return super().forward(self.others(self.first(x)))
 
 
-def test_blocks_without_objects() -> None:
-    """They are captured once whatever the others ask."""
+def test_blocks_without_objects_run_once_beside_others() -> None:
     assert runs(Mixed(updated), ZEROS) == 1 + 1
     assert runs(Mixed(lambda b, x, y, c: y * (len(c.parts) + 1)), ZEROS) == (1 + 1) + (1 + 3)
 
@@ -239,7 +238,7 @@ def without_grad(block: Any, x: Tensor, y: Tensor, cache: Any) -> Tensor:
     return y * rows
 
 
-def test_modes_around_a_request() -> None:
+def test_queries_under_no_grad_let_all_blocks_run() -> None:
     """A later one would be made in other modes."""
     assert runs(Cached(without_grad), ZEROS) == 1 + 3
 
@@ -255,12 +254,11 @@ def test_modes_around_a_request() -> None:
         pytest.param(lambda b, x, y, c: (y, b.index)[0] if isinstance(b.index, int) else x, 1, id="kind"),
     ],
 )
-def test_a_number_that_others_use(does: Any, expected: int) -> None:
-    """It is compared as all that is read."""
+def test_layer_numbers_are_compared_where_code_uses_them(does: Any, expected: int) -> None:
     assert runs(Cached(lambda b, x, y, c: does(b, x, c.update(y, b.index), c)), ZEROS) == expected
 
 
-def test_a_number_is_returned() -> None:
+def test_blocks_that_return_their_number_all_run() -> None:
     class Numbered(Cached):
         def forward(self, x: Tensor) -> Any:
             x, cache = self.first(x), self.cache()
@@ -272,7 +270,7 @@ def test_a_number_is_returned() -> None:
     assert runs(Numbered(lambda b, x, y, c: (c.update(y, b.index), b.index)), ZEROS) == 3
 
 
-def test_a_number_that_is_none_elsewhere() -> None:
+def test_a_block_whose_number_is_none_runs_itself() -> None:
     model = Cached(lambda b, x, y, c: c.labelled(y, b.index) if isinstance(b.index, int) else y)
     model.blocks[2].index = None
     assert runs(model, ZEROS) == 2
@@ -281,7 +279,7 @@ def test_a_number_that_is_none_elsewhere() -> None:
 KEPT: list[Any] = []
 
 
-def test_a_number_that_is_used_later() -> None:
+def test_layer_numbers_used_later_let_all_blocks_run() -> None:
     """By then other blocks have been said to do the same."""
 
     class Scaled(Cached):
@@ -334,12 +332,12 @@ class Locked:
 @pytest.mark.parametrize(
     "value", [Open(), Slotted(), Listed(), Locked(), [], {}, object(), torch.zeros(1), nn.Linear(1, 1), len, Part, 1]
 )
-def test_what_is_no_object(value: Any) -> None:
+def test_is_queryable_refuses_open_or_builtin_objects(value: Any) -> None:
     """It could be got around its methods."""
     assert not is_queryable(value) and is_queryable(Cache())
 
 
-def test_blocks_with_caches_of_their_own() -> None:
+def test_blocks_with_caches_of_their_own_run_once() -> None:
     class Several(Cached):
         def forward(self, x: Tensor) -> Any:
             x, caches = self.first(x), [Cache() for _ in self.blocks]
@@ -351,7 +349,7 @@ def test_blocks_with_caches_of_their_own() -> None:
     assert runs(Several(lambda b, x, y, c: y * c.update(y, 0)), ZEROS) == 1
 
 
-def test_which_object_is_compared() -> None:
+def test_queries_compare_which_object_is_asked() -> None:
     class Two(Cached):
         def forward(self, x: Tensor) -> Any:
             x, caches = self.first(x), (Cache(), Cache())
@@ -365,7 +363,7 @@ def test_which_object_is_compared() -> None:
     assert runs(Two(does, 4), ZEROS) == 2
 
 
-def test_classes_are_left_as_they_were() -> None:
+def test_queries_leave_the_object_s_class_unchanged() -> None:
     before = dict(vars(Cache))
     runs(Cached(updated), ZEROS)
     assert dict(vars(Cache)) == before
@@ -374,7 +372,7 @@ def test_classes_are_left_as_they_were() -> None:
     assert dict(vars(Cache)) == before
 
 
-def test_the_code_of_an_object_runs_for_each() -> None:
+def test_an_object_s_code_runs_for_each_block() -> None:
     class Noting(Cache):
         def update(self, rows: Tensor, layer: int) -> Tensor:
             RAN.append(f"layer {layer}")

@@ -24,7 +24,7 @@ from support.hf_families import FAMILIES
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-def test_one_block_runs(train: bool) -> None:
+def test_like_blocks_are_captured_once(train: bool) -> None:
     assert runs(stack(6).train(train), ZEROS) == 1
 
 
@@ -39,7 +39,7 @@ def collecting(block: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("does", "start"), [(counting, 0), (collecting, [])], ids=["attribute", "list"])
-def test_a_block_that_counts_its_calls_runs_each_time(does: Any, start: Any) -> None:
+def test_blocks_that_count_calls_have_the_full_graph(does: Any, start: Any) -> None:
     def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
         return block(block(x))
 
@@ -75,7 +75,7 @@ def dropped() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [normed, dropped])
-def test_effects_of_a_block_whose_result_is_unused(make: Callable[[], nn.Module]) -> None:
+def test_blocks_with_unused_results_keep_their_effects(make: Callable[[], nn.Module]) -> None:
     """Running statistics are updated, and random numbers are drawn: the next blocks get the next ones."""
     torch.manual_seed(0)
     model, x = LastOnly(make).double(), torch.randn(5, 4, dtype=torch.float64)
@@ -122,7 +122,7 @@ def one_of_two(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
         pytest.param(lambda b, x, y: b.up.weight.view(8, 16), lambda m, i, b, x: x @ b(x) @ b.up.weight, id="a-weight"),
     ],
 )
-def test_memory_that_is_shared(does: Any, call: Any) -> None:
+def test_blocks_that_share_memory_all_run(does: Any, call: Any) -> None:
     """Then all run: in the graph of one block alone nobody would see who writes to what."""
     assert runs(stack(3, does, call), ZEROS) == 1 + 3
 
@@ -137,16 +137,16 @@ def test_memory_that_is_shared(does: Any, call: Any) -> None:
         pytest.param(lambda b, x, y: checkpoint(torch.sin, y, use_reentrant=False), None, id="checkpoint"),
     ],
 )
-def test_results(does: Any, call: Any) -> None:
+def test_blocks_with_any_results_are_captured_once(does: Any, call: Any) -> None:
     assert runs(stack(4, does, call), ZEROS) == 1
 
 
-def test_a_conversion_that_does_nothing() -> None:
+def test_blocks_with_no_op_conversions_are_captured_once() -> None:
     """It returns the parameter itself."""
     assert runs(stack(3, lambda b, x, y: y * b.up.weight.float().mean() * b.up.bias.contiguous().mean()), ZEROS) == 1
 
 
-def test_a_size_is_returned() -> None:
+def test_blocks_that_return_a_size_all_run() -> None:
     model = stack(3, lambda b, x, y: (y, x.shape[1]), lambda m, i, b, x: (lambda y, n: y * n)(*b(x)))
     assert runs(model, ZEROS) == 3
 
@@ -161,7 +161,7 @@ class Normed(nn.Module):
         return self.up(self.norm(x))
 
 
-def test_buffers_that_a_block_updates() -> None:
+def test_blocks_that_update_buffers_are_captured_once() -> None:
     assert runs(Stack(*(Normed() for _ in range(3))), ZEROS[:, 0]) == 1
 
 
@@ -173,7 +173,7 @@ def test_buffers_that_a_block_updates() -> None:
         pytest.param(lambda b: b.steps.copy_(b.up.weight.detach().mean()), 1, id="copy"),
     ],
 )
-def test_what_a_block_writes_last(last: Callable[[Any], Any], expected: int) -> None:
+def test_blocks_keep_what_they_write_last(last: Callable[[Any], Any], expected: int) -> None:
     """Nobody reads it in the graph, and it is what the model has afterwards."""
 
     def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -196,11 +196,11 @@ class Nested(nn.Module):
         return self.inner(x)
 
 
-def test_blocks_in_blocks() -> None:
+def test_blocks_in_blocks_are_captured_outermost() -> None:
     assert runs(Stack(Nested(), Nested(), Nested()), ZEROS) == 2
 
 
-def test_a_hook_runs_every_time() -> None:
+def test_forward_hooks_of_blocks_run_each_time() -> None:
     model = stack(3)
     for i, block in enumerate(model.blocks):
         block.register_forward_hook(lambda m, args, y, i=i: y * (i + 1))
@@ -235,12 +235,12 @@ class Noting(Stack):
 
 
 @pytest.mark.parametrize("hooks", [False, True], ids=["forward", "hooks"])
-def test_what_the_model_notes_of_each_block(hooks: bool) -> None:
+def test_what_the_model_notes_of_each_block_is_returned(hooks: bool) -> None:
     graph = capture(skeleton_of(Noting(hooks)), (ZEROS,), {}).graph
     assert len(graph.output_node().args[0]) == 1 + 3  # type: ignore[arg-type]
 
 
-def test_what_a_block_changes_among_its_arguments() -> None:
+def test_blocks_that_change_their_arguments_all_run() -> None:
     """A list, a dict, an object: each call is captured, on the caller's own."""
 
     def filling(model: Any, i: int, block: Any, x: Tensor) -> Any:
@@ -257,7 +257,7 @@ def test_what_a_block_changes_among_its_arguments() -> None:
     assert runs(stack(3, does, filling), ZEROS) == 3
 
 
-def test_classes_are_what_they_are() -> None:
+def test_blocks_keep_their_class_during_capture() -> None:
     def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
         return y if type(block) is Block and {nn.Linear: 1}[type(block.up)] else y * 2
 
@@ -265,7 +265,7 @@ def test_classes_are_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("other", [lambda p, i: p * (i + 1), lambda p, i: p.half().float()], ids=["computed", "cast"])
-def test_other_parameters_than_its_own(other: Any) -> None:
+def test_blocks_called_with_other_parameters_all_run(other: Any) -> None:
     def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
         others = {name: other(p, i) for name, p in block.named_parameters()}
         return torch.func.functional_call(block, others, (x,))
@@ -273,7 +273,7 @@ def test_other_parameters_than_its_own(other: Any) -> None:
     assert runs(stack(3, call=call), ZEROS) == 1 + 3
 
 
-def test_what_is_around_a_block() -> None:
+def test_blocks_that_read_their_surroundings_all_run() -> None:
     """It is not watched: whoever reads it runs each time."""
 
     def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
@@ -286,7 +286,7 @@ def test_what_is_around_a_block() -> None:
     assert runs(model, ZEROS) == 3
 
 
-def test_values_decide_a_size() -> None:
+def test_blocks_with_data_dependent_sizes_all_run() -> None:
     """Each block's size is its own."""
     model = stack(3, lambda b, x, y: y + y[y > 0].sum())
     assert runs(model, ZEROS) == 3
@@ -303,12 +303,12 @@ class Masked(nn.Module):
         return x
 
 
-def test_a_size_that_a_block_shows_to_be_another() -> None:
+def test_a_size_learnt_in_the_first_block_runs_a_second() -> None:
     """From the second call on it is known that the mask is as long as the sequence. The first input has no gradient."""
     assert runs(Masked(), ZEROS, torch.ones(3, 5, 1)) == 2
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_capture_of_blocks_leaves_module_classes() -> None:
     model = skeleton_of(stack(3))
     kinds = [type(module) for module in model.modules()]
     capture(model, (ZEROS,), {})
@@ -316,13 +316,13 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_gradients_are_those_of_one_device(sequence_parallel: bool) -> None:
+def test_repeated_blocks_have_one_device_s_gradients(sequence_parallel: bool) -> None:
     torch.manual_seed(0)
     model = Stack(*(Block(scaled, index=i // 2) for i in range(6)))
     assert autotp.verify(model, 2, example_inputs=ZEROS, sequence_parallel=sequence_parallel).ok
 
 
-def test_depth_costs_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twelve_layers_are_captured_by_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = gpt(n_layer=12, n_embd=16, n_head=2, vocab_size=32, block_size=8, dropout=0.1)
     forward = Layer.forward
@@ -336,7 +336,7 @@ def test_depth_costs_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_without_a_cache(name: str, train: bool) -> None:
+def test_families_without_a_cache_have_the_full_graph(name: str, train: bool) -> None:
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()
     if getattr(model.config, "use_cache", False):

@@ -15,7 +15,7 @@ import autotp
 from autotp.passes.capture.replacements.everywhere import everywhere
 
 
-def test_each_name_and_only_inside_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everywhere_replaces_each_imported_name_in_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
     file = ModuleType("a_file")
     file.asked = file.asked_too = is_grad_enabled  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_file", file)
@@ -82,7 +82,7 @@ class Derives(Block):
 
 
 @pytest.mark.parametrize("kind", [AsksForGradients, AsksForInference, Holds])
-def test_questions_about_modes(kind: type[nn.Module]) -> None:
+def test_questions_about_grad_modes_are_answered_each_call(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(3, 4)
     parallel = autotp.parallelize(copy.deepcopy(model), 1)
@@ -95,6 +95,6 @@ def test_questions_about_modes(kind: type[nn.Module]) -> None:
     ("kind", "problem"),
     [(Seeds, "forward sets torch's random state"), (Derives, "a derivative that forward takes would be lost")],
 )
-def test_what_a_graph_would_lose(kind: type[nn.Module], problem: str) -> None:
+def test_parallelize_refuses_effects_a_graph_would_lose(kind: type[nn.Module], problem: str) -> None:
     with pytest.raises(autotp.Error, match=problem):
         autotp.parallelize(kind(), 1, example_inputs=torch.randn(3, 4))

@@ -68,7 +68,7 @@ OTHER: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @checks.on(2)
-def of_equal_tensors(rank: int, n: int) -> None:
+def collectives_of_equal_tensors_equal_one_device(rank: int, n: int) -> None:
     """The same as on one device, which has no other process."""
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, 8)
     for name, shared in SAME.items():
@@ -82,7 +82,7 @@ def of_equal_tensors(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def that_count_a_row_once_a_rank(rank: int, n: int) -> None:
+def collectives_that_count_a_row_once_a_rank_are_refused(rank: int, n: int) -> None:
     for shared, told in OTHER.values():
         with pytest.raises(autotp.Error) as raised:
             autotp.parallelize(Codebook(shared), n, example_inputs=torch.ones(3, 8))
@@ -90,7 +90,7 @@ def that_count_a_row_once_a_rank(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def over_replicas(rank: int, n: int) -> None:
+def collectives_over_replicas_stay_the_user_s(rank: int, n: int) -> None:
     """Each process is a model: their sum is the user's."""
     torch.manual_seed(0)
     x = torch.ones(3, 8)
@@ -101,7 +101,7 @@ def over_replicas(rank: int, n: int) -> None:
     torch.testing.assert_close(parallel(x), whole(x))
 
 
-def test_without_processes() -> None:
+def test_as_operators_is_empty_without_processes() -> None:
     assert as_operators() == []
 
 

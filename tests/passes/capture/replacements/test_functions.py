@@ -26,7 +26,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_data() -> None:
+def test_replaced_data_shares_memory_and_version() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     with ReplacedFunctions():
         found = x.data
@@ -35,7 +35,7 @@ def test_data() -> None:
     assert found._version == x._version  # Of `x.data` itself the version is one of its own.
 
 
-def test_the_ctc_loss() -> None:
+def test_ctc_loss_is_replaced_only_inside_the_mode() -> None:
     given = torch.randn(4, 1, 3).log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
     with Operators() as inside, ReplacedFunctions():
         mine = F.ctc_loss(*given)
@@ -57,7 +57,7 @@ class Noisy(nn.Module):
         return self.down(self.up(x).relu() + noise)
 
 
-def test_no_generator() -> None:
+def test_draws_with_generator_none_are_verified() -> None:
     assert autotp.verify(Noisy(), 2, example_inputs=torch.randn(3, 4)).ok
 
 
@@ -103,14 +103,14 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize(("of", "goes_on"), [("input", False), ("weight", False), ("value", False), ("value", True)])
 @pytest.mark.parametrize("name", conversions(torch.ones(1)))
-def test_what_a_region_without_gradients_gives_back_keeps_its_gradient(name: str, of: str, goes_on: bool) -> None:
+def test_no_op_conversions_under_no_grad_keep_their_gradient(name: str, of: str, goes_on: bool) -> None:
     """NOTE [Functions that return their operand]"""
     model = Normed(name, torch.no_grad, of, goes_on)
     report = autotp.verify(model, 2, example_inputs=torch.randn(3, 6))
     assert report.ok, report
 
 
-def test_the_gradient_is_there_in_training() -> None:
+def test_no_op_float_under_no_grad_trains_as_one_device() -> None:
     """In float32, where `float()` changes nothing, on the path that training takes."""
     torch.manual_seed(0)
     whole, x = Normed("float", torch.no_grad, "value", False), torch.randn(3, 6)
@@ -122,7 +122,7 @@ def test_the_gradient_is_there_in_training() -> None:
 
 
 @pytest.mark.parametrize("name", conversions(torch.ones(1)))
-def test_an_input_keeps_its_gradient(name: str) -> None:
+def test_no_op_conversions_keep_an_input_s_gradient(name: str) -> None:
     """Captured with an input that needs no gradient, or with one that does."""
     whole = Normed(name, torch.no_grad, "input", False)
     for needs in (False, True):
@@ -156,7 +156,7 @@ class Makes(nn.Module):
         lambda x: torch.vmap(lambda row: row.mul_(2))(x.clone()),
     ],
 )  # fmt: skip
-def test_a_new_tensor_has_no_gradient(make: Callable[[Tensor], Tensor]) -> None:
+def test_new_tensors_of_asarray_have_no_gradient(make: Callable[[Tensor], Tensor]) -> None:
     model = Makes(make)
     report = autotp.verify(model, 2, example_inputs=torch.randn(3, 6))
     assert report.ok, report
@@ -172,12 +172,12 @@ class Assigns(nn.Module):
         return self.down(self.up(x).relu())
 
 
-def test_what_is_assigned_to_data_is_not_lost() -> None:
+def test_assignment_to_data_is_refused() -> None:
     with pytest.raises(autotp.Error, match=r"forward assigns to `\.data` of a tensor, which a graph does not do"):
         autotp.parallelize(Assigns(), 1, example_inputs=torch.randn(3, 6))
 
 
-def test_in_place_functions_write_into_their_operand() -> None:
+def test_replaced_in_place_functions_write_into_their_operand() -> None:
     x = torch.ones(2, requires_grad=True)
     with ReplacedFunctions(), torch.no_grad():
         x.add_(1)

@@ -77,7 +77,7 @@ POSITIONS = (0, 3, 6, 7, 8, 30, 1, 0, 2)
 
 
 @checks.on(2)
-def numbers_that_change(rank: int, n: int) -> None:
+def changing_position_numbers_share_one_graph(rank: int, n: int) -> None:
     """One graph for all numbers, and one more for the length 1; in a call, and in the call of a part by a method."""
     for model in (Rotates(), Cached(), Steps()):
         x = torch.ones(2, 3, 8, dtype=torch.float64)
@@ -96,7 +96,7 @@ def numbers_that_change(rank: int, n: int) -> None:
         assert len(executable_of(called).entries) <= 3
 
 
-def test_a_number_that_is_needed_itself() -> None:
+def test_numbers_read_by_python_need_a_graph_each() -> None:
     """Each has a graph, and a warning says so at the ninth."""
     whole = Repeats()
     parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=(torch.ones(2, 3, 8), 1))

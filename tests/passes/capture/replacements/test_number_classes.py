@@ -45,7 +45,7 @@ class Asks(nn.Module):
         lambda x, h: isinstance(x.argmax().item(), int),
     ],
 )
-def test_the_class_of_a_number(asks: Callable[[Tensor, Tensor], Any]) -> None:
+def test_isinstance_of_sizes_answers_as_one_device(asks: Callable[[Tensor, Tensor], Any]) -> None:
     torch.manual_seed(0)
     whole = Asks(asks)
     parallel = autotp.parallelize(copy.deepcopy(whole), 1)
@@ -68,7 +68,7 @@ class Resizes(nn.Module):
         return self.down(self.up(F.interpolate(x[:, None], size=size)))
 
 
-def test_a_size_or_a_pair_of_sizes() -> None:
+def test_a_size_or_a_pair_of_sizes_is_verified() -> None:
     report = autotp.verify(Resizes(), 2, example_inputs=torch.randn(2, 5, 6))
     assert report.ok, report
 
@@ -121,7 +121,7 @@ class Sets(nn.Module):
     ],
     ids=["imported", "held", *SETTINGS],
 )
-def test_a_setting_of_an_operator_that_depends_on_a_size(make: Callable[[], nn.Module]) -> None:
+def test_operator_settings_that_depend_on_sizes_are_guards(make: Callable[[], nn.Module]) -> None:
     """No operator takes a symbol for a bool. The answer is a guard."""
     torch.manual_seed(0)
     model = make()
@@ -131,12 +131,12 @@ def test_a_setting_of_an_operator_that_depends_on_a_size(make: Callable[[], nn.M
         torch.testing.assert_close(parallel(x), model(x))
 
 
-def test_a_setting_on_parts() -> None:
+def test_operator_settings_that_depend_on_sizes_are_verified() -> None:
     report = autotp.verify(Attends(imported), 2, example_inputs=torch.randn(2, 9, 8))
     assert report.ok, report
 
 
-def test_a_comparison_in_a_result() -> None:
+def test_a_returned_size_comparison_follows_the_call() -> None:
     class Tells(Asks):
         def forward(self, x: Tensor) -> Any:
             return super().forward(x), x.shape[1] > 4

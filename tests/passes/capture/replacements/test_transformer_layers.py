@@ -18,16 +18,16 @@ GIVEN = {
 }
 
 
-def test_nested_tensors_are_spoken_of() -> None:
+def test_transformer_encoder_with_nested_tensors_warns() -> None:
     with pytest.warns(UserWarning, match="enable_nested_tensor=False"):
         assert autotp.verify(encoder(nested=True), tp=2, example_inputs=GIVEN).ok
 
 
-def test_without_them_there_is_nothing_to_say() -> None:
+def test_transformer_encoder_without_nested_tensors_is_silent() -> None:
     assert autotp.verify(encoder(nested=False), tp=2, example_inputs=GIVEN).ok
 
 
-def test_torch_is_as_it_was() -> None:
+def test_transformer_layers_restore_torch_after_an_error() -> None:
     before = nn.TransformerEncoder.forward, torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(autotp.Error):
         autotp.verify(encoder(nested=False), tp=2, example_inputs={"src": torch.ones(2, 5, 7)})

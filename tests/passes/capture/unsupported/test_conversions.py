@@ -27,14 +27,14 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_conversion_that_changes_nothing(frozen: bool) -> None:
+def test_module_conversions_that_change_nothing_are_captured(frozen: bool) -> None:
     """Neither in the model's own dtype, nor where `verify` computes in float64."""
     report = autotp.verify(Routed(torch.float32, frozen), 2, example_inputs=torch.randn(3, 6))
     assert report.ok and any(cut.name == "up.weight" for cut in report.plan.cuts), report
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_conversion_that_changes_a_parameter(dtype: torch.dtype) -> None:
+def test_module_conversions_that_change_a_dtype_are_refused(dtype: torch.dtype) -> None:
     model = Routed(dtype)
     with pytest.raises(autotp.Error) as raised:
         autotp.parallelize(model, 1, example_inputs=torch.randn(3, 6))

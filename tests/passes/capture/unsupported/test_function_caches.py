@@ -48,7 +48,7 @@ class Turned(Placed):
 
 
 @pytest.mark.parametrize("kind", [Placed, Turned])
-def test_kept_tensors_are_forgotten(kind: type[nn.Module]) -> None:
+def test_cached_functions_compute_anew_in_verify(kind: type[nn.Module]) -> None:
     """The numbers are thirds and sevenths: kept in float32, they would not be those of float64."""
     model, x = kind(), torch.randn(2, 8)
     expected = model(x)
@@ -58,7 +58,7 @@ def test_kept_tensors_are_forgotten(kind: type[nn.Module]) -> None:
     assert positions(8).dtype == turned(8).dtype == torch.float32
 
 
-def test_a_capture_keeps_nothing() -> None:
+def test_capture_makes_no_constant_of_cached_tensors() -> None:
     model, x = Placed(), torch.randn(2, 8)
     expected = model(x)
     captured = capture(skeleton_of(model), (x,), {})

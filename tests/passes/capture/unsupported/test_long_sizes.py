@@ -41,14 +41,14 @@ def inputs(batch: int, seq: int) -> Tensor:
 @pytest.mark.parametrize(("rounds", "caught", "symbols"), [
     (1, False, "all"), (6, False, "first"), (6, True, "first"),
 ], ids=["short", "long", "caught"])  # fmt: skip
-def test_a_capture_ends_where_sizes_are_long(rounds: int, caught: bool, symbols: str) -> None:
+def test_capture_makes_numbers_of_long_sizes(rounds: int, caught: bool, symbols: str) -> None:
     captured = capture(skeleton_of(Growing(rounds, caught)), (inputs(2, 8),), {})
     assert captured.attempt.symbols == symbols
     assert captured.fits([[3, 8, 12]])  # The batch is a symbol in any case.
     assert captured.fits([[2, 9, 12]]) == (symbols == "all")
 
 
-def test_each_length_has_its_graph() -> None:
+def test_long_sizes_have_a_graph_for_each_length() -> None:
     torch.manual_seed(0)
     whole = Growing(6)
     model = autotp.parallelize(whole, 1, example_inputs=inputs(2, 8))
@@ -60,7 +60,7 @@ def test_each_length_has_its_graph() -> None:
     assert autotp.verify(plain, 2, example_inputs=inputs(2, 8)).ok
 
 
-def test_an_exception_of_sympy_is_one_of_sizes() -> None:
+def test_asks_too_much_knows_exceptions_of_sympy() -> None:
     with pytest.raises(TypeError) as raised:
         sympy.Symbol("n") < sympy.I  # noqa: B015
     assert asks_too_much(raised.value)
@@ -68,7 +68,7 @@ def test_an_exception_of_sympy_is_one_of_sizes() -> None:
     assert not asks_too_much(TypeError())
 
 
-def test_what_sympy_cannot_solve_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_without_symbols_follows_sympy_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in VOLO, where the text of sympy's error names another symbol on each rank."""
 
     def unsolved(*args: Any, **kwargs: Any) -> None:

@@ -64,7 +64,7 @@ class Reentrant(Checkpointed):
         (Hooked, "the backward hook on `up`", "", BACKWARD_HOOK),
     ],
 )  # fmt: skip
-def test_refused(kind: type[nn.Module], what: str, at: str, instead: str) -> None:
+def test_gradients_that_a_graph_would_lose_are_refused(kind: type[nn.Module], what: str, at: str, instead: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         autotp.explain(kind(), 2, example_inputs=X)
     where = f"  at       {line_of(__file__, at + chr(10))}\n" if at else ""
@@ -151,7 +151,7 @@ DERIVATIVE = "a derivative that forward takes"
         (forward_mode, DERIVATIVE), (dual_numbers, DERIVATIVE),
     ],
 )  # fmt: skip
-def test_what_forward_does_with_gradients(does: Callable[..., Any], what: str, alike: bool) -> None:
+def test_forward_that_works_on_gradients_is_refused(does: Callable[..., Any], what: str, alike: bool) -> None:
     """In a model, and in blocks that are alike."""
     model = nn.Sequential(*(Does(does) for _ in range(3))) if alike else Does(does)
     with pytest.raises(autotp.Error) as raised:
@@ -159,7 +159,7 @@ def test_what_forward_does_with_gradients(does: Callable[..., Any], what: str, a
     assert f"{what} would be lost: a graph of the model does not have it\n  at       " in str(raised.value)
 
 
-def test_what_changes_nothing() -> None:
+def test_gradient_flags_set_unchanged_are_captured() -> None:
     def same(model: Plain, x: Tensor, y: Tensor) -> None:
         model.down.requires_grad_(False)
         model.up.weight.requires_grad = True
@@ -171,7 +171,7 @@ def test_what_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
-def test_not_lost(kind: type[nn.Module]) -> None:
+def test_torch_checkpoint_in_forward_is_verified(kind: type[nn.Module]) -> None:
     assert autotp.verify(kind(), 2, example_inputs=X).ok
 
 
@@ -185,7 +185,7 @@ class WithoutGradients(Plain):
         return self.mlp(y) + same
 
 
-def test_a_checkpoint_without_gradients() -> None:
+def test_checkpoint_under_no_grad_is_verified() -> None:
     report = autotp.verify(WithoutGradients(), 2, example_inputs=X)
     assert report.ok, report
 
@@ -204,7 +204,7 @@ class Operator(Plain):
         return self.mlp(reverse(x))
 
 
-def test_an_operators_own_backward_is_not_lost() -> None:
+def test_custom_operators_own_backward_is_verified() -> None:
     assert autotp.verify(Operator(), 2, example_inputs=X).ok
 
 
@@ -212,7 +212,7 @@ def test_an_operators_own_backward_is_not_lost() -> None:
     "register",
     ["register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook"],
 )
-def test_a_hook_on_all_modules(register: str) -> None:
+def test_global_module_hooks_are_refused(register: str) -> None:
     """It would run at capture only, and a graph would keep what it did then. torch's own follow what is called."""
     handle = getattr(module, register)(lambda *given: None)
     try:
@@ -239,9 +239,7 @@ def test_a_hook_on_all_modules(register: str) -> None:
 
 
 @pytest.mark.parametrize("asks", [[], ["forward"], ["forward", "_backward_cls"]])
-def test_a_torch_whose_functions_do_not_ask_their_class_is_an_error(
-    asks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_function_apply_that_skips_its_class_is_an_error(asks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     probe = lost_gradients._Probe
     monkeypatch.setattr(probe, "apply", lambda: [getattr(probe, name) for name in asks])
     lost_gradients._expect_asks.cache_clear()

@@ -17,7 +17,7 @@ from autotp.passes.capture.unsupported.random_branches import is_below
         (1.0, False, True), (0.5, True, None), (2, False, True), ("0", True, None), (torch.tensor(0), True, None),
     ],
 )  # fmt: skip
-def test_is_below(bound, strict, below):
+def test_is_below_knows_bounds_of_a_draw(bound, strict, below):
     assert is_below(bound, strict) is below
 
 
@@ -39,7 +39,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize(("layerdrop", "compare"), [(0.0, "__lt__"), (0, "lt"), (-1, "le"), (1.0, "__ge__"), (1, "gt")])
-def test_the_draw_stays(layerdrop, compare):
+def test_layerdrop_that_never_drops_still_draws(layerdrop, compare):
     """Equal dropout masks: the stream has not shifted."""
     report = autotp.verify(Layers(layerdrop, compare), 2, example_inputs=torch.randn(3, 6))
     assert report.ok, report
@@ -47,7 +47,7 @@ def test_the_draw_stays(layerdrop, compare):
 
 
 @pytest.mark.parametrize(("layerdrop", "compare"), [(1.0, "__lt__"), (0, "ge")])
-def test_the_other_branch(layerdrop, compare):
+def test_layerdrop_that_always_drops_leaves_layers_unused(layerdrop, compare):
     graph = autotp.explain(Layers(layerdrop, compare), 2, example_inputs=torch.randn(3, 6))
     assert {entry.reason for entry in graph.whole} == {"unused with these inputs"}
 
@@ -74,7 +74,7 @@ def test_only_a_draw_as_it_was_drawn_is_certain(compare: Callable[[Tensor], Tens
 
 @pytest.mark.parametrize("compare", ["__lt__", "ge"])
 @pytest.mark.parametrize("seed", range(3))
-def test_what_depends_on_the_draw_is_a_guard(compare, seed):
+def test_layerdrop_branches_follow_the_draw(compare, seed):
     """`verify` captures the layers that this draw keeps."""
     torch.manual_seed(seed)
     report = autotp.verify(Layers(0.5, compare), 2, example_inputs=torch.randn(3, 6))

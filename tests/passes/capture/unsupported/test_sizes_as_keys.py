@@ -40,7 +40,7 @@ class Remembering(Rearranging):
         return self.down(self.up(x).relu()) * self.SCALES.get(x.shape[1], 1.0)
 
 
-def test_a_cache_keeps_no_size_of_a_capture() -> None:
+def test_function_caches_keep_no_symbolic_size() -> None:
     halves.cache_clear()
     model, x = Rearranging(), torch.ones(2, 5, 12)
     captured = capture(skeleton_of(model), (x,), {})
@@ -51,7 +51,7 @@ def test_a_cache_keeps_no_size_of_a_capture() -> None:
     assert autotp.verify(model, 2, example_inputs=torch.ones(3, 5, 12)).ok
 
 
-def test_a_dict_gets_a_number() -> None:
+def test_sizes_as_dict_keys_become_numbers() -> None:
     captured = capture(skeleton_of(Remembering()), (torch.ones(2, 5, 12),), {})
     assert captured.fits([[3, 5, 12]]) and not captured.fits([[2, 6, 12]])
     assert autotp.verify(Remembering(), 2, example_inputs=torch.ones(2, 5, 12)).ok

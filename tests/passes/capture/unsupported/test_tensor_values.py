@@ -153,12 +153,12 @@ ITSELF = "Python's `{}` of one tensor compares the values of its rows, which are
         (Averaged, AVERAGES, "return self.norm(", "momentum=0.1"),
     ],
 )
-def test_refused(kind: type[nn.Module], what: str, at: str, way: str) -> None:
+def test_explain_refuses_uses_of_tensor_values(kind: type[nn.Module], what: str, at: str, way: str) -> None:
     found = message(lambda: autotp.explain(kind(), 2, example_inputs=X))
     assert found == f"explain({kind.__name__}, tp=2): {what}\n  at       {line(at)}\n  try      {way}"
 
 
-def test_a_branch_on_no_rows_may_go() -> None:
+def test_branches_on_empty_rows_are_left_out() -> None:
     assert autotp.verify(NoBranch(), 2, example_inputs=X).ok
 
 
@@ -169,7 +169,7 @@ class Named(Plain):
         return self.mlp(x) * {"0.5": 2.0, "1.5": 3.0}[f"{scale:.1f}"]
 
 
-def test_the_text_of_an_argument_is_known() -> None:
+def test_the_text_of_an_argument_is_read() -> None:
     assert all(autotp.verify(Named(), 2, example_inputs=(X, torch.tensor(scale))).ok for scale in (0.51, 1.5))
 
 
@@ -179,7 +179,7 @@ class Numpy(Plain):
         return h * float(h.detach().numpy().mean())
 
 
-def test_numpy_is_refused() -> None:
+def test_explain_refuses_numpy_in_forward() -> None:
     found = message(lambda: autotp.explain(Numpy(), 2, example_inputs=X))
     assert found == (
         "explain(Numpy, tp=2): the model computes with numpy, which a graph does not see\n"
@@ -196,12 +196,12 @@ class Lengths(Plain):
         return torch.cat([nn.functional.scaled_dot_product_attention(p[None], p[None], p[None])[0] for p in parts])
 
 
-def test_lengths_that_decide_nothing_are_in_the_graph() -> None:
+def test_lengths_that_decide_nothing_are_verified() -> None:
     assert autotp.verify(Lengths(), 2, example_inputs=(X, torch.tensor([0, 1, 3]))).ok
 
 
 @pytest.mark.system
-def test_experts_of_transformers() -> None:
+def test_explain_refuses_eager_expert_loops_of_transformers() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
     from transformers.models.mixtral import modeling_mixtral
 

@@ -40,13 +40,13 @@ def program(model: nn.Module, given: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("rows", [2, 3, 5])
 @pytest.mark.parametrize("tp", [2, 3])
-def test_a_gpt(rows: int, tp: int) -> None:
+def test_gpt_in_two_halves_is_verified(rows: int, tp: int) -> None:
     report = autotp.verify(small(), tp, example_inputs=call(rows), overlap="batch")
     assert report.ok, report
 
 
 @pytest.mark.parametrize(("rows", "length"), [(4, 5), (1, 8)])
-def test_the_same_bytes_in_twice_as_many_collectives(rows: int, length: int) -> None:
+def test_two_halves_send_the_same_bytes_in_twice_the_collectives(rows: int, length: int) -> None:
     """The embedding, the loss and each block; and the same parameters are cut."""
     given = call(rows, length)
     plain, divided = (autotp.explain(small(), 2, example_inputs=given, overlap=how) for how in ("none", "batch"))
@@ -57,19 +57,19 @@ def test_the_same_bytes_in_twice_as_many_collectives(rows: int, length: int) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_evaluation_is_not_divided(rows: int) -> None:
+def test_two_halves_leave_evaluation_whole(rows: int) -> None:
     plan = autotp.explain(small().eval(), 2, example_inputs=call(rows), overlap="batch")
     assert plan.in_halves == 0 and "a batch is divided in training" in str(plan)
 
 
 @pytest.mark.parametrize(("tp", "length"), [(2, 5), (2, 2), (3, 8)])
-def test_one_row_is_divided_along_its_sequence(tp: int, length: int) -> None:
+def test_two_halves_divide_one_row_along_its_sequence(tp: int, length: int) -> None:
     """In halves of unequal length, too; queries of a half read the keys of both."""
     report = autotp.verify(small(), tp, example_inputs=call(1, length), overlap="batch")
     assert report.ok and report.plan.in_halves, report
 
 
-def test_one_row_stays_whole_where_no_attention_reads_it_or_cp_has_cut_it() -> None:
+def test_one_row_without_attention_or_under_cp_stays_whole() -> None:
     mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
     assert autotp.explain(mlp, 2, example_inputs=torch.randn(1, 5, 6), overlap="batch").in_halves == 0
     plan = autotp.explain(small(), 2, cp=2, example_inputs=call(1), overlap="batch")
@@ -95,7 +95,7 @@ class Padded(nn.Module):
 
 
 @pytest.mark.parametrize("length", [4, 7])
-def test_masks_and_positions_of_one_row(length: int) -> None:
+def test_two_halves_of_a_row_take_masks_and_positions(length: int) -> None:
     x = torch.randn(1, length, 8, generator=torch.Generator().manual_seed(3))
     mask = (torch.arange(length) > 0).long()[None]
     report = autotp.verify(Padded().train(), 2, example_inputs={"x": x, "mask": mask}, overlap="batch")
@@ -114,7 +114,7 @@ class Scored(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def test_logits_beside_a_loss_stay_cut() -> None:
+def test_two_halves_keep_logits_beside_a_loss_cut() -> None:
     plain, divided = (autotp.explain(Scored(), 2, example_inputs=call(4), overlap=how) for how in ("none", "batch"))
     assert divided.outputs == plain.outputs and len(plain.outputs) == 1
     assert "all-gather" not in divided.traffic.forward
@@ -132,7 +132,7 @@ class Mixing(nn.Module):
         return self.layers[1](self.norm(self.layers[0](x))).pow(2).mean()  # type: ignore[no-any-return]
 
 
-def test_what_mixes_rows_reads_the_whole_batch_and_is_listed() -> None:
+def test_operators_that_mix_rows_read_both_halves() -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     report = autotp.verify(Mixing().train(), 2, example_inputs=x, overlap="batch")
     assert report.ok, report
@@ -160,7 +160,7 @@ class Sorted(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [2, 3, 6])
-def test_rows_that_read_each_other(rows: int) -> None:
+def test_sorted_rows_in_two_halves_are_verified(rows: int) -> None:
     generator = torch.Generator().manual_seed(1)
     given = {"x": torch.randn(rows, 6, generator=generator), "weights": torch.rand(rows, generator=generator)}
     report = autotp.verify(Sorted(), 2, example_inputs=given, overlap="batch")
@@ -178,13 +178,13 @@ class Tempered(nn.Module):
         return self.down(F.gelu(self.up(x)) / temperature).pow(2).mean()  # type: ignore[no-any-return]
 
 
-def test_a_number_before_the_batch() -> None:
+def test_two_halves_take_a_number_before_the_batch() -> None:
     given = {"temperature": torch.tensor(0.5), "x": torch.randn(3, 6, generator=torch.Generator().manual_seed(2))}
     report = autotp.verify(Tempered(), 2, example_inputs=given, overlap="batch")
     assert report.ok and report.plan.in_halves, report
 
 
-def test_random_numbers() -> None:
+def test_two_halves_draw_exact_masks_once_and_fast_ones_twice() -> None:
     """Masks of one device are drawn for the whole batch; masks of one rank for each half."""
     exact, fast = (program(small(dropout=0.1), call(4), randomness=how).graph for how in ("exact", "fast"))
     for graph, of_a_half in ((exact, False), (fast, True)):
@@ -192,14 +192,14 @@ def test_random_numbers() -> None:
         assert drawn and all((HALF in node.meta) is of_a_half for node in drawn)
 
 
-def test_what_both_halves_read_is_computed_once() -> None:
+def test_two_halves_share_what_both_read() -> None:
     graph = program(small(), call(4)).graph
     counted = [node for node in graph.nodes if node.target is aten.arange.default]
     assert len(counted) == 1 and HALF not in counted[0].meta
     assert {node.meta.get(HALF) for node in counted[0].users} <= {None}
 
 
-def test_a_graph_runs_as_the_graph_before() -> None:
+def test_merged_halves_run_as_the_graph_before() -> None:
     """The merged graph itself, before anything is cut over tp."""
     model = small().double()
     found = program(model, call(5))
@@ -220,12 +220,12 @@ def test_a_graph_runs_as_the_graph_before() -> None:
     torch.testing.assert_close(run(found.graph), run(plain.graph), rtol=1e-12, atol=0)
 
 
-def test_sequences_over_cp() -> None:
+def test_two_halves_with_cp_are_verified() -> None:
     report = autotp.verify(small(), 2, example_inputs=call(3, 8), overlap="batch", cp=2)
     assert report.ok, report
 
 
-def test_sequence_parallel_is_refused() -> None:
+def test_two_halves_refuse_sequence_parallel() -> None:
     with pytest.raises(Error, match="no sum would run beside the other half"):
         autotp.explain(small(), 2, example_inputs=call(4), overlap="batch", sequence_parallel=True)
 
@@ -234,7 +234,7 @@ def test_sequence_parallel_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fault", ["rows", "sum", "order"])
-def test_a_wrong_half_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_refuses_a_wrong_half(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph of each half is checked before they are merged."""
 
     def broken(lowered: Any, *given: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_wrong_half_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) ->
         program(model, given)
 
 
-def test_halves_of_other_operators_are_refused() -> None:
+def test_merged_refuses_halves_of_other_operators() -> None:
     graphs = [analyse(skeleton_of(small()), (), call(4), 2).graph for _ in range(2)]
     node = next(node for node in graphs[1].nodes if node.target is aten.gelu.default)
     node.target = aten.relu.default
@@ -263,7 +263,7 @@ def test_halves_of_other_operators_are_refused() -> None:
         two_halves.merged(graphs)
 
 
-def test_options_are_kept() -> None:
+def test_two_halves_keep_other_options() -> None:
     found = program(small(), call(4))
     assert replace(found.options, overlap="none") == Options()
     assert any(node.target is joined for node in program(Mixing().train(), torch.randn(4, 6)).graph.nodes)

@@ -31,7 +31,7 @@ def called(graph: fx.Graph, target: Any) -> list[fx.Node]:
     return [node for node in graph.nodes if node.target is target]
 
 
-def test_tokens_come_in_zigzag_order_and_keys_are_read_in_order() -> None:
+def test_balance_puts_tokens_in_zigzag_and_keys_in_order() -> None:
     graph = program(gpt(n_layer=2), 2).graph
     moved = called(graph, zigzag)
     assert all(user.target is scatter for node in moved for user in node.users)  # Tokens, labels and positions.
@@ -41,7 +41,7 @@ def test_tokens_come_in_zigzag_order_and_keys_are_read_in_order() -> None:
     assert [node.args[3:5] for node in called(graph, zigzag_rows)] == [(2, 0), (2, 0)]
 
 
-def test_it_sends_no_more() -> None:
+def test_balance_adds_no_traffic() -> None:
     model = gpt(n_layer=2)
     found = [autotp.explain(model, 1, cp=2, without=without).traffic for without in ((), ("balance",))]
     assert found[0] == found[1]
@@ -49,7 +49,7 @@ def test_it_sends_no_more() -> None:
 
 @pytest.mark.parametrize("length", [2, 3, 5, 7, 8, 13])
 @pytest.mark.parametrize("cp", [2, 3, 4])
-def test_any_length(cp: int, length: int) -> None:
+def test_balance_of_any_length_equals_one_device(cp: int, length: int) -> None:
     """Also with parts that are empty, and with outputs that every rank has whole and in order."""
     model = gpt(n_layer=1)
     tokens = torch.randint(24, (2, length))
@@ -93,7 +93,7 @@ INPUTS = torch.arange(2 * 7 * 12, dtype=torch.float64).reshape(2, 7, 12).sin()
         pytest.param(lambda x: x.mean(1, keepdim=True) + x, id="mean"),
     ],
 )
-def test_operators_that_know_the_order_of_rows(rows: Any) -> None:
+def test_balance_keeps_order_for_operators_that_need_it(rows: Any) -> None:
     """They read rows in order: the rest of the model is balanced, or is not, with a reason in the plan."""
     model = Attends(rows).double()
     report = compare_calls(model, find_inputs(model, INPUTS), 1, Options(cp=2))
@@ -102,7 +102,7 @@ def test_operators_that_know_the_order_of_rows(rows: Any) -> None:
     assert found.balanced == 1 or found.unbalanced
 
 
-def test_dropout_with_the_masks_of_one_device_keeps_the_order() -> None:
+def test_balance_leaves_exact_dropout_in_order() -> None:
     model = Attends(lambda x: F.dropout(x, 0.2)).double()
     exact = program(model, 2, INPUTS, randomness="exact")
     assert exact.balanced == 0
@@ -124,7 +124,7 @@ class Across(nn.Module):
         return F.scaled_dot_product_attention(own, *self.kv(y).chunk(2, -1), is_causal=True).square().mean()
 
 
-def test_the_plan_says_what_is_balanced_and_why_the_rest_is_not() -> None:
+def test_plan_says_what_balance_did_and_why_not() -> None:
     assert "balance     the ranks have equal work in 2 causal attentions" in str(autotp.explain(gpt(), 1, cp=2))
     given = torch.randn(1, 2, 6, 4, dtype=torch.float64), torch.randn(1, 2, 9, 4, dtype=torch.float64)
     plan = autotp.explain(Across().double(), 1, cp=2, example_inputs=given)
@@ -153,14 +153,14 @@ class Returns(Attends):
         pytest.param(lambda y: (y, y.flatten()), id="both"),
     ],
 )
-def test_outputs_are_in_order(rows: Any) -> None:
+def test_balance_returns_outputs_in_order(rows: Any) -> None:
     model = Returns(rows).double()
     report = compare_calls(model, find_inputs(model, INPUTS), 1, Options(cp=2, outputs="full"))
     assert report.ok and report.worst.error < 1e-12, report
 
 
 @pytest.mark.parametrize("cp", [2, 3])
-def test_two_sequences_that_read_each_other(cp: int) -> None:
+def test_balance_of_two_sequences_equals_one_device(cp: int) -> None:
     """A value in the order of one is read in that of the other."""
     model = TwoStreams().double()
     report = compare_calls(model, (two_streams(), {}), 1, Options(cp=cp))
@@ -168,7 +168,7 @@ def test_two_sequences_that_read_each_other(cp: int) -> None:
     assert program(model, cp, *two_streams()).balanced == 2
 
 
-def test_a_graph_without_causal_attention_stays_as_it_is() -> None:
+def test_balance_leaves_graphs_without_causal_attention() -> None:
     args, kwargs = find_inputs(gpt(), None)
     before = analyse(skeleton_of(gpt()), args, kwargs, 1, Options())
     same = balance(before.graph, before.axes, before.decision, 2, "fast")
@@ -176,7 +176,7 @@ def test_a_graph_without_causal_attention_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("at", "value"), [(3, 4), (4, 1)], ids=["parts", "rank"])
-def test_the_check_refuses_rows_of_another_rank(at: int, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_refuses_zigzag_rows_of_another_rank(at: int, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from autotp.passes.lower import localize
 
     right = localize.FORMS[zigzag_rows]

@@ -19,7 +19,7 @@ def causal(call: Any, *given: fx.Node) -> fx.Node:
     return call(aten.scaled_dot_product_attention.default, *given, None, 0.5, True, scale=0.5)  # type: ignore[no-any-return]
 
 
-def test_the_mask_compares_positions() -> None:
+def test_causal_masks_compare_positions() -> None:
     given = {"q": some(2, 2, 5, 4), "k": some(2, 2, 5, 4) / 2, "v": some(2, 2, 5, 4) / 3}
     before = draft(lambda call, q, k, v: causal(call, q, k, v), **given)
     after = causal_masks(before)
@@ -31,14 +31,14 @@ def test_the_mask_compares_positions() -> None:
     ]
 
 
-def test_more_keys_than_queries_begin_at_the_same_position() -> None:
+def test_causal_masks_of_more_keys_begin_at_one_position() -> None:
     """torch aligns a causal mask that is not square at the first query and the first key."""
     given = {"q": some(1, 2, 3, 4), "k": some(1, 2, 7, 4) / 2, "v": some(1, 2, 7, 4) / 3}
     before = draft(lambda call, q, k, v: causal(call, q, k, v), **given)
     expect_same(before, causal_masks(before), list(given.values()))
 
 
-def test_attentions_of_the_same_lengths_read_one_mask() -> None:
+def test_causal_masks_are_shared_by_attentions_of_equal_lengths() -> None:
     def three(call: Any, q: fx.Node, k: fx.Node, v: fx.Node, short: fx.Node) -> tuple[fx.Node, ...]:
         return causal(call, q, k, v), causal(call, q, v, k), causal(call, short, k, v)
 
@@ -58,7 +58,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_the_length_is_that_of_the_call(length: int) -> None:
+def test_causal_masks_take_the_length_of_the_call(length: int) -> None:
     _, graph = canonical(Attends(), some(2, 2, 5, 4))
     after = causal_masks(graph)
     x = some(2, 2, length, 4)
@@ -70,7 +70,7 @@ def test_the_length_is_that_of_the_call(length: int) -> None:
 
 
 @pytest.mark.parametrize("how", [(None, 0.0, False), (None, 0.0, True), (None, 0.5, False)], ids=str)
-def test_other_attention_stays(how: tuple[Any, ...]) -> None:
+def test_causal_masks_leave_other_attention(how: tuple[Any, ...]) -> None:
     """Without dropout a part of the queries has a parallel form."""
     given = {"q": some(1, 2, 5, 4)}
     before = draft(lambda call, q: call(aten.scaled_dot_product_attention.default, q, q, q, *how), **given)

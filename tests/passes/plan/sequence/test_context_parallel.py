@@ -41,21 +41,21 @@ def over_cp(graph: fx.Graph) -> list[str]:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
-def test_gpt(tp: int, cp: int, sequence_parallel: bool) -> None:
+def test_gpt_over_cp_equals_one_device(tp: int, cp: int, sequence_parallel: bool) -> None:
     report = compared(gpt(), tp, cp, sequence_parallel=sequence_parallel)
     assert report.ok and report.worst.error < 1e-12, report
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 3), (2, 2)])
-def test_dropout_draws_the_masks_of_one_device(tp: int, cp: int, sequence_parallel: bool) -> None:
+def test_dropout_over_cp_draws_the_masks_of_one_device(tp: int, cp: int, sequence_parallel: bool) -> None:
     """Of values that both axes cut, in one dimension or in two, and of the weights of attention."""
     report = compared(gpt(dropout=0.2), tp, cp, sequence_parallel=sequence_parallel)
     assert report.ok and report.worst.error < 1e-12, report
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (1, 3)])
-def test_bert_with_a_padding_mask(tp: int, cp: int) -> None:
+def test_padded_bert_over_cp_equals_one_device(tp: int, cp: int) -> None:
     torch.manual_seed(0)
     model = BERT(BERTConfig(block_size=9, vocab_size=24, n_layer=2, n_head=4, n_embd=12, dropout=0.0))
     tokens = torch.randint(24, (2, 7))
@@ -94,7 +94,7 @@ def documents(length: int) -> Tensor:
 
 @pytest.mark.parametrize("length", [2, 7, 12])
 @pytest.mark.parametrize("mask", ["causal", "full", "window", "packed", "bias"])
-def test_masks_and_lengths(mask: str, length: int) -> None:
+def test_any_mask_and_length_over_cp_equals_one_device(mask: str, length: int) -> None:
     """A length that the ranks do not divide; with two positions, one rank has none."""
     torch.manual_seed(0)
     report = compared(Attention(mask), 1, 3, torch.randn(2, length, 12), documents(length))
@@ -120,14 +120,14 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("cp", [3, 4])
-def test_parts_without_positions(cp: int) -> None:
+def test_cp_ranks_without_positions_equal_one_device(cp: int) -> None:
     """Fewer positions than ranks: those without one are cut over tp as the others, and communicate in their order."""
     torch.manual_seed(0)
     report = compared(Heads(), 2, cp, torch.randint(20, (2, 2)))
     assert report.ok and report.worst.error < 1e-12, report
 
 
-def test_attention_gathers_keys_and_values_only() -> None:
+def test_cp_attention_gathers_keys_and_values_only() -> None:
     """The input is cut where it is read, k and v are gathered, and so is the output: a caller gets whole results."""
     torch.manual_seed(0)
     graph = rank_graph(Attention("window"), 2, torch.randn(2, 8, 12), documents(8))
@@ -150,7 +150,7 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_only_key_value_heads_travel(kv_heads: int) -> None:
+def test_cp_gathers_keys_before_they_are_repeated(kv_heads: int) -> None:
     """The heads of keys and values are gathered before they are repeated for the heads of queries."""
     x = torch.randn(2, 8, 32)
     sends = autotp.explain(Grouped(kv_heads), 1, cp=2, example_inputs=x, outputs="local").traffic.over("cp").sends
@@ -176,7 +176,7 @@ class Predicts(nn.Module):
 
 
 @pytest.mark.parametrize("cp", [2, 3])
-def test_labels_are_shifted_before_they_are_cut(cp: int) -> None:
+def test_cp_shifts_labels_before_it_cuts_them(cp: int) -> None:
     """The last position of a rank is compared with the first token of the next one, and an ignored label never."""
     torch.manual_seed(0)
     tokens, labels = torch.randint(20, (2, 7)), torch.randint(20, (2, 7))
@@ -197,7 +197,7 @@ class Recurs(nn.Module):
         return self.attention(self.conv(x.transpose(1, 2)).transpose(1, 2), x)
 
 
-def test_a_convolution_is_computed_whole() -> None:
+def test_cp_computes_a_convolution_whole() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 8, 12)
     report = compared(Recurs(), 1, 2, x)
@@ -225,7 +225,7 @@ class Relative(nn.Module):
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 3), (2, 2)])
-def test_keys_that_are_rows(tp: int, cp: int) -> None:
+def test_relative_positions_over_cp_equal_one_device(tp: int, cp: int) -> None:
     torch.manual_seed(0)
     report = compared(Relative(), tp, cp, torch.randn(2, 7, 12))
     assert report.ok and report.worst.error < 1e-12, report
@@ -245,7 +245,7 @@ class Answers(nn.Module):
 
 
 @pytest.mark.parametrize("cp", [2, 3])
-def test_classes_that_are_positions(cp: int) -> None:
+def test_question_answering_over_cp_equals_one_device(cp: int) -> None:
     torch.manual_seed(0)
     report = compared(Answers(), 1, cp, torch.randn(3, 7, 12), torch.tensor([0, 6, 3]))
     assert report.ok and report.worst.error < 1e-12, report
@@ -272,7 +272,7 @@ class Rearranged(nn.Module):
 
 @pytest.mark.parametrize("length", [2, 7])
 @pytest.mark.parametrize("order", ["pairs", "rows", "columns"])
-def test_causal_attention_over_a_product_with_the_sequence(order: str, length: int) -> None:
+def test_causal_attention_over_rearranged_sequences_equals_one_device(order: str, length: int) -> None:
     """A rank's positions begin where its part of the product begins; if they do not follow one another, it has all."""
     torch.manual_seed(0)
     report = compared(Rearranged(order), 1, 2, torch.randn(3, length, 12))
@@ -305,7 +305,7 @@ class Picks(nn.Module):
 
 @pytest.mark.parametrize("how", ["gather", "gather of rows", "embedding", "embedding of rows", "class of rows"])
 @pytest.mark.parametrize("cp", [2, 3])
-def test_positions_that_are_looked_up(how: str, cp: int) -> None:
+def test_lookups_of_positions_over_cp_equal_one_device(how: str, cp: int) -> None:
     """The table of a lookup has positions of all ranks: its size is that of the whole sequence."""
     torch.manual_seed(0)
     report = compared(Picks(how), 1, cp, torch.randn(3, 7, 12), torch.tensor([[0, 6], [3, 3], [5, 1]]))
@@ -330,7 +330,7 @@ class Recent(nn.Module):
 
 
 @pytest.mark.parametrize("length", [5, 9])
-def test_sinks_and_windows_of_keys(length: int) -> None:
+def test_sinks_and_windows_of_keys_over_cp_equal_one_device(length: int) -> None:
     torch.manual_seed(0)
     report = compared(Recent(), 1, 2, torch.randn(2, length, 12))
     assert report.ok and report.worst.error < 1e-12, report
@@ -357,7 +357,7 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 3), (2, 2)])
-def test_the_load_of_experts_counts_all_rows(tp: int, cp: int) -> None:
+def test_expert_load_over_cp_counts_all_rows(tp: int, cp: int) -> None:
     torch.manual_seed(0)
     report = compared(Mixture(), tp, cp, torch.randn(2, 7, 12))
     assert report.ok and report.worst.error < 1e-12, report
@@ -378,7 +378,7 @@ class Rows(nn.Module):
         return (self.down(self.up(rows).relu()) + rows.exp()).reshape(*x.shape) + h
 
 
-def test_no_assumption_about_the_number_of_tokens() -> None:
+def test_flattened_rows_over_tp_and_cp_equal_one_device() -> None:
     torch.manual_seed(0)
     report = compared(Rows(), 2, 2, torch.randn(2, 8, 12))
     assert report.ok and report.worst.error < 1e-12, report
@@ -417,18 +417,18 @@ class Spectrum(nn.Module):
 
 @pytest.mark.parametrize("kind", [Frames, Spectrum])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 3), (2, 3), (2, 2)])
-def test_parts_of_a_fixed_length(kind: type[nn.Module], tp: int, cp: int) -> None:
+def test_fixed_lengths_over_cp_equal_one_device(kind: type[nn.Module], tp: int, cp: int) -> None:
     torch.manual_seed(0)
     report = compared(kind(), tp, cp, torch.randn(2, 24, 10))
     assert report.ok and report.worst.error < 1e-12, report
 
 
-def test_another_order_of_collectives_is_an_error() -> None:
+def test_expect_one_order_refuses_ranks_that_communicate_otherwise() -> None:
     with pytest.raises(autotp.Error, match="cp ranks would communicate in another order"):
         expect_one_order(["reduce tp", "reduce tp", "scatter cp"])
     expect_one_order(["reduce tp"] * 3)
 
 
-def test_a_model_without_a_sequence_is_refused() -> None:
+def test_cp_refuses_a_model_without_a_sequence() -> None:
     with pytest.raises(autotp.Error, match="no sequence that can be cut over cp"):
         compared(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), 1, 2, torch.randn(3, 4))

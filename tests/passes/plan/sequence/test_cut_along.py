@@ -41,7 +41,7 @@ def decided(has_form: Any) -> tuple[set[str], set[str]]:
     return {str(n.target) for n in decision.cuts}, {str(n.target) for n in whole}
 
 
-def test_what_is_cut_and_what_is_whole() -> None:
+def test_cut_along_leaves_cumsum_and_roll_whole() -> None:
     cut, whole = decided(lambda node, factor, leaf: False)
     assert {"aten.linear.default", "aten.relu.default", "aten.mul.Tensor"} <= cut
     assert "aten.cumsum.default" in whole and "aten.roll.default" not in cut

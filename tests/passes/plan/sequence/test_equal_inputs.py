@@ -32,7 +32,7 @@ def sizes(graph: fx.Graph, inputs: Collection[str]) -> list[list[Size]]:
     return [[Size.of(n) for n in value.shape] for value in found]
 
 
-def test_tokens_and_labels_have_one_shape() -> None:
+def test_equal_inputs_makes_tokens_and_labels_one_shape() -> None:
     captured, graph = canonical(Predicts(), TOKENS.repeat(2, 1), TOKENS.repeat(2, 1), torch.ones(12))
     tokens, labels, _ = sizes(graph, captured.inputs)
     assert tokens != labels  # The graph alone says only that the products are the same.
@@ -43,7 +43,7 @@ def test_tokens_and_labels_have_one_shape() -> None:
     assert len(size_assumptions(graph)) > before  # A call with other shapes is captured anew.
 
 
-def test_parameters_of_the_same_shape_are_left_alone() -> None:
+def test_equal_inputs_leaves_parameters_alone() -> None:
     _, graph = canonical(Predicts(), TOKENS, TOKENS, torch.ones(12))
     before = len(size_assumptions(graph))
     equal_inputs(graph, [])

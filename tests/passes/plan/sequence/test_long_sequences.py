@@ -84,11 +84,11 @@ def trains(rank: int, n: int, layout: tuple[int, int], how: dict[str, Any], dtyp
     ],
     ids=str,
 )
-def test_ten_steps(layout: tuple[int, int], how: dict[str, Any]) -> None:
+def test_ten_steps_over_cp_equal_one_device(layout: tuple[int, int], how: dict[str, Any]) -> None:
     run_ranks(trains, prod(layout), layout, how, torch.float64, timeout=110)
 
 
-def test_ten_steps_in_single_precision() -> None:
+def test_ten_float32_steps_over_cp_equal_one_device() -> None:
     run_ranks(trains, 4, (2, 2), {}, torch.float32, timeout=110)
 
 
@@ -137,7 +137,7 @@ def distributed(rank: int, n: int, layout: dict[str, Any], folder: str) -> None:
     ],
     ids=str,
 )
-def test_ten_steps_of_a_trainer(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_ten_trainer_steps_over_cp_equal_one_device(layout: dict[str, Any], tmp_path: Path) -> None:
     sizes = (layout.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
     run_ranks(distributed, prod(sizes), layout, str(tmp_path / "saved"), timeout=110)
 
@@ -166,7 +166,7 @@ def whole_calls(rank: int, n: int) -> None:
     torch.testing.assert_close(trainer.get_parameter("wte.weight").grad, 2 * one.wte.weight.grad, **EXACT)
 
 
-def test_a_call_without_a_sequence() -> None:
+def test_a_call_without_a_sequence_is_computed_whole_with_warning() -> None:
     run_ranks(whole_calls, 2, timeout=100)
 
 
@@ -185,7 +185,7 @@ def other_orders(rank: int, n: int) -> None:
     torch.testing.assert_close(trainer.evaluate(*mine), whole(tokens, labels).detach(), **EXACT)
 
 
-def test_another_order_in_a_later_call_of_a_trainer() -> None:
+def test_a_later_call_with_another_collective_order_is_refused() -> None:
     run_ranks(other_orders, 4, timeout=100)
 
 
@@ -207,7 +207,7 @@ def drops(rank: int, n: int, randomness: str) -> Any:
 
 
 @pytest.mark.parametrize("randomness", ["exact", "fast"])
-def test_dropout(randomness: str) -> None:
+def test_dropout_over_cp_has_one_loss_on_all_ranks(randomness: str) -> None:
     ranks = run_ranks(drops, 4, randomness, timeout=110)
     assert all(found == ranks[0] for found in ranks)
     for loss, expected, _ in ranks[0]:
@@ -226,7 +226,7 @@ def replicas(rank: int, n: int) -> None:
         optimizer.step()
 
 
-def test_replicas_that_are_not_averaged() -> None:
+def test_unaveraged_replicas_over_cp_are_an_error() -> None:
     run_ranks(replicas, 4, timeout=100)
 
 
@@ -239,7 +239,7 @@ def other_inputs(rank: int, n: int) -> None:
         parallel(tokens % 61, labels)
 
 
-def test_ranks_with_other_inputs_are_named() -> None:
+def test_cp_ranks_with_other_inputs_are_named() -> None:
     run_ranks(other_inputs, 4, timeout=100)
 
 
@@ -265,7 +265,7 @@ def asks_too_much(rank: int, n: int) -> None:
         autotp.parallelize(gpt(seed=0, **SIZES), cp=2)
 
 
-def test_bad_layouts() -> None:
+def test_impossible_tp_and_cp_sizes_are_refused() -> None:
     run_ranks(asks_too_much, 2, timeout=100)
 
 
@@ -292,6 +292,6 @@ def scores(rank: int, n: int) -> tuple[list[int], float]:
     return list(found["logits"].part.shape), (autotp.gather(found["logits"]) - expected).abs().max().item()
 
 
-def test_logits_beside_a_loss_are_cut_over_tp_and_gathered_along_the_sequence() -> None:
+def test_logits_are_cut_over_tp_and_gathered_over_cp() -> None:
     for shape, difference in run_ranks(scores, 4):
         assert shape == [3, 7, 32] and difference < 1e-12

@@ -86,7 +86,7 @@ def same_tokens(whole: Any, cut: Any, x: Tensor) -> None:
 
 @pytest.mark.parametrize("layout", [(1, 2), pytest.param((2, 2), marks=pytest.mark.rare)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_generation_and_files(name: str, layout: tuple[int, int], tmp_path: Path) -> None:
+def test_models_over_cp_generate_and_save_after_training(name: str, layout: tuple[int, int], tmp_path: Path) -> None:
     run_ranks(trained_and_used, layout[0] * layout[1], name, layout, str(tmp_path / "saved"), timeout=110)
 
 
@@ -110,7 +110,7 @@ def goes_on(rank: int, n: int, layout: dict[str, Any], folder: str) -> Any:
     return state if rank == 0 else None
 
 
-def test_a_checkpoint_goes_on_in_other_layouts(tmp_path: Path) -> None:
+def test_a_checkpoint_over_cp_resumes_in_other_layouts(tmp_path: Path) -> None:
     whole, x = gpt(seed=0, **SIZES).double(), tokens(8)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     layouts: list[dict[str, Any]] = [
@@ -159,7 +159,9 @@ def losses_of_trainer(rank: int, n: int, layout: tuple[int, int] | None, batch: 
     [((1, 2), 2, 4), ((1, 2), 4, 8), pytest.param((2, 2), 4, 4, marks=pytest.mark.rare)],
     ids=["cp", "cp and replicas", "tp and cp"],
 )
-def test_the_losses_of_a_trainer(layout: tuple[int, int], ranks: int, batch: int, tmp_path: Path) -> None:
+def test_transformers_trainer_over_cp_has_one_device_s_losses(
+    layout: tuple[int, int], ranks: int, batch: int, tmp_path: Path
+) -> None:
     """The ranks of one model have the same rows; replicas divide them."""
     alone = run_ranks(losses_of_trainer, 1, None, batch, str(tmp_path / "one"), timeout=100)[0]
     replicas = ranks // (layout[0] * layout[1])
@@ -189,7 +191,7 @@ def steps_of_accelerate(rank: int, n: int, tp: int) -> tuple[list[float], Any]:
 
 
 @pytest.mark.parametrize(("tp", "ranks"), [(1, 4), pytest.param(2, 4, marks=pytest.mark.rare)], ids=["replicas", "tp"])
-def test_the_steps_of_accelerate(tp: int, ranks: int) -> None:
+def test_accelerate_over_cp_steps_as_one_device(tp: int, ranks: int) -> None:
     """As one device: the ranks of one model have the same rows, and replicas divide them."""
     alone, losses = llama().double(), []
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)

@@ -45,7 +45,7 @@ def operands(found: Separated) -> list[str]:
     return [str(node.args[0]) for node in found.graph.nodes if node.target is apart]
 
 
-def test_no_value_has_a_sequence_in_two_dimensions() -> None:
+def test_separate_keys_leaves_one_sequence_dimension_a_value() -> None:
     for written in (False, True):
         _, found = separated(Attention(written=written), some(2, 5, 12))
         (sequence,) = found.sequences
@@ -54,21 +54,21 @@ def test_no_value_has_a_sequence_in_two_dimensions() -> None:
             assert bound.cuttable(sequence) is not None or all(f.axis is not sequence for f in bound.factors)
 
 
-def test_keys_values_and_the_masks_columns_are_apart() -> None:
+def test_separate_keys_separates_keys_values_and_mask_columns() -> None:
     _, found = separated(Attention(written=True), some(2, 5, 12))
     assert ops(found.graph).count("apart") == 3
     _, found = separated(Attention(), some(2, 5, 12))  # The causal form of attention needs no mask.
     assert ops(found.graph).count("apart") == 2
 
 
-def test_keys_are_apart_before_they_are_repeated() -> None:
+def test_separate_keys_separates_before_heads_are_repeated() -> None:
     """Only the heads of the keys travel."""
     _, found = separated(Attention(groups=2), some(2, 5, 12))
     sizes = [[*node.meta["val"].shape[1:]] for node in found.graph.nodes if node.target is apart]
     assert len(sizes) == 2 and all(size[0] == 2 or size[-1] == 6 for size in sizes)
 
 
-def test_joined_again_is_the_graph_before() -> None:
+def test_joined_again_undoes_separate_keys() -> None:
     before, found = separated(Attention(groups=2, written=True), some(2, 5, 12))
     joined = joined_again(found.graph)
     assert "apart" not in ops(joined)
@@ -93,7 +93,7 @@ class OneValue(nn.Module):
         return torch.einsum("bst,btd->bsd", torch.einsum("bsd,btd->bst", y, y).softmax(-1), y)
 
 
-def test_only_the_keys_are_apart_where_queries_are_the_same_value() -> None:
+def test_separate_keys_leaves_queries_of_the_same_value() -> None:
     before, found = separated(OneValue(), some(2, 5, 12))
     whole = [n for n in found.graph.nodes if n.target is apart]
     assert len(whole) == 2
@@ -110,6 +110,6 @@ class Pools(nn.Module):
         return x.mean(1)
 
 
-def test_without_attention_there_is_no_sequence() -> None:
+def test_separate_keys_finds_no_sequence_without_attention() -> None:
     before, found = separated(Pools(), some(2, 5, 12))
     assert found.sequences == () and lines(found.graph) == lines(before)

@@ -63,7 +63,7 @@ def verified(whole: nn.Module, tp: int, given: Any) -> autotp.Plan:
 
 
 @pytest.mark.parametrize(("parallel", "each"), [(False, 2), pytest.param(True, 1, marks=pytest.mark.rare)])
-def test_an_all_reduce_becomes_its_two_halves(parallel: bool, each: int) -> None:
+def test_sequence_parallel_splits_each_all_reduce_in_two(parallel: bool, each: int) -> None:
     """Per block as many pairs as there were all-reduces; the parameters of a block are summed in one exchange.
 
     What groups of products read is gathered once more in backward, where they are groups.
@@ -90,7 +90,7 @@ def test_an_all_reduce_becomes_its_two_halves(parallel: bool, each: int) -> None
         assert cut == kept | {"all-gather": each + again}
 
 
-def test_the_plan_says_what_each_weight_causes() -> None:
+def test_sequence_parallel_plan_says_what_each_weight_causes() -> None:
     """What the first block reads is whole: there nothing is gathered."""
     plan = autotp.explain(Blocks(2, False), 2, example_inputs=torch.ones(2, 6, 12), sequence_parallel=True)
     weights = [cut for cut in plan.cuts if cut.name.endswith("weight")]
@@ -100,13 +100,13 @@ def test_the_plan_says_what_each_weight_causes() -> None:
 
 
 @pytest.mark.parametrize(("tp", "length", "dropout"), [(2, 5, 0.3), (2, 6, 0.0), (3, 2, 0.3), (3, 5, 0.0)])
-def test_any_length(tp: int, length: int, dropout: float) -> None:
+def test_sequence_parallel_of_any_length_is_verified(tp: int, length: int, dropout: float) -> None:
     """5 on 2 and 3 ranks are 3 + 2 and 2 + 2 + 1; of 2 the third has none."""
     plan = verified(Blocks(2, dropout=dropout), tp, torch.randn(2, length, 12))
     assert plan.along_sequence
 
 
-def test_masks_of_what_lies_otherwise_in_memory() -> None:
+def test_sequence_parallel_drops_transposed_values_as_one_device() -> None:
     """What nn.MultiheadAttention gives is transposed, and dropout draws in the order of memory."""
     arch = Architecture(qkv="module", dropout=(0.0, 0.0, 0.3))
     assert verified(model(arch), 2, arguments(arch)).along_sequence
@@ -121,7 +121,7 @@ class Tapped(Blocks):
 
 
 @pytest.mark.parametrize("outputs", ["auto", "full", "local"])
-def test_what_is_returned_is_whole(outputs: Any) -> None:
+def test_sequence_parallel_returns_whole_outputs(outputs: Any) -> None:
     torch.manual_seed(0)
     report = autotp.verify(Tapped(2), 2, example_inputs=torch.randn(2, 5, 12), outputs=outputs, sequence_parallel=True)
     assert report.ok, report
@@ -138,7 +138,7 @@ class Width(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def test_the_plan_says_what_is_cut() -> None:
+def test_sequence_parallel_plan_says_what_is_cut() -> None:
     x = torch.ones(2, 6, 12)
     asked = [str(autotp.explain(m, 2, example_inputs=x, sequence_parallel=True)) for m in (Blocks(2), Width())]
     assert "sequence    " in asked[0] and "operators are cut along it" in asked[0]
@@ -150,7 +150,7 @@ def test_the_plan_says_what_is_cut() -> None:
 
 
 @checks.on(2)
-def trained(rank: int, n: int) -> None:
+def sequence_parallel_trains_as_one_device_at_changing_lengths(rank: int, n: int) -> None:
     """Lengths change from step to step, an odd one too; gradients accumulate; the parameters stay one device's."""
     whole = gpt(seed=0, vocab_size=31, n_head=2, n_embd=8).double()
     cut = autotp.parallelize(copy.deepcopy(whole), n, sequence_parallel=True)
