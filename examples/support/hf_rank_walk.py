@@ -30,9 +30,12 @@ from support.hf_walk import (
     CHANGE,
     CRASHED,
     EVAL_ONLY,
+    LARGE,
+    NO_MEMORY,
     OWN,
     RIGHT,
     SLOW,
+    TOO_LARGE,
     UNBUILT,
     WRONG,
     Walked,
@@ -110,6 +113,8 @@ def on_ranks(name: str, sizes: Sequence[int]) -> Walked:
     for one in answers:
         if one.crash.startswith(ALONE):
             return Walked(name, UNBUILT, one.crash[:300], arguments=arguments)
+        if any(text in one.crash for text in NO_MEMORY):
+            return Walked(name, LARGE, TOO_LARGE, arguments=arguments)
         if one.crash:
             return Walked(name, CRASHED, one.crash[:300], arguments=arguments)
     if len({one.error for one in answers}) > 1:
