@@ -14,24 +14,25 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.capture.captured import NOTHING_OPENED, InputSize, Opened, OutputAt
-from autotp.passes.capture.guards.attribute_paths import (
+from autotp.passes.capture.guards.attribute_writes import Before, Change, Write, flatten_new_value, is_new
+from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
+from autotp.passes.capture.guards.python_state import DrewNumber, GradientQueries, line_that_draws
+from autotp.passes.capture.guards.values import Reading, ValueRead
+from autotp.passes.capture.guards.walk import (
+    GONE,
     Path,
     Slot,
-    below,
-    children,
+    entries,
     everything,
     found_at,
     put_at,
     slot_of,
     spelled,
+    walk,
 )
-from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, is_new
-from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
-from autotp.passes.capture.guards.comparison import position
-from autotp.passes.capture.guards.python_state import DrewNumber, GradientQueries, line_that_draws
-from autotp.passes.capture.guards.values import Reading, ValueRead
 from autotp.passes.capture.patches import around_forward
 from autotp.passes.capture.pytree import outcome, states, within_states
+from autotp.passes.capture.repeats.comparison import position
 from autotp.passes.capture.replacements.number_arguments import as_number
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -282,7 +283,7 @@ def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path,
                 continue
             if type(was) in (int, torch.SymInt):
                 numbers.add((*path, key))
-            elif any(isinstance(x, Tensor) for _, x in below(was, path, {})):
+            elif any(isinstance(x, Tensor) for _, x in walk([(path, was)])):
                 slots.add(slot_of((*path, key)))
     return Opened(frozenset(slots), frozenset(numbers))
 
@@ -317,8 +318,8 @@ def _expect_one_name(modules: Mapping[str, nn.Module], values: Mapping[Path, Any
     names: dict[int, list[str]] = {}
     for name, module in modules.items() if values else ():
         located = [((name, key), x) for table in (module._buffers, module._parameters) for key, x in table.items()]
-        for key, item in children(module):
-            located += below(item, (name, key), {})
+        for key, item in entries(module):
+            located += walk([((name, key), item)])
         for path, x in located:
             if isinstance(x, Tensor):
                 names.setdefault(id(x), []).append(spelled(path))

@@ -1,1 +1,1 @@
-"""The facts that a graph relies on (`attribute_paths`, `code_names`), and their check in each call (`guard`)."""
+"""The facts that a graph relies on (`walk`, `code_names`), and their check in each call (`guard`)."""

@@ -13,7 +13,6 @@ found by the first path that leads to it, and is changed in place, as the model 
 from __future__ import annotations
 
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,30 +25,27 @@ from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import Error
 from autotp.model_library import is_own_hook
-from autotp.passes.capture.guards.attribute_paths import (
+from autotp.passes.capture.guards.contents import Contents
+from autotp.passes.capture.guards.freeze import PLAIN
+from autotp.passes.capture.guards.walk import (
+    GONE,
+    HELD,
     INTERNAL,
-    LARGEST,
-    MIXED,
     TABLES,
-    WHOLE,
-    Attribute,
     Path,
-    Tables,
-    children,
+    by_all,
+    by_all_and_globals,
+    entries,
     everything,
     found_at,
-    hidden,
     is_container,
     is_opaque,
     key_of,
+    put,
     spelled,
-    state_of_opaque,
+    walk,
 )
-from autotp.passes.capture.guards.comparison import PLAIN
 from autotp.passes.capture.pytree import flatten, is_node
-
-GONE: Any = object()
-"""Stands for the value of a key that is deleted."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class Change:
     values: Mapping[Any, Any]
 
     def __str__(self) -> str:
-        return spelled(self.path, next(iter(self.values), None))
+        return spelled(self.path, *list(self.values)[:1])
 
 
 @dataclass(frozen=True)
@@ -119,28 +115,32 @@ class Write:
         return spelled(self.path)
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The tables of a module with its hooks."""
+
+
 class Before:
-    """The contents of a model's attributes before a call."""
+    """The contents of a model's attributes before a call.
+
+    Attributes:
+        places: `key_of` a value -> its path.
+        contents: those of each module, container and opaque object that has a path, with the path.
+        tables: path of a module -> name -> the contents of its tables of parameters, buffers, modules and hooks.
+        aside: the contents of containers that only functions hold, and what holds them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.modules = model, dict(model.named_modules())
-        self.places: dict[int, Path] = {}
-        self.kept: list[Any] = []  # Keeps objects alive that are compared by their `id`.
-        self.was: list[tuple[Path, Any, Any]] = []
-        self.opaque: list[tuple[Path, Any, Any]] = []
-        for path, value in everything(model):
-            self.places.setdefault(key_of(value), path)
-            self.kept.append(value)
-            if isinstance(value, nn.Module) or is_container(value):
-                self.was.append((path, value, content_of(value)))
-            elif is_opaque(value):
-                self.opaque.append((path, value, state_of_opaque(value)))
+        self.modules = dict(model.named_modules())
+        self.values = list(everything(model))  # Keeps objects alive that are compared by their `id`.
+        self.places: dict[int, Path] = {key_of(value): path for path, value in self.values}
+        entered = [(path, x) for path, x in self.values if isinstance(x, nn.Module) or is_container(x) or is_opaque(x)]
+        self.contents = [(path, Contents(value)) for path, value in entered]
+        names = ("_parameters", "_buffers", "_modules", *HOOKS)
+        self.tables = {path: {x: Contents(vars(module)[x]) for x in names} for path, module in self.modules.items()}
+        self.aside = [(where, Contents(value)) for where, value in _aside(model, self.values) if is_container(value)]
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             owner, _, key = name.rpartition(".")
             self.places[id(tensor)] = owner, TABLES, key
-        self.tables = {path: _tables(module) for path, module in self.modules.items()}
-        self.hooks = {path: _hooks(module) for path, module in self.modules.items()}
-        self.aside = list(_aside(model, set(self.places)))
 
     def changes(self) -> list[tuple[Path, dict[Any, Any]]]:
         """Returns the containers that have changed: path and new values by key.
@@ -150,13 +150,14 @@ class Before:
         """
         self._expect_open()
         changes = []
-        for path, value, content in self.was:
-            now = content_of(value)
-            if not same_content(now, content):
-                values = {k: x for k, x in _difference(content, now).items() if not _is_own_method(value, k, x)}
+        for path, contents in self.contents:
+            if not contents.is_same():
+                holder = contents.value
+                values = {k: x for k, x in contents.changes().items() if not _is_own_method(holder, k, x)}
                 changes += [(path, values)] if values else []
-        for path, module in self.modules.items():
-            values = {key: now for key, now in module._buffers.items() if is_new(now, self.tables[path][1].get(key))}
+        for path, tables in self.tables.items():
+            was = tables["_buffers"].then
+            values = {key: now for key, now in self.modules[path]._buffers.items() if is_new(now, was.get(key))}
             changes += [((path, TABLES), values)] if values else []
         return changes
 
@@ -167,11 +168,10 @@ class Before:
             Error: forward registers or removes another hook. All attributes are restored then.
         """
         added = []
-        for path, module in self.modules.items():
-            for name, now in _hooks(module).items():
-                was = self.hooks[path][name]
-                hooks = [hook for key, hook in now.items() if key not in was]
-                if was.keys() - now.keys() or any(name != "_forward_hooks" or not is_own_hook(hook) for hook in hooks):
+        for path, tables in self.tables.items():
+            for name in HOOKS:
+                hooks = list(tables[name].changes().values())
+                if any(hook is GONE or name != "_forward_hooks" or not is_own_hook(hook) for hook in hooks):
                     self.restore()
                     raise Error(
                         f"forward registers or removes a hook on `{path or 'the model'}`: later calls would not do so",
@@ -186,129 +186,45 @@ class Before:
 
     def restore(self) -> None:
         """Restores the contents of all containers."""
-        for _, value, content in self.was:
-            if not same_content(content_of(value), content):
-                fill(value, content)
-        for path, module in self.modules.items():
-            for table, was in zip(
-                (module._parameters, module._buffers, module._modules), self.tables[path], strict=True
-            ):
-                table.clear()
-                table.update(was)
-            for name, hooks in self.hooks[path].items():
-                vars(module)[name].clear()
-                vars(module)[name].update(hooks)
-        for where, value, content in self.aside:
-            loose = where.startswith(OF_FORWARD) and not any(isinstance(x, Tensor) for _, x in children(value))
-            if not loose and not same_content(content_of(value), content):
-                fill(value, content)
+        of_tables = (contents for tables in self.tables.values() for contents in tables.values())
+        for contents in (*(contents for _, contents in self.contents), *of_tables):
+            contents.restore()
+        for where, contents in self.aside:
+            if not _is_loose(where, contents.value):
+                contents.restore()
 
     def _expect_open(self) -> None:
-        for path, module in self.modules.items():
-            parameters, _, parts = self.tables[path]
-            for table, was in ((module._parameters, parameters), (module._modules, parts)):
-                names = [key for key in {**table, **was} if key_of(table.get(key)) != key_of(was.get(key))]
-                if names:
-                    raise _refused(f"`{spelled((path,), names[0])}`, a parameter or module", self.restore)
-        for path, value, state in self.opaque:
-            if state_of_opaque(value) != state:
-                raise _refused(f"`{spelled(path)}`, a {type(value).__name__}", self.restore)
-        for where, value, content in self.aside:
-            loose = where.startswith(OF_FORWARD) and not any(isinstance(x, Tensor) for _, x in children(value))
-            if not loose and not same_content(content_of(value), content):
-                raise _refused(f"a {type(value).__name__} that {where} holds", self.restore)
+        for path, tables in self.tables.items():
+            for name in ("_parameters", "_modules"):
+                if changed := tables[name].changes():
+                    raise self._refused(f"`{spelled((path,), *list(changed)[:1])}`, a parameter or module")
+        for path, contents in self.contents:
+            if is_opaque(contents.value) and not contents.is_same():
+                raise self._refused(f"`{spelled(path)}`, a {type(contents.value).__name__}")
+        for where, contents in self.aside:
+            if not _is_loose(where, contents.value) and not contents.is_same():
+                raise self._refused(f"a {type(contents.value).__name__} that {where} holds")
+
+    def _refused(self, description: str) -> Error:
+        self.restore()
+        return Error(
+            f"forward changes {description}, which a graph cannot do",
+            fix="set an attribute of the module (`self.name = value`), which is put back after each call",
+        )
 
 
 OF_FORWARD = "the module of"
 """Prefix for a global of Python. Writing values that are not tensors there is allowed, and happens in capture only."""
 
 
-def _refused(description: str, restore: Callable[[], None]) -> Error:
-    restore()
-    return Error(
-        f"forward changes {description}, which a graph cannot do",
-        fix="set an attribute of the module (`self.name = value`), which is put back after each call",
-    )
-
-
-def content_of(value: Any) -> Any:
-    """Returns keys and values of a container or module; the items of a set."""
-    return frozenset(value) if isinstance(value, set) else tuple(children(value))
-
-
-def keyed(value: Any) -> dict[Any, Any]:
-    """Key -> value of a container or module; WHOLE -> items of a set."""
-    return {WHOLE: set(value)} if isinstance(value, set) else dict(children(value))
-
-
-def same_content(now: Any, then: Any) -> bool:
-    """True if two contents have the same keys in the same order, each with the same object."""
-    if isinstance(now, frozenset):
-        return bool(now == then)
-    return len(now) == len(then) and all(
-        a[0] == b[0] and key_of(a[1]) == key_of(b[1]) for a, b in zip(now, then, strict=True)
-    )
-
-
-def _difference(then: Any, now: Any) -> dict[Any, Any]:
-    """Key -> new value, for the keys of a container that changed."""
-    if isinstance(now, frozenset):
-        return {WHOLE: set(now)}
-    before, after = dict(then), dict(now)
-    return {
-        int(key) if isinstance(key, torch.SymInt) else key: after.get(key, GONE)
-        for key in {**before, **after}
-        if key_of(after.get(key, GONE)) != key_of(before.get(key, GONE))
-    }
+def _is_loose(where: str, value: Any) -> bool:
+    return where.startswith(OF_FORWARD) and not any(isinstance(x, Tensor) for _, x in entries(value))
 
 
 def _is_own_method(holder: Any, key: Any, value: Any) -> bool:
     """True for a module's own method, put into its attributes: reading the attribute gave the same before."""
     is_bound = isinstance(value, types.MethodType) and value.__self__ is holder and isinstance(holder, nn.Module)
     return is_bound and getattr(type(holder), key, None) is value.__func__
-
-
-def fill(value: Any, content: Any) -> None:
-    """Restores the contents of a container or module."""
-    if isinstance(value, nn.Module):
-        for key, _ in children(value):
-            del vars(value)[key]
-        vars(value).update(dict(content))
-    elif isinstance(value, MIXED):
-        _fill_items(value, content)
-        if hasattr(value, "__dict__") and not isinstance(value, set):
-            _refill(vars(value), {key.name: item for key, item in content if type(key) is Attribute})
-    else:
-        _refill(vars(value), dict(content))
-
-
-def _fill_items(value: Any, content: Any) -> None:
-    """Restores the items of a set, dict, list or deque; a tuple cannot have changed."""
-    if isinstance(value, set):
-        value.clear()
-        value.update(content)
-        return
-    items = [pair for pair in content if type(pair[0]) is not Attribute]
-    if isinstance(value, dict):
-        value.clear()
-        value.update(dict(items))
-    elif isinstance(value, (list, deque)):
-        value.clear()
-        value.extend(item for _, item in items)
-
-
-def _refill(table: dict[str, Any], content: Mapping[str, Any]) -> None:
-    table.clear()
-    table.update(content)
-
-
-def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    return dict(module._parameters), dict(module._buffers), dict(module._modules)
-
-
-def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return {name: dict(vars(module)[name]) for name in names}
 
 
 def add_hooks(hooks: Sequence[tuple[str, Any]], modules: Mapping[str, nn.Module], table: Callable[..., Any]) -> None:
@@ -330,32 +246,21 @@ def is_new(now: Any, then: Any) -> bool:
     return then is None or now.shape != then.shape or now.dtype != then.dtype
 
 
-def _aside(model: nn.Module, known_ids: set[int]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the containers that functions among a model's attributes and hooks hold; no path leads to these."""
-    visited: set[int] = set(known_ids)
+def _aside(model: nn.Module, values: Sequence[tuple[Path, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields what functions among a model's attributes and hooks hold and no path leads to, and a text for the holder.
+
+    Args:
+        values: those that paths lead to.
+    """
+    holders = [(f"`{spelled(path)}`", value) for path, value in values if not isinstance(value, nn.Module)]
     for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            functions = list(value.values()) if key in INTERNAL and key.endswith("_hooks") else [value]
-            where = f"a hook on `{path or 'the model'}`" if key in INTERNAL else f"`{spelled((path,), key)}`"
-            for function in functions:
-                yield from _held(function, where, visited)
-        yield from _held(type(module).forward, f"{OF_FORWARD} `{type(module).__name__}.forward`", visited)
-
-
-def _held(value: Any, where: str, visited: set[int]) -> Iterator[tuple[str, Any, Any]]:
-    queue = hidden(value)
-    while queue and len(visited) < LARGEST:
-        current = queue.pop()
-        if (
-            id(current) in visited
-            or type(current) in PLAIN
-            or isinstance(current, (nn.Module, Tensor, type, types.ModuleType))
-        ):
-            continue
-        visited.add(id(current))
-        if is_container(current):
-            yield where, current, content_of(current)
-        queue += [item for _, item in children(current)] + hidden(current)
+        hooks = [hook for key in INTERNAL if key.endswith("_hooks") for hook in vars(module).get(key, {}).values()]
+        holders += [(f"a hook on `{path or 'the model'}`", hook) for hook in hooks]
+        holders.append((f"{OF_FORWARD} `{type(module).__name__}.forward`", type(module).forward))
+    visited = {key_of(value): value for _, value in values}
+    for where, holder in holders:
+        roots = [((), item) for key, item in by_all_and_globals(holder) if key is HELD]
+        yield from ((where, item) for _, item in walk(roots, by_all_and_globals, visited))
 
 
 # ---- new values as leaves, and writing them
@@ -396,18 +301,12 @@ METHODS = (types.MethodType, types.BuiltinMethodType)
 
 def _part_of_call(value: Any, places: Mapping[int, Path]) -> str:
     """Returns what a function or object leads to: a part of the model, or a tensor of the call; else an empty text."""
-    visited, queue = set[int](), [value]
-    while queue and len(visited) < LARGEST:
-        current = queue.pop()
-        if id(current) in visited or type(current) in PLAIN:
-            continue
-        visited.add(id(current))
-        if isinstance(current, FakeTensor):
-            return "a tensor of this call" if key_of(current) not in places else f"`{spelled(places[key_of(current)])}`"
-        if isinstance(current, nn.Module) and key_of(current) in places:
-            return f"`{spelled(places[key_of(current)])}`" if any(places[key_of(current)]) else "the model"
-        if not isinstance(current, (nn.Module, Tensor)):
-            queue += [item for _, item in children(current)] + hidden(current, globals_too=False)
+    for _, item in walk([((), value)], by_all):
+        path = places.get(key_of(item))
+        if isinstance(item, FakeTensor):
+            return "a tensor of this call" if path is None else f"`{spelled(path)}`"
+        if isinstance(item, nn.Module) and path is not None:
+            return f"`{spelled(path)}`" if any(path) else "the model"
     return ""
 
 
@@ -424,7 +323,7 @@ def apply_changes(changes: Sequence[Change], modules: Mapping[str, nn.Module], l
             leaves = [] if value is GONE else [_then(x, modules, leaf) for x in value[0]]
             made.append((holder, key, GONE if value is GONE else pytree.tree_unflatten(leaves, value[1])))
     for holder, key, new_value in made:  # At the end: a leaf may be an old value at a path.
-        _write(holder, key, new_value)
+        put(holder, key, new_value)
 
 
 def write_into(tensor: Tensor, value: Tensor) -> None:
@@ -442,32 +341,3 @@ def _then(x: Any, modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) 
     if isinstance(x, MethodAt):
         return x.bound_to(found_at(modules, x.path))
     return found_at(modules, x.path) if isinstance(x, At) else leaf(x)
-
-
-def _write(holder: Any, key: Any, new_value: Any) -> None:
-    if isinstance(key, Attribute):
-        _write_into_table(vars(holder), key.name, new_value)
-    elif isinstance(holder, set):
-        holder.clear()
-        holder.update(new_value)
-    elif isinstance(holder, (list, deque)):
-        _write_item(holder, key, new_value)
-    else:
-        _write_into_table(holder if isinstance(holder, (dict, Tables)) else vars(holder), key, new_value)
-
-
-def _write_into_table(table: Any, key: Any, new_value: Any) -> None:
-    if new_value is GONE:
-        table.pop(key, None)
-    else:
-        table[key] = new_value
-
-
-def _write_item(holder: Any, key: int, new_value: Any) -> None:
-    """Writes an item of a list. Its keys come in order: a key at the end appends, and GONE removes the last item."""
-    if new_value is GONE:
-        holder.pop()
-    elif key == len(holder):
-        holder.append(new_value)
-    else:
-        holder[key] = new_value

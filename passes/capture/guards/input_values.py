@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.errors import Error
+from autotp.passes.capture.guards.freeze import freeze_argument
 from autotp.passes.capture.guards.looks import has_values
 from autotp.passes.capture.guards.values import (
     PREDICATES,
@@ -33,7 +34,6 @@ from autotp.passes.capture.guards.values import (
     place_of,
     reads_values,
     shown,
-    value_key,
 )
 
 TRUE_WHERE_ALL_IS_WELL = ("all", "__eq__", "eq", "isfinite", "equal", "allclose", "logical_not", "__invert__")
@@ -167,7 +167,7 @@ class InputValues(Reading):
 
     def end(self) -> None:
         for array, outcome in self.arrays:  # The tensor has the memory of the array.
-            if value_key(array) != value_key(outcome.value):
+            if freeze_argument(array) != freeze_argument(outcome.value):
                 raise Error(
                     "an array of .numpy() and its tensor share memory, and forward writes into it, "
                     "which a graph cannot do",

@@ -32,7 +32,8 @@ from torch.overrides import TorchFunctionMode
 from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.model_library import instead_of_python_random
-from autotp.passes.capture.guards.attribute_paths import reached, spelled
+from autotp.passes.capture.guards.freeze import freeze
+from autotp.passes.capture.guards.walk import by_all, everything, spelled
 from autotp.passes.capture.replacements.everywhere import Pairs
 from autotp.source_location import calling_frame, is_users, user_line
 
@@ -160,7 +161,7 @@ class DrewNumber(Error):
 
 def _sources(model: nn.Module) -> dict[str, Any]:
     """Returns the random generators of Python and numpy that a model can draw from, by the names in errors."""
-    sources = {f"`{spelled(path)}`": x for path, x in reached(model) if isinstance(x, SOURCES)}
+    sources = {f"`{spelled(path)}`": x for path, x in everything(model, by_all) if isinstance(x, SOURCES)}
     return {"Python's `random`": random, "Python's `numpy.random`": np.random, **sources}
 
 
@@ -270,10 +271,8 @@ def _state(source: Any) -> Any:
 
 
 def _comparable(state: Any) -> Any:
-    """Returns a state of a generator with its arrays as bytes, which `==` compares whole."""
-    if isinstance(state, dict):
-        return {name: _comparable(x) for name, x in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
+    """Returns a state of a generator in a form that `==` compares. A tuple of hundreds of numbers is one already."""
+    return freeze(state, lambda value, freeze: value if type(value) is tuple else NotImplemented)
 
 
 def _restore(source: Any, state: Any) -> None:

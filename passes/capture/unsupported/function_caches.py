@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from autotp.passes.capture.guards.code_names import LIBRARIES, named
+from autotp.passes.capture.guards.freeze import cells_of
 
 CACHED = type(functools.lru_cache(lambda: None))
 
@@ -39,11 +40,7 @@ def _caches(value: Any) -> Iterator[Any]:
     if isinstance(value, CACHED) and str(value.__module__).partition(".")[0] not in LIBRARIES:
         yield value
     if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                inside = cell.cell_contents
-            except ValueError:  # An empty cell.
-                continue
+        for inside in cells_of(value).values():
             if isinstance(inside, CACHED):
                 yield from _caches(inside)
 
