@@ -14,7 +14,7 @@ from autotp.distributed.consistency import agree_on_random, checksum, expect_as_
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.errors import Error
-from autotp.passes.capture.guards.freeze import freeze_argument
+from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import is_dense
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout

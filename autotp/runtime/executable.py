@@ -34,14 +34,14 @@ from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
 from autotp.passes.capture.autocast_regions import Autocast, ambient
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted, guesses
-from autotp.passes.capture.guards.attribute_writes import Change, Write, add_hooks, apply_changes, write_into
-from autotp.passes.capture.guards.code_names import CodeName, named
-from autotp.passes.capture.guards.freeze import freeze_argument
-from autotp.passes.capture.guards.guard import Guard
-from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
+from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
-from autotp.passes.capture.guards.walk import TABLES, Path, everything, found_at, put_at
+from autotp.passes.capture.python_state.attribute_writes import Change, Write, add_hooks, apply_changes, write_into
+from autotp.passes.capture.python_state.code_names import CodeName, named
+from autotp.passes.capture.python_state.freeze import freeze_argument
+from autotp.passes.capture.python_state.guard import Guard
+from autotp.passes.capture.python_state.walk import TABLES, Path, everything, found_at, put_at
 from autotp.passes.capture.pytree import computes_by_itself, flatten_call, leaf_names, signature_of, states
 from autotp.passes.capture.replacements.number_arguments import Number, as_length, is_countable
 from autotp.passes.capture.skeleton import storage_of

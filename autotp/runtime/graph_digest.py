@@ -15,8 +15,8 @@ from autotp.distributed.consistency import SOURCE, checksum, expect_as_first
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.ops.dropout import fast_attention, fast_dropout
 from autotp.passes.capture.captured import Captured
-from autotp.passes.capture.guards.freeze import freeze_argument
 from autotp.passes.capture.guards.values import shown
+from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.rules.call import outputs_of
 from autotp.rules.traits import draws
 from autotp.source_location import line_of

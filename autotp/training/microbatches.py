@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 from autotp.compiler import Program
 from autotp.errors import Error
-from autotp.passes.capture.guards.freeze import freeze_argument
 from autotp.passes.capture.guards.looks import without_padding
+from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import flatten, map_leaves
 from autotp.passes.emit.attach_parameters import place_of, value_at
 from autotp.passes.emit.bind import bind

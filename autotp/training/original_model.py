@@ -15,8 +15,8 @@ from torch import nn
 
 from autotp.errors import Error
 from autotp.passes.capture.captured import Captured
-from autotp.passes.capture.guards.code_names import named
-from autotp.passes.capture.guards.guard import HOOKS, Guard
+from autotp.passes.capture.python_state.code_names import named
+from autotp.passes.capture.python_state.guard import HOOKS, Guard
 from autotp.runtime.tree import attribute_of, table_of
 
 UNCHANGED = 0

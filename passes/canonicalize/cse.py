@@ -15,7 +15,7 @@ from torch import fx
 from autotp.ops.custom_vjp import output
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
-from autotp.passes.capture.guards.freeze import Itself, freeze
+from autotp.passes.capture.python_state.freeze import Itself, freeze
 from autotp.rules.call import outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has

@@ -22,10 +22,11 @@ from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import Attempt, Captured, InputSize, Opened, OutputAt
 from autotp.passes.capture.flatten import Flat
-from autotp.passes.capture.guards.attribute_writes import Change, Write
-from autotp.passes.capture.guards.code_names import named
 from autotp.passes.capture.guards.sizes import SizeAssumptions
-from autotp.passes.capture.guards.walk import (
+from autotp.passes.capture.inline import inline
+from autotp.passes.capture.python_state.attribute_writes import Change, Write
+from autotp.passes.capture.python_state.code_names import named
+from autotp.passes.capture.python_state.walk import (
     GONE,
     Path,
     Slot,
@@ -36,7 +37,6 @@ from autotp.passes.capture.guards.walk import (
     slot_of,
     spelled,
 )
-from autotp.passes.capture.inline import inline
 from autotp.passes.capture.pytree import Built, builder_of, unflatten_outcome, within_states
 from autotp.passes.capture.repeats.unfold import unfold
 from autotp.passes.capture.skeleton import storage_of

@@ -14,11 +14,13 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.capture.captured import NOTHING_OPENED, InputSize, Opened, OutputAt
-from autotp.passes.capture.guards.attribute_writes import Before, Change, Write, flatten_new_value, is_new
-from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
-from autotp.passes.capture.guards.python_state import DrewNumber, GradientQueries, line_that_draws
+from autotp.passes.capture.guards.gradient_queries import GradientQueries
+from autotp.passes.capture.guards.random_numbers import DrewNumber, line_that_draws
 from autotp.passes.capture.guards.values import Reading, ValueRead
-from autotp.passes.capture.guards.walk import (
+from autotp.passes.capture.patches import around_forward
+from autotp.passes.capture.python_state.attribute_writes import Before, Change, Write, flatten_new_value, is_new
+from autotp.passes.capture.python_state.code_names import CodeName, NamedBefore
+from autotp.passes.capture.python_state.walk import (
     GONE,
     Path,
     Slot,
@@ -30,7 +32,6 @@ from autotp.passes.capture.guards.walk import (
     spelled,
     walk,
 )
-from autotp.passes.capture.patches import around_forward
 from autotp.passes.capture.pytree import outcome, states, within_states
 from autotp.passes.capture.repeats.comparison import position
 from autotp.passes.capture.replacements.number_arguments import as_number
@@ -291,7 +292,7 @@ def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path,
 def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that forward replaced (`self.mean = ...`), which the exporter does not see.
 
-    A buffer of another shape or dtype counts as a changed attribute (`passes/capture/guards/attribute_writes.py`).
+    A buffer of another shape or dtype counts as a changed attribute (`attribute_writes.py`).
 
     Raises:
         Error: names would be those of other tensors than on one device.

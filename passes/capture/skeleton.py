@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autotp.errors import Error
 from autotp.ops.eager_mode import is_plain
-from autotp.passes.capture.guards.guard import HOOKS
-from autotp.passes.capture.guards.walk import by_all, everything, key_of, spelled, walk
+from autotp.passes.capture.python_state.guard import HOOKS
+from autotp.passes.capture.python_state.walk import by_all, everything, key_of, spelled, walk
 from autotp.passes.capture.pytree import is_dense
 
 WRITTEN_IN_PYTHON = 1 << 9

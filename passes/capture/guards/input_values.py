@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.errors import Error
-from autotp.passes.capture.guards.freeze import freeze_argument
 from autotp.passes.capture.guards.looks import has_values
 from autotp.passes.capture.guards.values import (
     PREDICATES,
@@ -35,6 +34,7 @@ from autotp.passes.capture.guards.values import (
     reads_values,
     shown,
 )
+from autotp.passes.capture.python_state.freeze import freeze_argument
 
 TRUE_WHERE_ALL_IS_WELL = ("all", "__eq__", "eq", "isfinite", "equal", "allclose", "logical_not", "__invert__")
 """Functions whose truth value is assumed to be True; that of others, such as `any` of `isnan`, to be False."""

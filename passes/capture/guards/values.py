@@ -45,8 +45,8 @@ from torch.utils._sympy.reference import TensorReferenceAnalysis
 from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.model_library import BeginAgain
-from autotp.passes.capture.guards.freeze import freeze_argument
 from autotp.passes.capture.guards.looks import is_looking
+from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.source_location import calling_frame, is_library, is_users
 from autotp.torch_internals import NO_COMPLEX, NO_NUMPY
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 
 from autotp.passes.capture.autocast_regions import ambient_everywhere
-from autotp.passes.capture.guards.freeze import PLAIN, SYMBOLIC, Freezer
+from autotp.passes.capture.python_state.freeze import PLAIN, SYMBOLIC, Freezer
 
 OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
 HOLDERS = 3

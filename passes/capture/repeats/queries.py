@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.model_library import BeginAgain
-from autotp.passes.capture.guards.freeze import SYMBOLIC, freeze
+from autotp.passes.capture.python_state.freeze import SYMBOLIC, freeze
 from autotp.passes.capture.repeats.comparison import (
     SymbolicSizes,
     is_harmless,

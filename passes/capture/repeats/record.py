@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
 from torch.utils import _pytree as pytree
 
-from autotp.passes.capture.guards.freeze import Freezer
+from autotp.passes.capture.python_state.freeze import Freezer
 from autotp.passes.capture.repeats.comparison import attribute, freezer, paths_in, position, tensors_of
 from autotp.passes.capture.repeats.queries import Number, ObjectAt, Request, TensorAt, attribute_of
 

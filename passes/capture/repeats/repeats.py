@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp import torch_internals as internals
-from autotp.passes.capture.guards.freeze import Freezer
+from autotp.passes.capture.python_state.freeze import Freezer
 from autotp.passes.capture.repeats import comparison as alike
 from autotp.passes.capture.repeats import queries as asked
 from autotp.passes.capture.repeats import record as recorded

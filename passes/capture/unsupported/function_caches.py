@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from autotp.passes.capture.guards.code_names import LIBRARIES, named
-from autotp.passes.capture.guards.freeze import cells_of
+from autotp.passes.capture.python_state.code_names import LIBRARIES, named
+from autotp.passes.capture.python_state.freeze import cells_of
 
 CACHED = type(functools.lru_cache(lambda: None))
 

@@ -15,8 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp.passes.capture.guards.freeze import freeze
-from autotp.passes.capture.guards.walk import GONE, HELD, MIXED, WHOLE, Attribute, entries, is_object, is_opaque, key_of
+from autotp.passes.capture.python_state.freeze import freeze
+from autotp.passes.capture.python_state.walk import (
+    GONE,
+    HELD,
+    MIXED,
+    WHOLE,
+    Attribute,
+    entries,
+    is_object,
+    is_opaque,
+    key_of,
+)
 
 
 def contents_of(value: Any) -> dict[Any, Any]:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp.passes.capture.guards.freeze import DEEPEST, LARGEST, PLAIN, SYMBOLIC, cells_of
+from autotp.passes.capture.python_state.freeze import DEEPEST, LARGEST, PLAIN, SYMBOLIC, cells_of
 
 Slot = tuple[str, str]
 """The path of a module, and the name of an attribute."""

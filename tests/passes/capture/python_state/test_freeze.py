@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotp.passes.capture.guards.freeze import Itself, diff, freeze, freeze_argument, without_number
+from autotp.passes.capture.python_state.freeze import Itself, diff, freeze, freeze_argument, without_number
 
 
 @dataclass

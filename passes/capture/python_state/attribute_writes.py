@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import Error
 from autotp.model_library import is_own_hook
-from autotp.passes.capture.guards.contents import Contents
-from autotp.passes.capture.guards.freeze import PLAIN
-from autotp.passes.capture.guards.walk import (
+from autotp.passes.capture.python_state.contents import Contents
+from autotp.passes.capture.python_state.freeze import PLAIN
+from autotp.passes.capture.python_state.walk import (
     GONE,
     HELD,
     INTERNAL,

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 
 from autotp.errors import Error
 from autotp.model_library import is_of_models
-from autotp.passes.capture.guards.contents import Contents, difference
-from autotp.passes.capture.guards.freeze import LARGEST, PLAIN, cells_of
-from autotp.passes.capture.guards.walk import GONE, by_all, everything, is_container
+from autotp.passes.capture.python_state.contents import Contents, difference
+from autotp.passes.capture.python_state.freeze import LARGEST, PLAIN, cells_of
+from autotp.passes.capture.python_state.walk import GONE, by_all, everything, is_container
 
 LIBRARIES = ("torch", "numpy", "autotp")
 """Packages whose code is not followed; libraries of models are a further case (`is_of_models`)."""

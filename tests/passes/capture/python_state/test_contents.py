@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from autotp.passes.capture.guards.contents import Contents, unchanged
-from autotp.passes.capture.guards.walk import GONE, WHOLE, Attribute
+from autotp.passes.capture.python_state.contents import Contents, unchanged
+from autotp.passes.capture.python_state.walk import GONE, WHOLE, Attribute
 
 
 class Named(list[Any]):

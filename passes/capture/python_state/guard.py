@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from autotp import torch_internals as internals
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
-from autotp.passes.capture.guards.code_names import CodeName, Named, is_library, settings_in
-from autotp.passes.capture.guards.contents import unchanged, version_of
-from autotp.passes.capture.guards.freeze import Itself, diff, freeze, without_number
-from autotp.passes.capture.guards.walk import (
+from autotp.passes.capture.python_state.code_names import CodeName, Named, is_library, settings_in
+from autotp.passes.capture.python_state.contents import unchanged, version_of
+from autotp.passes.capture.python_state.freeze import Itself, diff, freeze, without_number
+from autotp.passes.capture.python_state.walk import (
     GONE,
     VIEWS,
     Path,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from autotp.passes.capture.guards.freeze import LARGEST
-from autotp.passes.capture.guards.walk import (
+from autotp.passes.capture.python_state.freeze import LARGEST
+from autotp.passes.capture.python_state.walk import (
     GONE,
     TABLES,
     WHOLE,
