@@ -41,7 +41,7 @@ from autotp.passes.capture.python_state.attribute_writes import Change, Write, a
 from autotp.passes.capture.python_state.code_names import CodeName, named
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.python_state.guard import Guard
-from autotp.passes.capture.python_state.walk import TABLES, Path, everything, found_at, put_at
+from autotp.passes.capture.python_state.walk import Path, everything, found_at, put_at
 from autotp.passes.capture.pytree import computes_by_itself, flatten_call, leaf_names, signature_of, states
 from autotp.passes.capture.replacements.number_arguments import Number, as_length, is_countable
 from autotp.passes.capture.skeleton import storage_of
@@ -423,7 +423,7 @@ class Executable:
             if isinstance(change, Write):
                 self._write(change, results[change.at])
         apply_changes([change for change in changes if isinstance(change, Change)], self.modules, leaf)
-        if any(change.path[1:] == (TABLES,) for change in changes):
+        if any(change.path[1:] == ("_buffers",) for change in changes):
             self.tree.version += 1  # A buffer has another shape now.
 
     def _write(self, change: Write, value: Tensor) -> None:

@@ -30,7 +30,6 @@ from autotp.passes.capture.python_state.walk import (
     GONE,
     Path,
     Slot,
-    by_all,
     everything,
     found_at,
     key_of,
@@ -243,7 +242,7 @@ def _expect_unshared(flat: Flat) -> None:
 def _expect_own(constants: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raises Error if forward uses a tensor of a module that is no submodule: training would not change it."""
     keys, used = {key_of(module) for module in model.modules()}, {storage_of(x) for x in constants.values()} - {None}
-    locations = [(f"`{spelled(path)}`", value) for path, value in everything(model, by_all)]
+    locations = [(f"`{spelled(path)}`", value) for path, value in everything(model, "held")]
     locations += [(f"`{name}`", name.value) for name in named(model, ())]
     for where, value in locations:
         if not isinstance(value, nn.Module) or key_of(value) in keys:

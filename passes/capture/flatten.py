@@ -20,6 +20,7 @@ from autotp.passes.capture.guards.values import Reading, ValueRead
 from autotp.passes.capture.patches import around_forward
 from autotp.passes.capture.python_state.attribute_writes import Before, Change, Write, flatten_new_value, is_new
 from autotp.passes.capture.python_state.code_names import CodeName, NamedBefore
+from autotp.passes.capture.python_state.contents import Contents
 from autotp.passes.capture.python_state.walk import (
     GONE,
     Path,
@@ -145,14 +146,14 @@ class Flat(nn.Module):
         current_values = [found_at(modules, path) for path in given_at]
         _expect_one_name(modules, dict(zip(given_at, current_values, strict=True)))
         self.reading.begin([*leaves, *given_at.values()], [*self.leaves, *current_values])
-        versions = Versions({path: x for path, x in given_at.items() if isinstance(x, Tensor)})
-        arguments = Versions(_of_the_caller(leaves, args, kwargs))
+        opened = {path: Contents(x) for path, x in given_at.items() if isinstance(x, Tensor)}
+        arguments = {i: Contents(x) for i, x in _of_the_caller(leaves, args, kwargs).items()}
         with self._holding(given_at):
             leaves_after, inside, written, assigned = self._run(args, kwargs)
         self.returned.before |= Opened(_places_of(self.model, self.asked.written))
-        moved = versions.moved()
+        moved = _written_into(opened)
         self.returned.moved = frozenset(moved)
-        return self._flattened(_Ran(leaves_after, inside, written, moved, arguments.moved(), assigned))
+        return self._flattened(_Ran(leaves_after, inside, written, moved, _written_into(arguments), assigned))
 
     @contextmanager
     def _holding(self, values: Mapping[Path, Any]) -> Iterator[None]:
@@ -234,15 +235,9 @@ def _is_of_a_tensor(x: Any) -> bool:
     return isinstance(x, NUMBERS) and bool(free_unbacked_symbols(x))
 
 
-class Versions:
-    """Tensors, and how often each had been written into when this object was made."""
-
-    def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
-        self.tensors, self.before = tensors, {key: x._version for key, x in tensors.items()}
-
-    def moved(self) -> dict[Any, Tensor]:
-        """Returns the tensors that were written into since then."""
-        return {key: x for key, x in self.tensors.items() if x._version != self.before[key]}
+def _written_into(tensors: Mapping[Any, Contents]) -> dict[Any, Tensor]:
+    """Returns the tensors that were written into since their contents were noted."""
+    return {key: contents.value for key, contents in tensors.items() if not contents.is_same()}
 
 
 def _of_the_caller(leaves: Sequence[Any], args: Any, kwargs: Any) -> dict[int, Tensor]:

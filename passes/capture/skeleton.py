@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from autotp.errors import Error
 from autotp.ops.eager_mode import is_plain
 from autotp.passes.capture.python_state.guard import HOOKS
-from autotp.passes.capture.python_state.walk import by_all, everything, key_of, spelled, walk
+from autotp.passes.capture.python_state.walk import everything, key_of, spelled, walk
 from autotp.passes.capture.pytree import is_dense
 
 WRITTEN_IN_PYTHON = 1 << 9
@@ -140,7 +140,7 @@ def _expect_no_views(model: nn.Module) -> None:
     """Raises Error if a plain tensor is a view of a parameter or buffer: a parallel model has other parameters."""
     tensors_by_id = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     names = {storage_of(tensor): name for name, tensor in tensors_by_id.values()}
-    for path, value in everything(model, by_all):
+    for path, value in everything(model, "held"):
         storage = storage_of(value) if isinstance(value, Tensor) and id(value) not in tensors_by_id else None
         if storage is not None and storage in names:
             raise Error(
@@ -192,18 +192,18 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
         aside: functions that are not among the model's attributes.
     """
     model_keys = {key_of(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
-    for path, x in everything(model, by_all):
+    for path, x in everything(model, "held"):
         if isinstance(x, weakref.ref) and key_of(x()) in model_keys:
             raise Error(
                 f"`{spelled(path)}` is a weak reference to the model, which a copy of it would not follow",
                 fix="the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`",
             )
     hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
-    functions = {id(x): x for _, x in everything(model, by_all, (*hooks, *aside)) if isinstance(x, types.FunctionType)}
+    functions = {id(x): x for _, x in everything(model, "held", (*hooks, *aside)) if isinstance(x, types.FunctionType)}
     copied_functions = [
         function
         for function in functions.values()
-        if any(key_of(value) in model_keys for _, value in walk([((), function)], by_all))
+        if any(key_of(value) in model_keys for _, value in walk([((), function)], "held"))
     ]
     for function in copied_functions:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())

@@ -24,7 +24,7 @@ from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.model_library import instead_of_python_random
 from autotp.passes.capture.python_state.freeze import freeze
-from autotp.passes.capture.python_state.walk import by_all, everything, spelled
+from autotp.passes.capture.python_state.walk import everything, spelled
 from autotp.passes.capture.replacements.everywhere import Pairs
 from autotp.source_location import calling_frame, is_users, user_line
 
@@ -43,7 +43,7 @@ class DrewNumber(Error):
 
 def _sources(model: nn.Module) -> dict[str, Any]:
     """Returns the random generators of Python and numpy that a model can draw from, by the names in errors."""
-    sources = {f"`{spelled(path)}`": x for path, x in everything(model, by_all) if isinstance(x, SOURCES)}
+    sources = {f"`{spelled(path)}`": x for path, x in everything(model, "held") if isinstance(x, SOURCES)}
     return {"Python's `random`": random, "Python's `numpy.random`": np.random, **sources}
 
 

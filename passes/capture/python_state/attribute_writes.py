@@ -29,15 +29,13 @@ from autotp.passes.capture.python_state.contents import Contents
 from autotp.passes.capture.python_state.freeze import PLAIN
 from autotp.passes.capture.python_state.walk import (
     GONE,
-    HELD,
     INTERNAL,
-    TABLES,
     Path,
-    by_all,
-    by_all_and_globals,
+    containers_among_globals,
     entries,
     everything,
     found_at,
+    held,
     is_container,
     is_opaque,
     key_of,
@@ -138,9 +136,9 @@ class Before:
         names = ("_parameters", "_buffers", "_modules", *HOOKS)
         self.tables = {path: {x: Contents(vars(module)[x]) for x in names} for path, module in self.modules.items()}
         self.aside = [(where, Contents(value)) for where, value in _aside(model, self.values) if is_container(value)]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            owner, _, key = name.rpartition(".")
-            self.places[id(tensor)] = owner, TABLES, key
+        for path, module in reversed(self.modules.items()):  # Of a tied tensor the first name stays.
+            for name in ("_buffers", "_parameters"):
+                self.places |= {id(x): (path, name, key) for key, x in vars(module)[name].items() if x is not None}
 
     def changes(self) -> list[tuple[Path, dict[Any, Any]]]:
         """Returns the containers that have changed: path and new values by key.
@@ -158,7 +156,7 @@ class Before:
         for path, tables in self.tables.items():
             was = tables["_buffers"].then
             values = {key: now for key, now in self.modules[path]._buffers.items() if is_new(now, was.get(key))}
-            changes += [((path, TABLES), values)] if values else []
+            changes += [((path, "_buffers"), values)] if values else []
         return changes
 
     def hooks_added(self) -> list[tuple[str, Any]]:
@@ -252,15 +250,16 @@ def _aside(model: nn.Module, values: Sequence[tuple[Path, Any]]) -> Iterator[tup
     Args:
         values: those that paths lead to.
     """
+    visited = {key_of(value): value for _, value in values}
     holders = [(f"`{spelled(path)}`", value) for path, value in values if not isinstance(value, nn.Module)]
     for path, module in model.named_modules():
+        visited |= {id(table): table for table in vars(module).values()}  # The handle of a hook leads to these.
         hooks = [hook for key in INTERNAL if key.endswith("_hooks") for hook in vars(module).get(key, {}).values()]
         holders += [(f"a hook on `{path or 'the model'}`", hook) for hook in hooks]
         holders.append((f"{OF_FORWARD} `{type(module).__name__}.forward`", type(module).forward))
-    visited = {key_of(value): value for _, value in values}
     for where, holder in holders:
-        roots = [((), item) for key, item in by_all_and_globals(holder) if key is HELD]
-        yield from ((where, item) for _, item in walk(roots, by_all_and_globals, visited))
+        roots = [((), item) for item in (*held(holder), *containers_among_globals(holder))]
+        yield from ((where, item) for _, item in walk(roots, "globals", visited))
 
 
 # ---- new values as leaves, and writing them
@@ -301,7 +300,7 @@ METHODS = (types.MethodType, types.BuiltinMethodType)
 
 def _part_of_call(value: Any, places: Mapping[int, Path]) -> str:
     """Returns what a function or object leads to: a part of the model, or a tensor of the call; else an empty text."""
-    for _, item in walk([((), value)], by_all):
+    for _, item in walk([((), value)], "held"):
         path = places.get(key_of(item))
         if isinstance(item, FakeTensor):
             return "a tensor of this call" if path is None else f"`{spelled(path)}`"

@@ -38,7 +38,7 @@ from autotp.errors import Error
 from autotp.model_library import is_of_models
 from autotp.passes.capture.python_state.contents import Contents, difference
 from autotp.passes.capture.python_state.freeze import LARGEST, PLAIN, cells_of
-from autotp.passes.capture.python_state.walk import GONE, by_all, everything, is_container
+from autotp.passes.capture.python_state.walk import GONE, everything, is_container
 
 LIBRARIES = ("torch", "numpy", "autotp")
 """Packages whose code is not followed; libraries of models are a further case (`is_of_models`)."""
@@ -198,7 +198,7 @@ def _followed(model: nn.Module, read: Collection[str], class_of: Any = type) -> 
     search = _Following(set(read) | {"forward"} | IMPLIED, frozenset(read))
     for module in model.modules():
         search.add_class(class_of(module))
-    for _, value in everything(model, by_all):
+    for _, value in everything(model, "held"):
         if isinstance(value, types.FunctionType):
             search.add_function(value)
         elif isinstance(value, type) and not is_library(value.__module__):

@@ -13,15 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autotp.passes.capture.python_state.freeze import freeze
 from autotp.passes.capture.python_state.walk import (
+    ATTRIBUTES,
+    CONTAINERS,
     GONE,
-    HELD,
-    MIXED,
     WHOLE,
-    Attribute,
     entries,
     is_object,
     is_opaque,
@@ -36,7 +35,7 @@ def contents_of(value: Any) -> dict[Any, Any]:
     if isinstance(value, Tensor):
         return {WHOLE: version_of(value)}
     if isinstance(value, weakref.ref):
-        return {HELD: value()}
+        return {"referent": value()}
     if isinstance(value, type):
         return dict(vars(value))
     return {WHOLE: freeze(value)} if is_opaque(value) else dict(entries(value))
@@ -88,28 +87,16 @@ def _are_one(then: Any, now: Any, key: Any) -> bool:
 
 
 def _fill(value: Any, contents: Mapping[Any, Any]) -> None:
-    """Makes an object hold these contents; a tuple cannot have changed."""
-    items = {key: item for key, item in contents.items() if not isinstance(key, Attribute)}
-    if isinstance(value, set):
+    """Makes an object hold these contents; a tuple cannot have changed, and a dict of attributes is restored itself."""
+    items = {key: item for key, item in contents.items() if key != ATTRIBUTES}
+    if isinstance(value, (set, list, deque)):
         value.clear()
-        value.update(contents[WHOLE])
-    elif isinstance(value, dict):
-        value.clear()
-        value.update(items)
-    elif isinstance(value, (list, deque)):
-        value.clear()
-        value.extend(items.values())
+        value.update(contents[WHOLE]) if isinstance(value, set) else value.extend(items.values())
     elif not isinstance(value, tuple):
-        _refill(value, items)
-    if isinstance(value, MIXED) and hasattr(value, "__dict__") and not isinstance(value, set):
-        _refill(value, {key.name: item for key, item in contents.items() if isinstance(key, Attribute)})
-
-
-def _refill(value: Any, attributes: Mapping[str, Any]) -> None:
-    """Gives a module or an object these attributes; those that torch keeps on a module stay."""
-    for key in [key for key, _ in entries(value)] if isinstance(value, nn.Module) else list(vars(value)):
-        del vars(value)[key]
-    vars(value).update(attributes)
+        table = value if isinstance(value, dict) else vars(value)
+        for key, _ in entries(value):  # Of a module, those that torch keeps stay.
+            table.pop(key, None)
+        table.update(items)
 
 
 def unchanged(value: Any) -> Callable[[], bool]:
@@ -117,7 +104,7 @@ def unchanged(value: Any) -> Callable[[], bool]:
     if type(value) is list:
         items = list(value)
         return lambda: len(value) == len(items) and all(map(operator.is_, value, items))
-    if type(value) is not dict and (isinstance(value, MIXED) or not is_object(value)):
+    if type(value) is not dict and (isinstance(value, (*CONTAINERS, tuple)) or not is_object(value)):
         return Contents(value).is_same
     table = value if type(value) is dict else vars(value)
     keys, values = list(table), list(table.values())

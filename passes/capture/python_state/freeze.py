@@ -86,12 +86,7 @@ class Equal:
         return 0
 
 
-def nothing_special(value: Any, freeze: Callable[[Any], Any]) -> Any:
-    """Returns NotImplemented: no value has a form of its own."""
-    return NotImplemented
-
-
-def freeze(value: Any, special: Special = nothing_special) -> Any:
+def freeze(value: Any, special: Special | None = None) -> Any:
     """Returns a value in a form that can be compared, hashed and kept. NOTE [Frozen values]"""
     return Freezer(special)(value)
 
@@ -113,7 +108,7 @@ class Freezer:
         special: the values that have a form of their own.
     """
 
-    def __init__(self, special: Special = nothing_special) -> None:
+    def __init__(self, special: Special | None = None) -> None:
         self.special = special
         self.forms: dict[int, tuple[Any, Any]] = {}  # With the object, which keeps its `id`.
         self.count = self.depth = 0
@@ -133,7 +128,7 @@ class Freezer:
     def _form_of(self, value: Any) -> Any:
         if self.depth > DEEPEST or self.count > LARGEST:
             return _itself(value)
-        if (form := self.special(value, self)) is not NotImplemented:
+        if self.special is not None and (form := self.special(value, self)) is not NotImplemented:
             return form
         if isinstance(value, (type, enum.Enum)):
             return type(value), value
@@ -236,6 +231,6 @@ def without_number(form: Any, path: tuple[Any, ...]) -> Any:
         return int if form[0] is int else form
     if not isinstance(form, Form):
         return form
-    key = freeze(getattr(path[0], "name", path[0]))  # The name of an attribute of a container.
+    key = freeze(path[0])
     items = [(name, without_number(x, path[1:]) if name == key else x) for name, x in form.items]
     return Form(form.kind, tuple(items))

@@ -36,7 +36,6 @@ from autotp.passes.capture.python_state.walk import (
     VIEWS,
     Path,
     Slot,
-    by_all,
     is_container,
     is_internal,
     is_opaque,
@@ -253,7 +252,7 @@ class Guard:
         """Returns for each object with contents a function that is True while it holds the same objects."""
         values = [self._now(slot) for slot in self.slots if slot not in self.opened]
         values += [name.value for name in settings_in(self.named)]
-        return [unchanged(value) for _, value in walk([((), value) for value in values], by_all) if _may_change(value)]
+        return [unchanged(value) for _, value in walk([((), value) for value in values], "held") if _may_change(value)]
 
 
 def _may_change(value: Any) -> bool:

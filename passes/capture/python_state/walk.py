@@ -11,13 +11,13 @@ NOTE [How objects are entered]
     a module                                 its attributes, without torch's own    the name
     a dict, or a view of one                 its values                             the key
     a list, tuple or deque                   its items                              the index
-    a user's subclass of these               both items and attributes              index or key, `Attribute`
+    a user's subclass of these               its items, and the dict of attributes  index or key; ATTRIBUTES
     an object of a class written in Python   its attributes                         the name
     a function                               its closure and its defaults           HELD
     a partial, a method, a weak reference    its function, arguments, object        HELD
 
-The keys make up a path, by which a value is read and written. What is HELD has the path of its holder; the walk comes
-to it last, so that all that has a path of its own is found by this. A set is not entered: no key leads to its items.
+The keys make up a path, by which a value is read and written; `_buffers` is one of them. What is HELD has the path of
+its holder. The walk comes to it last, so that all that has a path of its own is met by this. Sets are not entered.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import enum
 import functools
 import types
 import weakref
-from collections import ChainMap, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,33 +44,22 @@ STATE = "_autotp"
 """The one attribute that autotp adds to each module of a parallel model."""
 INTERNAL = frozenset({*vars(nn.Module()), STATE, "_is_torch_compile"})
 """Attributes of every module that belong to torch or autotp: tables of parameters and children, hooks, the mode."""
-TABLES = "its tables"
-"""In a path: the tables of a module's buffers and parameters."""
+ATTRIBUTES = "its attributes"
+"""The key of the `__dict__` of an object that also holds items."""
 WHOLE: Any = object()
 """Stands for the key where a container is replaced as a whole."""
-HELD: Any = object()
-"""Stands for the key of a value to which no path leads: a function, for one, holds it."""
 GONE: Any = object()
 """Stands for the value of a key that does not exist, or is deleted."""
 
 
-@dataclass(frozen=True)
-class Attribute:
-    """A key: the attribute of this name, of an object that also holds items."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class Tables(ChainMap[str, Any]):
-    """The buffers and parameters of a module, by name."""
-
-
 def spelled(path: Path, *keys: Any) -> str:
     """Returns a path as the user writes it: `h.0.losses`, `config.tau`."""
-    return ".".join([part for part in (path[0], *(str(key) for key in (*path[1:], *keys) if key is not WHOLE)) if part])
+    written = [str(key) for key in (*path[1:], *keys) if key is not WHOLE and key not in UNWRITTEN]
+    return ".".join(filter(None, (path[0], *written)))
+
+
+UNWRITTEN = ("_buffers", ATTRIBUTES)
+"""Keys that a user does not write: `model.cache`, `items.note`."""
 
 
 def slot_of(path: Path) -> Slot:
@@ -88,8 +76,8 @@ CLOSED = (
 """Types with attributes that are not treated as containers."""
 VIEWS = (types.MappingProxyType,)
 """Types that show the items of a dict that other code may change."""
-MIXED = (list, dict, set, deque, tuple)
-"""Types that hold items; the user's subclasses of them may hold attributes, too."""
+CONTAINERS = (list, dict, set, deque)
+"""Types whose items a call may change; the user's subclasses of them may hold attributes, too."""
 LISTED = (*PLAIN, *CLOSED, *VIEWS, tuple, torch.Generator)
 """Types whose state is listed, or never changes, beside containers."""
 
@@ -106,7 +94,7 @@ def is_object(value: Any) -> bool:
 
 def is_container(value: Any) -> bool:
     """True for an object that a call may change in place."""
-    return isinstance(value, (list, dict, set, deque)) or is_object(value)
+    return isinstance(value, CONTAINERS) or is_object(value)
 
 
 def is_opaque(value: Any) -> bool:
@@ -137,11 +125,11 @@ def entries(value: Any) -> list[tuple[Any, Any]]:
     items: list[tuple[Any, Any]] = []
     if isinstance(value, (list, tuple, deque)):
         items = list(enumerate(value))
-    elif isinstance(value, (dict, Tables, *VIEWS)):
+    elif isinstance(value, (dict, *VIEWS)):
         items = list(value.items())
-    if isinstance(value, MIXED) and type(value) not in MIXED:
-        return [*items, *((Attribute(key), item) for key, item in getattr(value, "__dict__", {}).items())]
-    return items or (list(vars(value).items()) if is_object(value) else [])
+    elif not isinstance(value, set):
+        return list(vars(value).items()) if is_object(value) else []
+    return [*items, (ATTRIBUTES, vars(value))] if hasattr(value, "__dict__") else items
 
 
 def held(value: Any) -> list[Any]:
@@ -159,65 +147,55 @@ def held(value: Any) -> list[Any]:
     return []
 
 
-Edges = Callable[[Any], Iterable[tuple[Any, Any]]]
-"""Returns keys and values that a value leads to."""
+def containers_among_globals(value: Any) -> list[Any]:
+    """Returns the containers that a function reads as globals."""
+    names = value.__code__.co_names if isinstance(value, types.FunctionType) else ()
+    return [item for item in map(value.__globals__.get, names) if isinstance(item, CONTAINERS)] if names else []
 
 
-def by_paths(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns what a path leads to. Modules are not entered: those of a model have paths of their own."""
-    return () if isinstance(value, nn.Module) else entries(value)
-
-
-def by_all(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns what a path leads to, and what functions hold."""
-    return [*by_paths(value), *((HELD, item) for item in held(value))]
-
-
-def by_all_and_globals(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns the same, and containers that a function reads as globals."""
-    code = value.__code__.co_names if isinstance(value, types.FunctionType) else ()
-    named = (value.__globals__.get(name) for name in code)
-    return [*by_all(value), *((HELD, item) for item in named if isinstance(item, (list, dict, set, deque)))]
+Extent = Literal["paths", "held", "globals"]
+"""How far to walk: by keys only; also to what functions hold; also to containers that functions read as globals."""
 
 
 def walk(
-    roots: Iterable[tuple[Path, Any]], edges: Edges = by_paths, visited: dict[int, Any] | None = None
+    roots: Iterable[tuple[Path, Any]], extent: Extent = "paths", visited: dict[int, Any] | None = None
 ) -> Iterator[tuple[Path, Any]]:
     """Yields values and all that they lead to, each once, with the path on which it was met first.
 
+    Modules are not entered: those of a model have paths of their own. NOTE [How objects are entered]
+
     Args:
         roots: path and value where the walk begins.
-        edges: returns what a value leads to: NOTE [How objects are entered]
         visited: `key_of` a value -> the value, for those that were met before; filled.
     """
     visited = {} if visited is None else visited
-    stack, later = list(roots)[::-1], deque[tuple[Path, Any]]()
-    while (stack or later) and len(visited) <= LARGEST:
+    stack, later, most = list(roots)[::-1], deque[tuple[Path, Any]](), len(visited) + LARGEST
+    while (stack or later) and len(visited) < most:
         path, value = stack.pop() if stack else later.popleft()
         if type(value) in WITHOUT_CONTENTS or len(path) > DEEPEST or key_of(value) in visited:
             continue
         visited[key_of(value)] = value
         yield path, value
-        below = list(edges(value))
-        later += [(path, item) for key, item in below if key is HELD]
-        stack += [((*path, key), item) for key, item in reversed(below) if key is not HELD]
+        below = () if isinstance(value, nn.Module) else entries(value)
+        stack += [((*path, key), item) for key, item in reversed(below)]
+        later += [(path, item) for item in held(value)] if extent != "paths" else []
+        later += [(path, item) for item in containers_among_globals(value)] if extent == "globals" else []
 
 
 WITHOUT_CONTENTS = frozenset({*PLAIN, *SYMBOLIC})
 
 
-def everything(model: nn.Module, edges: Edges = by_paths, aside: Iterable[Any] = ()) -> Iterator[tuple[Path, Any]]:
+def everything(model: nn.Module, extent: Extent = "paths", aside: Iterable[Any] = ()) -> Iterator[tuple[Path, Any]]:
     """Yields all modules of a model and all values that their attributes lead to, each once, with their paths.
 
     Args:
-        edges: as for `walk`.
         aside: further values to begin with, which are not among the model's attributes. Their path is empty.
     """
     modules = list(model.named_modules())
     yield from (((path,), module) for path, module in modules)
     roots = [((path, key), item) for path, module in modules for key, item in entries(module)]
     visited = {key_of(module): module for _, module in modules}
-    yield from walk([*roots, *(((), value) for value in aside)], edges, visited)
+    yield from walk([*roots, *(((), value) for value in aside)], extent, visited)
 
 
 # ---- what is at a path
@@ -225,13 +203,9 @@ def everything(model: nn.Module, edges: Edges = by_paths, aside: Iterable[Any] =
 
 def member(holder: Any, key: Any) -> Any:
     """Returns the value under a key of a module or container. Raises LookupError if there is none."""
-    if key == TABLES:
-        return Tables(holder._buffers, holder._parameters)
-    if key is WHOLE:
-        return holder
-    if isinstance(key, Attribute):
-        return vars(holder)[key.name]
-    return holder[key] if isinstance(holder, (list, tuple, dict, deque, Tables, *VIEWS)) else vars(holder)[key]
+    if key is WHOLE or key == ATTRIBUTES:
+        return holder if key is WHOLE else vars(holder)
+    return holder[key] if isinstance(holder, (list, tuple, dict, deque, *VIEWS)) else vars(holder)[key]
 
 
 def found_at(modules: Mapping[str, nn.Module], path: Path) -> Any:
@@ -244,7 +218,7 @@ def put(holder: Any, key: Any, value: Any) -> None:
     if key is WHOLE:
         holder.clear()
         holder.update(value)
-    elif isinstance(holder, (list, deque)) and not isinstance(key, Attribute):
+    elif isinstance(holder, (list, deque)):
         if value is GONE:  # The keys that a list loses are its last ones.
             holder.pop()
         elif key == len(holder):
@@ -252,16 +226,15 @@ def put(holder: Any, key: Any, value: Any) -> None:
         else:
             holder[key] = value
     else:
-        is_table = isinstance(holder, (dict, Tables)) and not isinstance(key, Attribute)
-        table, name = holder if is_table else vars(holder), key.name if isinstance(key, Attribute) else key
-        table.pop(name, None) if value is GONE else table.update({name: value})
+        table = holder if isinstance(holder, dict) else vars(holder)
+        table.pop(key, None) if value is GONE else table.update({key: value})
 
 
 def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:
     """Puts a value at a path; replaces tuples on the way by new tuples."""
     *holder_path, key = path
     holder: Any = found_at(modules, tuple(holder_path))
-    if isinstance(holder, tuple) and not isinstance(key, Attribute):
+    if isinstance(holder, tuple):
         items = [value if i == key else item for i, item in enumerate(holder)]
         put_at(modules, tuple(holder_path), type(holder)(*items) if hasattr(holder, "_fields") else tuple(items))
     else:

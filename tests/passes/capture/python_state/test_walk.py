@@ -16,12 +16,9 @@ from torch import nn
 
 from autotp.passes.capture.python_state.freeze import LARGEST
 from autotp.passes.capture.python_state.walk import (
+    ATTRIBUTES,
     GONE,
-    TABLES,
     WHOLE,
-    Attribute,
-    by_all,
-    by_all_and_globals,
     entries,
     everything,
     found_at,
@@ -100,10 +97,11 @@ def test_tables_and_attributes_of_containers() -> None:
     model.names = Named([1])
     model.names.note = "x"
     modules = {"": model, "inner": model.inner}
-    assert found_at(modules, ("inner", TABLES, "weight")) is model.inner.weight
-    assert entries(model.names) == [(0, 1), (Attribute("note"), "x")]
-    put_at(modules, ("", "names", Attribute("note")), "y")
-    assert found_at(modules, ("", "names", Attribute("note"))) == model.names.note == "y"
+    assert found_at(modules, ("inner", "_parameters", "weight")) is model.inner.weight
+    assert entries(model.names) == [(0, 1), (ATTRIBUTES, {"note": "x"})]
+    put_at(modules, ("", "names", ATTRIBUTES, "note"), "y")
+    assert found_at(modules, ("", "names", ATTRIBUTES, "note")) == model.names.note == "y"
+    assert spelled(("", "names", ATTRIBUTES, "note")) == "names.note" and spelled(("h", "_buffers", "a")) == "h.a"
 
 
 def test_kinds_of_values() -> None:
@@ -138,22 +136,22 @@ def test_walk_comes_to_what_functions_hold_last_and_by_the_path_of_the_holder() 
     deep, both = Config(), [1]
     function = functools.partial(lambda: deep, [both])
     root = {"function": function, "both": both}
-    assert [path for path, value in walk([(("",), root)], by_all) if value is both] == [("", "both")]
-    assert [path for path, value in walk([(("",), root)], by_all) if value is deep] == [("", "function")]
-    assert ("", "function", "sizes") in [path for path, value in walk([(("",), root)], by_all) if value is deep.sizes]
+    assert [path for path, value in walk([(("",), root)], "held") if value is both] == [("", "both")]
+    assert [path for path, value in walk([(("",), root)], "held") if value is deep] == [("", "function")]
+    assert ("", "function", "sizes") in [path for path, value in walk([(("",), root)], "held") if value is deep.sizes]
     assert not any(value is deep for _, value in walk([(("",), root)]))
 
 
-@pytest.mark.parametrize(("edges", "count"), [(by_all, 0), (by_all_and_globals, 1)])
-def test_walk_enters_containers_of_globals_if_it_is_to(edges: Any, count: int) -> None:
-    assert sum(value is SHARED[0] for _, value in walk([((), reads_a_global)], edges)) == count
+@pytest.mark.parametrize(("extent", "count"), [("held", 0), ("globals", 1)])
+def test_walk_enters_containers_of_globals_if_it_is_to(extent: Any, count: int) -> None:
+    assert sum(value is SHARED[0] for _, value in walk([((), reads_a_global)], extent)) == count
 
 
 def test_walk_ends_in_circles_and_in_large_and_deep_values() -> None:
     circle: list[Any] = []
     circle.append(SimpleNamespace(of=circle, again=lambda: circle))
-    assert len(list(walk([((), circle)], by_all))) == 3
-    assert len(list(walk([((), [[] for _ in range(2 * LARGEST)])]))) == LARGEST + 1
+    assert len(list(walk([((), circle)], "held"))) == 3
+    assert len(list(walk([((), [[] for _ in range(2 * LARGEST)])]))) == LARGEST
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
@@ -163,7 +161,7 @@ def test_walk_ends_in_circles_and_in_large_and_deep_values() -> None:
 def test_walk_enters_no_module_but_the_models() -> None:
     model = Model()
     model.plain = [nn.Linear(2, 2)]
-    values = list(everything(model, by_all))
+    values = list(everything(model, "held"))
     assert any(value is model.plain[0] for _, value in values)
     assert not any(value is model.plain[0].weight for _, value in values)
 
