@@ -228,9 +228,8 @@ def diff(before: Any, after: Any) -> tuple[Any, ...] | None:
 def without_number(form: Any, path: tuple[Any, ...]) -> Any:
     """Returns a frozen value in which the whole number at a path may be any."""
     if not path:
-        return int if form[0] is int else form
+        return int if isinstance(form, tuple) and form[0] is int else form
     if not isinstance(form, Form):
         return form
     key = freeze(path[0])
-    items = [(name, without_number(x, path[1:]) if name == key else x) for name, x in form.items]
-    return Form(form.kind, tuple(items))
+    return Form(form.kind, tuple([(k, without_number(x, path[1:]) if k == key else x) for k, x in form.items]))

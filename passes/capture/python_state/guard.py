@@ -32,6 +32,7 @@ from autotp.passes.capture.python_state.code_names import CodeName, Named, is_li
 from autotp.passes.capture.python_state.contents import unchanged, version_of
 from autotp.passes.capture.python_state.freeze import Itself, diff, freeze, without_number
 from autotp.passes.capture.python_state.walk import (
+    ATTRIBUTES,
     GONE,
     VIEWS,
     Path,
@@ -40,6 +41,7 @@ from autotp.passes.capture.python_state.walk import (
     is_internal,
     is_opaque,
     is_weight_list,
+    slot_of,
     spelled,
     walk,
 )
@@ -166,7 +168,7 @@ class Guard:
         self.named, self.version = named, version
         self.numbers: dict[SettingPlace, set[Path]] = {}
         for path in numbers:
-            self.numbers.setdefault((path[0], path[1]), set()).add(path[2:])
+            self.numbers.setdefault(slot_of(path), set()).add(tuple(key for key in path[2:] if key != ATTRIBUTES))
         self.paths = {id(vars(module)): path for path, module in modules.items()}
         self.forms: dict[SettingPlace, Any] = {place: self._form(place) for place in (*sorted(slots), *named)}
         # For speed, each call compares the objects of all slots with `map`, in loops of C.

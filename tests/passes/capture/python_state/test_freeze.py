@@ -242,4 +242,5 @@ def test_without_number_a_whole_number_at_a_path_may_be_any() -> None:
     assert without(value) == without({"n": 4, "sizes": [1, 5], "config": Config(sizes=[7, 2]), "tau": 0.5})
     for key, other in (("n", 3.0), ("sizes", [2, 2]), ("config", Config(sizes=[1, 3])), ("tau", 0.6)):
         assert without(value) != without({**value, key: other})
+    assert without_number(freeze(torch), ()) == freeze(torch)
     assert without_number(freeze(3), ()) == without_number(freeze(4), ()) != without_number(freeze(3.0), ())
