@@ -99,10 +99,10 @@ if not TYPE_CHECKING:  # Editors and mypy would take any name of a module with _
         return sorted({*globals(), *__all__})
 
 
-def _transformers() -> ModelLibrary:
+def _transformers() -> type[ModelLibrary]:
     from autotp.hf.library import Transformers
 
-    return Transformers()
+    return Transformers
 
 
 register(_transformers)

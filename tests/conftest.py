@@ -6,7 +6,8 @@ with COSTLY seconds or more. With `--share 2/4` it runs the second of four share
 A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
 A test marked `not_on_cards`, with the reason, is skipped with `--cards`; all are where no cards can be pretended.
 What tests the examples and the benchmarks runs where it is named, or with `--all`.
-With `--budget` a test that is not `rare` fails if it takes longer.
+With `--budget` a test that is not `rare` fails if it takes longer. On a slower machine it may take longer by as much,
+and so may a test before it counts as hanging.
 `--seconds` writes what the tests took into `seconds.txt`.
 """
 
@@ -26,7 +27,7 @@ from cards.build import NoCompiler
 from cards.pretend import DEVICES, pretend
 from hypothesis import Phase, settings
 from ranks import BILL, RUNNING, SELECTED
-from seconds import COSTLY, Written, listed, shares
+from seconds import COSTLY, Written, listed, shares, slowness
 
 from autotp.errors import TRACEBACK
 
@@ -110,8 +111,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _skip_without_cards(config, items)
-    seconds = listed()
+    seconds, limit = listed(), float(config.getoption("timeout") or config.getini("timeout")) * slowness()
     for item in items:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(limit))
         if any(item.path.is_relative_to(folder) for folder in SYSTEM):
             item.add_marker("system")
         if seconds.get(item.nodeid, 0) >= COSTLY:
@@ -155,9 +158,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     spent = time.process_time() - began + BILL.ranks
     item.user_properties.append(("seconds of CPU", round(spent, 2)))
     budget = item.config.getoption("budget")
-    if budget is not None and spent > BUSY * budget and not item.get_closest_marker("rare"):
+    if budget is None or item.get_closest_marker("rare") or spent <= BUSY * budget:
+        return
+    if spent > BUSY * budget * (slower := slowness()):
         pytest.fail(
-            f"{spent:.1f} s of CPU, and the budget is {budget:g} s of an idle core: ask less of it, or mark it rare"
+            f"{spent:.1f} s of CPU, and the budget is {budget:g} s of an idle core (this machine is {slower:.1f} times "
+            "slower): ask less of it, or mark it rare"
         )
 
 

@@ -34,7 +34,7 @@ from autotp.display.progress import Line, progress
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.estimation.seconds.schedule import actions_of
-from autotp.model_library import keep_activations, recomputes
+from autotp.model_library import library
 from autotp.ops.random_state import forked, seed
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
@@ -183,14 +183,14 @@ def make_trial(
         of_inputs: whether floating inputs require a gradient.
     """
     name = type(model).__name__
-    if settings.recompute == "none" and recomputes(model):
+    if settings.recompute == "none" and library().recomputes(model):
         settings = replace(settings, recompute="full")
     if _on_meta(model):
         analysis = analyse(skeleton_of(model), args, kwargs, tp, settings, amend=amend)
         return Trial(model, args, kwargs, analysis, (), _plan(analysis, name), settings)
     with all_double(), empty_caches(model):
         whole = moved(copied(model).cpu().double())
-        keep_activations(whole)
+        library().keep_activations(whole)
         args, kwargs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, (args, kwargs))
         tensors = [
             of_inputs and x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
@@ -567,7 +567,7 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
     with all_double(), empty_caches(model), forked():
         seed(0)
         whole, training = moved(copied(model).cpu().double()).train(), replace(training, randomness="exact")
-        keep_activations(whole)
+        library().keep_activations(whole)
         inputs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, inputs)
         program, first, proof = prove(whole, inputs, sizes, training, stages)
         plan = _plan(program, name, first)

@@ -10,7 +10,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from autotp.arguments import expect_arguments
 from autotp.errors import Error
-from autotp.model_library import rule_function_of
+from autotp.model_library import library
 from autotp.rules import common as f
 from autotp.rules.call import Call
 from autotp.rules.language import STAR, Rule, parse
@@ -102,7 +102,7 @@ def has_rule(op: Operator) -> bool:
 
 
 def _function_of(op: Operator) -> f.RuleFunction | None:
-    return RULES.get(op) or rule_function_of(getattr(op, "_name", "").removesuffix(".default"))
+    return RULES.get(op) or library().rule_function_of(getattr(op, "_name", "").removesuffix(".default"))
 
 
 def is_grouped(op: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp import model_library
+from autotp.model_library import library
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Row, Trait
 from autotp.rules.table import ROWS
@@ -43,7 +43,7 @@ def draws(node: fx.Node) -> bool:
 def draws_from_numpy(node: fx.Node) -> bool:
     """True for a call that takes numbers from `numpy.random`."""
     name: str = getattr(node.target, "_name", "")
-    return model_library.draws_from_numpy(name.removesuffix(".default"))
+    return library().draws_from_numpy(name.removesuffix(".default"))
 
 
 def sparse_argument(node: fx.Node) -> str:

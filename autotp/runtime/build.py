@@ -18,7 +18,7 @@ from autotp.distributed.cut_tensors.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_size
 from autotp.errors import Error
-from autotp.model_library import parameter_adapter, quantized_weight, recomputes, watch_calls
+from autotp.model_library import library
 from autotp.options import Options, expect_choices
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
@@ -48,7 +48,7 @@ def build(
     """
 
     settings = replace(settings, cp=place.cp)
-    if settings.recompute == "none" and recomputes(model):
+    if settings.recompute == "none" and library().recomputes(model):
         settings = replace(settings, recompute="full")
 
     def make() -> tuple[GraphEntry, Mapping[nn.Module, type[Part]]]:
@@ -84,7 +84,7 @@ def build(
             if tensor.layout is not torch.strided:  # Its elements are in other memory now.
                 tensor.data = sent
     parallel = watched(cast(ParallelModule, model))
-    watch_calls()  # Last: libraries are asked about this model, too.
+    library().watch_calls()  # Last: libraries are asked about this model, too.
     return parallel
 
 
@@ -131,13 +131,13 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
             f"`{lazy[0]}` has no size yet: its module takes it from a first call",
             fix="model(...) once, on one device, before autotp.parallelize",
         )
-    if subject := quantized_weight(model):
+    if subject := library().quantized_weight(model):
         raise Error(
             f"{subject}, and weights that are quantized cannot be cut",
             fix="the model in its own dtype, without quantize_ or quantization_config: each rank holds 1/tp of it",
             alternative="dtype=torch.bfloat16, and LoRA: autotp.parallelize(get_peft_model(model, config))",
         )
-    if subject := parameter_adapter(model):
+    if subject := library().parameter_adapter(model):
         raise Error(
             f"`{subject}` has an adapter for `target_parameters`, which peft writes into the parameter in each call",
             fix='LoraConfig(target_modules=["up_proj"]), for the weight of a module',

@@ -28,7 +28,7 @@ from autotp.distributed.replica_check import expect_own_ranks
 from autotp.errors import Error, within
 from autotp.groups.one_thread import one_thread
 from autotp.groups.process_group import backend_of
-from autotp.model_library import BeginAgain, watch_calls
+from autotp.model_library import BeginAgain, library
 from autotp.ops.eager_mode import alone, is_recorded, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
@@ -575,7 +575,7 @@ class Executable:
 
     def _capture(self, called: FlatCall, outcomes: tuple[Outcome, ...]) -> GraphEntry:
         """Captures a further graph for a new kind of call, with the present layouts of parameters."""
-        watch_calls()  # Here, as libraries may be imported after the model was made parallel.
+        library().watch_calls()  # Here, as libraries may be imported after the model was made parallel.
         self._open_what_changes(called)
         mesh, settings = self.mesh, self.tree.settings
         layouts: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}

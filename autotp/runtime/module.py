@@ -33,7 +33,7 @@ from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.distributed.peers.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.replica_check import common_ranks, ranks_of
 from autotp.errors import Error, within
-from autotp.model_library import classes_before
+from autotp.model_library import library
 from autotp.options import Recompute
 from autotp.passes.capture.python_state.walk import is_internal
 from autotp.passes.capture.skeleton import expect_copyable
@@ -453,7 +453,7 @@ def _made(original: Any, role: Any) -> type[Part]:
         "__module__": original.__module__, "__qualname__": original.__qualname__,
     }  # fmt: skip
     meta: Any = type(original)
-    made: type[Part] = _kind_of(meta)(original.__name__, (original, *classes_before(original), role), names)
+    made: type[Part] = _kind_of(meta)(original.__name__, (original, *library().classes_before(original), role), names)
     return made
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autotp.errors import Error
-from autotp.model_library import formula_of
+from autotp.model_library import library
 from autotp.ops.custom_vjp import RECORDED
 from autotp.passes.capture.autocast_regions import ambient_everywhere
 from autotp.passes.capture.pytree import map_leaves
@@ -74,7 +74,7 @@ def run_function(function: Function, args: Sequence[Any]) -> Any:
     Raises:
         Error: the Function cannot be traced; names the Function and the line that calls it.
     """
-    formula = formula_of(function)
+    formula = library().formula_of(function)
     if formula is not None:
         return formula(*args)
     ctx = Context(args)

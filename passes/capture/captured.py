@@ -79,7 +79,7 @@ class Attempt:
         values: what is known of the values that Python reads of tensors.
         symbols: the dimensions of inputs that are symbols at most: NOTE [Sizes that become numbers]
         looks: whether the graph may be one for batches with padding, or without: NOTE [Looks at masks]
-        exactly: whether masks are kept that attention would not need: `autotp.model_library.during_capture`.
+        exactly: whether masks are kept that attention would not need: `ModelLibrary.during_capture`.
         blocks: how blocks that are alike are captured.
     """
 

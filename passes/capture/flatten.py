@@ -105,7 +105,7 @@ class Flat(nn.Module):
         opened: paths of the attributes' values that are inputs; they follow the arguments' tensors.
         queries: notes the model's questions about gradients.
         reading: gives the values that Python reads of tensors.
-        exactly, looks: as for `autotp.model_library.during_capture`.
+        exactly, looks: as for `ModelLibrary.during_capture`.
 
     Attributes:
         originals: `id` of a tensor that the model holds outside of its buffers -> the user's tensor, which it copies.

@@ -32,7 +32,7 @@ from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autotp import torch_internals as internals
-from autotp.model_library import during_capture
+from autotp.model_library import library
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards import values
@@ -95,10 +95,11 @@ def around_forward(model: nn.Module, queries: GradientQueries, exactly: bool, lo
     """A region for one run of the model: behaviour that a graph would lose is noted or refused.
 
     Args:
-        exactly, looks: as for `autotp.model_library.during_capture`.
+        exactly, looks: as for `ModelLibrary.during_capture`.
     """
     with (
-        none_caught(), during_capture(exactly, looks), ReplacedFunctions(), nothing_lost(model), CertainComparisons(),
+        none_caught(), library().during_capture(exactly, looks), ReplacedFunctions(), nothing_lost(model),
+        CertainComparisons(),
         queries, everywhere([*queries.answering(), *unseeded(), *without_derivatives(), *as_operators()], model),
         without_python_random(model), none_converted(model), numbers_of_python(),
     ):  # fmt: skip

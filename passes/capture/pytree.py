@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.model_library import is_state, read_attribute, remembered_rewrites, rewrites, shown_attribute
+from autotp.model_library import library
 
 
 @dataclass(frozen=True)
@@ -124,15 +124,15 @@ class _Form:
         if cls is list or cls is tuple:
             self.form.append((cls, len(x)))
             return all(map(self.walk, x))
-        return is_state(x) and self._walk_state(x)
+        return library().is_state(x) and self._walk_state(x)
 
     def _walk_state(self, state: Any) -> bool:
         attributes = vars(state)
         self.form.append((type(state), *attributes))
         for name, value in attributes.items():
             cls = type(value)
-            if remembered_rewrites(name) or not (cls in PLAIN or cls is list):
-                value = shown_attribute(name, value)
+            if library().rewrites(name) or not (cls in PLAIN or cls is list):
+                value = library().shown_attribute(name, value)
             if not self.walk(value):
                 return False
         return True
@@ -188,14 +188,14 @@ def _opened(tree: Any, known_states: Sequence[Any] = ()) -> Any:
         places = [i for i, state in enumerate(known_states) if state is x]
         if isinstance(x, torch.Size):
             return _Sizes(tuple(x))
-        return StateAt(places[0]) if places else _Open(x) if is_state(x) else x
+        return StateAt(places[0]) if places else _Open(x) if library().is_state(x) else x
 
     return pytree.tree_map(opened, tree, is_leaf=is_node)
 
 
 def is_node(x: Any) -> bool:
     """True for a value that torch rebuilds as another type (a `torch.Size` as a tuple) or does not take apart."""
-    return type(x) not in PLAIN and (is_state(x) or isinstance(x, torch.Size))
+    return type(x) not in PLAIN and (library().is_state(x) or isinstance(x, torch.Size))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -228,6 +228,7 @@ def states(tree: tuple[Sequence[Any], Mapping[str, Any]]) -> list[Any]:
         tree: positional and named arguments.
     """
     values = [x for x in (*tree[0], *tree[1].values()) if type(x) not in PLAIN]
+    is_state = library().is_state
     states_by_id = {id(x): x for x in pytree.tree_leaves(values, is_state) if is_state(x)} if values else {}
     return list(states_by_id.values())
 
@@ -303,7 +304,7 @@ def builder_of(spec: Any) -> Built:
     if spec.type is dict:
         return lambda leaves: dict(zip(context, [part(leaves) for part in parts], strict=True))
     if spec.type is _Open:
-        rewritten = list(map(rewrites, context[1]))
+        rewritten = list(map(library().rewrites, context[1]))
         return lambda leaves: _built([part(leaves) for part in parts], context, rewritten)
     unflatten = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
     return lambda leaves: unflatten([part(leaves) for part in parts], context)
@@ -334,7 +335,7 @@ pytree.register_pytree_node(_Sizes, lambda node: (list(node.numbers), None), lam
 
 
 def _attributes(node: _Open) -> tuple[list[Any], Any]:
-    attributes = {name: shown_attribute(name, value) for name, value in vars(node.state).items()}
+    attributes = {name: library().shown_attribute(name, value) for name, value in vars(node.state).items()}
     return [_opened(value) for value in attributes.values()], (type(node.state), tuple(attributes))
 
 
@@ -347,8 +348,8 @@ def _built(below: Any, context: Any, rewritten: Sequence[bool] = ()) -> Any:
     cls, names = context
     state = object.__new__(cls)
     attributes = vars(state)
-    for name, value, again in zip(names, below, rewritten or map(rewrites, names), strict=True):
-        attributes[name] = read_attribute(name, value, below) if again else value
+    for name, value, again in zip(names, below, rewritten or map(library().rewrites, names), strict=True):
+        attributes[name] = library().read_attribute(name, value, below) if again else value
     return state
 
 

@@ -78,7 +78,7 @@ def test_what_a_program_may_do_after_the_import() -> None:
     """Modules are attributes, and transformers is registered at the first question."""
     script = (
         "import sys, autotp; print(autotp.errors.Error is autotp.Error, 'autotp.hf.library' in sys.modules, "
-        "autotp.model_library.is_of_models('transformers'), 'autotp.hf.library' in sys.modules)"
+        "autotp.model_library.library().has_models_in('transformers'), 'autotp.hf.library' in sys.modules)"
     )
     assert printed(script) == ["True", "False", "True", "True"]
     names: dict[str, object] = {}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from seconds import COSTLY, OTHERS, Written, listed, shares
+import seconds
+from seconds import COSTLY, OTHERS, Written, listed, shares, slowness
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = ["a.py::test_x", "a.py::test_y[1]", "b.py::test_x", "c.py::test_x", "d.py::test_x"]
@@ -57,3 +59,15 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         written.pytest_runtest_logreport(report)
     written.pytest_sessionfinish()
     assert listed() == {"a.py::test_programs": 9.0, "b.py::test_on_ranks[2-other]": 2.5, "old.py::test_kept": 3.0}
+
+
+def test_slowness_is_how_many_times_longer_additions_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.01, 1.0, 1.2, 2.0, 2.1])  # 0.01, 0.2 and 0.1 s: the middle one counts
+    monkeypatch.setattr(seconds, "time", SimpleNamespace(process_time=lambda: next(clock)))
+    monkeypatch.setattr(seconds, "ADDITIONS", 1)
+    assert slowness() == pytest.approx(0.1 / seconds.ADDED_IN)
+
+
+def test_slowness_of_a_faster_machine_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seconds, "time", SimpleNamespace(process_time=lambda: 0.0))
+    assert slowness() == 1.0

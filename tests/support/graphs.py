@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from autotp import compiler
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.estimation.counts.record import Reads, Record, Value, record
-from autotp.model_library import libraries
+from autotp.model_library import library
 from autotp.ops import channels, collectives
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import ctc_loss
@@ -556,7 +556,8 @@ def _key(skeleton: nn.Module, asked: Sequence[Any]) -> bytes:
         first.setdefault(id(x), i)
     kinds = pytree.tree_map_only(Tensor, lambda x: (first[id(x)], *_kind(x)), asked)
     file = io.BytesIO()
-    _Kinds(file).dump((skeleton, kinds, torch.get_default_dtype(), sorted(map(str, USER_RULES)), libraries()))
+    rules = sorted(map(str, (*USER_RULES, *type(library()).mro())))
+    _Kinds(file).dump((skeleton, kinds, torch.get_default_dtype(), rules))
     return file.getvalue()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,23 @@ SHORTEST = 1.0
 """The seconds from which on a test is listed."""
 OTHERS = 0.1
 """Seconds of a test that is not listed, on average."""
+ADDITIONS = 1_000_000
+ADDED_IN = 0.05
+"""The seconds of CPU for so many additions on the machine of the budgets, while its other core works, too."""
+
+
+def slowness() -> float:
+    """How many times slower than the machine of the budgets this one is now; 1 for a faster one.
+
+    Virtual machines of one kind differ by a factor of three, and from one minute to the next.
+    """
+    seconds = []
+    for _ in range(3):
+        began, total = time.process_time(), 0
+        for number in range(ADDITIONS):
+            total += number
+        seconds.append(time.process_time() - began)
+    return max(1.0, sorted(seconds)[1] / ADDED_IN)
 
 
 def listed() -> dict[str, float]:

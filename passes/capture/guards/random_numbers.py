@@ -22,7 +22,7 @@ from torch import nn
 
 from autotp import torch_internals as internals
 from autotp.errors import Error
-from autotp.model_library import instead_of_python_random
+from autotp.model_library import library
 from autotp.passes.capture.python_state.freeze import freeze
 from autotp.passes.capture.python_state.walk import everything, spelled
 from autotp.passes.capture.replacements.everywhere import Pairs
@@ -64,7 +64,7 @@ def without_python_random(model: nn.Module) -> Iterator[None]:
     if drawn:
         error = Error(
             f"forward draws a number from {drawn[0]}, and every later call would use the same number",
-            fix=instead_of_python_random(model)
+            fix=library().instead_of_python_random(model)
             or "torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward",
         )
         raise DrewNumber(error.problem, **error.facts)

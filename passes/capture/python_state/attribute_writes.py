@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import Error
-from autotp.model_library import is_own_hook
+from autotp.model_library import library
 from autotp.passes.capture.python_state.contents import Contents
 from autotp.passes.capture.python_state.freeze import PLAIN
 from autotp.passes.capture.python_state.walk import (
@@ -169,7 +169,7 @@ class Before:
         for path, tables in self.tables.items():
             for name in HOOKS:
                 hooks = list(tables[name].changes().values())
-                if any(hook is GONE or name != "_forward_hooks" or not is_own_hook(hook) for hook in hooks):
+                if any(x is GONE or name != "_forward_hooks" or not library().is_own_hook(x) for x in hooks):
                     self.restore()
                     raise Error(
                         f"forward registers or removes a hook on `{path or 'the model'}`: later calls would not do so",

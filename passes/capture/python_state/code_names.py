@@ -35,13 +35,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from autotp.errors import Error
-from autotp.model_library import is_of_models
+from autotp.model_library import library
 from autotp.passes.capture.python_state.contents import Contents, difference
 from autotp.passes.capture.python_state.freeze import LARGEST, PLAIN, cells_of
 from autotp.passes.capture.python_state.walk import GONE, everything, is_container
 
 LIBRARIES = ("torch", "numpy", "autotp")
-"""Packages whose code is not followed; libraries of models are a further case (`is_of_models`)."""
+"""Packages whose code is not followed; libraries of models are a further case (`has_models_in`)."""
 STANDARD = sysconfig.get_path("stdlib")
 """The folder of Python's own modules."""
 SETTINGS = (
@@ -157,7 +157,7 @@ class Named:
 def is_followed(cls: type) -> bool:
     """True for a class whose attributes are compared in each call: the user's own, or one of a library of models."""
     module: Any = cls.__module__
-    return not is_library(module) or (isinstance(module, str) and is_of_models(module.partition(".")[0]))
+    return not is_library(module) or (isinstance(module, str) and library().has_models_in(module.partition(".")[0]))
 
 
 def is_library(module: Any) -> bool:
@@ -172,7 +172,7 @@ def is_library(module: Any) -> bool:
     if package in sys.stdlib_module_names:
         file = getattr(sys.modules.get(package), "__file__", None)
         return file is None or file.startswith(STANDARD)
-    return is_of_models(package) or (package in LIBRARIES and not module.startswith("autotp.models."))
+    return library().has_models_in(package) or (package in LIBRARIES and not module.startswith("autotp.models."))
 
 
 def is_setting(value: Any) -> bool:

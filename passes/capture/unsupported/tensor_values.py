@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from autotp import torch_internals as internals
 from autotp.errors import Error
-from autotp.model_library import instead_of_expert_loop
+from autotp.model_library import library
 from autotp.passes.capture.guards.values import READS, NeedsNumber, reads_values
 from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users, user_line
@@ -85,7 +85,7 @@ def refused(error: Exception, model: nn.Module) -> Error:
         text = "has momentum=None: its average makes a Python number of a tensor's values"
         return Error(f"`{next(norm_paths, '')}` {text}, which are not known in a graph", at=line, fix="momentum=0.1")
     code = line.partition("  ")[2]
-    if "expert" in code and (instead := instead_of_expert_loop(model)):
+    if "expert" in code and (instead := library().instead_of_expert_loop(model)):
         text = "the model loops over the experts that are hit: torch.export has no loop whose length depends on values"
         return Error(text, at=line, fix=instead)
     if re.match(LOOP, code) and not re.search(r"\bif\b", code):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autotp
-from autotp.model_library import libraries
+from autotp.model_library import library
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.pytree import (
     builder_of,
@@ -88,7 +88,7 @@ def test_a_plain_call_is_flattened_like_any_other(args: Any, kwargs: Any) -> Non
 def test_a_call_with_a_cache_is_flattened_like_any_other() -> None:
     """The structure of a second call is the same object, so that comparing the two takes no time."""
     transformers = pytest.importorskip("transformers")
-    assert libraries()
+    assert library()
     config = transformers.LlamaConfig(num_hidden_layers=2, sliding_window=4, layer_types=SLIDING)
     made = torch.ones(1, 1, 2, 4)
     for cache in (
@@ -192,7 +192,7 @@ def test_an_iterator(once: Any) -> None:
 def test_a_state_keeps_its_identity() -> None:
     """A call changes the caller's own cache, and returns it."""
     transformers = pytest.importorskip("transformers")
-    assert libraries()
+    assert library()
     cache, other = transformers.DynamicCache(), transformers.DynamicCache()
     made = torch.ones(1, 1, 2, 4)
     other.update(made, made, 0)
