@@ -152,6 +152,7 @@ def explain(
     def run() -> Plan:
         expect_usable("explain", model, tp, options)
         args, kwargs = find_inputs(model, example_inputs)
+        # Autocast of the device on which `parallelize` would capture.
         call = CallState(autocast=ambient(torch.device(own_kind())))
         program = analyse(skeleton_of(model), args, kwargs, tp, options, call)
         return replace(report(program, type(model).__name__), source=program)

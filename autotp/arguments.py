@@ -40,6 +40,7 @@ def _fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a kind that an annotation names."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
+        # A text is checked as a path, too, where a path may stand.
         paths = [option for option in inner if (get_origin(option) or option) in (Path, os.PathLike)]
         return any(_fits(value, option) for option in (paths or inner))
     if origin is Literal:

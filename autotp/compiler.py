@@ -262,12 +262,14 @@ def _loss_totals(p: Program) -> Program:
     assert loss is not None
     one_batch(graph, rows)
     totals = loss_totals(graph, loss, rows)
+    # Only the loss is returned now, so no cache and no new value of an attribute is.
     alone = replace(p.captured, kept=frozenset(), stays=frozenset(), results=1)
     return replace(p, captured=alone, graph=totals.graph, counts=totals.counts, by_rows=totals.by_rows)
 
 
 def _loss_of(p: Program) -> fx.Node | None:
     every = returned(p.graph)
+    # Behind the results stand new values of attributes and of buffers, which are no loss.
     numbers = [node for node in every[: p.captured.results] if isinstance(node, fx.Node) and is_loss(node)]
     return loss_among(numbers, p.captured.outputs(every, ()) if numbers[1:] else None)
 
@@ -288,6 +290,7 @@ def loss_among(numbers: Sequence[T], result: Any) -> T | None:
     names = result if isinstance(result, Mapping) else named_tuple or getattr(result, "__dict__", {})
     if not names:
         return numbers[0]
+    # `is`, because `==` of tensors is a tensor.
     named = [number for number in numbers if number is names.get("loss")]
     if not named:
         raise Error("the model returns several numbers, and none is named `loss`", fix='{"loss": loss, ...}')
@@ -346,6 +349,7 @@ CANONICALIZE = (
     Pass("canonicalize", "relocate", lambda p: replace(p, graph=relocate(p.graph, p.call.autocast.device))),
     Pass("canonicalize", "autocast", _autocast),
     Pass("canonicalize", "functionalize", _functionalize),
+    # Behind `functionalize`, which says how many of the last outputs are new values of buffers.
     Pass("canonicalize", "value_reads", _value_reads),
     Pass("canonicalize", "constant_index", _constant_index),
     Pass("canonicalize", "canonicalize", lambda p: replace(p, graph=canonicalize(p.graph))),
@@ -404,6 +408,7 @@ def _context_parallel(p: Program) -> Program:
         hoisted |= hoist(graph, axes, decision.cuts, have, differentiable)
     to = Target("cp", p.options.cp, p.cp_rank, p.options.randomness)
     lowered = dce(lower(graph, axes, decision, differentiable, to, hoisted))
+    # No layouts: every rank of `cp` has the parameters and the inputs whole.
     check(lowered, graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
     return replace(
         p,
@@ -468,6 +473,7 @@ def _two_halves(p: Program) -> Program:
         graphs.append(dce(lower(graph, axes, decision, differentiable, to, separate)))
         check(graphs[-1], graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
     joined = dce(joined_again(merged(graphs)))
+    # The joined graph is a new one, so its axes are inferred again.
     return _decouple(replace(p, graph=joined, in_halves=len(cut.decision.cuts), needs_batch=cut.whole))
 
 
@@ -491,8 +497,10 @@ def _prove_rules(p: Program) -> Program:
 def _match(p: Program) -> Program:
     captured, graph, results = p.captured, p.graph, returned(p.graph)
     stay = positions_that_stay(graph, captured, len(p.updated), p.training, p.options.outputs)
+    # What a call writes into its arguments is an output, and those outputs are whole (`positions_that_stay`).
     if any(i in p.call.given for i, _ in captured.into):
         raise Error("the model writes into an argument that is cut", fix="autotp.gather it before the call")
+    # The last outputs are the new values of buffers (`functionalize`).
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
     stay_cut = makers(graph, captured.kept) | moved
     candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, stay_cut)
@@ -506,6 +514,7 @@ def _choose(p: Program) -> Program:
         trainable = needs_grad(graph, _sources(p))
         local = makers(graph, captured.kept) | makers(graph, p.stay)
         return replace(p, decision=choose(p.axes, p.candidates, trainable, total, p.tp, local))
+    # A further graph of a model whose parameters are cut: the cuts have to give each rank the parts that it has.
     stored = {place: p.call.layouts[name] for place, name in captured.parameters.items()} | p.local_inputs
     places = {node: stored[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in stored}
     return replace(p, decision=choose_as(p.axes, p.candidates, places, p.tp))
@@ -532,6 +541,7 @@ def _hoist(p: Program) -> Program:
 
 def _sequence_parallel(p: Program) -> Program:
     decision = sequence_parallel(p.graph, p.axes, p.decision, p.differentiable, set(p.hoisted))
+    # Other cuts give other placements, of which copies are hoisted.
     p = _propagate(replace(p, decision=decision))
     return _hoist(p) if p.options.optional("hoist") else p
 
@@ -628,6 +638,7 @@ def _bind(p: Program, site: Site, graph: fx.Graph) -> fx.Graph:
 
 
 def _recompute(p: Program, site: Site, graph: fx.Graph) -> fx.GraphModule:
+    # Backward recomputes blocks, so without blocks there is nothing to recompute.
     if not site.settings.optional("outline"):
         return fx.GraphModule(nn.Module(), graph)
     return recompute(graph, site.settings.recompute, p.updated)
@@ -638,6 +649,8 @@ def _is_in_halves(options: Options) -> bool:
 
 
 EMIT = (
+    # `bind` is first because the next three take a bound graph, and `python_calls` last because all others ask what an
+    # operator is. `recompute` makes a module of the graph.
     Pass("emit", "bind", _bind),
     Pass("emit", "interleave", lambda p, site, graph: interleave(graph), _is_in_halves),
     Pass(
@@ -679,6 +692,7 @@ class Captures:
         any_tp = _for_any_tp(program)
         key = id(program.captured), program.cp_rank, any_tp.options
         if key not in self._planned:
+            # `tp` is unknown here, so that no pass whose row lacks `by_tp` can compute with it.
             for pass_ in _before_tp(program.options):
                 any_tp = pass_.run(any_tp)
             self._planned[key] = program.captured, any_tp  # The first is kept, so that its `id` stays its own.
@@ -732,9 +746,11 @@ def analyse(
         symbols: Symbols | None = "all"
         while symbols is not None:
             program = captured_program(skeleton, args, kwargs, tp, options, call, symbols, captures)
+            # What capture assumed is among the conditions of the graph already; passes may assume more.
             by_capture = len(size_assumptions(program.graph))
             call, symbols = _next_capture(program, amend)
         program, done = replace(program, cp_rank=cp_rank), 0
+        # A pass that `amend` changes gives another program, which no other analysis may share.
         if captures is not None and amend is None:
             program, done = captures.planned(program), len(_before_tp(options))
         for pass_, later in programs_after_passes(program, amend, done):
@@ -783,6 +799,7 @@ def _is_lowered(program: Program, amend: Amend | None) -> bool:
         for _, later in programs_after_passes(program, amend):
             program = later
         flat_graph(program, 0, "fast")
+    # The second is torch's, for a comparison of sizes whose outcome depends on values.
     except (Error, GuardOnDataDependentSymNode):
         return False
     return True
@@ -804,6 +821,7 @@ def warn_of_whole_sequences(program: Program, call: str) -> bool:
     Args:
         call: the name of the call.
     """
+    # `context_parallel` sets `whole` where it has cut a sequence.
     whole = program.options.cp > 1 and program.whole is None and torch.is_grad_enabled()
     if whole:
         warnings.warn(
@@ -842,6 +860,7 @@ def captured_program(
 
     def captured() -> Captured:
         first = one_call()
+        # Parts of a batch cannot share changes (`_expect_one_batch`), unless a second call no longer makes them.
         if not options.summed or not (first.changes or first.sets) or first.computes_changes:
             return first
         # Changes that only a first call makes, for example the kind of labels.
@@ -933,6 +952,8 @@ def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx
         try:
             expect_typed(lowered, program, to, axes)
         except Error as error:
+            # Only now is the graph after each pass checked, to name the first that does not fit. Until the pass `dce`
+            # there are dead operators.
             graphs = graphs_after_passes(program, to)
             error.facts["after"] = next(pass_.name for pass_, graph in graphs if not _is_typed(dce(graph), program, to))
             raise

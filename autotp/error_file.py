@@ -41,6 +41,7 @@ def report_errors() -> None:
     def reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
             write_error(error)
+            # `write_error` has raised it once more, which adds a frame.
             error.__traceback__ = trace
         previous_hook(kind, error, trace)
 

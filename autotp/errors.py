@@ -84,6 +84,7 @@ def calling(call: str) -> Iterator[None]:
     """A region in which this thread is in the public call of this name."""
     thread = get_ident()
     before = _calls.get(thread, ())
+    # A new tuple: the heartbeat's thread may be reading the old one.
     _calls[thread] = (*before, call)
     try:
         yield
@@ -146,6 +147,7 @@ def is_within_a_call() -> bool:
 
 def calls_in_progress() -> list[str]:
     """Returns the public call that each thread is in, without the threads that are in none."""
+    # A copy first, as other threads change the dict meanwhile.
     return [calls[0] for calls in list(_calls.values()) if calls]
 
 

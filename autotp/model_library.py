@@ -112,6 +112,7 @@ _MADE: list[ModelLibrary] = []
 def register(load: Callable[[], type[ModelLibrary]]) -> None:
     """Registers a library: autotp asks it from here on. `load` runs at the first question, not at import."""
     _REGISTERED.append(load)
+    # The class of the answers is made anew, with this library among its bases.
     _MADE.clear()
 
 

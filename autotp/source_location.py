@@ -73,6 +73,7 @@ def place_of(node: fx.Node) -> tuple[str, int, str] | None:
     user_frames = [row for row in frames if not is_library(row[0])] or frames
     if not user_frames:
         return None
+    # The innermost frame is the last one.
     path, line, code = user_frames[-1]
     return path, int(line), code.strip()
 
@@ -84,6 +85,7 @@ def block_of(node: fx.Node) -> str:
 
 def block_in(name: str) -> str:
     """Returns the numbered block of a module or parameter: `h.0` for `h.0.attn.c_attn`; "" if there is none."""
+    # By the first number: `h.0.experts.3` is in block `h.0`.
     match = re.match(r"(.*?\.\d+)(?:\.|$)", name)
     return match.group(1) if match else ""
 

@@ -121,6 +121,7 @@ def _resolved(path: str, row: Replaced) -> Any:
 def looks_up(function: Any, owner: Any, name: str) -> bool:
     """True if a function looks up a name: as a global of its module, if this is the owner, or as an attribute."""
     function = getattr(function, "__func__", function)
+    # Decorators such as `torch.no_grad()` keep the function itself there.
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code = getattr(function, "__code__", None)
@@ -509,6 +510,7 @@ def expect_callers() -> None:
     """Raises Error if this version of torch lacks one of `CALLERS`: its code would be taken for that of others."""
     for name in (module.rstrip(".") for module in CALLERS):
         parent = name.rpartition(".")[0]
+        # `find_spec` imports the packages above: code of one that is not imported asks nothing.
         if parent in sys.modules and name not in sys.modules and find_spec(name) is None:
             raise Error(
                 f"torch {torch.__version__} has no module `{name}`, by which autotp tells who reads a parameter",

@@ -28,6 +28,11 @@ RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
 """Fake mode -> (operator and kinds of its arguments -> result): see `evaluated`."""
 
 
+def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype for sums: 65,504 is the largest number of float16, and bfloat16 has 8 bits."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def _linear_like(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the example value of `linear`. Without a bias, torch 2.11 needs a number of elements without symbols."""
     some = weight.new_empty(weight.shape[:1]) if bias is None and weight.dim() == 2 else bias
@@ -80,6 +85,7 @@ def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kw
     """
     key = target, _kind(args), _kind(kwargs)
     results = RESULTS.setdefault(mode, {})
+    # A size that depends on values has a symbol of its own in each call, so no result is shared.
     if key not in results or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
         with mode, torch.no_grad():
             results[key] = SIZES.get(target, target)(*args, **kwargs)
@@ -176,6 +182,7 @@ class Builder:
     def copy(self, node: fx.Node) -> fx.Node:
         """Copies a node of the old graph, with mapped operands, and notes the copy in `env`."""
         copy = self.env[node] = copied(self.graph, node, self.env.__getitem__)
+        # No pass may rely on other keys, which are those of the exporter or of a single pass.
         for key in copy.meta.keys() - META:
             del copy.meta[key]
         return copy

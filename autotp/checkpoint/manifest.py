@@ -129,6 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise _other_format(folder, content.get("format"))
         files: list[int] = content["files"]
         tensors = {key: _pieces(files, *rows) for key, rows in content["tensors"].items()}
+        # Before memory is allocated: a damaged manifest could ask for any amount.
         if sum(math.prod(pieces.shape) * pieces.dtype.itemsize for pieces in tensors.values()) > sum(files):
             raise ValueError("the tensors have more bytes than the files")
         for rank, size in enumerate(files):

@@ -47,6 +47,7 @@ class Optimizers:
 
     def state(self, parameter: Tensor) -> dict[str, Any]:
         """Returns the state of a parameter, empty if it has none."""
+        # `get`, as `optimizer.state[parameter]` adds an empty state.
         return next((optimizer.state[parameter] for optimizer in self.each if optimizer.state.get(parameter)), {})
 
     def steps_whole(self, parameter: Tensor) -> bool:
@@ -78,6 +79,7 @@ class Optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if states[parameter]:
                     optimizer.state[parameter].update(states[parameter])
+            # What was read is this rank's part, in plain tensors.
             hold_parts(optimizer, plain_are_parts=True)
 
     def beside(self) -> list[tuple[str, Any]]:

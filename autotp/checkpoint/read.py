@@ -86,6 +86,7 @@ def expect_same_training(
         raise Error(f"{path} has no {', '.join(missing)}", expected=", ".join(about["more"]) or "nothing of this kind")
     names = names_of(optimizers, parts)
     _expect_model(manifest, parts)
+    # Each rank has the settings of the whole model: one comparison is enough.
     if trainer.everyone.rank == 0 and (lines := differences(about["model"], trainer.model_settings, changed)):
         attributes = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in lines))
         remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={attributes})"
@@ -154,6 +155,7 @@ def read_state(
 ) -> ReadState:
     """Reads this rank's part of a checkpoint. of_groups: as `parameter_of_groups` returns it"""
     random = {}
+    # In another layout the checkpoint has no random state for this rank.
     if manifest.about["sizes"] == sizes(trainer):
         for device_type in random_states(trainer.place.device):
             random[device_type] = random_state(
@@ -161,6 +163,7 @@ def read_state(
             )
     names = {name: parameter for parameter, name in names_of(optimizers, parts).items()}
     holds = {name: keys for _, keys_by_name in manifest.about["groups"] for name, keys in keys_by_name.items()}
+    # Of a whole matrix only the owner reads the state.
     owned = {name: p for name, p in names.items() if not optimizers.is_elsewhere(p)}
     entries = [(p, name, key) for name, p in owned.items() for key in holds[name]]
     model, moments = dict[str, Tensor](), {p: dict[str, Any]() for p in names.values()}
@@ -184,6 +187,7 @@ def random_state(manifest: Manifest, key: str, device_type: str) -> Tensor:
     """
     try:
         state = manifest.whole(key)
+        # torch itself tells whether it is a state.
         torch.Generator(device_type).set_state(state)
     except Error:
         raise
@@ -195,7 +199,9 @@ def random_state(manifest: Manifest, key: str, device_type: str) -> Tensor:
 def _part(manifest: Manifest, key: str, parts: Holdings, name: str) -> Tensor:
     """Reads this rank's part of a tensor that is cut like the parameter or buffer `name`."""
     pieces = manifest.pieces(key)
+    # A state of the optimizer may have another dtype than its parameter.
     part = torch.empty_like(parts.held[name].detach(), dtype=pieces.dtype)
+    # Also parts that an earlier rank holds: this rank needs the values, too.
     for box in parts.boxes(name, part, first=False):
         pieces.read(manifest.folder, key, box.whole, box.of(local_of(part)))
     return part
@@ -278,6 +284,7 @@ def _can_replace(value: Any, current: Any) -> bool:
 
 def load_more(more: Mapping[str, Any], states: Mapping[str, Any], trainer: Trainer) -> None:
     """Loads the state of each named object; if one fails on any rank, all objects get their earlier states back."""
+    # Copies: a state_dict may share its values with the object, which `load` changes.
     before = agree(
         trainer.everyone, lambda: {name: copy.deepcopy(target.state_dict()) for name, target in more.items()}
     )
@@ -307,6 +314,7 @@ def load_state(state: ReadState, trainer: Trainer, parts: Holdings, optimizers: 
     states = dict[nn.Parameter, dict[str, Any]]()
     for group, options in zip(optimizers.param_groups, state.options, strict=True):
         group.update({key: _on_device_of(group.get(key), value) for key, value in options.items()})
+        # torch's other optimizers keep their step counts on the CPU.
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             states[parameter] = {

@@ -97,11 +97,14 @@ def save_checkpoint(
         _expect_trainer(trainer)
         _expect_between_steps("save_checkpoint")
         _expect_own_thread(trainer)
+        # An error of the last save is raised on all ranks, before anything is written anew.
         agree(trainer.everyone, lambda: _finish(trainer))
         root = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
         state = agree(trainer.everyone, lambda: state_to_write(root, trainer, optimizer, step, more))
+        # 62 bits: ranks exchange signed integers of 64.
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
         path = path_of(root, step)
+        # All ranks write into this folder: its name is the same on all, and no other save has it.
         unfinished = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
         trainer.saving = Saving(
             lambda: write_state(state, path, unfinished, BackgroundExchange(trainer.everyone, trainer.files))
@@ -169,6 +172,7 @@ def load_checkpoint(
         parts = holdings_of(trainer, "load_checkpoint")
         expect_all_saved(parts)
         agree(everyone, lambda: expect_same_training(manifest, trainer, parts, optimizers, more, changed))
+        # Before reading, as the owner of a matrix reads its state.
         optimizers.choose_owners()
         groups = parameter_of_groups(optimizers, parts, everyone)
         saved = agree(
@@ -181,9 +185,11 @@ def load_checkpoint(
         if optimizers.each and (left_out := unread_state(manifest, optimizers, parts)):
             ignored = f"{path} also has the optimizer's state of {names_as_text(left_out)}, which is not loaded"
             warnings.warn(f"{ignored}: these parameters are not in the optimizer", stacklevel=4)
+        # First, as these may refuse their states: then nothing else has changed.
         load_more(more, saved.more, trainer)
         load_state(saved, trainer, parts, optimizers)
         trainer.steps = manifest.about["step"]
+        # Losses that are still on their way were of the state that is replaced.
         trainer.late.forget()
         return step
 
@@ -286,6 +292,7 @@ def _newest_step(folder: Path) -> int:
     for path in folder.glob("step-*"):
         digits = path.name.removeprefix("step-")
         later = digits.isdecimal() and int(digits) > newest
+        # A link to a folder that is gone was a checkpoint, too.
         dangling = path.is_symlink() and not path.exists()
         if later and not _has_manifest(path) and (dangling or any(path.glob("*.tensors"))):
             raise Error(
@@ -357,6 +364,7 @@ class Saving(Future[None]):
             if self.done():
                 self.told = self.exception() is not None
                 self._join()
+                # The error is told, so the end of the program need not wait for this save.
                 self._at_end.cancel()
 
     def _join(self) -> None:

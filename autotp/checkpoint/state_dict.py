@@ -56,6 +56,7 @@ def _gather_state(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, 
         return {saved for saved in parts.saved if wanted(saved)}
 
     selected = agree(parts.everyone, names_wanted)
+    # A tied tensor has several names, and is gathered once.
     names = list(dict.fromkeys(first for saved, first in parts.saved.items() if saved in selected))
     expect_alike(names, parts.everyone, "wants other names", "the same `wanted`")
     for name in names:
@@ -103,6 +104,7 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     agree(parts.everyone, expect_match)
     for name, saved in {first: saved for saved, first in parts.saved.items()}.items():
+        # Sent in the dtype of the state dict; `fill` casts, as `load_state_dict` does on one device.
         dtypes = [state[saved].dtype if first else None]
         if parts.everyone.size > 1:
             with in_collective("load_full_state_dict", str(parts.everyone.group)):
@@ -122,7 +124,9 @@ def gather_like(parts: Holdings, name: str, tensor: Tensor | None) -> Tensor | N
         tensor: this rank's part; None if the rank does not hold the parameter.
     """
     own_parts: list[tuple[Box, Tensor]] = []
+    # All replicas take part in this gather, also those that give nothing below.
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # Of the ranks that hold the same tensors only the first gives its part.
     if tensor is not None and not parts.replica:
         own_parts = [(box, part.detach().cpu()) for box, part in parts.counts(name, tensor)]
     if parts.everyone.size == 1:
@@ -131,6 +135,7 @@ def gather_like(parts: Holdings, name: str, tensor: Tensor | None) -> Tensor | N
         parts_by_rank = [[] for _ in range(parts.everyone.size)]
         every, first = parts.everyone, parts.everyone.rank == 0
         with in_collective("full_state_dict", str(every.group)):
+            # Objects, as the numbers and sizes of boxes differ between ranks.
             dist.gather_object(own_parts, parts_by_rank if first else None, group=group_of(every), group_dst=0)
     if parts.everyone.rank:
         return None

@@ -90,6 +90,7 @@ def write_checkpoint(
         with progress("writing", sum(map(nbytes, tensors.values())), "B") as line:
             files = [_write_shard(target, shard, tensors, mesh, line.count) for shard in shards]
         on_first(lambda: _write_rest(target, shards, tensors, files, settings))
+        # An error before this line leaves through the stack, which removes the new folder.
         on_first(stack.pop_all().close)
 
 
@@ -107,6 +108,7 @@ def _write_shard(
             return file
 
         file = agree(mesh, lambda: _or_error(target, begin))
+        # It leaves the stack before the file does: all is written when the file is closed.
         writer = stack.enter_context(ThreadPoolExecutor(1, "autotp.save_pretrained"))
         for name in shard.names:
             agree(mesh, lambda name=name: _stream(file, tensors[name], writer))  # type: ignore[misc]
@@ -136,6 +138,7 @@ def _stream(file: SummedFile | None, source: Source, writer: Executor) -> None:
     box = whole_box(source.shape)
     problem: OSError | None = None
     written: Future[None] | None = None
+    # A `Computed` tensor would be computed anew for each block.
     for block in blocks_of_box(box, source.dtype.itemsize) if sliceable(source) else [box]:
         part = source.read(block)
         problem = problem or _problem(written)

@@ -57,6 +57,7 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
         return None
     whole = optimizer.state_dict()
     whole.pop(OF_RANK, None)
+    # torch's state dict shares these dicts with the optimizer, and entries are replaced below.
     whole["state"] = {i: dict(values) for i, values in whole["state"].items()}
     for model, named in parameters_by_model.items():
         parts = holdings_of(model, "state_dict")
@@ -68,6 +69,7 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
             continue
         local_states = {name: optimizer.state.get(p, {}) for name, p in named.items()}
         cut = _cut_states(parts, local_states, steps_elements(optimizer))
+        # Each of these is gathered below, so all ranks must have the same ones.
         expect_alike(cut, parts.everyone, "has another state of the optimizer", "the same steps of the optimizer")
         for name, key, as_parameter in cut:
             value = local_states[name][key]
@@ -88,6 +90,7 @@ def _of_owners(parts: Holdings, local_states: Mapping[str, State]) -> dict[str, 
     expect_alike(sorted(local_states), parts.everyone, "has other parameters in the optimizer", "the same parameters")
     first = parts.everyone.rank == 0
     states, group = dict[str, State](), None if parts.everyone.size == 1 else group_of(parts.everyone)
+    # In one order on all ranks: each turn is a collective.
     for name in sorted(local_states):
         local_state = {key: x.detach().cpu() if isinstance(x, Tensor) else x for key, x in local_states[name].items()}
         every: list[Any] = [None] * parts.everyone.size if first else []

@@ -59,6 +59,7 @@ class GatheredTensor:
             return self._part(block)
         holders = first_holders(self.layout, block[dim])
         elements = self._mine(block, holders)
+        # All ranks see the same holders, so all know whether there is something to send.
         if any(rank for rank, _ in holders):
             group = group_of(self.mesh)
             if backend_of(group.group_name, elements.device.type) == "gloo":  # It sums on the CPU only.

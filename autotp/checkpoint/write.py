@@ -99,6 +99,7 @@ def state_to_write(
         whole = any((path / name).exists() for name in (MANIFEST, OF_FORMAT_1))
         remedy = "another folder, or another step" if whole else "remove it: it is not whole"
         raise Error(f"{path} is there already", fix=remedy)
+    # The lock is of one process: the first rank's stands for the job.
     if trainer.everyone.rank == 0:
         _or_error(folder, lambda: _claim(folder))
     _expect_nothing_beside(optimizers)
@@ -167,10 +168,12 @@ def _state(
         "optimizer": optimizers.name,
         "model": trainer.model_settings,
     }
+    # The same keys on all ranks: the tensors are compared, and one rank writes each.
     keep = keeper("more")
     shared = {
         name: encode(_state_dict(name, stateful), f"the state of `{name}`", keep) for name, stateful in more.items()
     }
+    # Keys of this rank, as ranks may have groups of different parameters.
     keep = keeper(entry_key("group", rank))
     groups = [_group(group, optimizers, parts, keep) for group in optimizers.param_groups]
     for name, tensor in random_states(trainer.place.device).items():
@@ -182,6 +185,7 @@ def _state(
         entry = entry_key("optimizer", name, key)
         if not isinstance(value, Tensor):
             values[entry] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(entry))
+        # A number beside the parameter, such as a count of steps: each rank has it.
         elif value.dim() == 0 and value.shape != parts.held[name].shape:
             items.append(Item(entry, (), (), staging.copy(value)))
         elif optimizers.steps_whole(parameter):
@@ -212,6 +216,7 @@ def _group(
 def _items_of(key: str, parts: Holdings, name: str, tensor: Tensor, staging: Staging) -> Iterator[Item]:
     """Yields this rank's boxes of a parameter, or of a tensor cut like it, that no rank before it on the axis holds."""
     local = local_of(tensor.detach())
+    # A tensor without elements has no boxes, and must be in the manifest all the same.
     if not math.prod(parts.shapes[name]):
         yield Item(key, (0,) * local.dim(), parts.shapes[name], staging.copy(local))
     for box in parts.boxes(name, tensor):
@@ -253,6 +258,7 @@ def write_state(state: TrainingState, path: Path, unfinished: Path, peers: Backg
         rank = peers.mesh.rank
         choices = peers.tell(lambda: [item.choice() for item in state.items])
         holders = peers.agree(lambda: _holders(choices))
+        # Before the checksums, which read what was staged.
         peers.agree(state.staging.wait)
         expect_finite(state.late, peers.agree)
         sums = peers.tell(lambda: [_checksums(state, holders, rank), state.values])
@@ -328,7 +334,9 @@ def _entry_name(key: str) -> str:
 def _chosen(holders: Holders, ranks: int, rank: int) -> list[int]:
     """Returns the items that a rank writes; an item of several ranks is written by the rank with the least bytes."""
     load, chosen = [0] * ranks, list[int]()
+    # First the items that one rank has, which have no choice: the others even out the bytes.
     for (*_, size), places in sorted(holders.items(), key=lambda pair: len(pair[1])):
+        # All ranks know all holders, and so come to the same choice.
         writer, i = min(places, key=lambda place: load[place[0]])
         load[writer] += size
         if writer == rank:
@@ -338,6 +346,7 @@ def _chosen(holders: Holders, ranks: int, rank: int) -> list[int]:
 
 def _write_items(unfinished: Path, rank: int, items: Sequence[Item]) -> list[Any]:
     """Writes this rank's file; returns its bytes, and for each item its row and its piece's row."""
+    # Any rank may be the first.
     unfinished.mkdir(parents=True, exist_ok=True)
     with progress(f"writing {unfinished.parent}", len(items)) as line:
         pieces = write_pieces(unfinished, rank, ((item.at, item.tensor) for item in items), line.count)
@@ -365,6 +374,7 @@ def _finish_folder(state: TrainingState, every: Sequence[Any], path: Path, unfin
         "values": {key: value for some in values for key, value in some.items()},
     }
     write_whole(unfinished / MANIFEST, manifest_content(about, ranks))
+    # The disk has the manifest before the folder gets its name: who sees the name sees all.
     sync_path(unfinished)
     unfinished.rename(path)
     sync_path(path.parent)

@@ -146,6 +146,7 @@ def events_of(model: nn.Module) -> list[Event]:
             events.append(Event(module, "_init_weights", owner, counted=not is_hugging_face(owner)))
             applied.add(module)
 
+    # `_own_initialiser` may build a second module.
     with torch.device("meta"):
         build(model)
     return events

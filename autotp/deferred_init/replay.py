@@ -42,6 +42,7 @@ class Replay(TorchFunctionMode):
     def __init__(self, tied: Tied, events: Sequence[Event], device: torch.device, sink: Sink) -> None:
         super().__init__()
         self.tied, self.events, self.device, self.sink = tied, events, device, sink
+        # Of places that share a tensor the first one stays.
         self.places = {id(place.tensor): place for places in tied for place in reversed(places)}
         self.states = torch.empty(0)  # The random state before each event: [events bytes].
         self.history: dict[int, list[int]] = {}  # Tensor -> the events that its value depends on.
@@ -131,6 +132,7 @@ class Replay(TorchFunctionMode):
                 fix="initialise the modules one after the other",
             )
         if tensor.is_floating_point():
+            # What is still NaN at the end was written by no event: `_release` sees it.
             tensor.data.fill_(torch.nan)
         for i in past:
             again = Replay(self.tied, self.events, self.device, lambda i, place, stand_in: None)

@@ -56,9 +56,11 @@ def _settle(
     counts: list[int] = []
     fitting: dict[tuple[int, ...], int] = {}  # Events that the value depends on -> place.
     for origin, shared in ways:
+        # Only writes to the origin count, and those of `_init_weights` to any place, if it came after the tie.
         writes = [w for k, row in enumerate(by_place) for w in row if k == origin or (shared and events[w[0]].owner)]
         writes.sort(key=lambda write: write[0])
         counts.append(sum(stand_in.tensor._version for i, stand_in in writes if events[i].counted))
+        # A write that overwrites makes the earlier ones void.
         last = max((n for n, (_, stand_in) in enumerate(writes) if stand_in.state == "written"), default=0)
         value = tuple(i for i, _ in writes[last:])
         holders = [k for k, row in enumerate(by_place) if value and set(value) <= {i for i, _ in row}]

@@ -115,6 +115,7 @@ def _reduced(program: Program, only: Sequence[int] | None, stored: Collection[st
     decision, names = program.decision, program.captured.parameters
     if only is not None:
         decision = Decision()
+        # In the order of the plan: an operator keeps the first axis that it is cut along.
         for number in sorted(only):
             accept(program.decision.chosen[number], decision)
     if stored is None:
@@ -162,6 +163,7 @@ def _weights(trials: _Trials, program: Program) -> tuple[tuple[str, ...], str]:
 
 
 def _passes(trials: _Trials) -> tuple[str, ...]:
+    # Recomputation works on the blocks that `outline` makes.
     needed = {"outline"} if trials.settings.recompute != "none" else set()
     suspects = [name for name in OPTIONAL if trials.settings.optional(name) and name not in needed]
 

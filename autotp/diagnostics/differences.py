@@ -52,6 +52,7 @@ def gradient_differences(
     differences = []
     for n, t in floating.items():
         parts = [r[n].grad for r in ranks]
+        # `difference` would take a missing gradient for zeros.
         missing = t.grad is not None and any(part is None for part in parts)
         differences.append(Difference(n, float("inf") if missing else difference(t.grad, parts, layouts[n], scale)))
     return differences
@@ -82,6 +83,7 @@ def descending(row: Difference) -> float:
 def difference(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Layout, scale: float) -> float:
     """Returns the largest difference between a tensor and its joined parts, or its copies, divided by `scale`."""
     if whole is None:
+        # Where one device has no gradient, zeros of a rank are as good.
         return 0.0 if all(part is None or not part.any() for part in parts) else float("inf")
     ranks = len(layout.pieces) or 1
     zeros = [torch.zeros(layout.local_shape(r % ranks), dtype=whole.dtype) for r in range(len(parts))]
@@ -90,6 +92,7 @@ def difference(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Lay
         return max(_distance(part, whole) for part in filled) / scale
     distance = 0.0
     for first in range(0, len(filled), ranks):  # Each context-parallel rank has all the parts.
+        # A position that no rank holds stays NaN, and so is a difference.
         joined = torch.full_like(whole, float("nan")) if whole.is_floating_point() else torch.zeros_like(whole)
         for rank in range(ranks):
             layout.put(joined, filled[first + rank], rank)

@@ -24,6 +24,7 @@ class _Double(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in GROUPED and (product := _grouped(*args, **(kwargs or {}))) is not None:
             return product
+        # These cast without a dtype among their arguments.
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
         return func(*(_raised(arg) for arg in args), **{name: _raised(arg) for name, arg in (kwargs or {}).items()})

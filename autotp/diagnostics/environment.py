@@ -70,6 +70,7 @@ class Installed:
         """One of: missing, tested, untested."""
         if not self.found:
             return "missing"
+        # A version of torch may end in its build, as 2.13.0+cpu.
         is_tested = self.found.partition("+")[0] == self.tested
         return "tested" if is_tested else "untested"
 
@@ -199,6 +200,7 @@ def _timed() -> Exchange:
     tensor = torch.ones(BYTES // 4, device=device)
     seconds = []
     for _ in range(TIMES + 1):
+        # All ranks begin together, so that nobody's wait is timed.
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)

@@ -80,6 +80,7 @@ class _Page:
         for block, nodes in _regions(visible):
             text = tuple(self._region(block, nodes))
             original = printed_blocks.get(text, "") if block else ""
+            # The run of blocks that are alike ends here.
             if repeated and original != printed:
                 yield _alike_text(repeated, printed)
                 repeated.clear()
@@ -104,6 +105,7 @@ class _Page:
 
         Each block has its own names; the values that it reads are `x`, `x1`, ...
         """
+        # Outside of blocks, a value of a block is read by its full name.
         local = {} if block else dict(self.called)
         counts: dict[str, int] = {}
         outside = 0
@@ -230,6 +232,7 @@ def sizes_of(graph: fx.Graph) -> dict[str, str]:
     for node in graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if node.op == "placeholder" and isinstance(value, Tensor) else ():
+            # A set has no order, and each run must give the same letters.
             for symbol in sorted(map(str, _symbols(size))):
                 letters.setdefault(symbol, LETTERS[len(letters)] if len(letters) < len(LETTERS) else symbol)
     return letters | {part: renamed(text, letters) for part, text in cut_lengths(graph).items()}

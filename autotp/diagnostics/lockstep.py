@@ -66,6 +66,7 @@ def simulated(
     where = places(model)[1]
     names = {(id(module), key): name for name, (module, key) in where.items()}
     blocks = dict(model.named_modules(remove_duplicate=False))
+    # Operators outside of blocks have the name "", and no module is called for them.
     del blocks[""]
 
     def read(place: ParameterPlace) -> Tensor:
@@ -126,6 +127,7 @@ def _collective(collective: Callable[..., Any], arguments: Sequence[Sequence[Any
     results: list[Any] = [None] * count
     for group in along_cp if arguments[0][1] == "cp" else along_tp:
         rows = [arguments[i] for i in group]
+        # Of other collectives only the operand differs between ranks.
         takes_rows = collective in (_share, _together, _async_linear)
         values = collective(rows) if takes_rows else collective(*(row[0] for row in rows), rest=rows[0][2:])
         for i, value in zip(group, values, strict=True):
@@ -155,6 +157,7 @@ def _sum(xs: Ranks) -> Ranks:
     total = xs[0]
     for x in xs[1:]:
         total = total + x
+    # Each rank has memory of its own, as processes have.
     return tuple(total.clone() for _ in xs)
 
 
@@ -204,6 +207,7 @@ def _conjugate(name: str) -> Callable[..., Ranks]:
         if name in ("copy", "reduce"):
             return _Conjugate.apply(name, (), *xs)
         moved = _Conjugate.apply(name, (rest[0] % xs[0].dim(), *rest[1:]), *xs)
+        # As the collectives do it: a result lies in memory in its operand's order.
         return tuple(laid_out(y, order_of(x)) for x, y in zip(xs, moved, strict=True))
 
     return run

@@ -161,6 +161,7 @@ def prove(
         Error: as `distribute`; or something cannot be proved.
     """
     tp, pp, dp = sizes
+    # Before the capture, as this is fast and needs no model.
     order = actions_of(training.engine, pp, training.microbatches)
     expect_complete(order, [stages_of(training, rank, pp) for rank in range(pp)], training.microbatches)
     skeleton = skeleton_of(model).train()
@@ -177,6 +178,7 @@ def prove(
             line.begin(f"tp rank {rank % tp}")
             graph, first_graph = fuse(flat), flat if rank == 0 else first_graph
             counts.append(sum(node.op == "call_function" for node in flat.nodes))
+            # Each context-parallel rank has a program of its own, for its part of the sequences.
             of_rank = programs[rank // tp]
             divided, stages = _divided(of_rank, graph, pp, training)
             divisions.append((divided, _composed(of_rank, graph, stages, divided, pp, training)))
@@ -184,6 +186,7 @@ def prove(
                 stages_of_ranks.append(stages)
     first, composed = divisions[0]
     for rank, (rank_division, rank_composed) in enumerate(divisions[1:], 1):
+        # Ranks of one stage must send the same tensors at the same boundaries.
         if rank_division != first or list(map(len, rank_composed.sent)) != list(map(len, composed.sent)):
             raise Error(f"tp rank {rank % tp} would divide its graph in another way than tp rank 0")
     names = program.captured.parameters
@@ -249,11 +252,14 @@ def expect_complete(order: Sequence[Sequence[Action]], stages: Sequence[Sequence
     """
     for rank, row in enumerate(order):
         done = Counter((a.stage, half, a.microbatch) for a in row for half in _halves(a))
+        # F: forward; I and W: backward for the inputs, and for the weights.
         expected = Counter((i, half, j) for i in stages[rank] for half in "FIW" for j in range(microbatches))
         if done != expected:
+            # A Counter keeps no negative counts: this is what is there too often, then what is missing.
             (stage, half, j), _ = next(iter(((done - expected) + (expected - done)).items()))
             raise Error(f"pp rank {rank} runs {half} of stage {stage} {done[stage, half, j]} times for microbatch {j}")
     try:
+        # `play` asserts that no schedule waits for itself.
         play(order, lambda action: 1.0, lambda sender, receiver: 0.0)
     except AssertionError as error:
         raise Error(f"the schedule does not end: {error}") from error

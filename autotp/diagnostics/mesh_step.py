@@ -52,9 +52,11 @@ def compare_step(
     loss = _loss(model(*whole[0], **whole[1]))
     torch.autograd.backward(loss)
     replicas = [_given(program, _part(whole, places, i, dp)) for i in range(dp)]
+    # As in `distribute`: each replica counts its own rows, and the counts are summed.
     counts = [counts_of(program, replica, model) for replica in replicas]
     defined_counts = [count for count in counts if count is not None]
     totals = named_totals(program, torch.stack(defined_counts).sum(0)) if defined_counts else {}
+    # The tensor-parallel ranks of each context-parallel rank hold the same parts.
     ranks = [rank_tensors(model, program.layouts, rank % program.tp) for rank in range(len(stages))]
     modules = [
         [simulated(stage.graph, local_tensors, program, model, training) for stage in row]
@@ -64,6 +66,7 @@ def compare_step(
     for i in range(dp * parts):
         microbatch = totals | _given(program, _part(whole, places, i, dp * parts))
         rank_losses = _lockstep(program, stages, modules, ranks, microbatch)
+        # One backward for all ranks: a collective is one node of the graph that they share.
         torch.autograd.backward(rank_losses)
         losses = [sofar + rank_loss.detach() for sofar, rank_loss in zip(losses, rank_losses, strict=True)]
     scale = largest([loss.detach()])

@@ -132,6 +132,7 @@ class Reasons:
         """
         axes, read_from = self.analysis.axes, {reader: reader}
         queue = [reader]
+        # The list grows meanwhile, so that near operators are looked at before far ones.
         for node in queue:
             if not axes.bound[node].known:
                 path = [node]
@@ -172,6 +173,7 @@ class Reasons:
     def _tangling(self) -> dict[fx.Node, fx.Node]:
         """Parameter -> the first operator behind which one of its axes can no longer be cut."""
         axes, tangling = Axes(), dict[fx.Node, fx.Node]()
+        # Infers the axes once more, operator by operator: the program has only the result of all.
         for node in self.analysis.graph.nodes:
             visit(node, axes)
             for parameter in self.parameters:
@@ -198,4 +200,5 @@ def _is_reduced(value: fx.Node, analysis: Program) -> bool:
     """True for a value that a cut operator sums over ranks."""
     leaf = analysis.decision.cuts.get(value)
     factor = analysis.axes.bound[value].cuttable(leaf) if leaf is not None else None
+    # The axis is summed over, and not in the result: each rank has a term of the sum.
     return factor is not None and not factor.outs and factor.summed

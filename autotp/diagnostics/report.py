@@ -107,7 +107,9 @@ def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
         for side, table in enumerate((FORWARD, BACKWARD if node in graded else {})):
             if name in table:
                 read, back = node.all_input_nodes, bool(side) or node in in_backward
+                # The larger side of a conjugate is the whole, which its collective makes or takes.
                 size = max(sum(map(_bytes, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
+                # `tp/4` is a group of neighbours along `tp`.
                 own_axis = str(node.args[1]).partition("/")[0]
                 of_parameters = all(_placeholder(n) in learnt for n in read)
                 sends.append(Sent(table[name], layer_of(node), size, back, of_parameters, own_axis))
@@ -136,6 +138,7 @@ def _gathered_again(graph: fx.Graph, analysis: Program) -> list[Sent]:
     """Returns the all-gathers in backward of joined products, which gather their input again."""
     (_, graded), sends = _learning(graph, analysis), []
     for node in graph.nodes:
+        # Its arguments: x, group, gathered (dim, size, ...), flattened, weights, ...
         if node.target is async_linear and node.args[2] is not None and any(w in graded for w in node.args[4]):
             x, (dim, length, *_) = node.args[0], node.args[2]
             whole = list(x.meta["val"].shape)
@@ -172,8 +175,10 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: se
         factor = analysis.axes.bound[reader].cuttable(leaf) if reader in analysis.axes.bound else None
         product = contracts(analysis.axes.bound.get(reader))
         weighs = product or has(reader.target, Trait.LOOKUP)
+        # The axis is summed over (a row-parallel product): the result is Partial.
         if factor is not None and weighs and not factor.outs and factor.summed:
             forward = "reduce-scatter" if reader in analysis.decision.scattered else "all-reduce"
+        # The axis is in the result (a column-parallel product): the operand's gradient is Partial.
         elif factor is not None and product:
             along = any(_is_along(operand, analysis) for operand in reader.all_input_nodes)
             forward = "all-gather" if along else forward

@@ -183,6 +183,7 @@ def make_trial(
         of_inputs: whether floating inputs require a gradient.
     """
     name = type(model).__name__
+    # As in `build`: what is verified must be what runs.
     if settings.recompute == "none" and library().recomputes(model):
         settings = replace(settings, recompute="full")
     if _on_meta(model):
@@ -197,9 +198,11 @@ def make_trial(
         ]
         needed = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         call = CallState(wanted=needed, values=values)
+        # Only with "exact" do the ranks draw the masks of one device.
         skeleton, settings = skeleton_of(whole), replace(settings, randomness="exact")
         programs = [analyse(skeleton, args, kwargs, tp, settings, call, amend, rank) for rank in range(settings.cp)]
         graphs, analysis = [graph for program in programs for graph in flat_graphs(program, "exact")], programs[0]
+        # In lockstep no rank waits: nobody would see that ranks on processes wait for ever.
         expect_one_order(list(map(communication, graphs)))
         plan = _plan(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings, of_inputs)
@@ -235,10 +238,12 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         model, inputs = copied(trial.model), _inputs(trial)
         ranks = [_rank(trial, i % analysis.tp) for i in range(len(trial.graphs))]
         modules = [
+            # A copy, as a test changes it.
             simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings)
             for i, graph in enumerate(trial.graphs)
         ]
         placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
+        # The same numbers as below, where one device draws.
         seed(0)
         ran = run_lockstep(modules, placed, analysis.options.cp)
         outcome_count = len(analysis.call.values.outcomes)
@@ -324,6 +329,7 @@ def _returned(
         arguments[tensors_at[i]] = arguments[tensors_at[i]].clone()  # Forward must not write into a leaf.
     args, kwargs = pytree.tree_unflatten(arguments, spec)
     for path in captured.input_at:
+        # A clone: forward may write into it, and its gradient reaches the leaf.
         put_at(modules, path, next(queue).clone())
     shapes: list[Sequence[int]] = [t.shape for t in arguments if isinstance(t, Tensor)]
     shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
@@ -354,8 +360,11 @@ def _set_to(
         holder = contents_of(before.at(change.path))
         for key, value in change.values.items():
             rank_value, device_value = value, flatten_new_value(holder[key], before.places) if key in holder else GONE
+            # What is left in `real` at the end is set by one device alone.
             real.get(change.path, {}).pop(key, None)
+            # [0] has the leaves, [1] the structure.
             if rank_value is GONE or device_value is GONE or rank_value[1] != device_value[1]:
+                # GONE on both sides is no difference.
                 different += [Difference(spelled(change.path, key), float("inf"))] * (rank_value is not device_value)
                 continue
             for leaf, device_leaf in zip(rank_value[0], device_value[0], strict=True):
@@ -380,6 +389,7 @@ def _buffers(
     names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
     returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in rank_outputs), strict=True), strict=True))
     rows = []
+    # Buffers that forward assigns: `_set_to` has compared them.
     made = {
         f"{c.path[0]}.{key}".lstrip(".")
         for c in trial.analysis.captured.changes
@@ -630,6 +640,7 @@ def _compared(
         try:
             trial = make_trial(model, *inputs, tp, settings, amend, values, of_inputs)
         except Error as error:
+            # A model that sets `requires_grad` of its input cannot take one that has a gradient.
             if not (of_inputs and SETS_FLAGS in str(error)):
                 raise
             of_inputs = False
@@ -643,6 +654,7 @@ def _compared(
             values = contradiction.values
         except (IndexError, RuntimeError, ValueError):  # NOTE [A graph that fails] in graph_entry.py
             assumes = any(not read.of_inputs for read in trial.analysis.captured.asked)
+            # Once: with what one device reads, a further failure is the model's own.
             if listed or not assumes:
                 raise
             values, listed = _read_by_one_device(trial), True

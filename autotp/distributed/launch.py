@@ -136,6 +136,7 @@ def ranks_on_one_card(store: dist.Store, started: Launch, card: Any, asked_for: 
         store.set("shared", f"{first} {started.rank}")
     if not asked_for:
         store.set("by default", "")
+    # The last rank to arrive finds in the store what all others have written.
     if store.add("arrived", 1) == started.size:
         shared = store.get("shared").decode() if store.check(["shared"]) else ""
         store.set("answer", f"{int(not store.check(['by default']))} {shared}")
@@ -177,6 +178,7 @@ def meeting(started: Launch) -> Iterator[None]:
 
 def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
     """Returns a store on a free port, which the first process writes into a file with the job's name."""
+    # The store below is reached on this machine alone.
     if started.local_size != started.size or not started.job:
         variables = "MASTER_ADDR=<the first node> MASTER_PORT=29500"
         flags = {"srun": f"{variables} srun", "mpirun": "mpirun " + variables.replace("MASTER", "-x MASTER")}
@@ -188,6 +190,7 @@ def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
     file = _folder() / re.sub(r"[^\w.-]", "_", started.job)
     if started.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, started.size, True, timeout, wait_for_workers=False)
+        # Renamed when it is whole: a reader finds no half of a number.
         temporary = file.with_name(f"{file.name}.new")
         temporary.write_text(str(store.port))
         temporary.replace(file)

@@ -24,6 +24,7 @@ def watch(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
         installed: functions that are called for the first model; each returns an undo, called when no model is left.
     """
     _models[next(_numbers)] = model
+    # When Python exits there is nothing left to restore.
     weakref.finalize(model, _left).atexit = False
     if not _undo:
         _undo.extend(install() for install in installed)
@@ -32,6 +33,7 @@ def watch(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
 
 def watch_instead(model: Model, inside: nn.Module) -> Model:
     """Notes that a model is parallel in the place of a parallel model that became a part of it, and returns it."""
+    # Under its old number, so that it keeps its place in the order of `models()` on all ranks.
     for number in [number for number, watched in _models.items() if watched is inside]:
         _models[number] = model
     weakref.finalize(model, _left).atexit = False
@@ -56,6 +58,7 @@ def sorted_by_model(tensors: Iterable[Tensor]) -> tuple[dict[nn.Module, dict[str
     for tensor in (tensor for tensor in all_tensors if id(tensor) in owner):
         model, name = owner[id(tensor)]
         by_model.setdefault(model, {})[name] = tensor
+    # The order of `models()`: all ranks must communicate for the models in the same order.
     ordered = {model: by_model[model] for model in models() if model in by_model}
     return ordered, [tensor for tensor in all_tensors if id(tensor) not in owner]
 

@@ -256,6 +256,7 @@ def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
     if tensor.layout is not torch.strided:
         return _sparse_from_first(tensor, mesh)
     source = tensor.detach()
+    # gloo broadcasts a tensor with gaps wrongly, without an error (pytorch#192920).
     sent = source.contiguous()
     communicate("broadcast_", sent.view(-1).view(torch.uint8), 0, mesh.group)
     if sent.data_ptr() != source.data_ptr():
@@ -275,6 +276,7 @@ def _sparse_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
     lengths = [n for piece in pieces for n in piece.shape]
     coalesced, *first = gather_ints([coordinates and tensor.is_coalesced(), *lengths], mesh)[0]
     of_first = iter(first)
+    # What is sent has the first rank's sizes, which a rank's own pieces may not have.
     sent = [piece.detach().new_empty([next(of_first) for _ in piece.shape]) for piece in pieces]
     for piece, part in zip(sent, pieces, strict=True):
         broadcast_from_first(piece.copy_(part) if piece.shape == part.shape else piece, mesh)
@@ -286,6 +288,7 @@ def _sparse_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
 
 def follow_first_random_state(mesh: Mesh) -> None:
     """Gives every rank the random state of the first rank: on the CPU and on its device."""
+    # NCCL sends tensors of a GPU only.
     state = torch.get_rng_state().to(mesh.device)
     torch.set_rng_state(broadcast_from_first(state, mesh).cpu())
     if mesh.device.type == "cuda":
@@ -301,6 +304,7 @@ def follow_first_numpy_state(mesh: Mesh) -> None:
     """
     if mesh.everyone.size > 1:
         state = broadcast_from_first(numpy_state().to(mesh.device), mesh).cpu()
+        # Zeros stand for another generator. All ranks see them, so all raise.
         if not state.any():
             raise Error(
                 "the model draws from `numpy.random`, whose generator was replaced, so ranks cannot draw the same "
@@ -331,6 +335,7 @@ def gather_ints(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
     if mesh.size * squares == counts * counts:  # All counts are equal (Cauchy-Schwarz).
         return _gathered(values, mesh) if count else [[] for _ in range(mesh.size)]
     every = [row[0] for row in _gathered([count], mesh)]
+    # Padded, as ranks gather rows of one length.
     rows = _gathered([*values, *[0] * (max(every) - count)], mesh)
     return [row[:count] for row, count in zip(rows, every, strict=True)]
 
@@ -461,9 +466,11 @@ def _from_device_mesh(
         if size not in (None, sizes[name]):
             raise Error(f"{name}={size}, but the mesh has {name}={sizes[name]}", fix=f"leave {name} out")
     where = _mesh_device(mesh, device)
+    # Before a group is made: each rank looks at the whole mesh, so all raise.
     every = _ranks_of_model(mesh) if sizes["cp"] > 1 else []
     begin(where)
     if timeout is not None:  # The caller's groups keep their timeouts.
+        # All ranks make the new groups in the same order.
         group, across = _with_timeout(group, timeout, "tp"), _with_timeout(across, timeout, "cp")
     tp_mesh = _with_runs(Mesh("tp", group.size(), group.rank(), group.group_name, where), group)
     return tp_mesh if sizes["cp"] == 1 else _with_sequences(tp_mesh, group, across, every, timeout_of(group))
@@ -519,6 +526,7 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None
     started = launch() or Launch("", 0, 1, 0, 1)
     several_machines = started.local_size < started.size
     if dist.is_initialized():
+        # gloo reads the interface when a group is made.
         choose_interface(dist.distributed_c10d._get_default_store(), several_machines)
     else:
         with meeting(started), connecting_late(started.size):
@@ -557,6 +565,7 @@ def _backend(local_device: torch.device, asked_for: bool, store: dist.Store, sta
 def _over_the_world(tp: int, cp: int, device: torch.device | str | None, timeout: timedelta) -> Mesh:
     local_device = start(timeout, device)
     count, me = dist.get_world_size(), dist.get_rank()
+    # Global rank = (replica * cp + rank along cp) * tp + rank along tp.
     first, row = me // (tp * cp) * (tp * cp), me // tp * tp
     # New groups, so that they have this timeout and this name, whatever the default group has.
     group = new_group(range(row, row + tp), timeout, "tp") if tp > 1 or cp == 1 else None
@@ -566,6 +575,7 @@ def _over_the_world(tp: int, cp: int, device: torch.device | str | None, timeout
         mesh = _with_sequences(mesh, group, new_group(every[me % tp :: tp], timeout, "cp"), every, timeout)
     if tp * cp == count:
         return mesh
+    # The ranks with this rank's place in the other replicas.
     dp_group = new_group(range(me % (tp * cp), count, tp * cp), timeout, "dp")
     return replace(mesh, replicas=with_number(_along(mesh, dp_group, "replica")))
 
@@ -578,6 +588,7 @@ def _with_sequences(mesh: Mesh, group: Any, across: Any, every: Sequence[int], t
         across: that of this process's axis `cp`.
         every: the global ranks of both axes, those along `tp` neighbours.
     """
+    # A group of all these ranks may exist already: each further one costs a communicator.
     spanning = [candidate for candidate in (group, across) if candidate is not None and candidate.size() == len(every)]
     joint_group = spanning[0] if spanning else new_group(every, timeout, "cp x tp")
     names = tuple(f"tp rank {i % mesh.size}, cp rank {i // mesh.size}" for i in range(len(every)))
@@ -592,6 +603,7 @@ def _along(mesh: Mesh, group: Any, axis: str) -> Mesh:
 def _with_runs(mesh: Mesh, group: Any) -> Mesh:
     """Returns the mesh with its number, and with groups of 2, 4, ... neighbours for cuts on a factor of the axis."""
     mesh, runs = with_number(mesh), []
+    # Ranks that share several of these groups make them in the same order: by size.
     for n in (n for n in range(2, mesh.size) if mesh.size % n == 0):
         start = mesh.rank // n * n
         ranks = dist.get_process_group_ranks(group)[start : start + n]
@@ -617,6 +629,7 @@ def with_number(mesh: Mesh) -> Mesh:
 
 def numbered_groups() -> dict[str, Mesh]:
     """Returns the process groups of several ranks that autotp uses: name -> the first mesh on it."""
+    # A destroyed group may live on in user code, and nothing can be sent in it.
     alive: Any = dist.distributed_c10d._world.pg_map
     return {str(mesh.group): mesh for group, mesh in _numbered.items() if group in alive and mesh.size > 1}
 
@@ -708,6 +721,7 @@ def _usable(spec: Any) -> torch.device:
         device = torch.device(spec)
         if device.type != "cuda":  # Whether there are enough of these, the caller asks.
             torch.empty((), device=device)
+    # AssertionError: torch was compiled without this kind of device.
     except (RuntimeError, TypeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise Error(f"device={spec!r} cannot be used: {reason}", fix='device="cpu", or device="cuda"') from error

@@ -53,6 +53,7 @@ def make_fatal(error: Error, groups: Iterable[ProcessGroup]) -> Fatal:
     fatal = Fatal(error)
     for group in groups:
         _fatal[group] = fatal
+        # `one_thread` asks for a fatal Error only where something is noted here.
         uncompared[str(group.group_name)] = weakref.ref(group)
     return fatal
 
@@ -62,6 +63,7 @@ def fatal_error(group: str) -> Error | None:
     fatal = _fatal.get(process_group(group)) if _fatal else None
     if fatal is None:
         return None
+    # The Error is raised here, so no other thread has to raise it.
     fatal.cancel()
     fatal.raised.set()
     return fatal.error
@@ -115,6 +117,7 @@ def peer_error(operation: str, group: str, error: RuntimeError, mesh: Any = None
     text = str(error).lower()
     if "timed out" in text or "timeout" in text:
         reason = "a peer did not answer within the group's timeout"
+    # gloo raises plain RuntimeErrors: only their texts tell what has happened.
     elif any(sign in text for sign in ("connection", "peer", "gloo/transport", "nccl", "socket", "broken pipe")):
         reason = "a peer closed its connection"
     elif text.startswith(APART):

@@ -53,15 +53,18 @@ class one_thread:
         if user is None:
             if uncompared:
                 compare_if_interrupted(self.group)
+            # One step of Python: of two threads that come at once one is the user.
             user = _users.setdefault(self.group, self.thread)
         if user != self.thread:
             self._refuse_or_begin_anew()
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        # Another thread has used the group meanwhile: its numbers may be here.
         if _users.get(self.group) != self.thread:
             if error is None:
                 raise _two_threads(self.group).within(self.operation)
         elif not self.nested:
+            # Only the outermost region of a thread ends its use.
             del _users[self.group]
         if error is not None:
             self._failed(error)

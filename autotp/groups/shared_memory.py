@@ -78,6 +78,7 @@ class Channel:
     def __init__(self, memory: mmap.mmap, rank: int, size: int, processes: dict[int, int]) -> None:
         self.rank, self.size = rank, size
         self._words = memoryview(memory)[: _header(size)].cast("q")
+        # In inference mode the tensor could not be written into outside of it.
         with torch.inference_mode(False):
             self._slots = torch.frombuffer(memory, dtype=torch.uint8)[_header(size) :].view(2, size, LIMIT)
         self._mine, self._others = rank * WORDS, [r * WORDS for r in range(size) if r != rank]
@@ -166,6 +167,7 @@ class Channel:
             parts[self.rank].view(x.shape).copy_(x.detach())
         says = _description(op, x)
         words[self._mine + SAYS + slot] = says | other_way
+        # Last: who reads this number takes the slot and the description for written.
         words[self._mine + HERE] = count
         by_torch = other_way
         for place in self._others:
@@ -200,6 +202,7 @@ class Channel:
             time.sleep(pause)
             pause = min(2 * pause, LAST_SLEEP)
             if (now := time.monotonic()) > look:
+                # Asked after a while only, as most waits are short.
                 limit = limit or group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
                 self._expect(place, count, now - began, limit)
                 look = now + LOOK
@@ -269,12 +272,16 @@ def _opened(group: ProcessGroup) -> Channel | None:
     everyone: list[list[int]] = facts.tolist()
     memory, processes = None, dict[int, int]()
     if _is_one_machine(everyone):
+        # The memory has no name: the other ranks open it by the first rank's descriptor.
         memory = _mapped(f"/proc/{everyone[0][0]}/fd/{everyone[0][1]}", size)
         with suppress(OSError, AttributeError):
             for r in (r for r in range(size) if r != rank):
+                # A descriptor, as the number of a process that has ended may be given to another one.
                 processes[r] = os.pidfd_open(everyone[r][0])
+    # All ranks go this way, or none.
     ready = torch.tensor([int(memory is not None and len(processes) == size - 1)], device="cpu")
     group.allreduce([ready], dist.ReduceOp.MIN).wait()
+    # By now all ranks have mapped the memory.
     if descriptor is not None:
         os.close(descriptor)
     if memory is None or not ready.item():
@@ -356,6 +363,7 @@ def _is_one_machine(everyone: list[list[int]]) -> bool:
     union = [0] * (CPUS // 64)
     for row in everyone:
         union = [a | b % 2**64 for a, b in zip(union, row[3:], strict=True)]
+    # A rank that waits keeps its core busy, so there must be a core for each.
     cores = sum(word.bit_count() for word in union)
     same_machine = len({row[2] for row in everyone}) == 1 and everyone[0][2] != 0
     return same_machine and everyone[0][1] >= 0 and cores >= dist.get_world_size()

@@ -63,6 +63,7 @@ def watch_peft() -> None:
     """Changes the constructors of peft's models, once they are imported."""
     models, mixed = (sys.modules.get(name) for name in WATCHED[:2])
     for model_class in (getattr(models, "PeftModel", None), getattr(mixed, "PeftMixedModel", None)):
+        # Each class of a task has a constructor of its own, which calls that of `PeftModel`.
         for changed_class in () if model_class is None else (model_class, *model_class.__subclasses__()):
             if "__init__" in vars(changed_class):
                 _change(changed_class, "__init__", _around_parallel)
@@ -81,6 +82,7 @@ def _change(owner: type, name: str, wrapper: Callable[[Method], Method]) -> None
 
 def _around_parallel(original: Method) -> Method:
     def __init__(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # peft's constructors call each other: only the outermost one puts its module around the model.
         outermost = isinstance(model, ParallelModule) and not _making.get()
         if outermost:
             expect_own_calls(cast(ParallelModule, model))
@@ -131,6 +133,7 @@ def _undone_on_failure(model: nn.Module) -> Iterator[None]:
     """A region after which a model has its modules and parameters as before, if an exception leaves it."""
     modules, flags = list(model.modules()), [(p, p.requires_grad) for p in model.parameters()]
     before = [dict(vars(module)) for module in modules]
+    # torch and peft change these dicts in place, so their contents are kept, too.
     tables = [{name: dict(x) for name, x in attrs.items() if name in ("_parameters", "_modules")} for attrs in before]
     try:
         yield
@@ -171,6 +174,7 @@ class Adapts:
                 fix="autotp.full_state_dict(model), and peft on one device",
             )
         state = full_state_dict(model, _names_of_adapters(model).__contains__)
+        # `write` passes the whole state, and runs on the first rank alone.
         rest = {name: value for name, value in options.items() if name not in ("state_dict", "is_main_process")}
 
         def write() -> None:
@@ -218,6 +222,7 @@ class Adapts:
             Error: on every rank: it is made from values of weights, which are cut.
         """
         model: Any = self
+        # Before the new adapter is there: its parameters are cut as those of the others.
         layouts, ids_before = model.layouts, {id(p) for p in model.parameters()}
         parent: Any = super()
         _made_by_wholes(lambda *_: parent.add_adapter(adapter_name, peft_config, **options), self, model)
@@ -284,6 +289,7 @@ def _like_another(name: str, parameter: Tensor, adapter: str, layouts: Mapping[s
 def _cut(model: Any, name: str, parameter: nn.Parameter, layout: Layout) -> None:
     """Puts this rank's part of a parameter in the place of the whole."""
     path, _, key = name.rpartition(".")
+    # Each rank may have drawn other initial values.
     whole = broadcast_from_first(parameter.data.to(model.mesh.device), model.mesh)
     part = nn.Parameter(layout.take(whole, model.mesh.rank), parameter.requires_grad)
     setattr(model.get_submodule(path), key, as_cut(part, Cut(name, layout, model.mesh)))

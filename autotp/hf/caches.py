@@ -49,6 +49,7 @@ def shown_attribute(name: str, value: Any) -> Any:
         how = "offloaded" if name == "offloading" else "quantized"
         raise Error(f"a cache that is {how} cannot be cut", fix='cache_implementation="dynamic" or "static"')
     if name in COUNTS and isinstance(value, int | torch.SymInt):
+        # [count], on one byte of memory.
         return torch.zeros((), dtype=torch.bool).expand(value)
     return None if isinstance(value, torch.device) else value
 

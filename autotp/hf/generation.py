@@ -90,6 +90,7 @@ class Generates:
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
         whole = generation_config.output_scores or generation_config.output_logits
+        # A processor with a model calls it, and combines both logits: these must be whole.
         if not whole and not any(hasattr(processor, "model") for processor in logits_processor):
             LOGITS[self] = "cut"
         return self._decode("_sample", input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
@@ -129,6 +130,7 @@ class Generates:
         texts = inputs_as_text({"input_ids": ids, **rest})
         expect_alike(texts, mesh, "generates from other inputs", "the same inputs")
         if config.do_sample:
+            # Each rank draws the noise of the whole row itself (`sampling.py`).
             follow_first_random_state(mesh)
         criteria[:] = [
             part if type(part).__name__ in SAME_ON_ALL_RANKS else _FirstRankCriterion(part, mesh) for part in criteria

@@ -12,7 +12,6 @@ from torch import nn
 
 from autotp.hf import adapters, caches, masks, overrides, quantized, spec_augment
 from autotp.hf.loops import (
-    accelerate_calls,
     accelerate_state,
     accelerator_methods,
     torchmetrics_calls,
@@ -20,14 +19,13 @@ from autotp.hf.loops import (
     trl_heads,
 )
 from autotp.hf.loops.after_import import after_import, change_all
-from autotp.hf.loops.settings import trl_calls
 from autotp.model_library import ModelLibrary
 from autotp.rules.common import whole
 from autotp.rules.products import grouped_mm
 
 WATCHED = (
-    "accelerate.accelerator", "accelerate.scheduler", "transformers.training_args",
-    "transformers.trainer", "trl.trainer.utils", torchmetrics_calls.WATCHED, *adapters.WATCHED, *trl_calls.WATCHED,
+    "accelerate.accelerator", "transformers.training_args",
+    "transformers.trainer", "trl.trainer.utils", torchmetrics_calls.WATCHED, *adapters.WATCHED,
 )  # fmt: skip
 """Modules of other libraries that are changed once they are imported."""
 PACKAGES = ("transformers", "peft")
@@ -137,8 +135,8 @@ class Transformers(ModelLibrary):
 
 
 CHANGES = (
-    accelerate_calls.watch_accelerate, accelerate_state.show_replicas, accelerator_methods.watch_accelerator,
-    trainer_calls.watch_trainer, trl_heads.watch_trl, trl_calls.watch_trl_trainers,
+    accelerate_state.show_replicas, accelerator_methods.watch_accelerator,
+    trainer_calls.watch_trainer, trl_heads.watch_trl,
     torchmetrics_calls.watch_torchmetrics, adapters.watch_peft,
 )  # fmt: skip
 """Functions that change what is imported of these modules."""

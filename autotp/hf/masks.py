@@ -133,6 +133,7 @@ def as_on_one_device(exactly: bool, looks: bool) -> Iterator[None]:
             replacement = _looked(masks, real) if looks else _noting(masks, real, causal, left_out)
             stack.enter_context(patch.object(masks, name, replacement))
         mode = stack.enter_context(_OfOthers(made))
+        # In the tables: from them transformers takes the functions of an implementation by its name.
         makers = masks.AttentionMaskInterface._global_mapping  # type: ignore[union-attr]
         stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], left_out, made)}))
         readers = attention.AttentionInterface._global_mapping  # type: ignore[union-attr]
@@ -212,6 +213,7 @@ def _reading(real: Callable[..., Any], mode: _OfOthers) -> Callable[..., Any]:
         if record is not None:
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
+            # With one query transformers' attention is never causal.
             if bool(causal) != record.causal and query.shape[2] > 1 and record.left_out():
                 attention_mask = None
         mode.attends = True

@@ -148,6 +148,7 @@ def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state:
 
     def write() -> None:
         if model.mesh.rank == 0:
+            # transformers would write a part under the name of the whole.
             wrong = [
                 name for name, x in state.items() if name in model.layouts and x.shape != model.layouts[name].shape
             ]

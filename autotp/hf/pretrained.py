@@ -130,6 +130,7 @@ def from_pretrained(
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout, cp)
         agree(place, lambda: expect_arguments(from_pretrained, **arguments))
+        # Compared after reading, to see whether the files were replaced meanwhile.
         before = fingerprint(Path(path))
         ranks = _same_files(before[1], place)
         agree(place, lambda: expect_unchanged(Path(path), ranks.index(place.everyone.rank), len(ranks)))
@@ -275,6 +276,7 @@ def _build_model(
     with offline_and_silent() as messages, how:
         try:
             model, report = build.from_pretrained(
+                # Without a path transformers reads no file. Its report has other sizes, and `_expect_fit` names them.
                 None, config=copy.deepcopy(config), state_dict=dict(lazies), dtype=dtype or "auto",
                 output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
@@ -303,11 +305,13 @@ def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
                     raise Error(
                         f"{source_text(tensor.source)} is {tensor.dtype}, and a parameter needs a floating-point dtype"
                     )
+                # A tied tensor is met again under each of its names.
                 if tensor not in empty and isinstance(tensor, nn.Parameter):
                     sources[f"{prefix}.{key}" if prefix else key] = tensor.source
                     on_meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     empty[tensor] = nn.Parameter(on_meta, tensor.requires_grad)
                 elif tensor not in empty:
+                    # A buffer may be written to, and what is read may be memory of the file.
                     empty[tensor] = read_whole(tensor.source).clone()
                 table[key] = empty[tensor]
     return model, sources
@@ -375,6 +379,7 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
         state = parallel.state_dict(keep_vars=True)
         names = remove_tied_weights_from_state_dict(dict(state), parallel)
         left_out = set(parallel._keys_to_ignore_on_save or ())
+        # A buffer has no layout: each rank has the whole.
         whole = {
             name: Lazy(
                 GatheredTensor(state[name], parallel.layout_of(name) or Layout(tuple(state[name].shape)), parallel.mesh)

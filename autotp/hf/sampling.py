@@ -88,6 +88,7 @@ class CutScores(Scores):
         """Draws a column of each row; scores are logarithms of probabilities, up to a constant: [batch]"""
         noise = torch.empty(len(self.values), self.width, dtype=self.values.dtype, device=self.values.device)
         noise_of_columns = noise.exponential_(1)[:, self.places]
+        # The argmax of probability / noise: its logarithm has the same order, and needs no softmax over all ranks.
         return self._largest(self.values.double() - noise_of_columns.double().log())
 
     def _largest(self, keys: Tensor) -> Tensor:
@@ -102,8 +103,10 @@ class CutScores(Scores):
         A rank with fewer keys fills up with -inf in column `width`.
         """
         n = min(count, keys.shape[1])
+        # float64 has each index of a column exactly.
         pairs = torch.full((len(keys), count, 2), float(self.width), dtype=torch.float64, device=keys.device)
         pairs[..., 0] = EXCLUDED
+        # `max` returns the first of equal keys, which `topk` does not promise.
         values, index = (keys.max(-1, keepdim=True) if count == 1 else keys.topk(n)) if n else (keys, keys.long())
         pairs[:, :n, 0], pairs[:, :n, 1] = values.double(), self.places[index].double()
         if self.mesh.size == 1 or self.mesh.group is None:
@@ -117,6 +120,7 @@ class CutScores(Scores):
         Returns None, on all ranks, if more scores equal the `count`-th largest than were sent.
         """
         count = min(count, self.width)
+        # One more than is asked for: it tells whether further scores equal the last one.
         sent = self._top(self.values, count + 1)
         bound = sent[..., 0].topk(count).values[:, -1:]
         rest = sent[..., 0].unflatten(1, (-1, count + 1))[:, :, -1]  # A rank's other scores are not larger.
@@ -147,6 +151,7 @@ class FewScores(Scores):
 
     def added(self, row: Tensor) -> FewScores:
         """Returns the scores plus `row` [batch vocab]."""
+        # Column `width` stands for none; it reads the padding.
         return replace(self, values=self.values + torch.nn.functional.pad(row, (0, 1)).gather(1, self.places))
 
     def forced(self, row: Tensor) -> Tensor:
@@ -165,5 +170,6 @@ class FewScores(Scores):
     def drawn(self) -> Tensor:
         """Draws a column of each row; scores are logarithms of probabilities, up to a constant: [batch]"""
         noise = self.values.new_empty(len(self.values), self.width).exponential_(1)
+        # Column `width` stands for none; it reads the padding.
         odds = self.values.softmax(-1) / torch.nn.functional.pad(noise, (0, 1), value=1.0).gather(1, self.places)
         return self.places.gather(1, odds.argmax(-1, keepdim=True)).squeeze(1)

@@ -137,6 +137,7 @@ class AsyncLinear(torch.autograd.Function):
         weights = inputs[5 : 5 + len(ctx.turned)]
         ctx.totals = [*map(sum_of, weights)]
         ctx.save_for_backward(x, *weights)
+        # A product that nothing read has None for a gradient, and its products in backward are left out.
         ctx.materialize_grads = False
 
     @staticmethod
@@ -153,6 +154,7 @@ def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[
     """Returns the gradients of input, weights and biases; sums the first over ranks while computing the others."""
     again = sent = None
     if ctx.gathered is not None and any(ctx.needs_input_grad[5 : 5 + len(weights)]):
+        # Only the weights' gradients read the whole input. The gather runs while the input's gradient is computed.
         again = start_gather(x, ctx.group, *ctx.gathered)
     total = _input_gradient(ctx, x, _whole_shape(ctx, x), weights, grads) if ctx.needs_input_grad[4] else None
     if total is not None and ctx.late and not waits_now():
@@ -194,6 +196,7 @@ def _input_gradient(
         if grad is not None:
             matrix = w.t() if turn else w
             if total is None:
+                # A new tensor: `start_sum` overwrites it.
                 total = grad.mm(matrix)
             else:
                 total = total.addmm(grad, matrix) if _is_read_later(total) else total.addmm_(grad, matrix)
@@ -207,6 +210,7 @@ def _is_read_later(total: Tensor) -> bool:
 
 def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the gradients of the weights, then of the biases. grads: [rows out] each"""
+    # If the flattening ends before the last dimension, flattening all but the last gives the rows of the gradients.
     into_rows = ctx.flattened is None or ctx.flattened[1] in (-2, whole.dim() - 2)
     rows = rows_of(whole if into_rows else whole.flatten(*ctx.flattened))
     n, needed = len(grads), ctx.needs_input_grad[5:]

@@ -30,6 +30,7 @@ def convolution(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: 
     """
     places = weight.dim() - 2
     dim, channels = x.dim() - places - 1, weight.shape[0]
+    # In this order: the channels of a group, then of x, whose number gives the groups, then the outputs of a group.
     weight = _at_least(weight, 1, 1)
     x = _at_least(x, dim, weight.shape[1])
     groups = x.shape[dim] // weight.shape[1]
@@ -67,6 +68,7 @@ def convolution_like(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilat
     places = weight.dim() - 2
     sizes = []
     for i, length in enumerate(x.shape[x.dim() - places :]):
+        # (n + 2 p - d (k - 1) - 1)//s + 1, as in the documentation of torch.nn.Conv2d.
         reach = _of(dilation, i) * (weight.shape[2 + i] - 1)
         total_padding = {"same": reach, "valid": 0}[padding] if isinstance(padding, str) else 2 * _of(padding, i)
         sizes.append((length + total_padding - reach - 1) // _of(stride, i) + 1)
@@ -80,6 +82,7 @@ def conv_transpose_like(
     places = weight.dim() - 3
     sizes = []
     for i, length in enumerate(x.shape[x.dim() - places :]):
+        # (n - 1) s - 2 p + d (k - 1) + o + 1, as in the documentation of torch.nn.ConvTranspose2d.
         reach = _of(dilation, i) * (weight.shape[3 + i] - 1)
         sizes.append((length - 1) * _of(stride, i) - 2 * _of(padding, i) + reach + _of(output_padding, i) + 1)
     return x.new_empty((*x.shape[: x.dim() - places - 1], weight.shape[0] * weight.shape[2], *sizes))
@@ -132,6 +135,7 @@ def batch_norm_moving(
         weight, bias: [channels], or None.
         mean, var: [channels], the old running mean and variance, which are not written into.
     """
+    # Clones: `torch.batch_norm` writes the new statistics into them.
     return _normalised(x, weight, bias, mean.detach().clone(), var.detach().clone(), True, momentum, eps)
 
 

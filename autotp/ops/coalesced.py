@@ -50,6 +50,7 @@ def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where], la
     if torch.compiler.is_compiling():
         pairs = zip(xs, where, strict=True)
         return tuple(copy(x, group) if place is None else share(x, group, *place) for x, place in pairs)
+    # A frozen parameter has no gradient to sum. In a transform this is not known, so each tensor counts.
     learns = [x.requires_grad or not is_plain(x) for x in xs]
     places = tuple(place for place, learnt in zip(where, learns, strict=True) if learnt)
     operands = [x for x, learnt in zip(xs, learns, strict=True) if learnt]
@@ -180,6 +181,7 @@ class Together(torch.autograd.Function):
         mapped = in_dims[3:]
         moved = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, mapped, strict=True)]
         pairs = zip(where, mapped, strict=True)
+        # The mapped dimension is the first one now.
         places = tuple(place if place is None or d is None else (place[0] + 1, place[1]) for place, d in pairs)
         return Together.apply(summed, group, places, *moved), tuple(None if d is None else 0 for d in mapped)
 
@@ -234,6 +236,7 @@ def _is_nothing(x: Tensor) -> bool:
     """
     if not is_plain(x) or x.is_meta:
         return False
+    # `signbit` does not take complex numbers.
     x = torch.view_as_real(x) if x.is_complex() else x
     return bool((x.signbit() & (x == 0)).all())
 

@@ -52,6 +52,7 @@ def _(y: Tensor, sent: Sequence[Tensor]) -> Tensor:
 
 
 def _like(t: Tensor) -> Tensor:
+    # In memory of its own: an operator whose schema names no alias must not return its operand.
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
@@ -152,6 +153,7 @@ def _part(graph: fx.Graph, needs_grad: Sequence[bool]) -> tuple[nn.Module, tuple
         if node in needed:
             needed.update(node.all_input_nodes)
     for node in graph.nodes:
+        # All placeholders stay, because backward calls the part with all gradients and saved values by position.
         if node.op == "placeholder" or node in needed:
             env[node] = part.node_copy(node, lambda old: env[old])
     part.output(tuple(env[node] if is_needed else None for node, is_needed in zip(gradients, needs_grad, strict=True)))
@@ -175,6 +177,7 @@ class CustomVjp(torch.autograd.Function):
         ctx.work, read = vjp.part(tuple(ctx.needs_input_grad[1 + i] for i in vjp.places.operands))
         outs = len(vjp.places.outputs)
         saved = [args[i] if outs + k in read else None for k, i in enumerate(vjp.places.saved)]
+        # `save_for_backward` takes tensors only. What the wanted gradients do not read is not kept.
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in saved]
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
 
@@ -191,6 +194,7 @@ def _placed(gradients: Sequence[Tensor | None], operands: Sequence[int], count: 
     """Returns the gradients of all arguments of a `Vjp`."""
     row: list[Tensor | None] = [None] * count
     for i, grad in zip(operands, gradients, strict=True):
+        # One argument may be several operands of the Function: then their gradients add up.
         before = row[i]
         row[i] = grad if before is None else before if grad is None else before + grad
     return row

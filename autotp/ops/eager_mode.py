@@ -110,6 +110,7 @@ def apply_plain(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
+    # That of the classes below `torch.autograd.Function`, which is written in C++.
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -161,6 +162,7 @@ def _without_saved_tensor_hooks() -> Iterator[None]:
     try:
         yield
     finally:
+        # They were taken from the top of a stack, so the last one goes back first.
         for pack, unpack in reversed(hooks):
             engine._push_saved_tensors_default_hooks(pack, unpack)
 

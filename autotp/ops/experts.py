@@ -49,10 +49,12 @@ def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) 
 
 def counts(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
     """Returns the number of rows of each expert from `start` to `stop`; see `dispatch`. -> [experts], int64"""
+    # The first bucket counts the rows of earlier experts, the last one those of later experts: both are dropped.
     within = (_wrapped(chosen, number, grouped).long() - start + 1).clamp(0, stop - start + 1)
     row_counts = torch.zeros(stop - start + 2, dtype=torch.int64, device=chosen.device)
     row_counts = row_counts.index_add(0, within, torch.ones_like(within))[1:-1]
     if begins := BEGINS.of(chosen):
+        # `dispatch` has read these numbers already, so the products that split by them need not wait again.
         READ.keep(row_counts, [end - begin for begin, end in pairwise(begins[start : stop + 1])])
     return row_counts
 

@@ -33,6 +33,7 @@ class HostValues:
 
 
 def _version(x: Tensor) -> int:
+    # A tensor of inference mode has no count of writes, and asking for it raises.
     return 0 if x.is_inference() else x._version
 
 

@@ -25,6 +25,7 @@ def embedding(weight: Tensor, indices: Tensor, start: int, size: int, padding_id
     rows = weight.shape[0]
     _expect_within(indices, size)
     if rows == 0:
+        # The sum of nothing is 0, and ties the result to the table: its gradient exists, and ranks sum equally many.
         return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
     local, outside = local_index(indices, start, rows)
     padding = padding_idx - start if start <= padding_idx < start + rows else None
@@ -42,6 +43,7 @@ def gather(x: Tensor, dim: int, index: Tensor, start: int, size: int) -> Tensor:
     length = x.shape[dim]
     _expect_within(index, size)
     if length == 0:
+        # As above, so that `x` has a gradient on this rank, too.
         return x.new_zeros(index.shape) + x.sum()
     local, outside = local_index(index, start, length)
     return torch.gather(x, dim, local).masked_fill(outside, 0)
@@ -59,4 +61,5 @@ def local_index(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]
     """Returns global positions as positions in this rank's part, 0 for others; and the mask of the others."""
     local = index - start
     outside = (local < 0) | (local >= length)
+    # Position 0 is legal in any part that is not empty; the callers mask what they read or add there.
     return local.masked_fill(outside, 0), outside

@@ -40,6 +40,7 @@ class Call:
 
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
         """Returns a dimension argument as an index from the front of the first operand."""
+        # Dimensions may count from the back, and a number takes 0 and -1 although it has none.
         size = self.operands[0].dim() if ndim is None else ndim
         return self.arguments[name] % size if size else 0
 
@@ -55,6 +56,7 @@ def call_of(node: fx.Node) -> Call:
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of a node by name, with defaults; nodes stay nodes."""
     if not isinstance(node.target, OpOverload):
+        # Not strict: a call may leave out parameters that have defaults.
         return dict(zip(_parameters(node.target), node.args, strict=False)) | dict(node.kwargs)
     return bound_arguments(node.target, node.args, node.kwargs)
 
@@ -167,6 +169,7 @@ def _schema(op: OpOverload) -> tuple[tuple[str, Any, bool, str], ...]:
     rows = []
     for arg in op._schema.arguments:
         text = str(arg.type)
+        # The type as text: `Optional[Tensor]` and `List[Optional[Tensor]]` count as tensors, too.
         category = "plain" if "Tensor" not in text else "tensors" if text.startswith("List") else "tensor"
         rows.append((arg.name, arg.default_value if arg.has_default_value() else None, arg.kwarg_only, category))
     return tuple(rows)

@@ -56,6 +56,7 @@ def fixed(text: str, linear: Linear = ()) -> RuleFunction:
     terms = ins.split(",")
 
     def of(call: Call) -> Rule:
+        # `linear` counts all operands, and a rule only those that are present.
         positions = [i for i, operand in enumerate(call.operands[: len(terms)]) if operand is not None]
         groups = linear
         if not isinstance(linear, str):
@@ -90,6 +91,7 @@ def pointwise(linear: Linear = ()) -> RuleFunction:
 
 def additive(call: Call) -> Rule | None:
     """A sum of tensors is linear in all operands together; a tensor plus a number is not linear."""
+    # In `partial + 1` every rank would add the 1, and the sum over ranks would have it tp times.
     return pointwise("all" if len(present(call)) > 1 else ())(call)
 
 
@@ -113,6 +115,7 @@ def copy(call: Call) -> Rule | None:
 def where(call: Call) -> Rule | None:
     """`where` is linear in the two values together, if each is a tensor or zero."""
     chosen = [call.get("self"), call.get("other")]
+    # A number is chosen on every rank, so in the sum over ranks it counts tp times, unless it is 0.
     zero = all(isinstance(value, torch.Tensor) or value == 0 for value in chosen)
     return pointwise((tuple(range(1, len(call.operands))),) if zero else ())(call)
 
@@ -127,6 +130,7 @@ def masked_fill(call: Call) -> Rule | None:
 
 def dropout(call: Call) -> Rule | None:
     """Pass-through if nothing is drawn; otherwise each factor can be cut in the parallel form."""
+    # One device draws a mask for the whole tensor. Whatever is cut, a rank has to find its part of this mask.
     drawn = call.get("train", True) and call["p"] != 0
     return along(call, range(call.operands[0].dim()), "!") if drawn else pointwise("all")(call)
 
@@ -186,8 +190,10 @@ def group_norm(call: Call) -> Rule:
 def batch_norm(call: Call) -> Rule:
     """`x: [n c ...]`, other operands `[c]`: each channel by itself, in training over the whole batch."""
     x, *rest = present(call)
+    # In training the statistics are means over all rows and places, and those of a part would be others.
     mark = "^" if call.get("training", True) else ""
     term = [f"n{mark}", "c", *(f"d{d}{mark}" for d in range(x.dim() - 2))]
+    # `batch_norm_moving` also returns the new mean and variance of each channel.
     return Rule.of(spell([term] + [["c"]] * len(rest), [term, *[["c"]] * (len(call.outputs) - 1)]))
 
 
@@ -214,6 +220,7 @@ def reduced_dims(call: Call) -> set[int]:
     """Returns the dimensions in a reduction's argument `dim`; all dimensions if it is absent or empty."""
     ndim, dim = call.operands[0].dim(), call.get("dim")
     dims = [dim] if isinstance(dim, int) else dim
+    # torch takes dim=0 and dim=-1 of a number, too, which has nothing to reduce.
     return {d % max(ndim, 1) for d in dims} & set(range(ndim)) if dims else set(range(ndim))
 
 
@@ -254,6 +261,7 @@ def broadcast(call: Call, mark: str = "") -> list[list[str]]:
 
 def elementwise_loss(call: Call) -> Rule:
     """An elementwise loss with the reductions none, mean and sum: mse_loss, binary_cross_entropy, ..."""
+    # A mean divides by the count of all elements, and a rank has the count of its part: `decompose` divides the sum.
     ins = broadcast(call, "!" if call["reduction"] == MEAN else "")
     return Rule.of(spell(ins, [[] if call["reduction"] else max(ins, key=len)]))
 

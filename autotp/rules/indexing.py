@@ -34,6 +34,7 @@ def one_hot(call: Call) -> Rule:
 
 def gather(call: Call) -> Rule | None:
     """One element of `x` along `dim` for each index: linear in `x`, with a parallel form along `dim`."""
+    # Ranks cannot sum sparse gradients.
     if call.operands[0].dim() != call.operands[1].dim() or call["sparse_grad"]:
         return None
     x, index = _beside(call)
@@ -47,6 +48,7 @@ def scatter(call: Call) -> Rule | None:
     if any(operand.dim() != call.operands[0].dim() for operand in call.operands):
         return None
     terms = _beside(call)
+    # Not strict: where a number is scattered, there is no `src`.
     for term, name in zip(terms, ("v^", "k^", "s^"), strict=False):
         term[call.dim() : call.dim() + 1] = [name] if term else []
     return Rule.of(spell(terms, terms[:1]))
@@ -56,6 +58,7 @@ def _beside(call: Call) -> list[list[str]]:
     """Returns terms with a common factor in dimensions of equal length, and whole separate factors in the others."""
     terms: list[list[str]] = [[] for _ in call.operands]
     for n, *lengths in zip(letters(call.operands[0].dim()), *(operand.shape for operand in call.operands), strict=True):
+        # torch reads the first positions of a longer dimension only, so its parts would not be those of a shorter one.
         equal_lengths = len({Size.of(length) for length in lengths}) == 1
         for i, term in enumerate(terms):
             term.append(n if equal_lengths else f"x{i}{n}^")
@@ -93,6 +96,7 @@ def index_put(call: Call) -> Rule | None:
     if not _integers(call):
         return None
     x, terms, out = _indexed(call, "^")
+    # `values` is broadcast, which aligns its last dimensions. Each element is one of x or of values: linear in both.
     return Rule.of(spell([x, *terms, out[len(out) - call["values"].dim() :]], [x]), ((0, len(terms) + 1),))
 
 
@@ -113,6 +117,7 @@ def _indexed(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[st
     picked = [f"k{i}{mark}" for i in range(max(ranks))]
     start = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
     out = [n for i, n in enumerate(ns) if i not in places]
+    # Indices are broadcast, which aligns their last dimensions.
     terms = [picked[len(picked) - rank :] for rank in ranks]
     return [n + "^" * (i in places) for i, n in enumerate(ns)], terms, [*out[:start], *picked, *out[start:]]
 

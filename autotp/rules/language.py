@@ -105,6 +105,7 @@ class Rule:
         return f"{ins} -> {outs}" if ins else f"-> {outs}"
 
 
+# Layers repeat, so most strings were parsed before.
 @lru_cache(maxsize=4096)
 def parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     """Returns the input and output terms of a factor string. Raises Error if it does not parse."""
@@ -170,6 +171,7 @@ class _Parser:
             exprs.append(self.expr())
         if sum(expr == STAR for expr in exprs) > 1:
             raise _malformed(self.text, "at most one `*` in a term")
+        # One factor in two dimensions is a diagonal: cut in both, ranks would have the blocks on it only.
         self._check_distinct([part for expr in exprs for part in _spread(expr)])
         return tuple(exprs)
 

@@ -19,6 +19,7 @@ def biased(text: str, bias: str) -> RuleFunction:
     """
     product, n = Rule.of(text, "each"), text.count(",") + 1
     terms = [*_whole_where_reduced(product), bias]
+    # With a partial bias the product may be partial, too: the sum over ranks has each of them once.
     whole_sum = fixed(f"{', '.join(terms)} ->{text.split('->')[1]}", tuple((i, n) for i in range(n)))
     return lambda call: whole_sum(call) if len(present(call)) > n else product
 
@@ -42,6 +43,7 @@ def added(text: str) -> RuleFunction:
     """`addmm` and the like: `beta * input + alpha * product`, with the input broadcast to the product's shape."""
     product = Rule.of(text)
     out, terms = [str(expr) for expr in product.outs[0]], [term.split() for term in _whole_where_reduced(product)]
+    # The added input is broadcast, which aligns its last dimensions.
     return lambda call: Rule.of(spell([out[len(out) - call.operands[0].dim() :], *terms], [out]), ((0, 1), (0, 2)))
 
 
@@ -50,6 +52,7 @@ def grouped_mm(call: Call) -> Rule | None:
     a, b = call.operands[:2]
     if (a.dim(), b.dim()) != (2, 3) or call.get("bias") is not None:
         return None
+    # Where the groups end is known at run time only, so neither rows nor groups can be cut here.
     return Rule.of("s^ i, e^ i o, e^ -> s^ o", ((0,), (1,)))
 
 
@@ -65,6 +68,7 @@ def inner(call: Call) -> Rule:
 def einsum(call: Call) -> Rule | None:
     """An einsum equation is a rule already. A diagonal (`ii`), one factor in two dimensions, has no rule."""
     ins, arrow, out = call["equation"].replace(" ", "").replace("...", ".").partition("->")
+    # Without `->` the output has the letters that come once, in the order of the alphabet.
     if not arrow:
         once = sorted({c for c in ins if ins.count(c) == 1} - {","} - {"."})
         out = "." * ("." in ins) + "".join(once)
@@ -91,6 +95,7 @@ def conv_transpose_rule(call: Call) -> Rule:
 
 def _convolved(x: torch.Tensor, places: int, weight: list[str], groups: int, inside: int, outside: int) -> Rule:
     """Returns the rule of a convolution whose weight has these dimensions before those of the kernel."""
+    # A factor of size 1 has no name, as an axis (`product`) drops its parts of size 1.
     many = {name: n != 1 for name, n in zip("gio", (groups, inside, outside), strict=True)}
 
     def channels(names: str) -> str:

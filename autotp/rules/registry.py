@@ -59,6 +59,7 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
                 raise Error("`!` is for operators that autotp has a parallel form of", fix="`^`")
     except Error as error:
         raise error.within(f"rule({op})") from None
+    # `overloads` leaves out those that write, so of an operator that only writes none is left.
     targets = overloads(op)
     if not targets or any(isinstance(overload, OpOverload) and overload._schema.is_mutable for overload in targets):
         raise Error(f"{op} writes into its operands", fix="an operator that returns a new tensor").within("rule")
@@ -102,6 +103,7 @@ def has_rule(op: Operator) -> bool:
 
 
 def _function_of(op: Operator) -> f.RuleFunction | None:
+    # First the table and the user's rules: these may replace the rule of a model library.
     return RULES.get(op) or library().rule_function_of(getattr(op, "_name", "").removesuffix(".default"))
 
 

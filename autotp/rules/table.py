@@ -160,6 +160,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("scalar_tensor", Row(f.new_tensor)),
     ("zeros_like ones_like full_like", Row(f.pointwise())),
     ("empty_like", Row(f.pointwise(), T.UNINITIALIZED)),
+    # Elements depend on their place in the whole, which a rank that makes a part would have to know.
     ("arange linspace logspace eye tril_indices triu_indices histc nonzero_static", Row(f.whole)),
     ("rand randn randint rand_like randn_like randint_like bernoulli poisson normal", Row(f.whole, T.RANDOM_EACH)),
     ("cauchy exponential geometric log_normal multinomial normal_functional random randperm uniform", Row(f.whole)),
@@ -232,6 +233,7 @@ def overloads(op: Callable[..., Any], only: str = "") -> list[Any]:
 OWN_ROWS: dict[Callable[..., Any], Row] = {
     lookup.embedding: Row(f.fixed("v h, * -> * h", ((0,),)), T.UNSAVED),
     lookup.gather: Row(f.parallel_gather),
+    # No factor is passed through: this is what separates the axes of the result.
     placement_moves.apart: Row(f.whole),
     placement_moves.take: Row(c.moved),
     placement_moves.place: Row(c.moved),

@@ -34,6 +34,7 @@ def draws(node: fx.Node) -> bool:
         return has(node.target, Trait.RANDOM)
     arguments = arguments_of(node)
     idle = arguments.get("train", True) is False, arguments.get("training", True) is False
+    # `dropout` with p=0 returns its input, and `native_dropout` draws its mask all the same.
     nothing = (
         node.target is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
     )

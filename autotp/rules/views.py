@@ -35,6 +35,7 @@ def view_as(call: Call) -> Rule:
 def regroup(before: Sequence[Any], after: Sequence[Any]) -> Rule:
     """Returns the rule of a view: splits dimensions at common divisors, `b s (h d) -> b s h d`, also symbolic ones."""
     exprs: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
+    # Dimensions of size 1 may stand anywhere on either side, so they take no part.
     queue = tuple([(i, Size.of(n)) for i, n in enumerate(shape) if Size.of(n) != ONE] for shape in (before, after))
     sizes: dict[str, Any] = {}
     for name in (f"f{i}" for i in count()):
@@ -123,6 +124,7 @@ def slice_(call: Call) -> Rule:
     x, dim = call.operands[0], call.dim()
     ns, start = letters(x.dim()), 0 if call["start"] is None else call["start"]
     length, out_length = x.shape[dim], call.outputs[0].shape[dim]
+    # Compared as expressions: `==` of symbolic lengths would assume its outcome for all calls.
     if Size.of(length) == Size.of(out_length):
         return Rule.of(spell([ns], [ns]), "all")
     step, fixed = call.get("step", 1), all(isinstance(n, int) for n in (length, out_length, start))
@@ -131,6 +133,7 @@ def slice_(call: Call) -> Rule:
     if not fixed or step != 1 or not out_length:
         return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim, "l^")]), "all")
     start = max(start + length, 0) if start < 0 else start
+    # The parts p, q, r before, in and behind the slice; an empty part is left out of the concatenation.
     sizes = {name: n for name, n in zip("pqr", (start, out_length, length - start - out_length), strict=True) if n}
     return Rule.of(spell([_at(ns, dim, f"({' | '.join(sizes)})")], [_at(ns, dim, "q")]), "all", **sizes)
 

@@ -47,6 +47,7 @@ def build(
         read: (layouts by first parameter name) -> this rank's parts of tensors that are not taken from the model.
     """
 
+    # With cp=None the dimension `cp` of a user's own mesh decides.
     settings = replace(settings, cp=place.cp)
     if settings.recompute == "none" and library().recomputes(model):
         settings = replace(settings, recompute="full")
@@ -73,12 +74,14 @@ def build(
 
     # Everything that can fail comes before the first change of a parameter, on every rank.
     replicas = place.replicas
+    # Replicas are compared, too: an error in one of them would leave the others waiting in the broadcasts below.
     first, classes = agreed_on() if replicas is None else agree_on_graph(replicas, agreed_on, text)
     layouts = first.analysis.layouts
     parts = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, parts, Tree(place, settings), layouts)
     executable_of(model).first(first)
     if replicas is not None:
+        # So far each replica has the values of its own first rank: now all get those of the first replica.
         for tensor in (*model.parameters(), *model.buffers()):
             sent = broadcast_from_first(tensor.data, replicas)
             if tensor.layout is not torch.strided:  # Its elements are in other memory now.
@@ -118,6 +121,7 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
     if state_of(model) is not None or any(module in parallel for module in model.modules()):
         raise Error("the model is parallel already", fix=remedy)
     parallel_names = [path for path, module in model.named_modules() if state_of(module) is not None]
+    # A model without a parallel module may still share a parameter with a parallel model.
     parallel_names += [name for name, p in model.named_parameters() if isinstance(p, CutTensor)]
     if parallel_names:
         raise _shared(parallel_names[0])

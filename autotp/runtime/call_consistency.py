@@ -37,6 +37,7 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool, pa
     if mesh.everyone.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     called = _printed(leaves)
+    # The random states of ranks may differ as long as no call draws from them.
     state = random_state(mesh) if random else 0
     rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state, parts], mesh)
     expect_as_first(
@@ -87,6 +88,7 @@ def checksum_of_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layou
 
 def _expect_own_parts(mesh: Mesh, sums: Sequence[int]) -> None:
     """Raises Error on every rank if some tensor-parallel ranks loaded the same parts."""
+    # Ranks along tp are neighbours. Only they have different parts: ranks along cp hold the same ones.
     rows = [sums[start : start + mesh.size] for start in range(0, len(sums), mesh.size)]
     duplicates = [
         start + rank

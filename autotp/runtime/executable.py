@@ -186,6 +186,7 @@ class Executable:
         """Runs the module on these arguments, which must be the same on all ranks of the axis."""
         group = self.mesh.everyone.group
         if group is None or torch.compiler.is_compiling():
+            # A single rank waits for nobody, and Dynamo would trace what is noted for the others.
             return self._result_of(args, kwargs)
         with one_thread(f"{self.name}.forward", group):
             before = begin_call(self.mesh)
@@ -213,6 +214,7 @@ class Executable:
 
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.signature.by_name(args, kwargs)
+        # A compiled call learns no numbers, so it never begins again.
         if torch.compiler.is_compiling():
             return self._result_of_flat(args, kwargs, *flatten_call(args, kwargs))
         while True:
@@ -240,6 +242,7 @@ class Executable:
         key = self._key(leaves, spec, called.autocast, model_tensors)
         known_outcomes: tuple[Outcome, ...] = ()
         with parts:
+            # This ends: each turn knows the outcome of at least one more read.
             while True:
                 entry = self._entry(key, called, model_tensors, known_outcomes)
                 ran = self._run_or_read(entry, called, model_tensors, known_outcomes)
@@ -288,6 +291,7 @@ class Executable:
             and (outcomes := self._read(entry.assumed_reads, entry, called, model_tensors, known_outcomes)) is not None
         ):
             return outcomes  # A graph that is not right must not be recorded.
+        # A graph that fails may have drawn random numbers before: its successor must draw the same ones.
         state = random_state_of(self.mesh.device)
         try:
             return self._run(entry, called, model_tensors)
@@ -324,6 +328,7 @@ class Executable:
         state = random_state_of(self.mesh.device) if entry.assumes and entry.random else None
         tensors, shapes = self._given(entry.analysis.captured, called.tensors)
         written = self._written_into(entry.analysis.captured, tensors)
+        # After the line above: a caller's tensor on the CPU is written into there, and not in its copy.
         tensors = to_device(tensors, self.mesh.device, entry.on_host)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
             results = entry.module(
@@ -369,6 +374,7 @@ class Executable:
         It replaces them in `tensors` by copies, so that tensors saved for backward do not change.
         """
         written = {index: tensors[i] for i, index in captured.into}
+        # torch refuses to write into such a tensor on one device, too.
         if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in written.values()):
             raise Error(
                 f"{self.name}.forward writes into an argument that requires a gradient",
@@ -403,6 +409,7 @@ class Executable:
         captured = entry.analysis.captured
         for index, tensor in written.items():
             write_into(tensor, results[index])
+            # The caller gets its own tensor back, not the graph's copy of it.
             results[index] = tensor
         if captured.changes:
             self._change(captured.changes, results, shapes)
@@ -535,6 +542,7 @@ class Executable:
                 self.seen_loaded = self.tree.loaded
                 for _, graph in self.entries:
                     graph.calls = 0
+            # Each rank read values by itself. Where they differ it would run another graph, with other collectives.
             if self.read_places:
                 index = next((i for i, (_, graph) in enumerate(self.entries) if graph is entry), -1)
                 within(f"{self.name}.forward", lambda: agree_on_values(self.mesh, index))
@@ -553,6 +561,7 @@ class Executable:
     ) -> GraphEntry:
         parts = checksum_of_parts(self.tensors(), self.layouts) if self.tree.loaded and check != "never" else 0
         if entry is None:
+            # Here, too: the capture would find only that graphs differ. Whether the graph will draw is not known yet.
             if check != "never":
                 agree_on_call(self.mesh, called.leaves, mode, False)
             entry = self._captured(called, outcomes)
@@ -569,6 +578,7 @@ class Executable:
             other_outcomes = entry.other_reads(operands, looks=called.looks)
             if other_outcomes is None:
                 return entry
+            # The capture knew this read already, and made another one: a further capture would end here again.
             if len(other_outcomes) <= len(outcomes):
                 raise other_reads(other_outcomes[-1].place)
             outcomes = other_outcomes
@@ -596,6 +606,7 @@ class Executable:
             program = analyse(skeleton, args, kwargs, mesh.size, settings, call, cp_rank=mesh.cp_rank)
             return prepare(program, mesh, settings)
 
+        # The graph serves calls under other modes, too, so those of this call must not be in it.
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
             agree_on_order(mesh, entry.order)
@@ -690,6 +701,7 @@ class Executable:
 
     def _on_meta(self, name: str, tensor: Tensor) -> Tensor:
         """Returns a parameter or buffer on meta with the original's shape."""
+        # An empty tensor of the whole's shape takes its strides, too.
         shape = self.layouts[name].shape if name in self.layouts else tensor.shape
         has_shape = tuple(shape) == tuple(tensor.shape) and not isinstance(tensor, DTensor)
         empty = _empty_like(tensor) if has_shape else torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -717,6 +729,7 @@ class Executable:
         parts = dict(self.module.named_modules(remove_duplicate=False))
         entry = made.on(self.places, lambda block: parts.get(block) if block else None)
         captured, opened = entry.analysis.captured, entry.analysis.captured.attempt.opened
+        # `Part.__setattr__` counts assignments to these names only.
         self.tree.read |= {name for _, name in captured.reads}
         self.opened |= opened
         self.read_places |= captured.attempt.values.places
@@ -732,11 +745,13 @@ class Executable:
             self.tree.version,
         )
         for part in entry.module.children():
+            # `fully_shard` may register its hooks on the modules that a graph really calls.
             if isinstance(part, BlockCall) and (state := state_of(part.owner[0])) is not None:
                 state.is_block = True
         if self.tree.compiles is not None:
             compile_blocks(entry.module, self.tree.compiles, self.tree.fused)
         self.entries.append((key, entry))
+        # The first graph stays, however old it is; of the others the oldest go.
         del self.entries[1 : max(1, len(self.entries) - MOST)]
         return entry
 
@@ -750,6 +765,7 @@ class Executable:
             Error: there is none yet.
         """
         for key, entry in reversed(self.entries):
+            # `_key` has the structure there.
             if key[2] == self.structure:
                 return entry
         changed = "since its modules or parameters were replaced" if self.entries else "by itself"

@@ -23,6 +23,7 @@ def dtypes(root: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[torch.dtype,
     result = []
     for name, tensor in tensors.items():
         enclosing = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+        # A parameter belongs to the innermost unit around it: the one with the longest path.
         policy = units[max(enclosing, key=len)]._get_fsdp_state()._mp_policy if enclosing else None
         cast = policy is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         result.append((policy.param_dtype if cast and policy else None) or tensor.dtype)
@@ -62,12 +63,15 @@ def shard(
     # Nothing writes into the output of a block: passes/emit/in_place.py.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+\) returned a view")
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
+    # Blocks before the root: a unit takes all parameters that no unit has taken before.
     for module in (*blocks, root):
         frees = zero == 3 and module is not root
         unit = fully_shard(
             module, mesh=mesh, reshard_after_forward=frees, mp_policy=policy, ignored_params=set(ignored)
         )
+        # Gradients of replicas are parts of one sum, not values to average.
         unit.set_gradient_divide_factor(1.0)
+        # Else FSDP would ask for PREMUL_SUM, which only NCCL has.
         unit.set_force_sum_reduction_for_comms(True)
 
 
@@ -108,5 +112,7 @@ def pace(root: nn.Module, zero: int, last: bool) -> None:
     """Tells FSDP whether the next microbatch is the last of a step: this decides what is reduced and freed after it."""
     if isinstance(root, FSDPModule):
         root.set_is_last_backward(last)
+        # ZeRO 1 keeps whole gradients until the last microbatch; 2 and 3 keep rows, so each microbatch is summed.
         root.set_requires_gradient_sync(last or zero > 1)
+        # ZeRO 1 and 2 keep the gathered parameters until the step's last backward.
         root.set_reshard_after_backward(last or zero == 3)

@@ -34,6 +34,7 @@ def own_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh
     parts = {}
     for name, layout in layouts.items():
         tensor = tensors[name]
+        # Most often they are the model's own parameters, which are parts already.
         if layout.dim is None or type(tensor) is CutParameter:
             continue
         shape, part = tuple(tensor.shape), layout.local_shape(mesh.rank)
@@ -79,6 +80,7 @@ def install() -> Undo:
     def of_wholes(in_dims: Any, args: Any, func: Any) -> Any:
         return batched(in_dims, args if torch.compiler.is_compiling() else pytree.tree_map(whole_operand, args), func)
 
+    # Two modules of torch have the second function, each under a name of its own.
     undone = [internals.WRAPS_FOR_GRAD.put(wrapped), *(row.put(of_wholes) for row in internals.BATCHES_INPUTS)]
 
     def undo() -> None:

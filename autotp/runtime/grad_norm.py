@@ -54,6 +54,7 @@ def _clip(model: nn.Module, max_norm: float, norm_type: float, error_if_nonfinit
     total = total_norm(parts, {name: p.grad for name, p in parameters.items() if p.grad is not None}, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise Error(f"clip_grad_norm_: the norm of the gradient is {total.item()}", fix="error_if_nonfinite=False")
+    # 1e-6 as in torch: the factor must be that of one device.
     _scale(list(parameters.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total.to(next((p.dtype for p in parameters.values() if p.is_floating_point()), total.dtype))
 
@@ -77,6 +78,7 @@ def total_norm(parts: Holdings, tensors: Mapping[str, Tensor], norm_type: float 
         raise Error(f"clip_grad_norm_: norm_type={norm_type!r}", expected="a number above 0, or inf")
     infinite = order == float("inf")
     place, op = parts.place, "max" if infinite else "sum"
+    # MPS has no float64.
     dtype = torch.float64 if place.device.type != "mps" else torch.float32
     # All meshes of sharded parameters, so that all ranks reduce alike.
     meshes = dict.fromkeys([None, *map(_mesh_of, parts.held.values())])
@@ -87,10 +89,12 @@ def total_norm(parts: Holdings, tensors: Mapping[str, Tensor], norm_type: float 
         mesh_norms += [torch.linalg.vector_norm(part, order, dtype=_wide(part)).to(dtype) for _, part in counted]
     total = torch.zeros((), dtype=dtype, device=place.device)
     for mesh, some in norms.items():
+        # The zero stands for a rank without gradients, which must take part in the sum all the same.
         part = torch.stack([torch.zeros_like(total), *some])
         part = part.max() if infinite else (part**order).sum()
         part = part if mesh is None else reduce(part, mesh.get_group().group_name, op)
         total = torch.maximum(total, part) if infinite else total + part
+    # Ranks along cp and replicas hold the same gradients, so there is no sum over them.
     for group in (place.group, parts.pipeline):
         total = reduce(total, group, op) if group is not None else total
     return total if infinite else total ** (1 / order)
@@ -109,4 +113,5 @@ def _scale(parameters: list[nn.Parameter], by: Tensor) -> None:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
+    # The square of a float16 above 256 is infinite.
     return tensor.dtype if tensor.dtype not in (torch.float16, torch.bfloat16) else torch.float32

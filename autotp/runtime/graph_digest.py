@@ -51,6 +51,7 @@ def agree_on_order(mesh: Mesh, order: int) -> None:
 
 def draws_alike(lowered: fx.Graph) -> bool:
     """Returns whether a rank's graph draws random numbers that must be the same on all ranks."""
+    # These two draw another mask on each rank by design.
     return any(draws(node) and node.target not in (fast_attention, fast_dropout) for node in lowered.nodes)
 
 
@@ -85,6 +86,7 @@ def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured, symbols
         return f"{number[node]} = {_placed(node, captured)}  {_shaped(node, symbols)}"
     arguments = fx.map_arg((node.args, node.kwargs), number.__getitem__)
     parts = [*map(str, arguments[0]), *(f"{name}={value}" for name, value in arguments[1].items())]
+    # `str` of a nested list puts quotes around the names of nodes.
     called = re.sub(r"'(%\d+)'", r"\1", f"{_called(node)}({', '.join(parts)})")
     line = f"{number[node]} = {called}  {_shaped(node, symbols)}".rstrip()
     return line if (place := line_of(node)) == "?" else f"{line}{SOURCE}{place}"
@@ -106,6 +108,7 @@ def _shaped(node: fx.Node, symbols: dict[str, str]) -> str:
     def named(match: re.Match[str]) -> str:
         return symbols.setdefault(match[0], f"{match[0][0]}{len(symbols)}")
 
+    # Symbols of torch.export: s0 is the size of an input, u0 a size that values decide.
     shapes = (re.sub(r"\b[su]\d+\b", named, str(list(t.shape))) for t in outputs_of(node))
     kinds = (str(t.dtype).removeprefix("torch.") for t in outputs_of(node))
     return ", ".join(map("".join, zip(kinds, shapes, strict=True)))

@@ -98,6 +98,7 @@ class GraphEntry:
         for i, read in enumerate(reads):
             is_due = i >= first and read.of_inputs and (looks or not read.look)
             if is_due and not (outcome := read.made(values)).is_same(read.outcome):
+                # After another outcome Python may go on to other reads, so no later one is told.
                 return (*(earlier.outcome for earlier in reads[:i]), outcome)
         return None
 
@@ -105,6 +106,7 @@ class GraphEntry:
         """Returns the graph for a model with parameters at these places, whose blocks read their own parameters."""
         module = attach_parameters(self.outlined, self.analysis.captured.parameters, places, owner_of)
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        # Parameters of blocks are no placeholders any more: each block reads its own.
         return replace(self, module=module, operands=[self.sources[name] for name in names if name in self.sources])
 
 
@@ -161,6 +163,7 @@ class AssumedReads:
         for i, read in enumerate(reads):
             if i >= first and not read.of_inputs:
                 outcome = self._made(read, operands)
+                # Each read runs the graph from its beginning, and must draw the numbers that the call draws.
                 set_random_state(self.mesh.device, state)
                 if not outcome.is_same(read.outcome):
                     return (*(earlier.outcome for earlier in reads[:i]), outcome)
@@ -173,6 +176,7 @@ class AssumedReads:
         order = list(self.graph.nodes)
         drawn = filter(draws, order[: max(map(order.index, needed))])  # They move the random stream.
         part = part_of(self.graph, [results[i] for i in indices], needed | ancestors(drawn))
+        # Later reads run the graph on the same operands, which must not be overwritten.
         module = fx.GraphModule(nn.Module(), bind(part, self.mesh.device, self.mesh.groups, reuse=False))
         inputs = [operands[node.name] for node in part.find_nodes(op="placeholder")]
         with torch.no_grad(), unseen():
@@ -209,6 +213,7 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
         if node.op == "placeholder" and (node.name in names or node.name in captured.constants)
     }
     updated = [captured.buffers[name] for name in analysis.updated]
+    # The new values of buffers are the last outputs.
     count = len(returned(lowered)) - len(updated)
     cut = {index: cut_output(layout, mesh) for index, layout in analysis.local_outputs.items() if mesh.size > 1}
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))

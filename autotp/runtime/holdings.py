@@ -68,6 +68,7 @@ class Holdings:
 
         In a sum over a replica's ranks each element counts once.
         """
+        # A tensor that is not cut is the same on all tensor-parallel ranks: the first one counts it.
         if name not in self.counted or (self.layout(name).dim is None and self.place.rank):
             return []
         return [(box, box.of(local_of(like))) for box in self.boxes(name, like)]
@@ -75,6 +76,7 @@ class Holdings:
     def fill(self, name: str, whole: Tensor) -> None:
         """Writes this rank's part of a whole tensor."""
         with torch.no_grad():
+            # Parts that an earlier rank holds, too, are filled: each rank computes with its own copy.
             for box in self.boxes(name, first=False):
                 box.of(local_of(self.held[name])).copy_(whole[box.place])
 
@@ -106,6 +108,7 @@ def holdings_of(model: Any, call: str) -> Holdings:
         expect_part(name, tensors[name], runner.layouts[name], runner.mesh)
     check = runner.tree.settings.check_inputs
     replicated: tuple[tuple[Mesh, frozenset[str]], ...] = ((runner.mesh, uncut(tensors, runner.layouts)),)
+    # Ranks along these axes hold the same parts, so cut tensors are alike on them, too.
     for axis in (runner.mesh.sequence, runner.mesh.replicas):
         if axis is not None:
             replicated += ((axis, frozenset(tensors)),)
@@ -163,10 +166,12 @@ def saved_names(
 
 def _is_of(value: Any, tensor: Tensor) -> bool:
     """True if an entry of a state dict is a tensor of the model, or a copy: a hook may have computed another value."""
+    # Without a gather, or without values, nothing can be compared.
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or isinstance(tensor, DTensor):
         return True
     if tensor.is_meta or value.is_meta or not tensor.layout == value.layout == torch.strided:
         return True
+    # Parts are compared as they are: a cut parameter would compare wholes, for which all ranks are needed.
     with torch._C.DisableTorchFunctionSubclass():
         alias = value.shape == tensor.shape and value.data_ptr() == tensor.data_ptr()
         return alias or bool(torch.equal(value.to(tensor), tensor))

@@ -149,6 +149,7 @@ class Part(nn.Module):
         Raises:
             Error: on every rank, and nothing is changed: a tensor has neither of these shapes.
         """
+        # Bound here, as `super()` finds no `self` in the function below.
         state, inherited = state_of(self), super().load_state_dict
         if state is None:
             return inherited(state_dict, *args, **kwargs)
@@ -157,6 +158,7 @@ class Part(nn.Module):
             gather_ints([], state.tree.mesh)  # All ranks are here.
             take_note_back()
             renew(self, state.tree)  # Modules may have been added since the last call.
+            # All ranks have their parts before one of them loads, so an error leaves every rank's model as it was.
             parts = agree(state.tree.mesh, lambda: parts_to_load(self, state_dict, state.tree.mesh.rank))
             state.tree.loaded += 1
             return agree(state.tree.mesh, lambda: inherited(parts, *args, **kwargs))
@@ -417,10 +419,12 @@ def _class_of(module: Any, role: Any) -> type[Part]:
 def _made(original: Any, role: Any) -> type[Part]:
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A graph calls its block's module, so that the hooks of `fully_shard` on the module run around the block.
         if args and isinstance(args[0], BlockCall):
             return args[0].run(args[1:])
         if (state := state_of(self)) is None:  # A copy for capture has this class if the user kept `model.forward`.
             return original.forward(self, *args, **kwargs)
+        # Tried again once the tree has changed: its graph may have the axis now.
         if state.unfit != state.tree.version:
             try:
                 return executable_of(self)(args, kwargs)
@@ -429,6 +433,7 @@ def _made(original: Any, role: Any) -> type[Part]:
                     raise error.for_user() from None
                 state.unfit = state.tree.version
         result = original.forward(self, *args, **kwargs)
+        # User code has computed with cut tensors, so what it returns may be cut.
         return result if state.tree.settings.outputs == "local" else gather_all(result)
 
     def counted(method: Any) -> Any:
@@ -487,11 +492,13 @@ def _kind_of(meta: Any) -> Any:
                 return super().mro()
             original, *part_bases = cls.__bases__
             before = [ancestor for base in part_bases for ancestor in base.__mro__ if ancestor not in original.__mro__]
+            # Our methods come first, though the original class is the first base: NOTE [The first base].
             return [cls, *dict.fromkeys(before), *original.__mro__]
 
         def __eq__(cls, other: object) -> bool:
             return cls is other or vars(cls).get(ORIGINAL, cls) is other
 
+        # Python takes `__hash__` from a class that defines `__eq__`.
         __hash__ = meta.__hash__
 
         def __setattr__(cls, name: str, value: Any) -> None:
@@ -528,6 +535,7 @@ def adopt(
     for name, p in model.named_parameters():
         part = tensors[name]
         parameter = part if isinstance(part, nn.Parameter) else nn.Parameter(part, p.requires_grad)
+        # What user code has set on a parameter object stays on it.
         parameter.__dict__.update(p.__dict__)
         parts[id(p)] = as_cut(parameter, Cut(name, layouts[name], tree.mesh)), layouts[name]
     for module, cls in classes.items():
@@ -540,6 +548,7 @@ def adopt(
 def _give(module: nn.Module, cls: type[Part], tree: Tree, layouts: Mapping[str, Layout]) -> None:
     """Makes one module a module of a parallel model."""
     attributes = vars(module)
+    # Hooks of the original are captured into the graph. A call of the module must not run them once more.
     hooks = {name: attributes.pop(name) for name in FORWARD_HOOKS if name in attributes}
     attributes.update({name: OrderedDict() for name in hooks})
     user_forward = attributes.pop("forward", None)
@@ -616,6 +625,7 @@ def put_around(outer: nn.Module, inner: ParallelModule) -> ParallelModule:
     _give(outer, _class_of(outer, ParallelModule), state.tree, {})
     state.tree.version += 1
     watched: Any = watch_instead(outer, inner)
+    # Takes in what is new now, while all ranks are here.
     executable_of(watched)
     return watched
 
@@ -628,6 +638,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
             parameter; a module was parametrized; or a new module is of a class that cannot be copied.
     """
     expect_copyable(model)
+    # `fully_shard` puts gathered parameters into its modules and takes them out again: these are not new.
     sharded = {part for unit in model.modules() if isinstance(unit, FSDPModule) for part in unit.modules()}
     for path, module in list(model.named_modules()):
         state, added = state_of(module), list[Tensor]()
@@ -646,6 +657,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
                 name = f"{path}.{key}" if path else key
                 state.held[key] = _layout_now(name, p, state.held.get(key), tree.mesh)
                 as_cut(p, Cut(name, state.held[key], tree.mesh))
+                # A part has values of its own; only what all ranks hold whole is sent.
                 added += [p] * (state.held[key].dim is None)
         state.known, state.held = now, {key: layout for key, layout in state.held.items() if key in now}
         for tensor in added:
@@ -677,6 +689,7 @@ def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) ->
         expect_part(name, tensor, tensor.autotp_cut.layout, tensor.autotp_cut.mesh)
         return _layout_of_part(name, tensor.autotp_cut, mesh)
     shape = tuple(tensor.shape)
+    # A whole in the place of a part stays whole: the next graph is planned with that.
     if before is None or before.dim is None or shape == before.shape:
         return Layout(shape)
     if shape == before.local_shape(mesh.rank):

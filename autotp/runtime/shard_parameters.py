@@ -58,6 +58,7 @@ def shard_parameters(
     read = read or {}
     on_meta = any(p.is_meta for name, p in model.named_parameters() if name not in read)
     if gather_ints([on_meta], everyone)[0][0]:  # The first rank decides: others may be on meta to save memory.
+        # Each rank draws the initial values of the whole model: they agree only if the random states do.
         agree_on_random(everyone)
         parts = initialize(model, layouts, rank, everyone.device)
     else:
@@ -86,6 +87,7 @@ def _moved(
         empty = empty_on(tensor, "meta")
         empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         empty.__dict__.update(tensor.__dict__)
+        # The model keeps no whole: at most one is on the device at a time.
         for table, key in holders:
             table[key] = empty
         if names is None or name in names:
@@ -101,6 +103,7 @@ def _part(tensor: Tensor, layout: Layout | None, rank: int, everyone: Mesh) -> T
 
 def _now(tensor: Tensor, local: Tensor, gradient: Tensor | None) -> Tensor:
     """Puts the part into the same parameter object, as `.to()` does, so that an existing optimizer stays right."""
+    # `tensor.data = local` works between such types only; `nn.Module._apply` asks the same.
     if not isinstance(tensor, nn.Parameter) or not torch._has_compatible_shallow_copy_type(tensor, local):
         return local
     tensor.grad = None

@@ -139,7 +139,9 @@ def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
             attributes = {key: value for key, value in vars(module).items() if not _is_torchs(key)}
             if (state := state_of(module)) is not None:
                 del attributes[STATE]
+                # This one is ours; a `forward` that the user set is in `state.own`.
                 attributes.pop("forward", None)
+                # Hooks that were registered on the parallel model run around its graph, and not in it.
                 attributes |= {key: OrderedDict() for key in attributes if key.endswith("_hooks")} | state.own
             copied(module, cls, attributes, memo)
     return clones[model]

@@ -65,6 +65,7 @@ def _of_expression(length: Any) -> Size:
     number, rest = expr.as_coeff_Mul()
     symbols: list[str] = []
     for base, power in rest.as_powers_dict().items():
+        # A quotient or a root is one symbol, which `divided` can take away as a whole only.
         whole = power.is_Integer and power > 0
         symbols += [str(base)] * int(power) if whole else [str(base**power)]
     if not number.is_Integer or rest == 1:
@@ -105,6 +106,7 @@ class Axis:
 def find(axis: Axis) -> Axis:
     """Returns the representative of an axis."""
     while axis.link is not None:
+        # Path halving: each call shortens the chain, so that the next calls take fewer steps.
         if axis.link.link is not None:
             axis.link = axis.link.link
         axis = axis.link
@@ -113,6 +115,7 @@ def find(axis: Axis) -> Axis:
 
 def product(parts: Sequence[Axis]) -> Axis:
     """Returns the product of `parts`, major to minor; parts of size 1 are dropped."""
+    # A factor of size 1 has nothing to cut, and without it `(1 heads)` and `heads` are one axis.
     factors = tuple(part for part in parts if part.size != ONE)
     if len(factors) == 1:
         return factors[0]
@@ -145,6 +148,7 @@ def unify(a: Axis, b: Axis) -> bool:
         tangle(a)
         tangle(b)
         return True
+    # A leaf says nothing of its parts, so it takes those of the other axis.
     if a.kind == "leaf":
         a.link, b.tangled = b, a.tangled or b.tangled
         if a.tangled:
@@ -193,6 +197,7 @@ def holds(axis: Axis, leaf: Axis) -> bool:
     inside = [holds(part, leaf) for part in axis.parts]
     if axis.kind == "concat":
         return all(inside)
+    # With the leaf in two factors, ranks would hold the blocks on the diagonal, and nobody the others.
     return sum(inside) == 1
 
 
@@ -246,9 +251,11 @@ def _align_products(xs: list[Axis], ys: list[Axis]) -> None:
             unify(x, y)
             continue
         if x.kind == "product" or y.kind == "product":  # Already split: compare its parts.
+            # The factors in front are unified already, so these two begin at the same place of the product.
             xs[:0] = x.parts if x.kind == "product" else [x]
             ys[:0] = y.parts if y.kind == "product" else [y]
             continue
+        # 6 x 4 against 4 x 6: both first factors become `2 x rest`, and the next round compares 3 with 2.
         major = x.size.common(y.size)
         if major == ONE or not (_split(x, major) and _split(y, major)):
             for rest in [x, y, *xs, *ys]:
@@ -265,6 +272,7 @@ def _split(x: Axis, major: Size) -> bool:
     minor = x.size.divided(major)
     if x.kind != "leaf" or minor is None:
         return False
+    # A refinement does not make an axis legal to cut: the parts inherit the mark.
     x.kind, x.parts = "product", (Axis(major, tangled=x.tangled), Axis(minor, tangled=x.tangled))
     return True
 

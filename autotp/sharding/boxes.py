@@ -59,8 +59,10 @@ def boxes(tensor: Tensor, layout: Layout, rank: int, first: bool = True) -> list
         first: whether to leave out elements that an earlier rank holds, too. (Whole tensors are not left out.)
     """
     shape, (low, high) = layout.local_shape(rank), _rows(tensor)
+    # A tensor without dimensions is one element: a box without sides.
     if not shape:
         return [Box((), (), ())]
+    # A whole tensor is taken as one run of dimension 0, since `fully_shard` may have kept some rows of it.
     dim, result = layout.dim or 0, []
     for (start, stop), local_start in [((0, shape[0]), 0)] if layout.dim is None else _runs(layout, rank, first):
         whole, local, sizes = [0] * len(shape), [0] * len(shape), list(shape)
@@ -97,6 +99,7 @@ def _runs(layout: Layout, rank: int, first: bool) -> list[tuple[Range, int]]:
     runs, local_start = list[tuple[Range, int]](), 0
     local_ranges: Sequence[Range] = layout.first(rank) if first else [(0, layout.lengths()[rank])]
     for start, stop in layout.pieces[rank]:
+        # Positions in the rank's part, where this piece begins at `local_start`.
         for low, high in local_ranges:
             low, high = max(low, local_start), min(high, local_start + stop - start)
             if low < high:

@@ -41,6 +41,7 @@ def slices_of(leaf: Axis, tp: int) -> tuple[Slice, ...]:
 
 def bounds(cut: Slice, rank: int) -> tuple[int, int]:
     """Returns start and stop of the part of a leaf that `rank` holds."""
+    # Of 8 = 2 x 4 ranks, the outer leaf has run 4: ranks 0 to 3 hold its part 0, and 4 to 7 its part 1.
     leaf, parts, run = cut
     return chunk_bounds(find(leaf).size.number, parts, rank // run % parts)
 
@@ -50,6 +51,7 @@ def same_cut(a: Axis, b: Axis) -> bool:
     a, b = find(a), find(b)
     if a is b or "grid" not in (a.kind, b.kind):
         return a is b
+    # One of them is a grid, and only a grid knows the number of ranks.
     tp = a.tp or b.tp
     return {_key(cut) for cut in slices_of(a, tp)} == {_key(cut) for cut in slices_of(b, tp)}
 
@@ -57,6 +59,7 @@ def same_cut(a: Axis, b: Axis) -> bool:
 def cut_key(leaf: Axis) -> int:
     """Returns a hash that is equal for cuts that are the same by `same_cut`."""
     leaf = find(leaf)
+    # Without the counts: a leaf, which has none, must have the hash of its own grid.
     return hash(frozenset(id(find(part)) for part in (leaf.parts if leaf.kind == "grid" else (leaf,))))
 
 
@@ -86,6 +89,7 @@ def holders_axis(axis: str, leaf: Axis, tp: int) -> str:
 
 def splits(kv: int, group: int, tp: int) -> tuple[int, int]:
     """Returns the factors of `tp`, for key/value heads and for groups, that leave the fullest rank the fewest heads."""
+    # From many parts of `kv` to few: `min` returns the first of equals, which leaves a head on the fewest ranks.
     pairs = [(n, tp // n) for n in range(tp, 0, -1) if tp % n == 0]
     return min(pairs, key=lambda pair: chunk_length(kv, pair[0]) * chunk_length(group, pair[1]))
 
@@ -100,6 +104,7 @@ def all_grids(leaves: Iterable[Axis], tp: int) -> Iterator[Axis]:
     for outer in (n for n in range(1, tp + 1) if tp % n == 0):
         inner = tp // outer
         for a in leaves:
+            # A factor of 1 would not cut its leaf.
             if outer > 1:
                 yield grid([(a, outer, inner)], tp)
             for b in leaves:

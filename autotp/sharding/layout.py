@@ -49,6 +49,7 @@ def _product_ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]
     pieces, size = [(0, 1)], 1
     for part in reversed(axis.parts):
         outer_ranges = _ranges(part, cuts, rank)
+        # The inner factors are whole, so ranges stay ranges; else each outer position has ranges of its own.
         if pieces == [(0, size)]:
             pieces = [(a * size, b * size) for a, b in outer_ranges]
         else:
@@ -112,6 +113,7 @@ class Layout:
         if self.dim is None:
             return full.clone()
         parts = [full.narrow(self.dim, a, b - a) for a, b in self.pieces[rank]]
+        # `cat` copies a single part, too, so the result does not keep the whole tensor in memory.
         return torch.cat(parts, self.dim) if parts else full.narrow(self.dim, 0, 0).clone()
 
     @property
@@ -172,6 +174,7 @@ class Layout:
 
 def layout_of(shape: tuple[int, ...], dims: tuple[Axis, ...], leaf: Axis | None, tp: int, name: str) -> Layout:
     """Returns the layout of a tensor with dimensions `dims` if `leaf` is cut on `tp` ranks."""
+    # A leaf in two dimensions, as in scores [queries keys], leaves ranks the diagonal blocks only: it stays whole.
     cut_dims = [d for d, axis in enumerate(dims) if leaf is not None and holds(axis, leaf)]
     if leaf is None or len(cut_dims) != 1:
         return Layout(shape)
@@ -193,12 +196,14 @@ def divided_as(axis: Axis, pieces: Sequence[Sequence[Range]], tp: int) -> Axis |
     Returns:
         None, and leaves the axis as it is, if no cut of a leaf gives these pieces.
     """
+    # Ranks without positions say nothing of the runs. Rows of unlike lengths fail below: no cut gives these pieces.
     axis, runs = find(axis), list(zip(*(row for row in pieces if row), strict=False))
     if axis.kind != "leaf" or axis.tangled or axis.size.symbols:
         return None
     sizes = [run[-1][1] - run[0][0] for run in runs]
     common = gcd(*sizes)
     for count in (n for n in range(common, 1, -1) if common % n == 0):
+        # New axes in each trial, so that one that does not fit leaves no trace in `axis`.
         leaf = Axis(Size(count))
         runs_with_leaf = concat([product([leaf, Axis(Size(size // count))]) for size in sizes])
         cut = tuple(tuple(ranges(runs_with_leaf, leaf, tp, rank)) for rank in range(tp))

@@ -55,6 +55,7 @@ class Shard:
     axis: Axis
 
     def __eq__(self, other: object) -> bool:
+        # Not `isinstance`: a Held value and a Shard of the same axis have gradients of different placements.
         return type(other) is type(self) and same_cut(self.axis, other.axis)
 
     def __hash__(self) -> int:

@@ -52,11 +52,13 @@ def size_form(expr: sympy.Expr) -> sympy.Expr:
 def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
     """Returns `a // b`."""
     if isinstance(a, FloorDiv):
+        # (x//m)//n = x//(m*n)
         return _floor(a.args[0], a.args[1] * b)
     a, b = sympy.cancel(a / b).as_numer_denom()
     if b == 1 or not (b.is_Integer and a.is_integer):
         return FloorDiv(a, b)
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(sympy.expand(a))]
+    # (n*k + r)//n = k + r//n for whole k: multiples of the divisor leave the division.
     whole = sympy.Add(*(int(k / b) * x for k, x in terms))
     constant, rest = sympy.expand(a - whole * b).as_coeff_Add()
     if rest.could_extract_minus_sign():  # -x//n = -((x + n - 1)//n)
@@ -66,6 +68,7 @@ def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
 
 def _least(x: sympy.Expr, constant: int, n: int) -> sympy.Expr:
     """Returns `(x + constant) // n` with the least constant and one division: `(2*s + 5) // 4` is `s // 2 + 1`."""
+    # (g*x + c)//(g*n) = (x + c//g)//n for whole x: the rest of c by g never reaches the next multiple.
     shared = gcd(n, *(int(term.as_coeff_Mul()[0]) for term in sympy.Add.make_args(x)))
     x, constant, n = sympy.expand(x / shared), constant // shared, n // shared
     of = (term for term in sympy.Add.make_args(x) if isinstance(term, FloorDiv) and term.args[1].is_Integer)
@@ -84,6 +87,7 @@ def _rounded(rounding: type[sympy.Function], x: sympy.Expr) -> sympy.Expr:
     down = rounding is FloorToInt or (rounding is TruncToInt and x.is_nonnegative)
     if b == 1 or (down and b.is_Integer):
         return _floor(a, b)
+    # ceil(a/b) = -(-a//b)
     return -_floor(-a, b) if rounding is CeilToInt and b.is_Integer else rounding(x)
 
 

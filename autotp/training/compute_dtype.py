@@ -65,6 +65,7 @@ class ParameterReader:
     def __call__(self, place: ParameterPlace) -> Tensor:
         """Returns the tensor at a place; a parameter in `dtype`. Its gradient arrives in the parameter's own dtype."""
         parameter = value_at(place)
+        # What ZeRO left whole is a DTensor, too (`replicate`): its local tensor is all of it.
         value = parameter if is_sharded(parameter) else local_of(parameter)
         if self.dtype is None or not isinstance(parameter, nn.Parameter) or not value.is_floating_point():
             return value
@@ -109,6 +110,7 @@ class SharedCopy(torch.autograd.Function):
 def expect_products_of_one_dtype(program: Program) -> None:
     """Raises Error if a product's operands have different dtypes: buffers keep their own dtype."""
     for node in program.graph.nodes:
+        # torch promotes the operands of other operators to one dtype, but not those of products.
         if contracts(program.axes.bound.get(node)) or has(node.target, Trait.ATTENTION):
             values = [x for x in (n.meta.get("val") for n in node.all_input_nodes) if isinstance(x, Tensor)]
             dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in values if x.is_floating_point()})

@@ -100,6 +100,7 @@ def distribute(
     )  # fmt: skip
 
     def run() -> Trainer:
+        # What one process can check alone comes first: `_mesh` connects the processes.
         expect_ordinary(model, "distribute the original model once")
         expect_training(training, pp, dp, tp)
         sizes = {"pp": pp, "dp": dp, **({"cp": cp} if cp > 1 else {}), "tp": tp}

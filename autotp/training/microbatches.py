@@ -120,6 +120,7 @@ def map_rows(arguments: Any, places: Collection[int], made: Callable[[Tensor], T
     numbers = itertools.count()
 
     def mapped(leaf: Any) -> Any:
+        # Only tensors are counted, as in `places`.
         return made(leaf) if isinstance(leaf, Tensor) and next(numbers) in places else leaf
 
     return map_leaves(mapped, arguments)
@@ -155,6 +156,7 @@ def counts_of(analysis: Program, inputs: Mapping[str, Tensor], holder: nn.Module
     names = {x: name for x, name in (captured.parameters | captured.buffers).items() if x in placeholders(graph)}
     values |= {x: value_at(place_of(holder, name)) for x, name in names.items()}
     counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(values[x] for x in placeholders(graph)))
+    # In float64 counts are exact up to 2**53, and one tensor is one sum over replicas.
     return torch.stack([count.to(torch.float64) for count in counts]) if counts else None
 
 

@@ -38,6 +38,7 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
     entries: dict[str, list[Any]] = {}
     visited: set[int] = set()
     for name, module in model.named_modules():
+        # The 3 of `h.3.attn`, but not the 1 of `ln_1`.
         path = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
         entries.setdefault(path, []).append(type(module).__name__)
         for key, value in _entries_within({} if isinstance(module, _DropoutNd) else vars(module), path, visited, 0):
@@ -68,6 +69,7 @@ def _entries_of(value: Any, key: str, visited: set[int], depth: int) -> Iterator
     if isinstance(value, Enum | torch.dtype):
         yield key, str(value)
     elif _is_plain(value) or isinstance(value, list | tuple | set | frozenset | range):
+        # The order of a set differs between processes.
         value = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         if value is None or (plain := _kept(list(value) if isinstance(value, range) else value)) is not None:
             yield key, value if value is None else plain
@@ -78,6 +80,7 @@ def _entries_of(value: Any, key: str, visited: set[int], depth: int) -> Iterator
         yield from _entries_of([value.func, *value.args], key, visited, depth + 1)
         yield from _entries_within(value.keywords, key, visited, depth + 1)
     elif hasattr(value, "__qualname__"):
+        # `<lambda>` and `<locals>` do not name one function.
         yield from [] if "<" in value.__qualname__ else [(key, value.__qualname__)]
     elif not isinstance(value, Tensor | nn.Module) and id(value) not in visited and depth < DEEPEST_OBJECT:
         visited.add(id(value))

@@ -26,6 +26,7 @@ def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) 
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups: list[Any] = []
     for dim, axis in enumerate(sizes):
+        # [... axis ...] -> [groups axis]
         rows = ranks.movedim(dim, -1).reshape(-1, sizes[axis])
         groups.append(_group(groups, rows, timeout, axis))
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
@@ -44,6 +45,7 @@ def _group(groups: Sequence[Any], rows: torch.Tensor, timeout: timedelta, axis: 
     own_rows = rows[(rows == dist.get_rank()).any(1)]
     if not len(own_rows):
         return None
+    # torch sorts the ranks of each group.
     ranks = sorted(own_rows[0].tolist())
     matching = (group for group in groups if dist.get_process_group_ranks(group) == ranks)
     return next(matching, None) or new_group(ranks, timeout, axis, backend)
@@ -111,6 +113,7 @@ def shared(
 ) -> dict[str, tuple[list[int], Any]]:
     """Returns parameter -> the ranks of the pipeline that hold it, and their group, for parameters of this rank."""
     groups = {
+        # [holders dp ... tp] -> [dp*...*tp holders]: one group for each place within a stage.
         some: _group(mesh.get_all_groups(), mesh.mesh[list(some)].flatten(1).T, timeout, "pp")
         for some in dict.fromkeys(holders.values())
     }

@@ -72,6 +72,7 @@ class Sampler(data.Sampler[list[int]]):
         """
         if self.seed is None:
             return list(range(self.size))
+        # Another seed repeats no order within a million epochs.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         rows: list[int] = torch.randperm(self.size, generator=generator).tolist()
         return rows

@@ -136,6 +136,7 @@ def weights_of(rank: int, grid: DeviceMesh, tied: Iterable[tuple[int, ...]] = ()
         grid: all ranks, by "pp", "dp", perhaps "cp", and "tp".
         tied: the ranks of the pipeline that share parameters.
     """
+    # grid: [pp dp (cp) tp]
     pp, dp = (grid.mesh == rank).nonzero()[0].tolist()[:2]
 
     def weight(ranks: Tensor) -> int:
@@ -199,6 +200,7 @@ def agree_on_step(
         Error: on every rank, if one rank cannot take its batch, or if the ranks of a replica have different batches.
     """
     weights = weights or weights_of(mesh.rank, grid, tied)
+    # A rank without a number of steps adds nothing to the sums.
     steps = max(state.steps, 0)
     differ, lengths, failed, captures, never, stepping, total, squares, arrival_counts = sum_ints(
         [
@@ -210,6 +212,7 @@ def agree_on_step(
             state.steps >= 0,
             steps,
             steps * steps,
+            # Each 20 bits of this integer count the ranks on which one more step has arrived.
             sum(COUNT**i for i in range(arrived)),
         ],
         mesh,
@@ -256,8 +259,10 @@ def _compared_states(
 ) -> list[StepState]:
     """Returns the states of all ranks; raises the Error of `agree_on_step` if they cannot run the step together."""
     fingerprints = [number for step, batch in prints.items() for number in (step, len(batch), *batch)]
+    # Fingerprints come last, as their number may differ between ranks.
     every = gather_ints([*map(int, state), *tied.values(), *fingerprints], mesh)
     rows = [StepState._make(row[: len(state)]) for row in every]
+    # A rank that failed has no state that could be compared.
     if any(row.failed for row in rows):
         agreed(problem, mesh)
     remedy = "step or evaluate on all ranks alike"
@@ -271,10 +276,12 @@ def _compared_states(
         holders = grid.mesh[list(ranks)].flatten().tolist()
         compared(every, column, mesh, holders, "has other tied parameters frozen", remedy)
     of_ranks = [_prints_in(row[len(state) + len(tied) :]) for row in every]
+    # [pp dp ...] -> [dp, ranks of a replica]
     for replica in grid.mesh.transpose(0, 1).flatten(1).tolist():
         for column in (StepState._fields.index("structure"), StepState._fields.index("values")):
             compared(rows, column, mesh, replica, "got other inputs", SAME_BATCH)
         _expect_one_batch(of_ranks, replica, mesh)
+    # [pp dp ...] -> [pp*dp, ranks that draw alike]
     for ranks in grid.mesh.flatten(0, 1).flatten(1).tolist():
         remedy = "torch.manual_seed(seed) with one seed on all of them"
         compared(rows, StepState._fields.index("random"), mesh, ranks, "would draw other random numbers", remedy)

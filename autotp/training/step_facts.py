@@ -55,6 +55,7 @@ class StepFacts:
         """Has the loss, and what is finite, copied to the CPU."""
         self.names, finite = finite_tensors(model)
         self.loss, self.finite = (x.to("cpu", non_blocking=True) for x in (loss.detach(), finite))
+        # Recorded after the copies in their stream: when it has come, they have.
         self.arrived = torch.cuda.Event()
         self.arrived.record()
 
@@ -82,6 +83,7 @@ class LateFacts:
         """Returns the number of steps, from the oldest on, whose facts have arrived on this rank; `SHOWN` at most."""
         late = len(self._coming) - MOST
         arrived = [facts.have_arrived(wait=i < late) for i, facts in enumerate(self._coming)]
+        # Only a beginning without gaps counts: `take` removes the oldest ones.
         return min(SHOWN, sum(1 for _ in takewhile(bool, arrived)))
 
     def prints(self) -> dict[int, list[int]]:
@@ -95,6 +97,7 @@ class LateFacts:
         Raises:
             Error: on every rank, if a loss among them is infinite or undefined. Then later ones are forgotten.
         """
+        # `prints` gives their fingerprints to the next comparison.
         self._arrived = [self._coming.popleft() for _ in range(count)]
         try:
             expect_finite(self._arrived, partial(agree, everyone))
@@ -133,6 +136,7 @@ def finite_tensors(model: nn.Module) -> tuple[list[str], Tensor]:
     for name, tensor in values.items():
         if tensor.numel() and tensor.dtype.is_floating_point:
             by_dtype.setdefault(tensor.dtype, []).append(name)
+    # The largest absolute element is finite only if all are; one call of torch for all tensors of a dtype.
     largest = [
         torch.stack(torch._foreach_norm([values[name] for name in names], torch.inf)) for names in by_dtype.values()
     ]
@@ -159,6 +163,7 @@ def raise_nonfinite(
 
     def name_first(gradients: bool) -> None:
         for name, is_finite in flags.items():
+            # Names of parameters begin with a backtick, those of gradients do not.
             if not is_finite and name.startswith("`") != gradients:
                 raise Error(
                     f"the loss of step {step} is {loss}: {name} is infinite or undefined",

@@ -231,6 +231,7 @@ class Trainer(InGraphs, HasHoldings):
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
         self.everyone = groups.world_mesh(self.place, mesh, timeout)
         self.files, self.saving, self.thread = new_group(None, timeout, "files", "gloo"), None, None
+        # For errors, which name ranks by their places: `everyone` has numbers only.
         self._ranks = with_rank_names(self.everyone, mesh)
         self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
         self._signature = signature_of(model)
@@ -238,6 +239,7 @@ class Trainer(InGraphs, HasHoldings):
         self.__dict__["skeleton"] = skeleton_of(
             model
         )  # In `__dict__`, so that `nn.Module` does not register the model on meta.
+        # The graph is captured in the dtype in which it computes. Buffers keep their own.
         for tensor in self.skeleton.parameters() if training.compute_dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
@@ -280,6 +282,7 @@ class Trainer(InGraphs, HasHoldings):
         self._learning: dict[Any, list[nn.Parameter]] = {}
         if training.zero and mesh["dp"].size() > 1:
             self._shard(stages, analysis.captured.parameters)
+        # After `_shard`, which replaces parameters.
         for name, parameter in self.named_parameters():
             as_cut(parameter, Cut(name, self.layouts[name], self.place))
         self._seed()
@@ -341,6 +344,7 @@ class Trainer(InGraphs, HasHoldings):
         """Returns this rank's tensors, their layouts, and the ranks that share them."""
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         rank, ranks = self.mesh["pp"].get_local_rank(), self.mesh["pp"].size()
+        # The first rank that holds a shared parameter counts it.
         later = {name for name, (holders, _) in self.shared.items() if holders[0] != rank}
         group = self.mesh.get_group("pp").group_name if ranks > 1 else None
         place = self.place
@@ -349,6 +353,7 @@ class Trainer(InGraphs, HasHoldings):
         replicated += [] if place.sequence is None else [(place.sequence, frozenset(tensors))]
         for mesh in dict.fromkeys(self.tied.values()):
             replicated.append((mesh, frozenset(name for name, tied_mesh in self.tied.items() if tied_mesh is mesh)))
+        # The skeleton has the tensors of all stages, and this rank only those of its own.
         saved, shapes, beside, left_out = saved_names(self.skeleton)
         return Holdings(
             tensors, frozenset(tensors) - later, saved, shapes, self.layouts, place, self.everyone,
@@ -376,6 +381,7 @@ class Trainer(InGraphs, HasHoldings):
         )  # fmt: skip
 
     def _first_analysis(self, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
+        # A copy, as `train()` changes the modes of the skeleton.
         original = copy.deepcopy(self.skeleton)
         expect_one_mode(original, self.skeleton.train())
         return self._analyse(True, args, kwargs, rows)
@@ -401,6 +407,7 @@ class Trainer(InGraphs, HasHoldings):
             path, _, key = name.rpartition(".")
             module = module_at(self, path)
             if name in parameters:
+                # Of a model on `meta` a part is a plain tensor.
                 parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, name not in frozen)
                 module._parameters[key] = parameter
             else:
@@ -446,11 +453,13 @@ class Trainer(InGraphs, HasHoldings):
         for i, work in self._works.items():
             read = set(parameters_of_stage(stages[i], names)) - self._several
             parameters = {parameter for name in read if (parameter := value_at(place_of(self, name))).dim()} - empty
+            # A block of which the graph reads something by itself is no unit: it is gathered for the block's call only.
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
             blocks = [block for block in blocks if empty.union(parameters).issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - parameters)
         replicate(self, self.mesh["dp"])
         now = dict(self.named_parameters())
+        # `fully_shard` puts new parameters in the place of the old ones, which the user's hooks are on.
         for name, parameter in whole.items():
             move_hooks(parameter, now[name])
         leave_behind(parameter for name, parameter in whole.items() if now[name] is not parameter)
@@ -461,6 +470,7 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the graphs of this rank's stages in one mode."""
         graphs = {i: self._graph(stages[i], analysis) for i in self._my_stages}
         guard = self._original.guard(analysis.captured)
+        # Only between stages do zeros come back where one device has no gradient.
         learning = learning_of(analysis) if self.mesh["pp"].size() > 1 else None
         return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works), guard, learning, checksums)
 
@@ -469,6 +479,7 @@ class Trainer(InGraphs, HasHoldings):
         group = self.mesh.get_group("pp")
         if group.size() == 1:
             return None
+        # x: [1], the loss of a microbatch.
         return engine(self._training, works, analysis, self.place.device, group, lambda x, _: self._scale(x.sum()))
 
     def _graph(self, stage: Stage, analysis: Program) -> StageGraph:
@@ -498,6 +509,7 @@ class Trainer(InGraphs, HasHoldings):
         if self.mesh["pp"].size() * self.mesh["dp"].size() > 1:
             seed = torch.randint(2**62, (), device=self.everyone.device)
             broadcast_from_first(seed, self.everyone)
+            # The number of the stage and the replica: ranks along tp and cp draw alike.
             torch.manual_seed(int(seed) + self.everyone.rank // (self.place.size * self.place.cp))
 
     # ---- a step
@@ -588,6 +600,7 @@ class Trainer(InGraphs, HasHoldings):
         finally:  # torch's schedules drop the gradients of sharded parameters when they find out the stages' shapes.
             for parameter, grad in before.items():
                 parameter.grad = grad
+        # Without a backward nothing else frees the parameters that `fully_shard` has gathered.
         for module in (module for work in self._works.values() for module in work.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -644,8 +657,10 @@ class Trainer(InGraphs, HasHoldings):
         self._facts = StepFacts(self.steps + training, Fingerprint() if now.arrived is None else now)
         if self.place.device.type == "cuda":
             self.late.add(self._facts)
+        # All ranks are here, and agree.
         count_anew(self)
         take_note_back()
+        # Only in these calls all states were gathered.
         if values and equal_replicas(agreed.rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
         if agreed.idle and not self._idle:
@@ -653,6 +668,7 @@ class Trainer(InGraphs, HasHoldings):
             warnings.warn(NO_OPTIMIZER.format(without_optimizer(agreed.rows, self._ranks)), stacklevel=5)
         (batch,) = attempt
         if agreed.captures:
+            # A rank that has graphs takes part, too: all ranks call `agree`.
             pipeline = agree(self._ranks, lambda: pipeline or self._capture(training, batch))
             agree_on_new_graph(self._ranks, self.mesh, *pipeline.checksums)
             self._keep(pipeline)
@@ -691,6 +707,7 @@ class Trainer(InGraphs, HasHoldings):
             fits = pipeline.engine is None or list(pipeline.shapes) == batch.shapes or not of_size
             if pipeline.key == batch.key and fits and pipeline.analysis.captured.fits(batch.shapes):
                 fitting.append(pipeline)
+        # Graphs without masks come first where they are right: they can run kernels that take no mask.
         without_masks = [pipeline for pipeline in fitting if pipeline.masks_left_out]
         full = [pipeline for pipeline in without_masks if are_full(batch.tensors, pipeline.masks_left_out)]
         with_masks = (pipeline for pipeline in fitting if not pipeline.masks_left_out)
@@ -733,6 +750,7 @@ class Trainer(InGraphs, HasHoldings):
         if len(self._works) == 1:  # With several stages on a rank, torch's schedule gathers the next ones.
             gather_ahead(next(iter(self._works.values())).units(), self._training.zero)
         if pipeline.engine is not None:
+            # torch's schedule divides a target among the microbatches. Our loss does not read it.
             last = len(self.plan.blocks) - 1 in self._my_stages
             run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
             run(**inputs, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
@@ -755,6 +773,7 @@ class Trainer(InGraphs, HasHoldings):
     def _sum_losses(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> Tensor:
         """Returns the loss of the whole batch, on every rank."""
         dtype = returned(pipeline.analysis.graph)[0].meta["val"].dtype
+        # A rank without the last stage has no losses, and adds 0.
         loss = sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=self.place.device))
         if self.place.rank or self.place.cp_rank:  # The first rank's loss counts; of others, show what is not finite.
             loss = torch.where(torch.isfinite(loss), 0.0, loss)
@@ -800,6 +819,7 @@ class Trainer(InGraphs, HasHoldings):
         for name, (_, group) in self.shared.items():
             parameter = value_at(place_of(self, name))
             if parameter.requires_grad:
+                # All holders take part in the sum, also one whose stage has no gradient for it.
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(local_of(parameter.grad), group=group)
         if self.mesh["dp"].size() == 1:

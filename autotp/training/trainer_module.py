@@ -78,6 +78,7 @@ class TrainerModule(InGraphs):
 
 def as_module_of(module: nn.Module, original: nn.Module) -> None:
     """Makes `module` an instance of the original's class, with the original's plain attributes."""
+    # Past `__setattr__`, which refuses a setting that is in the graphs.
     vars(module).update({name: value for name, value in vars(original).items() if not is_internal(name)})
     original_class: Any = type(original)
     role: Any = type(module)

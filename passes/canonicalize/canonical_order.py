@@ -51,6 +51,7 @@ def canonical_order(graph: fx.Graph, constants: Collection[str], inputs: Collect
     work = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     if any(node.op != "call_function" or _acts(node) for node in work):
         return graph
+    # Draws first, in the captured order: each takes the next numbers of the random stream.
     roots = [*filter(draws, work), *_outputs(graph), *_unread(graph, constants)]
     number = {node: i for i, node in enumerate(_visited(roots, lambda n: n.all_input_nodes))}
     parts = _parts(work)
@@ -84,6 +85,7 @@ def _unread(graph: fx.Graph, constants: Collection[str]) -> list[fx.Node]:
             target: Any = "constant" if node.name in constants else node.name
         else:
             target = node.target if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", node.op)
+        # A text contains those of its operands, so only a short hash stays. `hash()` would differ between processes.
         text[node] = hashlib.sha256(f"{target} {called}".encode()).hexdigest()
     return sorted(unread, key=text.__getitem__)
 
@@ -91,6 +93,7 @@ def _unread(graph: fx.Graph, constants: Collection[str]) -> list[fx.Node]:
 def _visited(roots: Iterable[T], reads: Callable[[T], Iterable[T]]) -> list[T]:
     """Returns everything that the roots depend on, in depth-first order: each node after the nodes that it reads."""
     done: dict[T, None] = {}
+    # No recursion: a path through a deep model is longer than Python's stack may be.
     stack: list[tuple[T, Any]] = []
     for root in roots:
         stack.append((root, None))
@@ -166,6 +169,7 @@ def _before_blocks(
 def _rebuilt(graph: fx.Graph, work: Sequence[fx.Node], constants: Collection[str]) -> fx.Graph:
     """Returns the graph with its operators in this order, and its constants in the order of their first reads."""
     places = [node for node in graph.nodes if node.op == "placeholder"]
+    # The exporter numbers constants in the order of recording, which may differ between processes.
     first = {node: i for i, node in enumerate(dict.fromkeys(n for node in work for n in node.all_input_nodes))}
     made = iter(sorted((n for n in places if n.name in constants), key=lambda n: first.get(n, len(first))))
     builder = Builder(fake_mode_of(graph))

@@ -81,6 +81,7 @@ def _addmm(product: Any, left_name: str, right_name: str) -> Rewrite:
         added = args["self"]
         if args["alpha"] != 1:
             multiplied = builder.call(aten.mul.Tensor, multiplied, args["alpha"])
+        # torch ignores the added tensor then, even NaN in it.
         if args["beta"] == 0:
             return multiplied
         if args["beta"] != 1:
@@ -121,10 +122,12 @@ def _type_as(builder: Builder, args: dict[str, Any]) -> Any:
 def _masked(builder: Builder, args: dict[str, Any]) -> Any:
     """Writes an assignment of one number under a mask as `where`."""
     x, places, value = args["self"], args["indices"], args["values"]
+    # Several values would go to the true places one by one, and which ones these are depends on the mask's values.
     mask = places[0] if len(places) == 1 else None
     if mask is None or mask.meta["val"].dtype != torch.bool or args["accumulate"] or value.meta["val"].dim():
         return None
     for _ in range(x.meta["val"].dim() - mask.meta["val"].dim()):
+        # A mask has the first dimensions of x, and `where` aligns the last ones.
         mask = builder.call(aten.unsqueeze.default, mask, -1)
     return builder.call(aten.where.self, mask, value, x)
 
@@ -136,6 +139,7 @@ def _slice(builder: Builder, args: dict[str, Any]) -> Any:
     """
     x, dim = args["self"].meta["val"], args["dim"]
     start, end, length = args["start"] or 0, args["end"], x.shape[dim]
+    # The greatest int64 is the end of a slice that names none.
     everything = end is None or (isinstance(end, int) and (end == 2**63 - 1 or Size.of(end) == Size.of(length)))
     return args["self"] if start == 0 and args["step"] == 1 and everything else None
 
@@ -153,6 +157,7 @@ def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
     if sizes is None or len(sizes) != x.dim():
         return None
     shape = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
+    # A -1 stands for what is left: if all other sizes are equal, so is this one.
     equal = [(isinstance(n, int) and n == -1) or Size.of(n) == Size.of(m) for n, m in zip(shape, x.shape, strict=True)]
     return args["self"] if all(equal) and sum(n == -1 for n in shape if isinstance(n, int)) <= 1 else None
 
@@ -186,6 +191,7 @@ def _with_bias(builder: Builder, made: fx.Node, args: dict[str, Any]) -> fx.Node
     bias = args["bias"]
     if bias is None:
         return made
+    # [channels] -> [channels 1 ...], to stand beside the channels of [n channels places...].
     for _ in range(args["weight"].meta["val"].dim() - 2):
         bias = builder.call(aten.unsqueeze.default, bias, -1)
     return builder.call(aten.add.Tensor, made, bias)

@@ -68,7 +68,12 @@ class NoLaterKey:
     sizes: tuple[Size, Size]
 
 
+class Unknown:
+    """Stands for an operand of which nothing is known; None stands for an argument that a call does not have."""
+
+
 ALWAYS = Everywhere(True)
+UNKNOWN = Unknown()
 Fact = Positions | Everywhere | NoLaterKey
 
 
@@ -143,8 +148,9 @@ def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact | None:
     meaning = MEANINGS.get(getattr(node.target, "overloadpacket", None))
     if meaning is None:
         return None
-    args = {name: facts.get(x) if isinstance(x, fx.Node) else x for name, x in arguments_of(node).items()}
-    return meaning(node.meta["val"], args)
+    args = {name: facts.get(x, UNKNOWN) if isinstance(x, fx.Node) else x for name, x in arguments_of(node).items()}
+    fact = meaning(node.meta["val"], args)
+    return None if isinstance(fact, Unknown) else fact
 
 
 Arguments = dict[str, Any]
@@ -177,6 +183,7 @@ def _no_later(key: Any, query: Any, more: int) -> Fact | None:
     """Returns what is known of `key <= query + more`."""
     if not isinstance(key, Positions) or not isinstance(query, Positions):
         return None
+    # `k + a <= q + b` means `k <= q` for a = b, and `k + a < q + b` for a = b - 1.
     causal = (key.dim, query.dim) == (-1, -2) and key.offset == query.offset + more
     return NoLaterKey((query.size, key.size)) if causal else None
 
@@ -189,6 +196,7 @@ def _shifted(value: Tensor, args: Arguments, sign: int) -> Fact | None:
 
 def _same(value: Tensor, args: Arguments) -> Fact | None:
     x = args["self"]
+    # A cast may round positions, and make numbers of truths.
     holds = value.dtype == torch.bool if isinstance(x, NoLaterKey) or x == ALWAYS else value.dtype in WIDE
     return x if holds else None
 
@@ -206,6 +214,7 @@ def _first(value: Tensor, args: Arguments) -> Fact | None:
     if not isinstance(x, Positions) or args["dim"] % value.dim() != value.dim() + x.dim or args.get("step", 1) != 1:
         return x if isinstance(x, Everywhere) else None
     start = args.get("start") or 0
+    # A negative start counts from the end, and which position that is may differ from call to call.
     counts = type(start) is int and start >= 0
     return Positions(x.dim, Size.of(value.shape[x.dim]), x.offset + start) if counts else None
 
@@ -242,7 +251,7 @@ def _anywhere(value: Tensor, args: Arguments) -> Fact | None:
     return x if isinstance(x, Everywhere) else None
 
 
-MEANINGS: dict[Any, Callable[[Tensor, Arguments], Fact | None]] = {
+MEANINGS: dict[Any, Callable[[Tensor, Arguments], Fact | Unknown | None]] = {
     aten.arange: _counted,
     aten.ones: _filled,
     aten.full: _filled,

@@ -46,11 +46,13 @@ def _slice(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> tuple[int, i
     if len(indexed) != 1:
         return None
     dim, index = indexed[0]
+    # The exporter reads a constant through operators that change nothing, such as `lift_fresh_copy`.
     while has(index.target, Trait.SAME) and not has(index.target, Trait.CAST):
         index = index.args[0]
     constant, length = constants.get(index.name), x.meta["val"].shape[dim]
     if constant is None or constant.dim() != 1 or constant.is_floating_point() or constant.dtype == torch.bool:
         return None
+    # A negative place counts from the end; of a symbolic length that is another place in each call.
     if not constant.numel() or not isinstance(length, int):
         return None
     places = [place + length * (place < 0) for place in constant.tolist()]

@@ -167,9 +167,11 @@ class _Versions:
             return self.builder.call(aten.zeros_like.default, args[0])
         if name == "aten::copy_":
             like = args[0].meta["val"]
+            # `copy_` casts and broadcasts what it copies.
             cast = self.builder.call(aten.to.dtype, args[1], like.dtype)
             return self.builder.call(aten.expand.default, cast, _sizes(self.builder, args[0]))
         if name == "aten::fill_":
+            # The value may be a tensor with a gradient. The overloads of `fill_` and `mul` have the same names.
             ones = self.builder.call(aten.ones_like.default, args[0])
             return self.builder.call(getattr(aten.mul, op._overloadname), ones, args[1])
         if name == "aten::fill_diagonal_":
@@ -179,6 +181,7 @@ class _Versions:
         form = functional_of(op)
         if form is None:
             raise _refused(node, f"{op} has no form that returns a new tensor")
+        # The functional form returns what this one writes into `out`.
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         result = self.builder.call(form, *args, *_defaults(op, form)[len(args) :], **kwargs)
         dtype = _written(node).meta["val"].dtype
@@ -193,6 +196,7 @@ class _Versions:
             self._write(source, _scattered(self.builder, node, rest, self.read(source, detached=True), passed))
         self.current[node] = value
         if source is not None:
+            # The callers count this write only after `_write`, and the view has its value already.
             self.seen[node] = self._version(node) + 1
 
     def _without_gradient(self, base: fx.Node, view: fx.Node, value: fx.Node) -> fx.Node:
@@ -316,6 +320,7 @@ def _lie_in(target: Any, operands: Sequence[torch.Tensor], args: Any, kwargs: An
     result = target(*args, **kwargs)
     memory = {x.untyped_storage()._cdata for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)}
     places = [i for i, x in enumerate(operands) if x.untyped_storage()._cdata in memory]
+    # One tensor lies in one memory: operands that share it are views of each other, and the first stands for all.
     return places[:1] if isinstance(result, torch.Tensor) else places
 
 
@@ -331,6 +336,7 @@ def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, value: fx.
     if has(target, Trait.SWAP):
         return builder.call(target, value, *rest)
     if target is aten.permute.default:
+        # The inverse permutation puts the value back.
         order = [d % len(rest[0]) for d in rest[0]]
         return builder.call(aten.permute.default, value, [order.index(d) for d in range(len(order))])
     raise _refused(

@@ -27,11 +27,13 @@ def relocate(graph: fx.Graph, device_type: str) -> fx.Graph:
         return graph
     builder = Builder(fake_mode_of(graph))
     with builder.mode:
+        # The current device of this kind, with its index; a fake tensor takes no memory on it.
         device = torch.empty((), device=device_type).device
     for node in graph.nodes:
         builder.origin = node
         copy = builder.copy(node)
         if drawn_on_cpu(node):
+            # A draw that nothing reads stays, because it moves the random stream, and needs no copy.
             if node.users:
                 builder.env[node] = builder.call(torch.ops.aten.to.device, copy, device, copy.meta["val"].dtype)
             continue

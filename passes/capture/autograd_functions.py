@@ -78,6 +78,7 @@ def run_function(function: Function, args: Sequence[Any]) -> Any:
     if formula is not None:
         return formula(*args)
     ctx = Context(args)
+    # As in torch, forward gets operands without a history: its own backward gives their gradients.
     inside = [arg.detach() if _is_floating(arg) else arg for arg in args]
     with torch.no_grad():
         result = _forward(function, ctx, inside)
@@ -95,6 +96,7 @@ def run_function(function: Function, args: Sequence[Any]) -> Any:
 
 
 def _forward(function: Function, ctx: Context, inside: Sequence[Any]) -> Any:
+    # Without a `setup_context` of its own, the Function has torch's older form: forward takes ctx.
     if function.setup_context is torch.autograd.Function.setup_context:
         return function.forward(ctx, *inside)
     result = function.forward(*inside)
@@ -115,12 +117,14 @@ def _differentiated(
     operand_of = {id(x): arg for x, arg in zip(inside, args, strict=True)}
     grads = [marked[i][1] if i in marked else _no_gradient(y) for i, y in enumerate(outs)]
     result = _backward(function, ctx.mapped(lambda x: RECORDED["kept"](operand_of.get(id(x), x))), grads)
+    # As autograd: more gradients than operands are legal if the others are None.
     if len(result) < len(args) or any(grad is not None for grad in result[len(args) :]):
         raise ValueError(f"it returns {len(result)} gradients of {len(args)} operands")
     pairs = zip(args, result, strict=False)
     sent = [RECORDED["sent"](x, _fitted(g, x)) for x, g in pairs if _is_floating(x) and g is not None]
     if not sent:
         return tuple(outs)
+    # Each floating output reads all gradients, so that none of them is dropped as dead while any output is read.
     return tuple(RECORDED["result"](marked[i][0], sent) if i in marked else y for i, y in enumerate(outs))
 
 
@@ -145,6 +149,7 @@ class _WithoutEngine(TorchFunctionMode):
 def _fitted(grad: Tensor, x: Tensor) -> Tensor:
     """Returns a gradient as autograd expects it: in the operand's dtype, summed over broadcast dimensions."""
     with torch.no_grad():
+        # autograd, too, accepts a gradient of a shape to which the operand can be broadcast.
         grad = grad if grad.shape == x.shape else grad.sum_to_size(x.shape)
         return grad if grad.dtype == x.dtype else grad.to(x.dtype)
 

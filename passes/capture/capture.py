@@ -146,6 +146,7 @@ class _NeedsValues:
 
 def _captured(call: _Call, first: Attempt) -> Captured:
     """Captures as often as a capture says what the next one tries: NOTE [How often forward runs]"""
+    # A run without the exporter is made only where values are known to be needed.
     values_read = _reads(call, first) if first.values.places else first.values
     expected = values_read if isinstance(values_read, KnownValues) else NO_VALUES
     attempt = replace(first, values=replace(expected, likely=first.values.likely))
@@ -159,6 +160,7 @@ def _captured(call: _Call, first: Attempt) -> Captured:
 def _tried(call: _Call, attempt: Attempt, first: Attempt) -> Captured | Attempt:
     """Returns the graph, or what to try next."""
     repeats = None if attempt.blocks == "each" else Repeats(attempt.blocks == "by objects")
+    # After another reason the blocks may well be captured once, so they are tried from the first way on.
     following = replace(attempt, blocks=first.blocks)
     try:
         result = _capture(call, attempt, repeats)
@@ -208,6 +210,7 @@ def _other_looks(captured: Captured, call: _Call, first: int) -> tuple[Outcome, 
     assumed = [i for i, read in enumerate(captured.asked) if read.look and i >= first]
     results = returned(captured.graph)
     positions = [x.at for i in assumed for x in captured.asked[i].given if isinstance(x, OutputAt)]
+    # All that a look depends on: it can be computed before a call only from the arguments and without draws.
     nodes = ancestors(results[i] for i in positions)
     needed = {node.name for node in nodes if node.op == "placeholder"}
     if needed - {*captured.inputs, *captured.constants} or any(map(draws, nodes)):
@@ -281,6 +284,7 @@ def _raised_plainly(call: _Call, attempt: Attempt) -> Exception | None:
     except NeedsExactCapture:
         raise
     except Exception as error:
+        # That values are needed, the exporter has said already. Any other exception is the model's own.
         return None if reads_values(error) else error
     return None
 
@@ -290,6 +294,7 @@ def _run_plainly(call: _Call, attempt: Attempt, reading: InputValues) -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with around_capture(call.autocast), fake:
         flat, inputs, _ = _flat(call, attempt, reading)
+        # The exporter opens both around a model, so the model takes the same branches here.
         with _compiling_state_context(), _override_builtin_ops():
             flat(*inputs)
 
@@ -305,6 +310,7 @@ def _reads(call: _Call, attempt: Attempt) -> KnownValues | Error:
     expected = attempt.values
     places, turned, blocked = set(expected.places), dict[int, bool](), set[Place]()
     while True:
+        # Each round learns of a further place, of a place without values, or of an outcome that was assumed wrongly.
         known_values = replace(expected, places=frozenset(places - blocked))
         reading = InputValues(known_values, call.autocast.device, turned, blocked)
         try:
@@ -348,6 +354,7 @@ def _symbolic(x: Any, symbols: Symbols) -> Any:
     if not isinstance(x, Tensor):
         return Dim.AUTO
     symbolic_dims = {"all": x.dim(), "first": 1, "none": 0}[symbols]
+    # torch makes numbers of lengths of 0 and 1 in any case.
     return {d: Dim.AUTO if d < symbolic_dims else Dim.STATIC for d, n in enumerate(x.shape) if n > 1}
 
 
@@ -361,5 +368,6 @@ def _exported(flat: Flat, inputs: tuple[Any, ...], symbols: Symbols) -> Exported
             return export(flat, inputs, dynamic_shapes=dynamic, strict=False)
     except (Entangled, Error, NeedsExactCapture):
         raise
+    # Not raised: `_capture` first asks whether another attempt would do better.
     except Exception as error:
         return error

@@ -61,9 +61,11 @@ def convert_program(
     placeholders = _placeholders(program, graph, flat)
     if slots := _written_into(graph, placeholders.constants, flat.model):
         return Opened(slots)
+    # The attributes come before this: as inputs of the next capture they may have gradients.
     _expect_no_gradients(placeholders.constants)
     _expect_unshared(flat)
     paths = placeholders.paths(flat)
+    # Noted now, because placeholders of numbers are erased below.
     sizes_of = {n.name: _shape(n.meta["val"]) for n in graph.nodes if n.name in placeholders.inputs}
     if used := [path for name, path in paths.items() if _is_read_number(graph, name)]:
         return Opened(fixed=frozenset(used))
@@ -76,6 +78,7 @@ def convert_program(
         graph=graph,
         parameters=placeholders.parameters,
         buffers=placeholders.buffers,
+        # The user's own tensors, and not the copies that stood for them.
         constants={name: flat.originals.get(id(x), x) for name, x in placeholders.constants.items()},
         inputs=[name for name, x in inputs.items() if isinstance(x, Tensor)],
         fits=sizes.fits(),
@@ -136,6 +139,7 @@ def _placeholders(program: ExportedProgram, graph: fx.Graph, flat: Flat) -> _Pla
     buffers = _first_names(names.get(InputKind.BUFFER, {}), dict(flat.named_buffers(remove_duplicate=False)))
     _merge_tied(graph, buffers)
     constants = {name: program.constants[target] for name, target in names.get(InputKind.CONSTANT_TENSOR, {}).items()}
+    # This may find a second placeholder of a parameter, so the tied ones are merged after it.
     parameters |= _taken_from(constants, flat)
     _merge_tied(graph, parameters)
     _expect_own(constants, flat.model)
@@ -155,6 +159,7 @@ def _of_states(flat: Flat, inputs: Sequence[str]) -> frozenset[str]:
     """Returns the inputs that belong to a state: an argument that the call changes."""
     inside = within_states(pytree.tree_unflatten(flat.leaves, flat.spec))
     of_tensors = [of_state for of_state, leaf in zip(inside, flat.leaves, strict=True) if isinstance(leaf, Tensor)]
+    # Not strict: behind the arguments come the values of attributes, which are no states.
     return frozenset(name for name, of_state in zip(inputs, of_tensors, strict=False) if of_state)
 
 
@@ -183,6 +188,7 @@ def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Mo
     for node in filter(writes, graph.nodes):
         root: Any = node
         while isinstance(root, fx.Node) and root.op == "call_function" and root.args:
+            # A view, and an operator that writes, take the tensor as their first operand.
             root = root.args[0]
         if isinstance(root, fx.Node) and id(constants.get(root.name)) in slots:
             written_slots.add(slots[id(constants[root.name])])
@@ -220,6 +226,7 @@ def _is_read_number(graph: fx.Graph, name: str) -> bool:
             return True
         order.append(current)
         queue += current.users
+    # From the last to the first: a node can be erased once nothing reads it.
     for current in sorted(set(order), key=list(graph.nodes).index, reverse=True):
         graph.erase_node(current)
     return False
@@ -286,6 +293,7 @@ def _first_names(targets: dict[str, str], tensors: dict[str, torch.Tensor]) -> d
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
+    # `Flat` holds the user's model as its attribute `model`.
     return {place: first[id(tensors[target])].removeprefix("model.") for place, target in targets.items()}
 
 
@@ -313,6 +321,7 @@ class _Rebuilding:
 
     def __call__(self, outputs: Sequence[Any], states: Sequence[Any]) -> Any:
         leaves = [outputs[leaf.at] if type(leaf) is OutputAt else leaf for leaf in self.leaves]
+        # torch.compile traces pytree's own functions, and not these.
         builders = None if torch.compiler.is_compiling() else self.builders
         return unflatten_outcome(leaves, self.spec, states, builders)
 

@@ -132,6 +132,7 @@ class Flat(nn.Module):
         try:
             return self._computed(*tensors)
         except DrewNumber as error:
+            # Only for the message: finding the line takes a further run.
             line = line_that_draws(self.model, lambda: self._computed(*tensors))
             raise error.at_line(line) from None
 
@@ -189,6 +190,7 @@ class Flat(nn.Module):
         finally:
             before.restore()
             of_names.restore()
+        # Behind `restore`, so that the attributes hold again what they held before the call.
         self.returned.before |= _held_before(modules, written)
         return leaves, [*within_states(result, changed), *within_states(changed)], written, assigned
 
@@ -199,6 +201,7 @@ class Flat(nn.Module):
         returned, set_to = self.returned, ran.set_to()
         returned.results = len(computed)
         for x in (*(x for _, x in set_to), *ran.into.values()):
+            # A tensor that is returned and assigned is one output, so it is one tensor after a call, too.
             computed += [x] * (position(x, computed) is None)
         places = {id(leaf): OutputAt(i) for i, leaf in enumerate(computed)}
         of_states = [id(leaf) for leaf, inside in zip(ran.found, ran.inside, strict=True) if inside]
@@ -237,6 +240,7 @@ def _is_of_a_tensor(x: Any) -> bool:
 
 def _written_into(tensors: Mapping[Any, Contents]) -> dict[Any, Tensor]:
     """Returns the tensors that were written into since their contents were noted."""
+    # torch counts the writes into a tensor, and those into its views.
     return {key: contents.value for key, contents in tensors.items() if not contents.is_same()}
 
 
@@ -261,6 +265,7 @@ def _placed(path: Path, new_values: Mapping[Any, Any], places: Mapping[int, Outp
     """Returns a change whose leaves are positions of outputs, expressions of sizes, or plain values."""
 
     def placed(leaf: Any) -> Any:
+        # What `.item()` gave is an output of the graph. Any other number follows from the shapes of a call.
         if isinstance(leaf, NUMBERS) and not _is_of_a_tensor(leaf):
             return InputSize(leaf.node.expr, leaf.node.pytype)
         return places.get(id(leaf), leaf) if isinstance(leaf, (Tensor, *NUMBERS)) else leaf
@@ -275,6 +280,7 @@ def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path,
         for key in new_values:
             try:
                 was = found_at(modules, (*path, key))
+            # The call has made this attribute.
             except LookupError:
                 continue
             if type(was) in (int, torch.SymInt):
@@ -297,6 +303,7 @@ def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
     names = _names_of(before)
     if replaced:
         _expect_tensors_of_their_own(before, replaced, names, model)
+    # A buffer with several names is written to once.
     first = {name: now for name, now in replaced.items() if name == names[id(before[name])][0]}
     old = {id(x) for x in before.values()}  # A call writes into one after the other, so a buffer gives a copy.
     separate = {name: now.clone() if id(now) in old else now for name, now in first.items()}
@@ -374,5 +381,6 @@ def _listed(names: Sequence[str]) -> str:
 
 def _places_of(model: nn.Module, tensors: Sequence[Tensor]) -> frozenset[Slot]:
     """Returns the attributes that hold some of these tensors."""
+    # Parameters and buffers have placeholders of their own.
     ids = {id(x) for x in tensors} - {id(x) for x in (*model.parameters(), *model.buffers())}
     return frozenset(slot_of(path) for path, x in everything(model) if id(x) in ids and isinstance(x, Tensor))

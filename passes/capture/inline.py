@@ -66,11 +66,13 @@ def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
     """
     within = set(region)
     read = dict.fromkeys(n for node in region for n in node.all_input_nodes)
+    # Nested graphs are no operands: `_run` runs them.
     outside = [node for node in read if node not in within and _nested(node) is None]
     results = [node for node in region if any(user not in within for user in node.users)]
 
     def run(*values: Any) -> Any:
         env = dict(zip(outside, values, strict=True))
+        # An operator without a rule raises, and leaves its level of vmap open.
         with _levels_closed():
             _run(region, env)
         return [env[node] for node in results]
@@ -201,8 +203,10 @@ def _inline_node(builder: Builder, node: fx.Node) -> None:
             entered = builder.raw(enter_autocast, (device, dtype, enabled, cache))
             builder.env[node] = _region(builder, region, args)
             builder.raw(exit_autocast, (entered,))
+        # A nested graph is read by its region only, and that is written out.
         case _ if has(node.target, Trait.ASSERTION) or _nested(node) is not None or node.target is RULES:
             builder.env[node] = None
+        # A region that was written out is a tuple of nodes.
         case _ if node.target is operator.getitem and isinstance(builder.map(node.args[0]), tuple):
             builder.env[node] = builder.map(node.args[0])[node.args[1]]
         case _:

@@ -49,6 +49,7 @@ class Signature:
             if name in passed:  # Given twice: the model itself will raise.
                 return tuple(args), dict(kwargs)
         passed.update(kwargs)
+        # `is`, and not `==`, which gives a tensor for tensors.
         named = {n: passed[n] for n, default in self.defaults.items() if n in passed and passed[n] is not default}
         return (), named | {n: passed[n] for n in passed if n not in self.defaults}
 
@@ -74,6 +75,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     and its structure takes as long to compare with that of an earlier call. So `_Form` walks through the arguments
     that calls most often have, and calls of one form get the same object as their structure.
     """
+    # torch.compile traces pytree's own functions, and not these.
     if torch.compiler.is_compiling():
         return flatten((args, kwargs))
     call = _Form()
@@ -82,6 +84,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     form = tuple(call.form)
     if form not in _SPECS:
         leaves, spec = flatten((args, kwargs))
+        # The first call of a form is flattened in both ways. If they differ, calls of this form take the slow one.
         matches = len(leaves) == len(call.leaves) and all(map(_is_alike, leaves, call.leaves))
         _SPECS[form] = spec if matches else None
     spec = _SPECS[form]
@@ -118,6 +121,7 @@ class _Form:
             self.form.append(None)
             self.leaves.append(x)
             return True
+        # The classes themselves: torch may take a subclass apart in another way, or not at all.
         if cls is dict:
             self.form.append((cls, *x))
             return all(map(_is_text, x)) and all(map(self.walk, x.values()))
@@ -173,6 +177,7 @@ def flatten(tree: Any, known_states: Sequence[Any] = ()) -> tuple[list[Any], Any
                 f"a {cls.__name__} holds tensors, and torch does not know how to take one apart",
                 fix=f"torch.utils._pytree.register_pytree_node({cls.__name__}, ...), or a tuple or dict",
             )
+        # torch knows it from now on, so that the second round takes it apart.
         torch.export.register_dataclass(cls)
     return flatten(tree, known_states) if closed else (leaves, spec)
 
@@ -283,6 +288,7 @@ def unflatten_outcome(
     of_result, of_states = builders or [partial(_unflatten, spec=part) for part in spec]
     count = spec[0].num_leaves
     for state, now in zip(targets, of_states(iter(leaves[count:])), strict=True):
+        # The call may also have deleted attributes.
         vars(state).clear()
         vars(state).update(vars(now))
     return of_result(iter([targets[leaf.at] if type(leaf) is StateAt else leaf for leaf in leaves[:count]]))
@@ -336,6 +342,7 @@ pytree.register_pytree_node(_Sizes, lambda node: (list(node.numbers), None), lam
 
 def _attributes(node: _Open) -> tuple[list[Any], Any]:
     attributes = {name: library().shown_attribute(name, value) for name, value in vars(node.state).items()}
+    # An attribute may be a state itself.
     return [_opened(value) for value in attributes.values()], (type(node.state), tuple(attributes))
 
 

@@ -64,6 +64,7 @@ class ModelNodes:
         self.parts = {Size.of(n.meta["val"]): n for n in graph.nodes if n.target in PARTS}
         region, live = 0, _live(graph)
         for node in graph.nodes:
+            # Equal operators on both sides of an effect, such as entering autocast, may compute different values.
             region += is_ordered(node) and not outputs_of(node)
             if node in live and not is_ordered(node) and not is_number(node):
                 self.pure.setdefault((region, family(node), *tensor_operands(node)), []).append(node)
@@ -102,6 +103,7 @@ def is_number(node: fx.Node) -> bool:
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """Returns the tensor operands in order; an operand that a parallel form reads twice appears twice."""
     if isinstance(node.target, OpOverload):
+        # Not `all_input_nodes`, which names a node once even if it is two operands.
         return [operand for operand in operand_nodes(node) if operand is not None]
     return [arg for arg in node.args if isinstance(arg, fx.Node) and outputs_of(arg)]
 
@@ -124,11 +126,13 @@ def plain(value: Any) -> Any:
     """Returns arguments in a form in which those of two graphs are equal if they mean the same."""
     if isinstance(value, torch.SymInt | Size):
         size = Size.of(value)
+        # Zero times a symbol is the number zero.
         return size if size.symbols and size.number else size.number
     if isinstance(value, list | tuple):
         return tuple(map(plain, value))
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
+    # As text NaN equals itself, and 1.0 differs from 1.
     return str(value) if isinstance(value, float | torch.SymFloat | torch.SymBool) else value
 
 

@@ -93,6 +93,7 @@ def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Di
     pieces = pieces_by_rank(to, dims[dim], leaf) or ()
     first = max(start + find(dims[dim]).size.number, 0) if start < 0 else start
     bounds = first, first + outputs_of(model)[0].shape[dim]
+    # The number of the rank's positions before a bound is that bound among them.
     local_bounds = [sum(max(min(b, bound) - a, 0) for a, b in pieces[to.rank]) for bound in bounds]
     return {"self": arguments["self"], "dim": dim, "start": local_bounds[0], "end": local_bounds[1], "step": 1}
 
@@ -141,6 +142,7 @@ def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:
     pieces = pieces_by_rank(to, axis, leaf)
     if pieces is None or len(pieces[to.rank]) > 1:
         return None
+    # A rank without rows begins at the end, as `chunk_bounds` says.
     return pieces[to.rank][0][0] if pieces[to.rank] else find(axis).size.number
 
 

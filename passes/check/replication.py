@@ -26,6 +26,7 @@ Pieces = tuple[tuple[Range, ...], ...]
 
 def cut_of(to: Target, axis: Axis, pieces: Pieces) -> Axis | None:
     """Returns the leaf, or the grid, whose cut gives every rank these pieces of an axis; None if there is none."""
+    # Leaves before grids: a grid of one leaf on all ranks is the same cut.
     for leaf in leaves(axis):
         if holds(axis, leaf) and pieces_by_rank(to, axis, leaf) == pieces:
             return leaf
@@ -49,6 +50,7 @@ def joined(cuts: Iterable[Axis], tp: int) -> Axis | None:
     for leaf, parts, run in (entry for cut in cuts for entry in slices_of(cut, tp)):
         if slices_by_leaf.setdefault(id(find(leaf)), (leaf, parts, run))[1:] != (parts, run):
             return None
+    # The outermost factor of the ranks has the longest runs.
     slices = sorted(slices_by_leaf.values(), key=lambda entry: -entry[2])
     outer_run = tp
     for _, parts, run in slices:  # Each slice uses a separate factor of the ranks.
@@ -66,6 +68,7 @@ def extended(leaf: Axis | None, made: Axis, tp: int) -> Axis | None:
     if len(slices) != 1 or slices[0][1] == tp:
         return None
     _, parts, run = slices[0]
+    # If the existing cut is on the outer factor of the ranks, the inner one is left; else the outer one.
     added = (made, run, 1) if run > 1 else (made, tp // parts, parts)
     return grid(sorted([*slices, added], key=lambda entry: -entry[2]), tp)
 
@@ -96,10 +99,12 @@ def shares(to: Target, typed: Typed, axis: str, dim: int, ranges: tuple[Range, .
     if layout is None or ranges != tuple(layout.shared(to.rank)):
         return False
     name, _, run = axis.partition("/")
+    # `tp/4` is a group of 4 consecutive ranks, and `tp` one of all.
     count = int(run or to.tp)
     group = range(to.rank // count * count, to.rank // count * count + count)
     places = [layout.places(rank, layout.shared(rank)) for rank in group]
     alone = [rank for rank in range(to.tp) if rank not in group]
+    # A rank outside of the group that holds such a position would miss the sum, and its part would be missing in it.
     outside = any(_meet(places[0], list(layout.pieces[rank])) for rank in alone)
     return name == to.axis and all(place == places[0] for place in places) and not outside
 

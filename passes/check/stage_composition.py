@@ -60,6 +60,7 @@ def compose(graph: fx.Graph, stages: Sequence[tuple[fx.Graph, Sequence[str]]]) -
         raise _refused(
             "the last stage does not return what the graph returns", expected=str(returned(graph)), got=str(sent)
         )
+    # Without it, the draws behind it would be other numbers.
     missing = [node for node in graph.nodes if draws(node) and node not in graph_values.homes]
     if missing:
         raise _refused(f"no stage computes `{missing[0]}`, which draws random numbers", at=line_of(missing[0]))
@@ -96,6 +97,7 @@ class _Known:
             if node.op == "output":
                 return tuple(stands[x] for x in returned(part))
             value = self._read(i, node) if node.op == "placeholder" else self._computed(i, node, stands)
+            # The order of operators is that of collectives, in which all ranks have to agree.
             if node.op != "placeholder" and self.order[value] <= last:
                 raise _refused(f"stage {i} computes `{node}` later than the graph does", at=line_of(node))
             last = last if node.op == "placeholder" else self.order[value]
@@ -120,6 +122,7 @@ class _Known:
         if value is None:
             raise _refused(f"stage {i} computes `{node}`, which is not in the graph", at=line_of(node))
         _expect_alike(i, node, value)
+        # The two draws would be other numbers.
         if draws(value) and value in self.homes:
             stages = f"stages {self.homes[value]} and {i}"
             raise _refused(f"{stages} draw the random numbers of `{value}`", at=line_of(value))

@@ -90,6 +90,7 @@ def placements(bound: Bound, types: list[Typed], cut: OperatorCut | None) -> tup
         wants: list[Placement] = [shard if i in cut.factor.ins else Copied() for i in range(len(types))]
         return wants, [shard if i in cut.factor.outs else lost for i in range(n_outs)]
     partial = frozenset(i for i, typed in enumerate(types) if typed.placement == Partial())
+    # Exactly a group: the product of two partial sums, for example, is not the sum of the ranks' products.
     if partial in bound.rule.linear:
         return [Partial() if i in partial else Copied() for i in range(len(types))], [Partial()] * n_outs
     copied = not bound.rule.exact and any(typed.flows and typed.placement == Copied() for typed in types)
@@ -123,6 +124,7 @@ def cut_factor(bound: Bound, leaf: Axis) -> Factor | None:
         return factor
     for places, terms in zip((factor.ins, factor.outs) if factor else (), bound.dims, strict=False):
         for i, dims in enumerate(terms):
+            # A tensor has the leaf in the factor's dimension alone, or not at all.
             has = [d for d, axis in enumerate(dims) if touches(axis, leaf)]
             if has != [places[j] for j in (i,) if j in places] or not all(holds(dims[d], leaf) for d in has):
                 return None
@@ -132,6 +134,7 @@ def cut_factor(bound: Bound, leaf: Axis) -> Factor | None:
 def moved_leaf(typed: Typed, dim: int, size: Any, block: int = 1) -> Axis | None:
     """Returns the leaf that a conjugate cuts or joins: the outermost of its dimension. None if sizes do not fit."""
     axis = outermost = find(typed.dims[dim])
+    # A collective moves contiguous blocks, and those of the outermost factor are contiguous.
     while outermost.kind == "product":
         outermost = find(outermost.parts[0])
     blocks = axis.size == Size.of(size) and axis.size.divided(outermost.size) == Size(block)

@@ -160,6 +160,7 @@ class BlockFusion:
         before, after = (
             get_custom_graph_passes(user_options.get(name, getattr(config, name))) for name in (BEFORE, BEHIND)
         )
+        # Around torch's pass, and without taking the place of passes that the user has set.
         pass_options = {SWITCH: True, BEFORE: [*before, without_bias], BEHIND: [*after, self.count]}
         return with_inductor_options(kwargs, user_options | pass_options)
 
@@ -193,6 +194,7 @@ def without_bias(graph: fx.Graph) -> None:
         for rows in [whole, *_users(whole, aten.reshape.default)]:
             for node in _users(rows, aten.addmm.default):
                 bias, operand, weight = _operands(node)
+                # torch looks for a product between two reshapes, so the sum has to be behind the second one.
                 views = [view for view in _users(node, aten.reshape.default) if rows is whole or _are_rows(view, whole)]
                 if operand is rows and weight is not rows and not node.kwargs and bias.meta["val"].dim() == 1 and views:
                     _add_behind(graph, node, views[0])
@@ -220,6 +222,7 @@ def _add_behind(graph: fx.Graph, node: fx.Node, view: fx.Node) -> None:
         total = _written(graph, aten.add.Tensor, _written(graph, aten.reshape.default, product, view.args[1]), bias)
         view.replace_all_uses_with(total)
         graph.erase_node(view)
+        # Other readers of the rows get those of the sum.
         if node.users:
             flat = _written(graph, aten.reshape.default, total, [-1, weight.meta["val"].shape[1]])
             node.replace_all_uses_with(flat)

@@ -104,6 +104,7 @@ def in_places(tensors: Mapping[ParameterPlace, Tensor]) -> Iterator[None]:
     before = {(module, key): module._parameters[key] for module, key in tensors}
     try:
         for (module, key), tensor in tensors.items():
+            # Into the dict: the attribute of a parameter takes no plain tensor.
             module._parameters[key] = tensor  # type: ignore[assignment]
         yield
     finally:
@@ -116,6 +117,7 @@ def places(root: nn.Module) -> tuple[dict[str, str], dict[str, ParameterPlace]]:
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     places_by_name: dict[str, ParameterPlace] = {}
+    # A module under two names has its parameters under both.
     for prefix, module in root.named_modules(remove_duplicate=False):
         for key, tensor in {**module._parameters, **module._buffers}.items():
             if tensor is not None:
@@ -190,6 +192,7 @@ def attach_parameters(
             if node.op == "call_module":
                 root.add_module(str(node.target), outlined.get_submodule(str(node.target)))
             continue
+        # A parameter that only this block reads has no node in the new graph: the block takes it from its module.
         passed = [n for n in node.args if n in env]
         operands: list[int | ParameterPlace] = [
             passed.index(n) if n in env else places[names[n.name]] for n in node.args

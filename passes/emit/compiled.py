@@ -67,6 +67,7 @@ class Compiled(nn.Module):
     def forward(self, *args: Any) -> Any:
         """Runs the graph, on tensors that may be of a class of autotp."""
         if torch.compiler.is_compiling():
+            # A compilation around this one has the block in its own graph.
             return self.inner(*args)
         plain = [x.as_subclass(Tensor) if isinstance(x, Tensor) and _has_class(x) else x for x in args]
         try:
@@ -104,6 +105,7 @@ def compile_blocks(module: nn.Module, options: Mapping[str, Any], fused: FusedPa
     made: dict[nn.Module, nn.Module] = {}
     for name, part in list(module._modules.items()):  # Also a graph that is there under two names.
         assert part is not None
+        # Blocks that compute alike share one graph, which is compiled once.
         work = part.work if isinstance(part, BlockCall) else part
         if work not in made:
             made[work] = _compiled(work, options, fused)
@@ -137,6 +139,7 @@ def _compiled(work: nn.Module, options: Mapping[str, Any], fused: FusedPairs | N
     if isinstance(work, Recomputed):
         work.inner = _compiled(work.inner, options, fused)
         return work
+    # It may have been compiled before, with other options.
     compiled = work if isinstance(work, Compiled) else Compiled(work)
     fusible = fused is not None and isinstance(compiled.inner, fx.GraphModule) and has_collectives(compiled.inner.graph)
     compiled.fusion = BlockFusion(fused) if fusible else None  # type: ignore[arg-type]

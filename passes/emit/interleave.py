@@ -62,6 +62,7 @@ class _Turns:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
+        # From the last to the first, so that the next operator is at the end of the list.
         self.halves = [[n for n in reversed(graph.nodes) if n.meta.get(HALF) == half] for half in (0, 1)]
         self.behind = dict(_order(graph))
         self.done = set[fx.Node]()
@@ -77,6 +78,7 @@ class _Turns:
             if turn := self._turn(half):
                 yield turn
             half = 1 - half
+        # What neither half needed, such as the outputs.
         yield [node for node in self.graph.nodes if node not in self.done]
 
     def _turn(self, half: int) -> Turn:
@@ -96,6 +98,7 @@ class _Turns:
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """Returns a node and all that must run before it, in an order in which they can run."""
+        # No recursion: a path through a deep model is longer than Python's stack may be.
         needed, stack = dict[fx.Node, None](), [(node, False)]
         while stack:
             current, ready = stack.pop()
@@ -117,6 +120,7 @@ def _order(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
         before = [user for x in _overwritten(node) for user in x.users if order[user] < order[node]]
         if draws(node):
             half = node.meta.get(HALF)
+            # A draw of the whole batch keeps its place among all draws, and one of a half among those of this half.
             before += [draw for key, draw in drawn.items() if half is None or key in (half, None)]
             drawn[half] = node
         if before:
@@ -174,6 +178,7 @@ class _Writing:
                     self.running.remove(x)
                     started = self.env[x]
                     if block_of(node) != block_of(started):
+                        # The argument `outside` of `start_reduce`: the wait is in another block.
                         started.args = (*started.args, "sum", True)[:4]
                     self.env[x] = self._call(finish, node, x, started, x.args[1])
             self._write(node)

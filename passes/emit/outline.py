@@ -30,6 +30,7 @@ def outlined(graph: fx.Graph, regions: Sequence[Sequence[fx.Node]], name: str) -
         name: the name of the submodules.
     """
     root, caller, env = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node]()
+    # The call stands in the place of the last operator, where all inputs of the region are there.
     last = {region[-1]: region for region in regions}
     inside = {node for region in regions for node in region}
     names: dict[str, str] = {}
@@ -104,6 +105,7 @@ def _name(node: fx.Node) -> str:
 
 def _text(value: Any, number: dict[fx.Node, str]) -> str:
     def spelled(a: Any) -> str:
+        # With the type, so that 1, 1.0 and True are three arguments.
         return number[a] if isinstance(a, fx.Node) else f"{type(a).__name__} {a!r}"
 
     return str(fx.node.map_aggregate(value, spelled))

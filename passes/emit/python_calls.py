@@ -92,6 +92,7 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
 
     It comes last, and only where the graph runs: passes and the estimate ask what an operator is.
     """
+    # Blocks, and what is recomputed in them, are modules with graphs of their own.
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             returned = _returned(part.graph)
@@ -152,6 +153,7 @@ def _may_be_view(target: Any) -> bool:
 
 def _is_read_once(source: Any) -> bool:
     """True for a reshape that only one node reads."""
+    # Nodes are replaced in order, so an earlier reshape is torch's function by now.
     return isinstance(source, fx.Node) and source.target is torch.reshape and len(source.users) == 1
 
 
@@ -168,6 +170,7 @@ def _split(graph: fx.Graph, returned: Collection[fx.Node]) -> None:
         starts = sorted(parts)
         lengths = [lengths_by_node[parts[start]] for start in starts]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        # Only slices that follow one another from the beginning to the end are the parts of a split.
         if len(starts) < 2 or starts != [0, *ends[:-1]] or ends[-1] != source.meta["val"].shape[dim]:
             continue
         first = min(parts.values(), key=order.__getitem__)
@@ -189,6 +192,7 @@ def _narrow(node: fx.Node) -> None:
     if arguments["step"] != 1 or not all(type(n) is int for n in (size, start, end if end is not None else 0)):
         return
     assert isinstance(size, int)
+    # Python clips bounds that are negative or too large as torch's operator does.
     start, stop, _ = slice(start, end).indices(size)
     node.target, node.kwargs = torch.narrow, {}
     node.args = (node.args[0], arguments["dim"], start, max(stop - start, 0))

@@ -64,6 +64,7 @@ class Recomputed(nn.Module):
             return self.run(*args)
         finally:
             pop_hooks()
+            # The numbers count from 0, so the next one is how many there were.
             replay.wanted = next(replay.numbers)
 
     def run(self, *args: Any) -> Any:
@@ -117,6 +118,7 @@ class _Replay:
 
     def __init__(self, block: Recomputed, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
         self.block, self.args, self.tensors = block, args, tensors
+        # autograd compares them for the tensors that it keeps, and it does not keep these.
         self.versions = [x._version for x in tensors]
         self.device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
         self.state = random_state_of(self.device) if block.draws else None
@@ -172,6 +174,7 @@ class _Replay:
         now, state = ambient_everywhere(), None if self.state is None else random_state_of(self.device)
         with ExitStack() as regions:
             if now != self.autocast:
+                # First off where it is on now, then on as it was in forward.
                 for settings in (*(Autocast(region.device) for region in now), *self.autocast):
                     regions.enter_context(settings.on())
             if self.state is not None and state is not None:
@@ -242,6 +245,7 @@ def _cores(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for node in graph.nodes:
         fused = has(node.target, Trait.ATTENTION) and draws(node)
         core = [node] if fused else _around(node, order) if has(node.target, Trait.SOFTMAX) else []
+        # A reader between two operators of the core would run before the call that stands for the core.
         users = {user for op in core for user in op.users} - set(core)
         if core and not in_cores & set(core) and all(order[user] > order[core[-1]] for user in users):
             in_cores.update(core)

@@ -31,6 +31,7 @@ def bucket(graph: fx.Graph) -> fx.Graph:
         before = node.args[0] if node.target in (copy, share) else None
         if before is not None and (before.op == "placeholder" or before in keys):
             sides = block_of(node) or frozenset(user in behind_blocks for user in _readers(node))
+            # A copy over a second axis is joined only with copies of the same first bundle: all of them exist then.
             keys[node] = sides, node.args[1], node.meta["val"].dtype, keys.get(before)
             bundles.setdefault(keys[node], []).append(node)
     buckets = [nodes for nodes in bundles.values() if len(nodes) > 1]

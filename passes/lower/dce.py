@@ -29,6 +29,7 @@ def live(graph: fx.Graph) -> set[fx.Node]:
     """Returns the nodes that the outputs depend on, and nodes with effects: inputs, regions, random draws."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
+        # Callers give arguments by position, so unread placeholders stay.
         needed = node in live or node.op in ("placeholder", "output")
         if needed or draws(node) or (not outputs_of(node) and _acts(node)):
             live.add(node)

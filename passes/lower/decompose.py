@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autotp.ops.losses.cross_entropy import peak
-from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
 from autotp.passes.lower.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, Factor, visit
@@ -46,6 +46,7 @@ def decompose(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph
         builder.env[node] = expansion(builder, builder.map(arguments_of(node)))
         for made in list(builder.graph.nodes)[last:]:
             visit(made, new_axes)
+            # Each new operator has a rule of its own, and is cut if it has the leaf.
             bound = new_axes.bound.get(made)
             if bound is not None and bound.cuttable(leaf) is not None:
                 new_decision.cuts[made] = leaf
@@ -56,6 +57,7 @@ def expansion_of(node: fx.Node, factor: Factor) -> Expansion | None:
     """Returns the function that writes an operator in parts, to be cut along a factor; None if there is none."""
     if factor.mark != "!":
         return None
+    # The rule of class losses names the classes `c`; all other factors are of rows.
     of_rows = arguments_of(node).get("reduction") == MEAN and factor.name != "c"
     return partial(_mean_loss, node.target) if of_rows else EXPANSIONS.get(node.target)
 
@@ -95,6 +97,7 @@ def _centred(builder: Builder, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
     """Returns `x` minus its maximum along `dim`, in at least float32, and the log of the sum of its exponentials."""
     if x.meta["val"].dtype in (torch.float16, torch.bfloat16):
         x = builder.call(aten.to.dtype, x, torch.float32)
+    # The maximum keeps `exp` from overflowing. It cancels out, and so it needs no gradient.
     z = builder.call(aten.sub.Tensor, x, builder.call(peak, x, dim))
     total = builder.call(aten.sum.dim_IntList, builder.call(aten.exp.default, z), [dim], True)
     return z, builder.call(aten.log.default, total)
@@ -117,11 +120,16 @@ def _as(builder: Builder, args: dict[str, Any]) -> fx.Node:
 
 def _mean(builder: Builder, args: dict[str, Any]) -> fx.Node:
     x = args["self"]
-    dims = args.get("dim") or list(range(x.meta["val"].dim()))
-    total = builder.call(aten.sum.dim_IntList, x, dims, args.get("keepdim", False), dtype=args["dtype"])
+    own = x.meta["val"].dtype
+    dims, dtype = args.get("dim") or list(range(x.meta["val"].dim())), args["dtype"] or own
+    # The sum of all ranks may be too large for float16 where the mean is not; torch, too, adds up in float32.
+    wide = dtype_of_sums(dtype)
+    keepdim = args.get("keepdim", False)
+    total = builder.call(aten.sum.dim_IntList, x, dims, keepdim, dtype=None if wide == own else wide)
     for d in dims:
+        # The length of the whole dimension: `lower` writes it so on a rank that has a part, too.
         total = builder.call(aten.div.Tensor, total, builder.size(x, d))
-    return total
+    return builder.cast(total, dtype)
 
 
 EXPANSIONS: dict[Any, Expansion] = {

@@ -38,6 +38,7 @@ def defer_reductions(graph: fx.Graph, axes: Axes, decision: Decision) -> Known:
     have = propagate(graph, axes, decision.cuts, decision.held)
     trees = {node: list(terms(node)) for node in graph.nodes if is_sum(node) and not inside(node)}
     partial = {n for n in have if waits(n, have)}
+    # A sum of two partial terms is a partial sum as it stands: only further terms can be in its way.
     regrouped = {n: tree for n, tree in trees.items() if sum(t in partial for t in tree) > 1 and len(tree) > 2}
 
     def added(node: fx.Node, builder: Builder) -> fx.Node:

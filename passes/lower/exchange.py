@@ -36,6 +36,7 @@ def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, move: C
     major, minor = ONE, ONE
     for i, part in enumerate(axis.parts):
         major, minor = (major * part.size if i < index else major), (minor * part.size if i > index else minor)
+    # A collective takes the length of a block as a number.
     if index == 0 and find(axis.parts[0]) is leaf and not minor.symbols:
         return _blocks(local, x, axis, leaf, dim, move, minor.number)
     return _inside(local, x, axis.parts[index], (major, minor), leaf, dim, move)
@@ -58,6 +59,7 @@ def _blocks(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, move: Co
 
 def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, move: ConjugateFunction) -> fx.Node:
     """Splits a concatenation, moves each part by itself, and joins them."""
+    # A cut gets whole parts, and a join gets those of this rank.
     lengths = [local.local_size(part.size, part, None if _inward(move) else leaf) for part in axis.parts]
     pieces = local.builder.raw(aten.split_with_sizes.default, (x, lengths, dim))
     pieces.meta["val"] = [local.resized(x.meta["val"], dim, n) for n in lengths]

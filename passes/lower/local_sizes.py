@@ -139,6 +139,7 @@ class Local:
         """
         for d, length in enumerate(whole.shape if isinstance(whole, torch.Tensor) else ()):
             size = Size.of(length)
+            # A cut dimension has the rank's length, and the symbol stands for that of the whole.
             if size.number == 1 and len(size.symbols) == 1 and d not in cut:
                 self.symbols.setdefault(size.symbols[0], (node, d))
 
@@ -177,6 +178,7 @@ class Local:
             case ast.BinOp(left=left, op=op, right=right):
                 return self._of(SIZE_OPERATORS[type(op)], self._computed(left), self._computed(right))
             case ast.UnaryOp(operand=operand):
+                # A minus sign: `_is_known` lets no other sign pass.
                 return self._of(operator.mul, -1, self._computed(operand))
             case ast.Call(func=ast.Name(id="Max" | "Min" as name), args=[first, *rest]):
                 result = self._computed(first)

@@ -152,6 +152,7 @@ class _Lowering:
         leaf = self.decision.cuts.get(node)
         wants = needs(node, self.axes, leaf, self.have, self.hoisted)
         for operand, placement in zip(bound.operands, wants.operands, strict=True):
+            # `env` is set anew for each operator, because readers may need one value in several placements.
             self.builder.env[operand] = self.read(operand, placement)
         self._expect_dense_gradient(node, bound)
         factor = bound.cuttable(leaf) if leaf is not None else None
@@ -162,6 +163,7 @@ class _Lowering:
         cut = [d for dims in self.axes.dims[node] for d, axis in enumerate(dims) if leaf and touches(axis, leaf)]
         self.local.learn(call, node.meta["val"], cut)
         self.have[node] = wants.outputs
+        # Outputs of several placements are items of one call.
         self.forms[node] = dict.fromkeys(wants.outputs, call)
 
     def _expect_dense_gradient(self, node: fx.Node, bound: Bound) -> None:
@@ -196,8 +198,11 @@ class _Lowering:
             return self._on_grid(node, have, want)
         match have, want:
             case Copied(), Replicate():
+                # The gradient of the result is the same on all ranks, and that of a Copied value is summed over ranks:
+                # rank 0 alone passes it on.
                 return self._kept(self.builder.raw(first, (x, self.to.axis, 0, None if self.to.rank == 0 else ())), x)
             case Replicate(), Copied():
+                # Without a gradient the two placements are one.
                 return self._same_shape(copy, x) if node in self.differentiable else x
             case Partial("sum"), Replicate() | Copied() if node in self.decision.scattered:
                 leaf = self.decision.scattered[node]
@@ -211,6 +216,7 @@ class _Lowering:
                 return self._along(node, x, leaf, scatter)
             case Shard(leaf), Replicate():
                 return self._along(node, x, leaf, gather)
+            # If another reader has the value whole already, a copy of that costs no further gather.
             case Shard(leaf), Copied() if not through_whole:
                 return self._along(node, x, leaf, all_gather)
             case Partial("sum"), Shard(leaf) if not through_whole:

@@ -95,6 +95,7 @@ def _product(node: fx.Node, x: fx.Node) -> Product | None:
     if node.kwargs or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     flat = x.meta["val"].dim() == 2
+    # A product of x with itself reads it as a weight, too.
     if node.target is aten.linear.default and args[0] is x and x not in args[1:]:
         return Product(node, args[1], args[2] if len(args) == 3 else None, False)
     if node.target is aten.addmm.default and len(args) == 3 and args[1] is x and args[0].meta["val"].dim() == 1:
@@ -129,6 +130,7 @@ def _together(builder: Builder, group: ColumnGroup) -> None:
 
 
 def _copy_early(builder: Builder, node: fx.Node) -> None:
+    # A weight's cast may stand between the products, and the joined operator stands where the first of them is.
     if node not in builder.env:
         for operand in node.all_input_nodes:
             _copy_early(builder, operand)

@@ -25,6 +25,7 @@ def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
     """Writes the cross-entropy of cut logits. args: those of `aten.cross_entropy_loss`, by name."""
     call, x, dim = builder.call, args["self"], _class_dim(args)
     top = call(peak, x, dim)
+    # With a maximum in float32, differences and sums of 16-bit logits are in float32, too.
     top = builder.cast(top, torch.promote_types(top.meta["val"].dtype, torch.float32))
     ignored, classes = _classes(builder, args)
     terms = call(class_terms, x, top, classes, dim, 0, builder.size(x, dim))
@@ -54,6 +55,7 @@ def _class_dim(args: dict[str, Any]) -> int:
 def _classes(builder: Builder, args: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
     """Returns the mask of ignored targets, and the targets with class 0 in their place."""
     ignored = builder.call(aten.eq.Scalar, args["target"], args["ignore_index"])
+    # Class 0 is a legal index, and the loss of such a row is masked later.
     return ignored, builder.call(aten.masked_fill.Scalar, args["target"], ignored, 0)
 
 
@@ -64,6 +66,7 @@ def _every(builder: Builder, z: fx.Node, lse: fx.Node, weight: fx.Node | None, d
         shape = [-1] + [1] * (z.meta["val"].dim() - 1 - dim)
         z = call(aten.mul.Tensor, z, call(aten.view.default, weight, shape))
         total = call(aten.sum.default, weight)
+    # sum of w * (lse - z) over classes = lse * sum of w - sum of w * z
     return call(aten.sub.Tensor, call(aten.mul.Tensor, lse, total), call(aten.sum.dim_IntList, z, [dim]))
 
 
@@ -82,6 +85,7 @@ def _reduced(
     if row_weights is not None:
         loss = call(aten.mul.Tensor, loss, row_weights)
     if smooth is not None:
+        # (1 - e) * loss of the class + e / classes * loss of every class, as torch.nn.CrossEntropyLoss documents it.
         loss = call(aten.add.Tensor, call(aten.mul.Tensor, loss, 1 - args["label_smoothing"]), smooth)
     loss = call(aten.masked_fill.Scalar, loss, ignored, 0)
     if args["reduction"] in (MEAN, SUM):
@@ -93,6 +97,7 @@ def _own_weight(builder: Builder, weight: fx.Node | None, classes: fx.Node) -> f
     """Returns the weight of each row's class; None without weights."""
     if weight is None:
         return None
+    # An embedding and no index, because it has a parallel form where the weights are cut along the classes.
     column = builder.call(aten.unsqueeze.default, weight, 1)
     return builder.call(aten.squeeze.dim, builder.call(aten.embedding.default, column, classes), -1)
 

@@ -58,6 +58,7 @@ def block_costs(graph: fx.Graph, axes: Axes, blocks: Sequence[str], parameters: 
     for node in (node for node in graph.nodes if node.op == "call_function"):
         name = block_of(node)
         index = blocks.index(name) if name in blocks else index
+        # A weight that several operators of a block read counts once.
         weights = {n for n in node.all_input_nodes if n.name in parameters}
         costs[index] += Cost(multiplications(node, axes), sum(map(_numbers, weights - read[index])), _made(node))
         read[index] |= weights

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.passes.builder import Builder, ancestors, copied, evaluated, fake_mode_of
+from autotp.passes.builder import Builder, ancestors, copied, dtype_of_sums, evaluated, fake_mode_of
 from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, draws_from_numpy, has
@@ -131,21 +131,16 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 def _total(builder: Builder, i: int, of: fx.Node) -> fx.Node:
     node = builder.graph.placeholder(f"{TOTAL}_{i}")
     with builder.mode:
-        node.meta["val"] = torch.empty_like(of.meta["val"], dtype=_wide(of.meta["val"].dtype))
+        node.meta["val"] = torch.empty_like(of.meta["val"], dtype=dtype_of_sums(of.meta["val"].dtype))
     return node
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype for sums: 65,504 is the largest number of float16, and bfloat16 has 8 bits."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _widened(builder: Builder, value: Any) -> Any:
     """Returns a floating tensor in the dtype for sums; any other value unchanged."""
     example = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if not isinstance(example, torch.Tensor) or _wide(example.dtype) == example.dtype:
+    if not isinstance(example, torch.Tensor) or dtype_of_sums(example.dtype) == example.dtype:
         return value
-    return builder.call(aten.to.dtype, value, _wide(example.dtype))
+    return builder.call(aten.to.dtype, value, dtype_of_sums(example.dtype))
 
 
 def _places(graph: fx.Graph) -> set[str]:

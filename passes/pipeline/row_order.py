@@ -122,6 +122,7 @@ class RowOrder:
         x, index = _taken(node)
         place = self.kinds.get(index)
         if place is not None and place.kind == "order" and x in self.rows:
+            # One place for each choice of each row: fewer would leave rows out, by the choices of other rows.
             fits = self.leads(x) and _length(x, place.choices) == _length(index)
             return Ordered("permuted", place.by) if fits else None
         read = [n for n in node.all_input_nodes if n in self.kinds or n in self.rows]
@@ -136,7 +137,9 @@ class RowOrder:
         if order.kind == "permuted":
             return Ordered("ends", order.by) if node.target is aten.histc.default else order if by_row else None
         if order.kind == "order" and node.target is aten.floor_divide.default and isinstance(node.args[1], int):
+            # The place of the k-th choice of a row, divided by the number of choices, is the row.
             return order._replace(choices=order.choices * node.args[1]) if node.args[0] in self.kinds else None
+        # The argsort of a permutation is its inverse.
         if order.kind == "order" and has(node.target, Trait.SORT) and order.choices == 1:
             return Ordered("inverse", order.by) if not isinstance(node.meta["val"], tuple | list) else None
         if order.kind == "ends" and (node.target is aten.cumsum.default or has(node.target, Trait.SAME)):

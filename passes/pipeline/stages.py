@@ -150,6 +150,7 @@ def staged(graph: fx.Graph, parts: Sequence[Collection[str]], parameters: Collec
     again = _again(graph, parameters)
     homes = _homes(graph, again, {name: i for i, part in enumerate(parts) for name in part}, len(parts))
     last = len(parts) - 1
+    # The output node has no stage; the last one returns what the graph returns.
     until = {node: max((homes.get(user, last) for user in node.users), default=home) for node, home in homes.items()}
     crossing = [[node for node, home in homes.items() if home <= i < until[node]] for i in range(last)]
     for node in (node for nodes in crossing for node in nodes if not isinstance(node.meta.get("val"), torch.Tensor)):
@@ -181,6 +182,7 @@ def balanced(items: int, count: int, cost: Callable[[int, range], float]) -> lis
     """
     best, starts = [-math.inf, *[math.inf] * items], list[list[int]]()
     for run in range(count):
+        # By the item at which the runs so far end: the cost of the most expensive one, and where the last one starts.
         now, chosen = [math.inf] * (items + 1), [0] * (items + 1)
         for stop in range(run + 1, items - (count - run - 1) + 1):
             for start in range(stop - 1, run - 1, -1):  # The earlier the last run starts, the more it costs.
@@ -204,6 +206,7 @@ def _again(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
     for node in graph.nodes:
         if node.op == "placeholder":
             (weights if node.name in parameters else inputs).add(node)
+        # A second draw would be other numbers.
         elif node.op != "output" and not draws(node):
             for made in (inputs, weights):
                 if all(operand in made for operand in node.all_input_nodes):

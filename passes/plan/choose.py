@@ -93,10 +93,12 @@ def choose(
         """Returns the elements of weights that are divided for each exchanged element, per token or pixel."""
         cost = _cost(candidate, decision, axes, trainable, local_outputs)
         reads = _gain(candidate, decision, axes, tp, lambda weight: _places(weight, convolutions[id(candidate)], axes))
+        # A cut that sends nothing has no cost.
         return reads / max(cost, 1)
 
     def key(i: int) -> tuple[int, float, float, int]:
         candidate = candidates[i]
+        # Of several ways to cut heads, grids among them, the one with the most even work is tried first.
         share = _busiest(candidate.leaf, tp) if candidate.pattern == ATTENTION else 0
         return candidate.turn, share, -worth(candidate), i
 
@@ -197,6 +199,7 @@ def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
                 undivided.append((node, layout))
             else:
                 decision.held[node] = leaf
+    # Only now are all stored leaves known: one that another tensor is cut along is not divided.
     for node, layout in undivided:
         stored_leaves = {find(leaf) for leaf in decision.held.values()}
         decision.held[node] = _leaf_of(node, layout, axes, tp, ()) or _divided(node, layout, axes, tp, stored_leaves)
@@ -248,6 +251,7 @@ def _divided(node: fx.Node, layout: Layout, axes: Axes, tp: int, stored_leaves: 
 def accept(candidate: Candidate, decision: Decision) -> None:
     """Cuts a candidate's free operators along its leaf, and the parameters that only cut operators read."""
     for node, _ in candidate.nodes:
+        # An operator keeps the cut of the candidate that was accepted first.
         decision.cuts.setdefault(node, candidate.leaf)
     for parameter in candidate.parameters:
         if parameter not in decision.held and _only_read_cut(parameter, candidate, decision):
@@ -259,6 +263,7 @@ def _only_read_cut(parameter: fx.Node, candidate: Candidate, decision: Decision)
     leaf = find(candidate.leaf)
     nodes = {node for node, _ in candidate.nodes}
     readers = [node for node in parameter.users if isinstance(node.meta.get("val"), torch.Tensor | list | tuple)]
+    # A reader without a cut would get that of this leaf.
     return bool(readers) and all(n in nodes and find(decision.cuts.get(n, leaf)) is leaf for n in readers)
 
 
@@ -275,7 +280,9 @@ def _places(weight: fx.Node, convolutions: Sequence[fx.Node], axes: Axes) -> flo
     for node in convolutions:
         if root(axes.bound[node].operands[1]) is weight:
             halves = 2 if HALF in node.meta else 1
+            # The elements of an output channel: batch times places.
             return max(halves * elements(node) // _channels(node), 1)
+    # Batch and sequence have the nominal length.
     return float(NOMINAL**2)
 
 
@@ -324,15 +331,19 @@ def _exchanged(
 ) -> list[fx.Node]:
     """Returns the values that are summed, copied for backward, or gathered and divided, if the candidate is cut."""
     free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
+    # Terms that the ranks sum in forward.
     summed = [node for node, factor in free.items() if not factor.outs and factor.summed]
     copied, moved = set(), set()
     for node, factor in free.items():
         for i, operand in enumerate(axes.bound[node].operands):
+            # Read whole by ranks that each do a part of the work, so its gradients are summed.
             if i not in factor.ins and operand in trainable and operand.op != "placeholder":
                 copied.add(operand)
+            # Read in parts, and made whole or cut in another way.
             if i in factor.ins and maker(operand) not in free and operand.op != "placeholder":
                 moved.add(operand)
         for value in cut_values(node, candidate.leaf, axes) if factor.outs else ():
+            # Made in parts, and read whole.
             if any(
                 reader not in free for reader in readers(value) if node not in local_outputs or reader.op != "output"
             ):

@@ -38,6 +38,7 @@ def decouple(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, Ax
             builder.env[operand] = _read_apart(builder, builder.env[operand], sizes)
             visit(builder.env[operand], axes)
         visit(builder.copy(node), axes)
+        # Only this operator reads the values apart.
         builder.env.update(aside)
         if node.name in parameters or any(n in made for n in node.all_input_nodes):
             made.add(node)
@@ -47,12 +48,14 @@ def decouple(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, Ax
 def _misfits(node: fx.Node, axes: Axes, made: Collection[fx.Node], builder: Builder) -> Misfits:
     """Returns the operands that do not depend on parameters and whose axes do not fit those of the other operands."""
     operands = [n for n in operand_nodes(node) if n is not None] if node.op == "call_function" else []
+    # An operand of parameters and one of none: only then is there an axis to protect, and one that could harm it.
     if len({n in made for n in operands}) < 2 or (rule := rule_of(call_of(node))) is None:
         return {}
     dims = [axes.of(builder.env[n]) for n in operands]
     axes_by_name: dict[str, Axis] = {}
     terms = list(named_dims(rule, dims))
     for operand, named in zip(operands, terms, strict=True):
+        # The axes of what depends on parameters are those that must stay as they are.
         axes_by_name |= {name: find(axis) for name, axis in named if name and operand in made}
     misfits: Misfits = {}
     for operand, named in zip(operands, terms, strict=True):

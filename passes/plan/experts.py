@@ -77,6 +77,7 @@ def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
     for node in graph.nodes:
         if _is_read(node, parameters) and (number := _experts_of(node, 0)) % tp == 0:
             (chosen,) = arguments_of(node)["indices"]
+            # The rows of such a read are sorted by the same choice, so it works on the same groups.
             grouped = in_groups.get((_source(chosen, number), number))
             (grouped or by_row.setdefault((_source(chosen), number), Routed(chosen, number, False))).reads.append(node)
     every = [*in_groups.values(), *by_row.values()]
@@ -231,6 +232,7 @@ class _Rewriting:
             arguments = (chosen, number, routed.grouped, 0, number)
             places, count = (self.builder.raw(f, arguments) for f in (routing.dispatch, routing.counts))
             with self.builder.mode:
+                # A new symbol times the number of experts: the axis of the rows is `experts x rows of an expert`.
                 rows = number * self.builder.length(f"rows_of_an_expert_{len(self.routes)}", ROWS)
                 places.meta["val"] = torch.empty(rows, dtype=torch.int64, device=chosen.meta["val"].device)
                 count.meta["val"] = places.meta["val"].new_empty(number)

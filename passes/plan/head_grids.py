@@ -36,6 +36,7 @@ def head_grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator
         if pair is not None:
             parts = splits(pair[0].size.number, pair[1].size.number, tp)
             cuts = [(leaf, n, run) for leaf, n, run in zip(pair, parts, (parts[1], 1), strict=True) if n > 1]
+            # With one part for the groups, the cut is one by key/value heads alone, which needs no grid.
             if parts[1] > 1:
                 yield grid(cuts, tp)
         fused = (axis for node in candidate.parameters for axis in axes.of(node) if touches(axis, candidate.leaf))
@@ -56,6 +57,7 @@ def _pair(candidate: Candidate, axes: Axes) -> tuple[Axis, Axis] | None:
             and len(inside) == 2
             and inside[0] is find(candidate.leaf)
         ):
+            # The groups of query heads must be an axis that can be cut.
             return None if inside[1].size.symbols or inside[1].tangled else (inside[0], inside[1])
     return None
 

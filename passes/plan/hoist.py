@@ -49,9 +49,11 @@ def _wanted(
     copied, last = set(), _returned(graph, axes, cuts)
     for node in reversed(graph.nodes):
         eligible = node in differentiable and node in axes.bound and have[node] == (Replicate(),) and node not in cuts
+        # Such a mark reads gradients, too: NOTE [Why these marks are Replicate or Shard]
         eligible = eligible and not axes.bound[node].rule.exact
         if eligible and isinstance(node.meta.get("val"), torch.Tensor) and not draws(node):
             users = [user for user in node.users if user not in last and user.target is not aten.sym_size.int]
+            # Readers come before, so it is known which of them read copies.
             if users and all(user in copied or _in_copy(node, user, axes, cuts) for user in users):
                 copied.add(node)
                 yield node
@@ -109,6 +111,7 @@ def _price(
     """Returns the price of a copy of an operand for each reader that shares it; 0 if there is a copy anyway."""
     if have.get(node) == (Copied(),) or _copied_anyway(node, hoisted, axes, cuts):
         return 0
+    # The operand is copied itself, or, if it is hoisted, too, what it is made of.
     sharing = len([reader for reader in node.users if reader in hoisted])
     return min(elements(node), price.get(node, float("inf"))) / max(sharing, 1)
 

@@ -108,6 +108,7 @@ class Bound:
         return all(holds(dims[i][d], leaf) for dims, place in places for i, d in place.items())
 
     def _siblings(self, factors: list[Factor], leaf: Axis) -> Factor | None:
+        # The dimensions that all of them are in: one has to be their concatenation.
         ins = set.intersection(*(set(factor.ins.items()) for factor in factors))
         outs = set.intersection(*(set(factor.outs.items()) for factor in factors))
         whole = [self.dims[0][i][d] for i, d in ins] + [self.dims[1][o][d] for o, d in outs]
@@ -116,6 +117,7 @@ class Bound:
         places = _places(factors)
         sides = [(place, places[side]) for f in factors for side, place in enumerate((f.ins, f.outs))]
         clash = any(place.get(i, d) != d for place, all_ in sides for i, d in all_.items())
+        # "!" is greater than "": if one of them needs the parallel form, all do.
         mark = max(factor.mark for factor in factors)
         return None if clash else Factor(" | ".join(f.name for f in factors), whole[0], mark, *places)
 
@@ -172,6 +174,7 @@ def visit(node: fx.Node, axes: Axes) -> None:
         return
     call = call_of(node) if node.op == "call_function" else None
     values = call.outputs if call else outputs(node)
+    # New axes, which the rule unifies with those of the operands.
     axes.dims[node] = tuple(tuple(Axis(Size.of(n)) for n in value.shape) for value in values)
     if call is not None and values:
         axes.bound[node] = bind_rule(node, call, axes)
@@ -228,6 +231,7 @@ def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor,
     tensors = (*ins, *outs)
     terms = _spelled((*rule.ins, *rule.outs), tensors)
     pairs = [pair for term, dims in zip(terms, tensors, strict=True) for pair in zip(term, dims, strict=True)]
+    # Single factors are unified first: their sizes are needed to build the groups.
     axes_by_name = {name: Axis(size) for name, size in rule.sizes.items()}
     uncuttable: set[str] = set()  # Factors whose two lengths are equal on these inputs only: they cannot be cut here.
     for expr, axis in pairs:
@@ -236,6 +240,7 @@ def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor,
     for expr in (expr for term in (*rule.ins, *rule.outs) for expr in term if isinstance(expr, Name)):
         # It has size 1 wherever it stands alone; it may be part of a group.
         axes_by_name.setdefault(expr.name, Axis(ONE))
+    # At most one factor of a group may be new, and each group that is built makes its factors known for the next.
     for expr, axis in sorted(pairs, key=lambda pair: _unknown_parts(pair[0], axes_by_name)):
         if isinstance(expr, Group) and not unify(_build(expr, find(axis).size, axes_by_name), axis):
             uncuttable.update(name.name for name in names(expr))
@@ -270,10 +275,13 @@ def _build(expr: Expr, size: Size, axes_by_name: dict[str, Axis]) -> Axis:
         return axes_by_name.setdefault(expr.name, Axis(size))
     if expr.kind == "concat":
         lengths = [_size(part, axes_by_name) for part in expr.parts]
+        # Where a part begins would depend on symbols, so the axis cannot be cut.
         if size.symbols or any(n.symbols for n in lengths if n):
             return Axis(size, tangled=True)
+        # The one new part has what the others leave.
         remaining = Size(size.number - sum(n.number for n in lengths if n))
         return concat([_build(part, n or remaining, axes_by_name) for part, n in zip(expr.parts, lengths, strict=True)])
+    # The one new factor of a product has the size that the known factors leave.
     rest: Size | None = size
     for part in expr.parts:
         inner = _size(part, axes_by_name)

@@ -60,16 +60,19 @@ def match(
     touching: dict[Axis, list[fx.Node]] = {}
     for node, bound in axes.bound.items():
         for leaf in dict.fromkeys(leaf for factor in bound.factors for leaf in leaves(factor.axis)):
+            # Also operators that this leaf cannot cut: a grid may cut them (`on_grid`).
             touching.setdefault(leaf, []).append(node)
             factor = bound.cuttable(leaf) if leaf in candidates else None
             if factor is not None:
                 candidates[leaf].nodes.append((node, factor))
     ranks = {find(leaf) for leaf, candidate in candidates.items() if _is_rank(candidate, axes)}
+    # Before the grids, which are made of heads.
     _describe(candidates.values(), axes, inputs, local_outputs, ranks)
     order = {node: i for i, node in enumerate(axes.bound)}
     grids = [on_grid(leaf, touching, axes, candidates, order) for leaf in head_grids(candidates.values(), axes, tp)]
     _describe(grids, axes, inputs, local_outputs, ranks)
     shared = [candidate for candidate in grids if shared_evenly(candidate, axes, tp)]
+    # Grids first: of equal candidates `choose` takes the one that comes first.
     return [candidate for candidate in [*shared, *candidates.values()] if candidate.nodes]
 
 
@@ -116,6 +119,7 @@ def _recognised(
         return "vocab", "embedding" + (", head" if made else "") + (", loss" if loss else "")
     if loss and made:
         return "vocab", "head, loss"
+    # One product makes the axis, another one sums over it, and nobody between needs it whole: Megatron-LM's pair.
     if made and used and _closed(candidate, axes, local_outputs):
         attention = _attention(candidate, axes)
         return (attention, ATTENTION) if attention else ("width", MLP)
@@ -129,6 +133,7 @@ def _is_rank(candidate: Candidate, axes: Axes) -> bool:
     """
     products = [node for node, _ in candidate.nodes if contracts(axes.bound[node])]
     between = [axes.bound[node] for node, _ in candidate.nodes if node not in products]
+    # The weight is [r d], with r*d elements: this says r < d.
     narrow = candidate.leaf.size.number**2 < max(p.meta["val"].numel() for p in candidate.parameters)
     plain = all(bound.rule.linear and len(bound.operands) == 1 for bound in between)
     weighed = all(_reads_weight(node, axes, factor) for node, factor in candidate.nodes if node in products)
@@ -173,6 +178,7 @@ def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:
     queue = [node.args[1] for node in lookups]
     while queue:
         node = queue.pop()
+        # The size of an input is no index from it: positions are counted up to one.
         if isinstance(node, fx.Node) and node not in visited and not str(node.target).startswith("aten.sym_size"):
             visited.add(node)
             queue += node.all_input_nodes
@@ -185,5 +191,6 @@ def _attention(candidate: Candidate, axes: Axes) -> str:
         if has(node.target, Trait.ATTENTION) and counts_attentions(node, factor, axes):
             return "kv_heads" if factor.name == "k" else "group" if factor.name == "g" else "heads"
     batched = [node for node, factor in candidate.nodes if counts_attentions(node, factor, axes)]
+    # Two batched products, and between them a softmax along another axis, are attention written out.
     softmax = any(has(n.target, Trait.SOFTMAX) and f.mark == "" for n, f in candidate.nodes)
     return "heads" if softmax and len(batched) >= 2 else ""

@@ -53,6 +53,7 @@ def positions_that_stay(
     for i, node in list(enumerate(values))[captured.results :]:
         if isinstance(node, fx.Node) and not any(n.name in input_names for n in (node, *_ancestors([node]))):
             positions.add(i)
+    # The caller's tensor that is written into is whole, and Python reads whole values.
     positions -= {*(position for _, position in captured.into), *captured.read_at}
     return [i for i in sorted(positions) if isinstance(values[i], fx.Node)]
 
@@ -77,6 +78,7 @@ def layouts_of_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, have: H
         node = returned(graph)[i]
         placement = have.get(node, (None,))[0]
         if isinstance(placement, Shard) and not find(placement.axis).size.symbols:
+            # -1 for a size that only a call knows.
             shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
             local[i] = layout_of(shape, axes.of(node), placement.axis, tp, "")
     return local

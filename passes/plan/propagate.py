@@ -52,6 +52,7 @@ def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Col
             Shard(leaf) if i in factor.ins else Copied() for i in range(len(bound.operands))
         )
         lost: Placement = Partial(bound.rule.reducer)
+        # Its output is another part of `q | k | v`, which every rank computes whole.
         if not factor.summed:
             lost = Copied()
         return Needs(ins, tuple(Shard(leaf) if o in factor.outs else lost for o in range(n_outs)))
@@ -71,6 +72,7 @@ def _deferred(node: fx.Node, axes: Axes, have: Have) -> frozenset[int] | None:
     bound = axes.bound[node]
     for group in bound.rule.linear:
         operands = [bound.operands[i] for i in group]
+        # A second reader of a partial sum would need it reduced all the same.
         if operands and all(waits(n, have) for n in operands):
             return group if _grows_not(node, operands) or _joins(node, axes, have) else None
     return None
@@ -149,6 +151,7 @@ def stored_placement(dims: tuple[Axis, ...], leaf: Axis) -> Placement:
 def overlaps(dims: tuple[Axis, ...], leaf: Axis) -> bool:
     """True if a grid puts some positions of a value on several ranks."""
     cut = [axis for axis in dims if touches(axis, leaf)]
+    # A value without one of the leaves has the same positions on all ranks of that leaf's factor.
     leaves_there = {id(find(part)) for part in find(leaf).parts if any(touches(axis, part) for axis in cut)}
     mixed = any(not _every(axis, part) for part in find(leaf).parts for axis in cut if touches(axis, part))
     return mixed or len(leaves_there) < len(find(leaf).parts)

@@ -65,6 +65,7 @@ def _of(first: Mapping[str, Source], second: Mapping[str, Source], atol: float) 
 
 def _compared(a: Tensor, b: Tensor, atol: float) -> tuple[float, int]:
     """Returns the largest difference, and the number of elements that differ by more than `atol`."""
+    # NaN differs from itself: two of them are alike.
     unlike = ~((a == b) | ((a != a) & (b != b)))
     dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     gap = torch.nan_to_num((a.to(dtype) - b.to(dtype)).abs()[unlike], nan=float("inf"))

@@ -132,6 +132,7 @@ def _beside(folder: Path, content: Content, more: Callable[[Path], None]) -> Non
 
 def _write_torch(path: Path, content: Content) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a rename is one step within one file system only.
     unfinished = path.with_name(f".{path.name}.{uuid4().hex[:8]}.new")
     try:
         torch.save({name: read_whole(source).contiguous() for name, source in content.tensors.items()}, unfinished)
@@ -151,6 +152,7 @@ def _write_training(path: Path, content: Content) -> None:
         Item(entry_key("model", name), (0,) * len(source.shape), tuple(source.shape), read_whole(source))
         for name, source in content.tensors.items()
     )
+    # A row is noted when its tensor is written, so that one tensor at a time is in memory.
     item_rows = []
 
     def parts() -> object:

@@ -46,6 +46,7 @@ def read_torch_file(file: Path) -> Any:
         raise
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror or error}") from error
+    # A damaged file makes torch and zipfile raise exceptions of many classes.
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), type(error).__name__)
         raise Error(

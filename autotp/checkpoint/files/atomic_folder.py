@@ -34,6 +34,7 @@ def replaced(folder: Path, is_replaced: Callable[[str], bool]) -> Iterator[Path]
     Raises:
         OSError: the file system fails.
     """
+    # A link stays: the folder that it leads to is replaced.
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists() and not folder.is_dir():
@@ -46,6 +47,7 @@ def replaced(folder: Path, is_replaced: Callable[[str], bool]) -> Iterator[Path]
         if folder.exists():
             sibling.chmod(folder.stat().st_mode)
         yield sibling
+        # On the disk before the exchange: after a crash the name must not lead to files that are not whole.
         for path in (*sibling.rglob("*"), sibling):
             sync_path(path)
         if replaces := folder.exists():

@@ -31,12 +31,14 @@ SEAL = re.compile(rb'(.*,\n"crc32": )"([0-9a-f]{8})"\}\n', re.DOTALL)
 
 def bytes_of(tensor: Tensor) -> Any:
     """Returns the bytes of a tensor; without a copy, if it is contiguous and on the CPU."""
+    # torch negates and conjugates by a flag, and the bytes in memory are those before.
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def sealed(content: dict[str, Any]) -> bytes:
     """Returns a JSON object as the content of a file that ends in the checksum of all bytes before."""
+    # Without the last brace, which follows the checksum.
     text = json.dumps(content, separators=(",", ":"))[:-1].encode() + b',\n"crc32": '
     return text + f'"{zlib.crc32(text):08x}"}}\n'.encode()
 
@@ -47,6 +49,7 @@ def open_regular(file: Path) -> BinaryIO:
     Raises:
         OSError: it is not a regular file, or the file system fails.
     """
+    # O_NONBLOCK: to open a pipe would wait for its writer.
     number = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -124,6 +127,7 @@ class SummedFile:
 
     def write(self, data: Any) -> None:
         """Appends bytes."""
+        # Python casts no view of size 0.
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         self.opened.write(view)
         while len(view):
@@ -248,6 +252,7 @@ def checksums_in(folder: Path) -> dict[str, tuple[int, list[int], int]]:
         return {}
     content = unsealed(source)
     try:
+        # Only names: a path in the file must not lead out of the folder.
         block, files = content["block"], {Path(name).name: row for name, row in content["files"].items()}
         for name, (size, sums) in files.items():
             if "\0" in name or not type(block) is type(size) is int or not 0 < block <= LARGEST:

@@ -37,6 +37,7 @@ def claim(folder: Path) -> bool:
     if not _is_file_at(opened, file):  # Another process removed the file meanwhile: lock the new file.
         os.close(opened)
         return claim(folder)
+    # Only with the lock may the name in the file be replaced.
     os.ftruncate(opened, 0)
     os.lseek(opened, 0, os.SEEK_SET)
     os.write(opened, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -51,6 +52,7 @@ def _opened(file: Path) -> int:
         Error: it is a link, or has the content of something else.
     """
     if not file.is_symlink():
+        # Not truncated: it may be the lock of a job that runs.
         opened = os.open(file, os.O_RDWR | os.O_CREAT | NO_WAIT, 0o666)
         if stat.S_ISREG(os.fstat(opened).st_mode) and re.match(rb"process \d|\Z", os.read(opened, 200)):
             return opened

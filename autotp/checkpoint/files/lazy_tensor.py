@@ -78,6 +78,7 @@ def _cast(x: Lazy, dtype: torch.dtype | None = None, **_: Any) -> Source:
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
     sources = tuple(x.source for x in tensors if isinstance(x, Lazy))
+    # Beside a tensor with data, or in another dtype, it is computed as a whole.
     if len(sources) < len(tensors) or len({(x.dtype, x.dim()) for x in tensors}) > 1:
         return None
     dim %= tensors[0].dim()
@@ -183,6 +184,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the outputs as lazy tensors, with the shapes that the operator returns on meta."""
     if func._schema.is_mutable:
         raise Error(f"{func} writes into a tensor that is only read", fix="clone it first")
+    # An operator that is told a device would make its output there, with memory.
     on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
     empty = pytree.tree_map_only(Tensor, _empty, (args, {**kwargs, **on_meta}))
     outputs_on_meta, spec = pytree.tree_flatten(func(*empty[0], **empty[1]))

@@ -92,6 +92,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return MAPPINGS[tag]({decode(key, tensor): decode(item, tensor) for key, item in of})
     if tag == "array":
         array = tensor(of).numpy()
+        # The index () makes a number of an array without dimensions.
         return array[()] if value["scalar"] else array
     return tensor(of) if tag == "tensor" else READERS[tag](of)
 
@@ -112,6 +113,7 @@ def _array(value: Any) -> Tensor | None:
     cls = type(value)
     if cls is not numpy.ndarray and not (isinstance(value, numpy.generic) and value.dtype.type is cls):
         return None
+    # torch has neither texts, objects and times, nor the other order of bytes.
     if value.dtype.kind not in "biufc" or not value.dtype.isnative:
         return None
     try:

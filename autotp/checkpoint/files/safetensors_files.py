@@ -48,6 +48,7 @@ class Reader:
         from safetensors import safe_open
 
         if self.file != file or self.left <= 0:
+            # The old file is let go first, so that only one is in memory.
             self.file, self.opened = None, None
             self.opened = safe_open(file, framework="pt", device="cpu")
             self.file, self.left = file, BLOCK
@@ -76,6 +77,7 @@ class Stored:
         """
         try:
             opened = self.reader.open(self.file, math.prod(b - a for a, b in box) * self.dtype.itemsize)
+            # A scalar has no slices.
             if not box:
                 scalar: Tensor = opened.get_tensor(self.name)
                 return scalar
@@ -110,6 +112,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         if twice := [name for name in file_tensors if name in tensors and name not in places]:
             files = f"{tensors[twice[0]].file.name} and in {file}"
             raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", at=str(index))
+        # Where two files have a tensor, the index says which counts.
         tensors |= {name: tensor for name, tensor in file_tensors.items() if places.get(name, file) == file}
     for name, file in places.items():
         if name not in tensors:
@@ -141,6 +144,7 @@ def _index(file: Path) -> dict[str, str]:
     """Returns tensor name -> the name of its file."""
     try:
         places = json.loads(read_regular(file))["weight_map"]
+        # Only names: a path in the index must not lead out of the folder.
         if all(isinstance(where, str) and Path(where).name == where and _fits(where) for where in places.values()):
             return dict(places)
     except (*INVALID_CONTENT, OSError):
@@ -165,6 +169,7 @@ def _opened(file: Path, reader: Reader) -> dict[str, Stored]:
     size = 0
     try:
         header, size = _header(file)
+        # Opened for its checks only: the library compares the header with the file.
         with safe_open(file, framework="pt", device="cpu"):
             return {
                 name: Stored(file, name, tuple(entry["shape"]), STORED_DTYPES[entry["dtype"]], reader)
@@ -258,6 +263,7 @@ def header_of(tensors: Mapping[str, Any], names: Sequence[str]) -> bytes:
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, ensure_ascii=False).encode()
+    # So that the first tensor begins at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -95,6 +95,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Copies a tensor of the CPU into `target`; the host does not wait for a card. target, source: [...]"""
+    # For memory that is not pinned the host would wait.
     if target.is_cuda and not source.is_pinned():
         source = source.contiguous().pin_memory()
     target.copy_(source, non_blocking=True)  # torch's allocator keeps pinned memory until it was read.

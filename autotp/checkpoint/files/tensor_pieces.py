@@ -73,6 +73,7 @@ class StoredPieces:
         Raises:
             Error: a file has changed since it was written, or the pieces do not cover the box; names the path.
         """
+        # Pieces do not overlap (`tiled`), so a count of elements tells whether all are there.
         remaining = into.numel()
         for piece in self.pieces:
             low = [max(a, b) for a, b in zip(offsets, piece.at, strict=True)]
@@ -80,6 +81,7 @@ class StoredPieces:
             high = [min(a + n, b + m) for a, n, b, m in ends]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
+            # The overlap [low, high), counted from the beginning of the box and from that of the piece.
             into_slices, piece_slices = (
                 tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
                 for origin in (offsets, piece.at)
@@ -102,6 +104,7 @@ def tiled(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
         return False
     ends = [(piece.at, [a + n for a, n in zip(piece.at, piece.sizes, strict=True)]) for piece in pieces]
     inside = all(b <= n for _, high in ends for b, n in zip(high, shape, strict=True))
+    # As many elements as the tensor has, and none twice (below): then none is missing.
     if not inside or sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
         return False
     boxes = [box for box, piece in zip(ends, pieces, strict=True) if math.prod(piece.sizes)]

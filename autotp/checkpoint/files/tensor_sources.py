@@ -109,6 +109,7 @@ class Permuted:
         return self.of.dtype
 
     def read(self, box: Box) -> Tensor:
+        # Dimension d of `of` is our dimension `dims.index(d)`.
         return self.of.read(tuple(box[self.dims.index(d)] for d in range(len(box)))).permute(self.dims)
 
 
@@ -208,6 +209,7 @@ def sliceable(source: Source) -> bool:
 
 def read_part(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
     """Reads the local part of `rank` into `part`, in blocks. part: has the layout's local shape"""
+    # Whole at once: each block would compute all of it again.
     if not sliceable(source):
         copy_into(part, layout.take(read_whole(source), rank))
         return
@@ -221,6 +223,8 @@ def read_part(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
                 (a + offset - start, b + offset - start) if d == dim else (a, b) for d, (a, b) in enumerate(block)
             )
             copy_into(cut(part, local_block), source.read(block))
+        # A rank's ranges lie one after the other in its part.
         offset += stop - start
+    # Without a dimension there was no range.
     if not source.shape:
         copy_into(part, read_whole(source))

@@ -204,6 +204,7 @@ def _size_of(model: nn.Module) -> str:
 
 def _row(step: Step) -> PassRow:
     before, after = ([node for graph in graphs for node in operators_of(graph)] for graphs in step.graphs)
+    # As multisets: an operator that only moved is no rewrite.
     was, became = Counter(map(_kind, before)), Counter(map(_kind, after))
     emits = step.name == "emit"
     return PassRow(
@@ -231,6 +232,7 @@ def _facts(step: Step) -> Iterator[str]:
         yield f"{_many(calls, 'block')} of {_many(len(blocks), 'kind')}" if calls else "no blocks"
     for name, describe in FOUND.items():
         was, now = (getattr(program, name, UNKNOWN) for program in (step.before, step.program))
+        # A fact that a pass has made anew, in the same words, is not told.
         if was is not now and (was is UNKNOWN or describe(step.program) != describe(step.before)):
             yield describe(step.program)
 

@@ -96,8 +96,10 @@ def _pages(model: nn.Module, steps: Iterable[Step]) -> Iterator[tuple[str, str]]
     for step in steps:
         if step.name == "capture":
             yield "capture", step.became()
+        # The first pass of the plan: it gets what canonicalize has made.
         elif step.name == "decouple":
             yield "canonicalize", step.was()
+        # The plan is complete here, and no rank's graph is made yet.
         elif step.name == "lower":
             yield from _decided(step, type(model).__name__)
         elif step.name == "check":

@@ -104,6 +104,7 @@ def run_steps(model: nn.Module, tp: int, options: Options, example_inputs: Any) 
 def _step(
     pass_: Pass, seconds: float, before: Program, after: Program, graphs: tuple[fx.Graph, fx.Graph], names: Names
 ) -> Step:
+    # Texts are made when they are asked for: most are not.
     was, became = (partial(names.text, graph) for graph in graphs)
     return Step(pass_.stage, pass_.name, seconds, before, after, ((graphs[0],), (graphs[1],)), names, was, became)
 
@@ -152,6 +153,7 @@ def _names_of_inputs(call: Any, program: Program) -> dict[str, str]:
     if states(call):
         return {}
     names = [".".join(path[1:]) for path, leaf in named_leaves(call) if isinstance(leaf, torch.Tensor)]
+    # Further inputs are attributes of the model.
     return dict(zip(program.captured.inputs, names, strict=False))
 
 

@@ -46,6 +46,7 @@ def kind_of(func: Any) -> Kind:
         return Kind.HOOK
     if name in SIZES:
         return Kind.SIZE
+    # Kernels of torch's optimizers and of its scaler, which are right on parts.
     if name in ABOUT.split() or name.startswith(("_fused_", "_amp_")):
         return Kind.ABOUT
     return Kind.VALUES

@@ -179,6 +179,7 @@ class CutTensor(Tensor):
         return memo[id(self)]
 
     def _copied(self, memo: dict[int, Any]) -> Tensor:
+        # torch's own error stays for a tensor that is no leaf, which it does not copy.
         alias = self.detach() if self.is_leaf else self
         return copy.deepcopy(alias.as_subclass(Tensor), memo)
 
@@ -286,6 +287,7 @@ def _of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         return x
 
     plain, named = [whole(x) for x in args], {key: whole(x) for key, x in kwargs.items()}
+    # `numpy`, `tolist` and others do not reach torch's dispatcher: the class has its own.
     methods = vars(type(plain[0])) if plain and isinstance(plain[0], Sharded | WholeView) else {}
     function = methods.get(getattr(func, "__name__", ""), func)
     with torch._C._EnableTorchFunction():
@@ -398,6 +400,7 @@ def as_cut(parameter: Any, cut: Cut) -> nn.Parameter:
     """
     if type(parameter) is DTensor or (cut.layout.dim is not None and type(parameter) in (nn.Parameter, CutTensor)):
         _tell_torch()
+        # In place, as optimizers and user code hold this very object.
         _become(parameter, CutDTensor if isinstance(parameter, DTensor) else CutParameter)
     elif cut.layout.dim is None and type(parameter) in (CutTensor, CutParameter):
         del parameter.autotp_cut
@@ -447,6 +450,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         before, after = torch.compiler.disable(_plain), torch.compiler.disable(_cut_again)
         _hooks[optimizer] = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
     first, last = _hooks[optimizer]
+    # The user's hooks before a step run before ours and those after it after ours, so all of them see parts.
     of_step: tuple[Any, Any] = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     of_step[0].move_to_end(first.id)
     of_step[1].move_to_end(last.id, last=False)
@@ -515,6 +519,7 @@ def _make_plain(optimizer: Optimizer) -> None:
 
 def _cut_again(optimizer: Optimizer, *_: Any) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) in (nn.Parameter, DTensor)):
+        # Whole parameters, and those of ordinary models, have none.
         if hasattr(p, "autotp_cut"):
             _become(p, CutDTensor if isinstance(p, DTensor) else CutParameter)
     _after_step(optimizer)
@@ -635,6 +640,7 @@ class PartHook:
     cut: Cut
 
     def __call__(self, gradient: Tensor) -> Any:
+        # A new object, as autograd's own gradient must keep its class.
         part: Any = gradient.view_as(gradient) if isinstance(gradient, DTensor) else gradient.as_subclass(CutTensor)
         if isinstance(gradient, DTensor):
             _become(part, CutDTensor)
@@ -663,6 +669,7 @@ def _tell_hooks(parameter: nn.Parameter, cut: Cut) -> None:
         plain = hook.hook if isinstance(hook, PartHook) else hook
         hooks[key] = PartHook(plain, cut) if isinstance(parameter, CutTensor) else plain
     after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    # Hooks of torch and autotp are right on parts.
     for key, hook in after.items():
         is_own = str(getattr(hook, "__module__", "")).startswith(("torch.", "autotp."))
         after[key] = hook if is_own else ParameterHook(hook)

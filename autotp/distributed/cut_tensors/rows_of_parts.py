@@ -41,6 +41,7 @@ class PartInRows:
     def gathered(self) -> Tensor:
         """Returns the whole: all ranks and all replicas call this."""
         with torch.no_grad():
+            # First the replicas join the rows of a part, then the ranks join the parts.
             part = self.rows.full_tensor()
             return part if self.held.dim is None else joined(part, self.held, self.mesh)
 
@@ -70,6 +71,7 @@ class PartInRows:
 def rows_of_part(part: Tensor, like: DTensor) -> DTensor:
     """Returns this rank's rows of a part, divided over replicas as another tensor is."""
     mesh = like.device_mesh
+    # From whole to rows each rank takes a slice of its own copy: nothing is sent.
     replicas = DTensor.from_local(part, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicas.redistribute(placements=like.placements)
 

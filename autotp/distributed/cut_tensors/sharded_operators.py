@@ -106,6 +106,7 @@ def on_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], c
     if form is func:
         return _joined(called_with(func, local), plan)
     cuts[0].expect_writable()
+    # A form that writes in place has the arguments of its functional form, perhaps under other names.
     called_with(func, dict(zip((arg.name for arg in func._schema.arguments), local.values(), strict=True)))
     cuts[0].was_written()
     return args[0]
@@ -227,6 +228,7 @@ def _reshaped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
     if plan is None:
         raise shape_refused(name_of(func))
     func(cut.part, *args[1:], **kwargs)
+    # The wrapper has sizes of its own, which change without a look at the part.
     with torch._C._DisableTorchDispatch():
         func(cut, *args[1:], **kwargs)
     cut.held = replace(cut.held, dim=plan.dim_in(plan.rule.outs[0], plan.results[0]))
@@ -283,6 +285,7 @@ def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_t
     """Returns how an operator runs on parts; None if it does not."""
     if func not in MORE_RULES and not has_rule(func) and torch.Tag.pointwise not in func.tags:
         return None
+    # What one device would give, without values: only shapes and types are asked for.
     example = {name: _mapped(_on_meta, value) for name, value in bound.items()}
     if isinstance(example.get("device"), torch.device):
         example["device"] = torch.device("meta")
@@ -302,6 +305,7 @@ def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_t
         return None
     plan, size = Plan(cuts[0], rule, factor, results), cuts[0].shape[cuts[0].cut[0]]
     dims = [plan.dim_in(term, x) for term, x in zip(rule.outs, results, strict=True)]
+    # A slice of the cut dimension has other parts than its operand.
     fits = all(d is not None and x.shape[d] == size for d, x in zip(dims, results, strict=True))
     return plan if fits and results else None
 
@@ -364,6 +368,7 @@ def _factors(term: Term, ndim: int) -> list[Factor | None]:
     factors: list[Factor | None] = []
     for expr in term:
         if expr == STAR:
+            # Broadcasting aligns dimensions from the right.
             length = ndim - len(term) + 1
             factors += [("*", length - i) for i in range(length)]
         else:
@@ -380,6 +385,7 @@ def _local(func: OpOverload, bound: Mapping[str, Any], plan: Plan, cut_type: Any
     terms = iter(plan.rule.ins)
     part = lambda x: _part(x, next(terms), plan, cut_type)  # noqa: E731
     local = {name: _mapped(part, value) for name, value in bound.items()}
+    # A view is told its sizes: of the cut dimension it gets the part's.
     name = "input_sizes" if "input_sizes" in bound else size_argument(func)
     if name in ("size", "shape", "input_sizes"):
         dim = plan.dim_in(plan.rule.outs[0], plan.results[0])
@@ -395,6 +401,7 @@ def _part(x: Any, term: Term, plan: Plan, cut_type: Any) -> Tensor:
         return x.part
     gradient_is_whole(x)
     dim = plan.dim_in(term, x)
+    # A dimension of 1 goes with every part.
     if dim is None or x.shape[dim] == 1:
         return x
     layout = Layout(tuple(x.shape), dim, plan.source.held.pieces, "")

@@ -87,6 +87,7 @@ class Sharded(Tensor):
     def like(self, part: Tensor, dim: int, strides: Sequence[int] | None = None) -> Sharded:
         """Returns another tensor that is cut in the same way, along its dimension `dim`."""
         cut_tensor = Sharded(part, replace(self.held, dim=dim), self.mesh, strides)
+        # A view of the part: what is written into it counts where the part counts.
         if part.untyped_storage()._cdata == self.memory.untyped_storage()._cdata:
             cut_tensor.memory = self.memory
         return cut_tensor
@@ -210,6 +211,7 @@ def whole_strides(part: Tensor, layout: Layout) -> list[int] | None:
     if part.is_contiguous():
         return None
     stride, length = strides[dim], max(part.shape[dim], 1)
+    # A stride that spans the cut dimension grows with its length.
     outer = [n > stride or (n == stride and d < dim) for d, n in enumerate(strides)]
     return [n // length * layout.size if is_outer else n for n, is_outer in zip(strides, outer, strict=True)]
 
@@ -361,6 +363,7 @@ def joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         placed = placement_moves.place(summed, mesh.axis, layout.dim, tuple(first_ranges), places, layout.size)
         return collectives.reduce(placed, mesh.group).to(local.dtype)
     whole = collectives.gather(local, mesh.group, layout.dim, size, block)
+    # Parts come in the order of ranks, in which a rank with several pieces (`q | k | v`) is not in place.
     received = [part for piece in layout.pieces for part in piece]
     if received == sorted(received):
         return whole

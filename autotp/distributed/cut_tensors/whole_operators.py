@@ -158,6 +158,7 @@ def on_wholes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if torch.Tag.inplace_view in func.tags:
         raise shape_refused(name_of(func))
     wholes: dict[int, Whole] = {}
+    # What random numbers fill is overwritten, so it need not be gathered.
     drawn = torch.Tag.nondeterministic_seeded in func.tags
     written = [arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments]
     plain = [_mapped(partial(_plain, wholes, drawn and written[i]), x) for i, x in enumerate(args)]
@@ -174,6 +175,7 @@ def on_wholes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         for y in _tensors(x) if written[i] else ():
             if id(y) in wholes:
                 wholes[id(y)].write()
+    # An operator that returns an operand returns the caller's object.
     operands = zip(_tensors([*plain, *named.values()]), _tensors([*args, *kwargs.values()]), strict=True)
     operand_by_id = {id(p): x for p, x in operands}
     return _mapped(lambda x: operand_by_id[id(x)] if id(x) in operand_by_id else _as_view(x, wholes, func), result)
@@ -262,6 +264,7 @@ def reduced(func: OpOverload, bound: Mapping[str, Any], cut_type: Any) -> Any:
         return None
     dim = bound.get("dim")
     dims = [dim] if isinstance(dim, int) else list(dim or [])
+    # torch takes no dimensions for all of them.
     dims = sorted({d % x.dim() for d in dims}) or list(range(x.dim()))
     if x.cut[0] not in dims:
         return None
@@ -310,6 +313,7 @@ class Reduction:
             ends = (-math.inf, math.inf) if values.is_floating_point() else (limits.min, limits.max)
             local = values.new_full(shape, ends[0] if largest else ends[1])
             local = local if self.keepdim else local.reshape([n for d, n in enumerate(shape) if d not in self.dims])
+        # Gathered, as a library's maximum over ranks may lose a NaN.
         every = collectives.gather(local.unsqueeze(0), self.mesh.group, 0, self.mesh.size)
         return (torch.amax if largest else torch.amin)(every, 0)
 
@@ -336,11 +340,13 @@ def _norm(on: Reduction, bound: Mapping[str, Any]) -> Tensor:
 
 
 def _variance(on: Reduction, bound: Mapping[str, Any]) -> Tensor:
+    # The mean has to broadcast against the part.
     keepdim, on.keepdim = on.keepdim, True
     wide = on.wide()
     mean = on.sum(wide) / on.count
     on.keepdim = keepdim
     correction = 1 if bound.get("correction") is None else bound["correction"]
+    # As in torch: with no degree of freedom left it divides by 0.
     return (on.sum((wide - mean).abs() ** 2) / max(on.count - correction, 0)).to(on.part.dtype)
 
 

@@ -94,6 +94,7 @@ class Heart:
                     return
                 except Exception:  # For example a full disk, which may have space again later.
                     continue
+            # A neighbour that has joined will connect soon; one that has not may never use autotp.
             pause = min(1.3 * pause, 1.0 if joined and absent & {*joined} else SELDOM)
 
     def _meets(self, neighbour: int, joined: dict[int, float]) -> bool:
@@ -104,11 +105,13 @@ class Heart:
             return False
         address = self.store.get(f"{JOINED}/{neighbour}").decode()
         if address == ALONE:
+            # In the thread of the heartbeat: `node` belongs to it.
             self._do(lambda: self.node.expected.pop(neighbour, None))
             return True
         if neighbour not in joined:
             joined[neighbour] = since = time.monotonic()
             self._do(lambda: self.node.expected.setdefault(neighbour, since))
+        # Children connect to parents only, so a parent waits.
         if neighbour != self.node.parent:
             return False
         try:
@@ -116,6 +119,7 @@ class Heart:
         except OSError as error:
             if time.monotonic() - joined[neighbour] < UNREACHED:
                 return False
+            # The parent must not take this rank for lost: it learns that there will be no connection.
             self.store.set(f"{JOINED}/{self.rank}", ALONE)
             self._do(lambda: self.node.expected.pop(neighbour, None))
             warnings.warn(UNREACHABLE.format(neighbour, address.rpartition(",")[0].strip("["), error), stacklevel=1)
@@ -198,6 +202,7 @@ class Heart:
         """Takes leave, and ends the threads. A thread that waits for the store while Python exits would abort it."""
         if self.stopped.is_set():
             return
+        # Python sets `last_value` for an exception that nobody caught.
         raised = getattr(sys, "last_value", None) or sys.exc_info()[1]
         ends_alone = (raised is not None or bool(self.node.note)) and not (self.node.lost or self.node.silent)
 
@@ -301,6 +306,7 @@ def reason(named: Callable[[int], str], ranks: Sequence[int] = ()) -> str:
     heart = _heart()
     if heart is None:
         return ""
+    # It stays after this call has failed: other ranks may ask later what this one waited for.
     heart.waited = heart.doing()
     census = heart.census()
     if census is None:

@@ -34,8 +34,10 @@ class Link:
     """A connection. `rank` is None until the other side has said who it is."""
 
     def __init__(self, connection: socket.socket, rank: int | None) -> None:
+        # One thread serves all connections, so it may wait in `select` only.
         connection.setblocking(False)
         with suppress(OSError):
+            # Beats are a few bytes, which Nagle's algorithm would hold back.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self.rank = connection, rank
         self.read, self.unsent = bytearray(), bytearray()
@@ -98,6 +100,7 @@ class Links:
         """Closes all connections, after what was sent."""
         for link in list(self.by_rank.values()):
             with suppress(OSError):
+                # A stopped process reads nothing: one second is enough for the others.
                 link.socket.settimeout(1.0)
                 link.socket.sendall(link.unsent)
         self.close_here()
@@ -120,6 +123,7 @@ class Links:
             while data := link.socket.recv(2**16):
                 link.read += data
         except BlockingIOError:
+            # Not empty, which would mean that the other side has closed: there is only nothing to read now.
             data = b"\0"
         except OSError:
             data = b""
@@ -165,6 +169,7 @@ class Links:
         """Removes a connection; returns whether it was the one to a neighbour."""
         self.selector.unregister(link.socket)
         link.socket.close()
+        # A child that has connected anew has a newer link, which stays.
         if link.rank is None or self.by_rank.get(link.rank) is not link:
             return False
         del self.by_rank[link.rank]
@@ -205,6 +210,7 @@ def connect(address: str, rank: int, also: str = "") -> socket.socket:
         try:
             connection.settimeout(PATIENCE)
             connection.sendall(json.dumps([token, rank]).encode() + b"\n")
+            # Only the right process knows this answer: another one may listen at this port by now.
             if connection.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME:
                 return connection
         except OSError as error:

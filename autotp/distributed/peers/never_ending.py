@@ -109,6 +109,7 @@ def _know_of_captures() -> None:
     if start.__module__ == __name__:
         return
 
+    # Without `__module__`, by which the line above sees that the method is replaced.
     @functools.wraps(start, assigned=("__doc__", "__name__", "__qualname__"))
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
         with _card_is_free:  # A thread that waits for the card comes first; torch.cuda.graph has waited for it, too.
@@ -218,6 +219,7 @@ def _wait_for_the_card(watch: Watch) -> None:
         if not _captures:
             torch.cuda.synchronize(_cards[0])
     watch.looking, watch.looked = None, time.monotonic()
+    # The card is done, and the host is in no collective: the process works on something of its own.
     if not _is_in_a_collective():
         watch.since = max(watch.since, began)
 
@@ -265,6 +267,7 @@ def _blocked_thread() -> int:
 def _raise_in(thread: int, fatal: Fatal) -> None:
     """Has a thread raise the Error at its next instruction of Python, which is behind the read that blocks it."""
 
+    # A class, since `PyThreadState_SetAsyncExc` takes one, and makes the instance in the other thread.
     class Raised(Error):
         def __init__(self) -> None:
             super().__init__(fatal.error.problem)
@@ -275,4 +278,5 @@ def _raise_in(thread: int, fatal: Fatal) -> None:
     Raised.__module__ = "autotp"
     raise_at_next = ctypes.pythonapi.PyThreadState_SetAsyncExc
     raise_at_next(ctypes.c_ulong(thread), ctypes.py_object(Raised))
+    # None takes back an exception that is still pending, as another place raises the Error.
     fatal.cancel = lambda: raise_at_next(ctypes.c_ulong(thread), None)

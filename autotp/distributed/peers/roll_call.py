@@ -153,6 +153,7 @@ class Node:
         self.heard[neighbour] = self.clock()
         if self.note:
             self.send(neighbour, [NOTE, self.note])
+        # A neighbour that connects late has not heard these.
         for rank, note in self.lost.items():
             self.send(neighbour, [LOST, rank, note])
 
@@ -199,6 +200,7 @@ class Node:
 
     def received(self, neighbour: int, message: Sequence[Any]) -> None:
         """Takes a message of a neighbour."""
+        # Any message is a sign of life.
         self.heard[neighbour] = self.clock()
         match message:
             case [str(tag), str(text)] if tag == NOTE:
@@ -254,6 +256,7 @@ class Node:
                 assert self.parent is not None
                 self.send(self.parent, [ASK])
         elif self.roll is not None and self.roll.source is None:
+            # A roll call is under way, and may have passed what is asked for: another one follows it.
             self.again = True
         else:
             self.rolls += 1
@@ -294,6 +297,7 @@ class Node:
         if roll.pending:
             return None
         self.roll = None
+        # Ranks may have been lost while the answers came.
         roll.census.lost |= self.lost
         if roll.source is not None:
             self.send(roll.source, [ANSWER, roll.number, roll.census.as_data()])

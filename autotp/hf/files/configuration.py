@@ -61,8 +61,10 @@ def expect_no_code(file: Path, overrides: Mapping[str, Any]) -> None:
     """Raises Error if a configuration names code to run: classes in its folder, or kernels on a hub."""
     try:
         config = json.loads(read_regular(file), parse_constant=_raise_not_a_number, parse_float=_number)
+        # The caller's word counts: {"auto_map": {}} asks for the class of transformers.
         config |= {key: overrides[key] for key in overrides if key == "auto_map"}
         entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
+        # transformers writes NaN in this form.
         if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
             _raise_not_a_number("NaN")
     except (*INVALID_CONTENT, OSError) as error:
@@ -145,6 +147,7 @@ def class_of(config: Any, arguments: ModelArguments, folder: Path) -> Any:
     if isinstance(chosen, type) and issubclass(chosen, hf.PreTrainedModel):
         return chosen
     try:
+        # On meta, as only its class is asked for.
         with offline_and_silent(), torch.device("meta"):
             return type(chosen.from_config(config, **LOCAL))
     except Exception as error:
@@ -174,6 +177,7 @@ def offline_and_silent() -> Iterator[list[str]]:
     from transformers.utils import logging as theirs
 
     messages: list[str] = []
+    # huggingface_hub reads its environment variable when it is imported, and never again.
     offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     library, progress_bar = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
     handlers, spread = library.handlers[:], library.propagate

@@ -29,8 +29,10 @@ def as_in_modules(folder: Path) -> dict[str, Source]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     sources_by_name: dict[str, Source] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        # A buffer, which has been read already.
         if id(tensor) not in first:
             sources_by_name[name] = Held(tensor)
+        # A tied parameter has one source, under its first name.
         elif first[id(tensor)] == name:
             sources_by_name[name] = sources[name]
     return sources_by_name

@@ -104,6 +104,7 @@ def _fewer(settings: Mapping[str, Any], layers: int) -> tuple[bool, dict[str, An
             inside, shorter[name] = _fewer(value, layers)
             has_layers = has_layers or inside
         elif name == FIRST_DENSE and type(value) is int:
+            # At least one layer with experts stays.
             shorter[name] = min(value, max(layers - 1, 0))
     return has_layers, shorter
 

@@ -28,8 +28,6 @@ Method = Callable[..., Any]
 _changed: set[type] = set()
 _shown: ContextVar[tuple[int | None, int | None]] = ContextVar("shown", default=(None, None))
 """The index of this process, and the number of processes; None means those of the replicas."""
-_each: ContextVar[bool] = ContextVar("each", default=False)
-"""Whether each rank is shown as the first of all, and as the last."""
 
 
 def show_replicas() -> None:
@@ -55,16 +53,6 @@ def showing(index: int | None = None, number: int | None = None) -> Iterator[Non
         _shown.reset(token)
 
 
-@contextmanager
-def each_is_first() -> Iterator[None]:
-    """A region in which each rank does what the first does alone elsewhere, for files that are its own."""
-    token = _each.set(True)
-    try:
-        yield
-    finally:
-        _each.reset(token)
-
-
 def _change(state: Any) -> None:
     partial = state.PartialState
     for changed_class in (partial, state.AcceleratorState):
@@ -80,8 +68,6 @@ def _change(state: Any) -> None:
     operations: Any = sys.modules["accelerate.utils.operations"]
     operations.PartialState = _state_of_operations(state)
     operations.torch = TorchOfReplicas()
-    loader = sys.modules["accelerate.data_loader"].DataLoaderDispatcher
-    loader._fetch_batches = _read_by_first(loader._fetch_batches, operations.initialize_tensors)
 
 
 def _number(stored: int) -> int:
@@ -116,7 +102,7 @@ def _of_one_rank(original: property, rank: Callable[[], int]) -> property:
     """Returns a property that is True on one rank of all, not on all ranks of one replica."""
     read = original.fget
     assert read is not None
-    return property(lambda self: read(self) if replicas() is None else _each.get() or dist.get_rank() == rank())
+    return property(lambda self: read(self) if replicas() is None else dist.get_rank() == rank())
 
 
 def _with_all_ranks(init: Method, kinds: Any) -> Method:
@@ -165,16 +151,3 @@ def _state_of_operations(state: Any) -> Callable[[], Any]:
         return SimpleNamespace(**real.__dict__ | {"distributed_type": alone, "num_processes": 1, "process_index": 0})
 
     return found
-
-
-def _read_by_first(method: Method, initialized: Callable[[Any], Any]) -> Method:
-    @wraps(method)
-    def _fetch_batches(self: Any, iterator: Any) -> Any:
-        """accelerate reads on the first process, and sends to the others: here on the first rank of all."""
-        if replicas() is None or self.state.process_index or not dist.get_rank():
-            return method(self, iterator)
-        with showing(index=-1):
-            _, batch = method(self, iterator)
-        return None if batch[0] is None else initialized(batch[0]), batch
-
-    return _fetch_batches

@@ -4,6 +4,12 @@ See NOTE [Replicas as processes] in `replicas.py`. Gradients are averaged over r
 which accelerate puts around a model by itself: here over the ranks that hold the same part. What the first rank writes
 is gathered before.
 
+NOTE [What accelerate counts]
+accelerate takes each process for a replica with rows of its own: a prepared schedule goes on by one step for each
+process, and `gather` and `reduce` join what the processes have. It cannot be shown the replicas of a mesh of the
+user's: a learning rate would fall too fast, and rows would count several times. So an `Accelerator` beside such a model
+is an error, whichever of the two is made first.
+
 This module does not import accelerate before the user's program does.
 """
 
@@ -25,12 +31,12 @@ from torch.utils import _pytree as pytree
 
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
 from autotp.distributed.consistency import checksum
+from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh, gather_ints, group_of
 from autotp.errors import Error
 from autotp.hf.loops.accelerate_state import showing
 from autotp.hf.loops.replicas import (
     done_by_all,
-    is_one_replica,
     of_all,
     own_ranks,
     parallel_models,
@@ -49,11 +55,16 @@ _changed: set[type] = set()
 def watch_accelerator() -> None:
     """Changes methods of `Accelerator`, once it is imported."""
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
-    if accelerator is None or accelerator in _changed:
+    if accelerator is None:
+        return
+    if sys.modules["accelerate.state"].AcceleratorState._shared_state:
+        _expect_known_replicas()
+    if accelerator in _changed:
         return
     _changed.add(accelerator)
     read = accelerator.dispatch_batches.fget
-    accelerator.dispatch_batches = property(lambda self: False if is_one_replica() else read(self))
+    # Each rank reads the rows itself: what one process reads and sends, all ranks of a replica must get.
+    accelerator.dispatch_batches = property(lambda self: False if replicas() is not None else read(self))
     for name, wrapper in AROUND.items():
         setattr(accelerator, name, wraps(getattr(accelerator, name))(wrapper(getattr(accelerator, name))))
 
@@ -61,12 +72,23 @@ def watch_accelerator() -> None:
 def _initialized(method: Method) -> Method:
     def __init__(self: Any, *args: Any, parallelism_config: Any = None, **kwargs: Any) -> None:
         axis = replicas()
-        if axis is not None and parallelism_config is not None:
+        if axis is None:
+            _expect_known_replicas()
+        elif parallelism_config is not None:
             _expect_layout(parallelism_config, axis)
             parallelism_config = None  # What it would arrange is arranged.
         method(self, *args, parallelism_config=parallelism_config, **kwargs)
 
     return __init__
+
+
+def _expect_known_replicas() -> None:
+    if replicas() is None and any(isinstance(x, ParallelModule) and x.mesh.everyone.size > 1 for x in models()):
+        raise Error(
+            "accelerate takes each process for a replica, which ranks of a parallel model with a mesh of yours are not",
+            fix="autotp.parallelize(model, tp=...), without mesh: then accelerate sees the replicas",
+            alternative="this mesh in a loop without an Accelerator, which transformers.Trainer also makes",
+        )
 
 
 def _expect_layout(config: Any, axis: Mesh) -> None:

@@ -26,9 +26,9 @@ from autotp.distributed.mesh import expect_alike
 from autotp.errors import Error
 from autotp.hf.adapters import already_saved
 from autotp.hf.loops.accelerate_state import showing
+from autotp.hf.loops.neftune import noisy
 from autotp.hf.loops.replica_collectives import ReplicaCollectives
 from autotp.hf.loops.replicas import done_by_all, of_all, replicas
-from autotp.hf.loops.settings.neftune import noisy
 from autotp.runtime.module import ParallelModule
 
 Method = Callable[..., Any]

@@ -53,6 +53,7 @@ def causal_pieces(
     if transformed or not query.numel() or stop > key.shape[-2]:
         return _masked(query, key, value, pieces, scale, enable_gqa)
     key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), alone(query)
+    # The kernel for CPUs takes [batch heads length width], and one width for queries, keys and values.
     on_cpu = query.device.type == "cpu" and query.dtype in FUSED
     if not on_cpu or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
         return lower_right_pieces(query, key, value, pieces, scale, enable_gqa)
@@ -116,6 +117,7 @@ def _differentiable(
     """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
+        # Clones, because `requires_grad_` would change the tensors that this backward has saved.
         q, k, v = (x if x.requires_grad else x.requires_grad_() for x in map(torch.clone, (query, key, value)))
         weights, values = attention_weights(q, k, v, _mask(k, pieces), False, scale, False)
         output = weights @ values
@@ -173,6 +175,7 @@ class _OnCPU(torch.autograd.Function):
             of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
                 g, q, k, v, o, total, 0.0, False, attn_mask=_bias(query, *bounds), scale=ctx.scale
             )
+            # A query is in one piece; a key is read by the queries of each later piece, so its gradients add up.
             of_q.copy_(of_query)
             of_k.add_(of_key)
             of_v.add_(of_value)

@@ -46,10 +46,12 @@ def attention_weights(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns softmax(q k^T) of this rank's heads, [... heads, queries, keys], and the values of each head."""
+    # A rank may have no heads; there is nothing to repeat then.
     if grouped and key.shape[-3]:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    # As in torch's own products: both are scaled before, so that scores in 16 bits do not overflow in between.
     root = math.sqrt(scale)
     scores = (query * root) @ (key * root).transpose(-2, -1)
     if causal:
@@ -58,4 +60,5 @@ def attention_weights(
         scores = scores.masked_fill(~allowed, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    # Zeros, and not NaN, for a query that may read no key: as torch's attention.
     return torch.ops.aten._safe_softmax.default(scores, -1), value

@@ -25,6 +25,7 @@ def zigzag(x: Tensor, dim: int, parts: int) -> Tensor:
 
 def in_order(x: Tensor, dim: int, parts: int) -> Tensor:
     """Returns `x` with its positions along `dim` in order again: undoes `zigzag`. x: [... n ...]"""
+    # The inverse of a permutation p has i at the place p[i].
     order = positions(x.shape[dim], parts, x.device)
     return x.index_select(dim, torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=x.device)))
 
@@ -36,6 +37,7 @@ def positions(n: int, parts: int, device: torch.device | None = None) -> Tensor:
     rank = place // max(longest, 1)
     length, offset = (n - rank * longest).clamp(max=longest), place % max(longest, 1)
     front = (length + 1) // 2
+    # The earlier ranks have (longest + 1)//2 positions each from the front, and longest//2 each from the back.
     from_back = n - rank * (longest // 2) - length + offset
     return torch.where(offset < front, rank * ((longest + 1) // 2) + offset, from_back)
 

@@ -85,6 +85,7 @@ class Sum:
 
 def sum_of(w: Tensor) -> Sum | None:
     """Returns where the gradient of a weight from `read_twice` is summed; None for other weights."""
+    # autograd makes a class of its own for the nodes of a Function, and `grad_fn` is an instance of that.
     made_by, its_class = w.grad_fn, ReadTwice._backward_cls  # type: Any, Any
     return made_by.total if made_by is not None and isinstance(made_by, its_class) else None
 
@@ -99,6 +100,7 @@ class ReadTwice(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], _: Any) -> None:
         ctx.total = Sum()
+        # None says that a product has added its gradient to `total` itself.
         ctx.set_materialize_grads(False)
 
     @staticmethod

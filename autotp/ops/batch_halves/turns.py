@@ -70,6 +70,7 @@ def wait_in_backward(x: Tensor, group: str | None, anchor: Tensor) -> Tensor:
     """
     if _waits_at_once(x, group) or not x.requires_grad or (before := anchor.grad_fn) is None:
         return x
+    # autograd's number of an operator, counted up as operators are recorded.
     waiting: Tensor = apply_plain(WaitInBackward, x, group, before._sequence_nr())
     return waiting
 
@@ -90,6 +91,7 @@ def start(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) ->
     with in_collective(name, str(group)):
         started = _sent(name, x, op, group)
     if _recomputed:
+        # `recomputation` waits for it, since the block may end before its `finish`.
         _recomputed[-1].append((started, group))
     return started
 
@@ -189,6 +191,7 @@ class StartedReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # `copy` changes no number; only a second derivative needs the sum in its backward.
         return (copy(grad, ctx.group) if torch.is_grad_enabled() else grad), None, None
 
 

@@ -19,6 +19,7 @@ def peak(x: Tensor, dim: int) -> Tensor:
     x = x.detach()
     if x.shape[dim] == 0:
         shape = [1 if d == dim % x.dim() else n for d, n in enumerate(x.shape)]
+        # It changes no maximum over ranks.
         return x.new_full(shape, torch.finfo(x.dtype).min)
     return x.amax(dim, keepdim=True)
 
@@ -54,8 +55,10 @@ class _ClassTerms(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, size: int, fresh: bool
     ) -> tuple[Tensor, Tensor]:
+        # With `fresh` both have one dtype; else `top` may be float32 beside 16-bit logits, and so is z.
         z = x.detach().sub_(top) if fresh else x - top
         picked = gather(z, dim, classes.unsqueeze(dim), start, size).squeeze(dim)
+        # In place, in the memory of `z`: the row's class was read before.
         exponentials = z.exp_()
         ctx.dim, ctx.start, ctx.dtype = dim, start, x.dtype
         ctx.save_for_backward(exponentials, classes)
@@ -66,6 +69,7 @@ class _ClassTerms(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, again: Tensor | None) -> tuple[Tensor | None, ...]:
         exponentials, classes = ctx.saved_tensors
         dim, length = ctx.dim, exponentials.shape[ctx.dim]
+        # Only the exponentials have a gradient: from a derivative of this backward.
         if grad is None:
             input_grad = None if again is None else (exponentials * again).to(ctx.dtype)
             return input_grad, *[None] * 6

@@ -82,9 +82,11 @@ def ctc_loss(
     steps, lengths = (_as_tensor(x, probs) for x in (input_lengths, target_lengths))
     losses: Tensor = OPERATOR(probs, targets, steps, lengths, blank, zero_infinity)
     if zero_infinity:
+        # The operator's own flag concerns gradients only; torch, too, replaces the losses behind its operator.
         losses = torch.where(losses == float("inf"), 0.0, losses)
     match reduction:
         case "mean" | 1:
+            # As torch: each loss is divided by the length of its target, and an empty target counts as 1.
             return (losses / lengths.clamp(min=1)).mean()
         case "sum" | 2:
             return losses.sum()

@@ -84,6 +84,7 @@ def _norm_of_all(
         return old(plain, norm_type, error_if_nonfinite, foreach)
     norms = [total_norm(parts, some, norm_type) for parts, some in models]
     if plain:
+        # No error here: the last line raises it, on all ranks alike.
         rest = old(plain, norm_type, False, foreach)
         norms.append((rest.full_tensor() if isinstance(rest, DTensor) else rest).to(norms[0]))
     # torch's function, on the norms: for its last step, its error and its dtype.
@@ -103,6 +104,7 @@ def _unscaled_on_all(
     for parts, _ in models:
         place = parts.everyone
         local = sum((x.to(place.device) for x in overflows.values()), torch.zeros((), device=place.device))
+        # Any rank's overflow makes all ranks leave out the step.
         anywhere = reduce(local, place.group, "max")
         for flag in overflows.values():
             flag.copy_(anywhere)

@@ -41,6 +41,7 @@ def add_gradients(before: Mapping[nn.Parameter, Tensor | None]) -> None:
         if gradient is None:
             continue
         if any(getattr(parameter, name) for name in TABLES):
+            # Backward from the parameter itself runs one node: the one that adds the gradient and runs the hooks.
             torch.autograd.backward([parameter], [gradient])
         else:
             parameter.grad = gradient if grad is None else grad.add_(gradient)

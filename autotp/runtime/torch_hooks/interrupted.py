@@ -85,12 +85,14 @@ def _compare(group: str) -> None:
     except Error as error:
         why = f"an exception left a forward or backward on some ranks only: {error.problem}"
         raise Error(why, **REMEDY) from error.__cause__
+    # So the next comparison of this group meets under another key of the store.
     _compared[_group_key(place)] = _compared.get(_group_key(place), 0) + 1
     if elsewhere := [rank for rank, text in enumerate(texts) if text != texts[0]]:
         raise Error(
             f"an exception left a forward or backward at another place on {place.named(elsewhere)} than on rank 0",
             **REMEDY,
         )
+    # All ranks are at one place again, so the exception of this rank is settled.
     take_note_back()
 
 
@@ -108,6 +110,7 @@ def _look() -> None:
     for group, place in numbered_groups().items() if _waiting else ():
         started_here = started_collectives(group)
         late = [rank for rank, started in _waiting.get(_key(place), {}).items() if started_here > started]
+        # A rank that has to be compared itself has not passed the place.
         if late and group not in uncompared:
             tell(late, PASSED, [_key(place), place.named([place.rank])])
 

@@ -35,6 +35,7 @@ def parts_to_load(module: nn.Module, state_dict: Mapping[str, Any], rank: int) -
         return _parts_of(module, state_dict, rank)
     result = _copy(state_dict)
     for name, _, tensor, part in _cut(module, state_dict):
+        # The model's own code gets a part that behaves as the whole.
         if tensor.shape == part.shape and isinstance(part, CutTensor):
             result[name] = part_like(tensor.detach(), part)  # It warns of a norm.
     return result
@@ -67,6 +68,7 @@ def cutting(module: nn.Module, rank: int) -> Callable[..., None]:
                 continue
             if layout.dim is not None and part.shape != layout.shape and tensor.shape == layout.shape:
                 tensor = part_in(tensor, layout, rank)
+            # `fully_shard` keeps some rows of the part.
             if isinstance(part, DTensor) and not isinstance(tensor, DTensor):
                 tensor = rows_of_part(tensor.detach(), part)
             state_dict[f"{prefix}{key}"] = tensor

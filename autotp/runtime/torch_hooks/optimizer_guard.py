@@ -107,6 +107,7 @@ def _after_load(optimizer: Optimizer) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # The thread of the heartbeat has found it, where an Error would reach nobody.
     if are_apart():
         within(f"{type(optimizer).__name__}.step", expect_together)
     if optimizer not in _watched:
@@ -119,6 +120,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if watched.late:
         within(f"{type(optimizer).__name__}.step", partial(_compare_late, watched, step))
     is_unchanged = (watched.size, watched.state) == (size, id(optimizer.state))
+    # A CUDA graph that is recorded could wait for nobody, and would repeat what it recorded.
     if (not due and is_unchanged) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         watched.models.count(optimizer)
         return
@@ -189,6 +191,7 @@ def _checked(
     begun = list[Comparison]()
     for place, names in parts.alike if compared else ():
         replicated = {name: p for name, p in parameters.items() if name in names and not p.is_meta}
+        # Ranks along tp compare settings also where every parameter is cut; replicas without a parameter here do not.
         if place.size > 1 and (replicated or place is parts.place):
             # Of cut parameters ranks compare all but the values; a part that is empty may be left out of the step.
             filled = [name for name in cut if place is parts.place and all(parts.layout(name).lengths())]
@@ -230,6 +233,7 @@ def _move_state(optimizer: Optimizer, parameter: Tensor) -> None:
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     state = optimizer.state.get(parameter, {})
+    # Counts of steps have no dimension, and may be on the CPU.
     elsewhere = [key for key, x in state.items() if type(x) is Tensor and x.dim() > 0 and x.device != parameter.device]
     state.update({key: state[key].to(parameter.device) for key in elsewhere})
 
@@ -256,10 +260,12 @@ def _expect_own_state(optimizer: Optimizer, parts: Holdings, parameters: Mapping
         states_of_part = [x for x in state if isinstance(x, Tensor) and x.shape == p.shape]
         if layout.dim is not None and not layout.repeated and p.shape != layout.shape:
             locals_ = [local_of(x.detach()) for x in states_of_part if x.layout is torch.strided]
+            # A constant state, such as zeros, is the same on all ranks without any mistake.
             state_sums += Checksums([x for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any())]).read()
             cut_parameters.append(p)
     text = json.dumps([state_sums, Checksums(cut_parameters).read()])
     every = [json.loads(answer) for answer in _exchanged(LOADED, text, parts.place, step)]
+    # Ranks whose parts are equal, too, may well have equal states.
     twins = [[peer_row[0] for peer_row in every if peer_row[0] == row[0] and peer_row[1] != row[1]] for row in every]
     if duplicates := [rank for rank, row in enumerate(every) if row[0] and twins[rank]]:
         raise Error(
@@ -308,6 +314,7 @@ class Checksums:
         self._of_gpu = [i for i, x in enumerate(dense) if x.is_cuda]
         self._bits, self.arrived = torch.empty(0, 2), None
         if self._of_gpu:
+            # torch takes pinned memory for such a copy, so the host does not wait.
             self._bits = bits_of_all([dense[i] for i in self._of_gpu]).to("cpu", non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record()
@@ -411,6 +418,7 @@ def _differing(comparison: Comparison, late: bool) -> str:
         Error: on every rank, if parameters, gradients or the optimizer's settings differ, or if state is foreign.
     """
     text, place = json.dumps(comparison.as_plain_data()), comparison.place
+    # First one checksum of everything: the long text is sent only where there is something to name.
     texts = _exchanged(COMPARED, str(zlib.crc32(text.encode())), place, comparison.step)
     if len(set(texts)) == 1 and not comparison.foreign:
         return ""
@@ -489,6 +497,7 @@ def _expect_close(replicated: Mapping[str, Tensor], every: list[dict[str, Any]],
             tensor = replicated[name] if quantity == "values" else replicated[name].grad
             assert tensor is not None
             off, first = _off(local_of(tensor.detach()), place)
+            # sqrt(eps): half of the digits agree.
             if not off <= torch.finfo(tensor.dtype).eps ** 0.5:
                 raise _apart(f"{prefix}`{name}`", off, place)
             if not tensor.is_sparse:
@@ -525,8 +534,11 @@ def _off(tensor: Tensor, place: Mesh) -> tuple[float, Tensor]:
     Also returns the first rank's tensor.
     """
     dense = tensor.to_dense() if tensor.is_sparse else tensor
+    # A copy, as a rank's own values are compared with it.
     first = broadcast_from_first(dense.clone(), place)
     wide = torch.float64 if dense.device.type != "mps" else torch.float32
+    # A tensor of zeros must not divide by 0.
     largest = first.to(wide).abs().max().clamp(min=torch.finfo(wide).tiny)
     difference = (dense.to(wide) - first.to(wide)).abs().max() / largest
+    # NaN counts as the largest difference: a maximum over ranks may lose a NaN.
     return reduce(torch.nan_to_num(difference, nan=torch.inf), place.group, "max").item(), first

@@ -84,12 +84,14 @@ def _compared_sum(run: Callable[[], Any], group: ProcessGroup, tensors: Sequence
     ranks_of_group = dist.get_process_group_ranks(group)
     shared = [common_ranks(ranks_of_group, holdings_of(model, "").place) for model in models()]
     ranks = max(shared, key=len, default=[])
+    # Zeros are the same on all ranks without any mistake.
     if len(ranks) < 2 or not any(bool((x != 0).any()) for x in tensors):
         return run()
     text, names = str([checksum(x) for x in tensors]), [f"{group.group_name}/{number}/{rank}" for rank in ranks]
     write_text(names[ranks.index(dist.get_rank())], text)
     work = run()
     work.wait()
+    # On a GPU `wait` returns before the sum is there, so before all ranks have written their texts.
     if tensors[0].is_cuda:
         torch.cuda.current_stream(tensors[0].device).synchronize()
     if texts_so_far(names) == [text] * len(ranks):

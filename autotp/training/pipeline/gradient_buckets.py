@@ -29,6 +29,7 @@ def sum_in_buckets(gradients: Sequence[Tensor], group: dist.ProcessGroup, size: 
     tensor that is larger is summed where it is.
     """
     for bucket in buckets_of(gradients, size):
+        # A collective needs contiguous memory.
         if len(bucket) == 1 and bucket[0].is_contiguous():
             dist.all_reduce(bucket[0], group=group)
         else:
@@ -114,6 +115,7 @@ def _sum_together(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 def buckets_of(gradients: Sequence[T], size: int) -> Iterator[list[T]]:
     """Yields tensors of one dtype that take at most `size` bytes together; a larger tensor comes alone."""
+    # One dtype in a bucket: `torch.cat` would cast the others.
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         bucket, nbytes = list[T](), 0
         for gradient in gradients:

@@ -48,6 +48,7 @@ class WeightHalf:
 
     def run(self) -> None:
         """Adds the gradients of the weights to their `grad`."""
+        # A fork that no gradient has reached has none to pass on.
         reached = {node: weights for node, weights in self.starts.items() if node in self.noted}
         reached |= {edge.node: self.starts[edge.node] for edge, _ in self.weight_edges}
         for nodes, weights in _with_common_weights(reached):
@@ -107,6 +108,7 @@ def input_half(
         if grad is not None:
             x.grad = grad if x.grad is None else x.grad + grad
     for x in outputs:
+        # torch refuses to detach a view in place.
         if not x._is_view():
             x.detach_()  # Frees what only the first half reads.
     by_id = {id(x): grad for x, grad in zip(learn, results, strict=True)}
@@ -117,6 +119,7 @@ def _gradients_of(inputs: Sequence[Tensor], outputs_and_grads: Sequence[tuple[Te
     if not outputs_and_grads or not inputs:
         return (None,) * len(inputs)
     outputs, grads = [x for x, _ in outputs_and_grads], [grad for _, grad in outputs_and_grads]
+    # The second half needs the graph.
     return torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
 
 

@@ -278,10 +278,13 @@ def engine(
     stages = _torch_stages(schedule, works, device, group)
     try:
         return getattr(pipelining, schedule.kind)(
+            # torch's schedules of one stage a rank take the stage itself.
             stages if schedule.rounds > 1 else stages[0],
             training.microbatches,
             loss_fn=loss,
+            # What has no rows goes whole to each microbatch.
             kwargs_chunk_spec={x: TensorChunkSpec(0) if x in analysis.rows else _Replicate() for x in inputs},
+            # A loss is divided by the count of the whole batch already, so gradients are sums over microbatches.
             scale_grads=False,
         )
     except ValueError as error:
@@ -408,6 +411,7 @@ def learning_of(analysis: Program) -> frozenset[str] | None:
     graph, names = analysis.graph, analysis.captured.parameters
     if not any(node.target is torch.ops.aten.detach.default for node in graph.nodes):
         return None
+    # Only a detach keeps the gradient from a parameter that is read.
     learning = with_gradient(returned(graph)[0], FakeTensorMode(allow_non_fake_inputs=True))
     return frozenset(names[x] for x in learning if x in names)
 

@@ -62,6 +62,7 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the outermost numbered modules that have a sibling of the same structure."""
     inside: set[nn.Module] = set()
     for parent in model.modules():
+        # Numbered modules inside of a block are parts of it.
         if parent in inside:
             continue
         beside = [child for name, child in parent.named_children() if name.isdigit()]
@@ -76,4 +77,5 @@ def is_ordinary(block: nn.Module) -> bool:
     """True for modules whose forward is that of their class, written in Python."""
     odd = (torch.jit.ScriptModule, fx.GraphModule)
     custom = any(type(module).__getattribute__ is not nn.Module.__getattribute__ for module in block.modules())
+    # A forward in the module's own `__dict__` hides that of the class, which `Repeats` replaces.
     return not custom and not any(isinstance(module, odd) or "forward" in vars(module) for module in block.modules())

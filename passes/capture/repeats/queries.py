@@ -161,6 +161,7 @@ def asking(cls: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) -
     """
 
     def get(self: Any, name: str) -> Any:
+        # `isinstance` reads the class, which is compared with the kind of the object already.
         if name == "__class__" or not is_asked(self):
             return object.__getattribute__(self, name)
         method = inspect.getattr_static(cls, name, None)
@@ -175,6 +176,7 @@ def asking(cls: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) -
 
         return called
 
+    # From the bases to the class, so that its own methods win; without `object`.
     members = {name: value for base in reversed(cls.__mro__[:-1]) for name, value in vars(base).items()}
     special = {name: f for name, f in members.items() if name.startswith("__") and isinstance(f, types.FunctionType)}
     special |= {name: getattr(object, name) for name in ATTRIBUTES[1:]}
@@ -185,6 +187,7 @@ def _as_integer(cls: Any) -> Any:
     """Adds all special methods of int to a class; each works on the integer that the instance stands for."""
 
     def method(name: str) -> Callable[..., Any]:
+        # `operator` has no `divmod`, and its power takes no modulus.
         operators = vars(operator) | {"__pow__": pow, "__divmod__": divmod}
         compute = operators.get(name, getattr(int, name))
         reflected = operators.get(f"__{name[3:]}") if name.startswith("__r") else None

@@ -70,6 +70,7 @@ class RecordedCall:
 
     def begin(self, leaves: Sequence[Any]) -> list[Any]:
         """Passes leaves into the block; returns them as the block has them."""
+        # A tensor that the block has already does not enter a second time: it would be two tensors there.
         entering = [x for x in tensors_in(leaves) if position(x, self.outside) is None]
         self.inside += _each_kind(entering, lambda some: begin(some, self.at))
         self.outside += entering
@@ -77,6 +78,7 @@ class RecordedCall:
 
     def end(self, leaves: Sequence[Any], step: int) -> list[Any]:
         """Passes leaves out of the block; returns them with tensors and objects by their places."""
+        # What is no tensor of the block yet was made by it.
         leaving = [x for x in tensors_in(leaves) if position(x, self.inside) is None]
         self.usable &= _all_learn(leaving, [*self.outside, *tensors_of(self.block)])
         block_tensors = tensors_of(self.block) if self.usable else []
@@ -128,6 +130,7 @@ def _(x: Sequence[Tensor], own: Sequence[Tensor], at: int, step: int) -> list[Te
 
 
 def _like(t: Tensor) -> Tensor:
+    # In memory of its own: an operator whose schema names no alias must not return its operand.
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 

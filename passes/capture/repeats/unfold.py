@@ -145,8 +145,10 @@ class _Unfolding:
         """Writes a step of a later call: the operators of the first call, on the later call's own tensors."""
         region, stack = self.regions[index], _stack(call)
         part = region.steps[step]
+        # The first step of the later call; its next steps add to these.
         if self.asking is None:
             self.env = dict(zip(region.own, tensors, strict=True))
+        # Not strict: later steps of the call bring the other tensors.
         self.env |= {old: operand for nodes, operand in zip(region.known, operands, strict=False) for old in nodes}
         for node in part.nodes:
             copy = self.env[node] = copied(self.builder.graph, node, self._read)

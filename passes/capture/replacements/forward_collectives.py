@@ -43,6 +43,7 @@ def as_operators() -> Pairs:
         row.original(): _refused(row.name) for row in internals.COLLECTIVES_OF_USERS
     }
     instead |= functional.traceable_collective_remaps
+    # Last, because torch's table has `all_reduce`, too, and a later entry wins.
     instead |= {dist.all_reduce: _all_reduce, dist.broadcast: _broadcast, dist.barrier: _nothing}
     return [(real, _for_users(real, operator)) for real, operator in instead.items()]
 
@@ -64,6 +65,7 @@ def _for_users(real: Callable[..., Any], operator: Callable[..., Any]) -> Callab
 
 
 def _all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+    # The functional collective takes the operation by its name, such as "sum".
     name = str(op).rpartition(".")[2].lower()
     over: Any = group or dist.group.WORLD
     tensor.copy_(functional.all_reduce(tensor, name, over))

@@ -42,6 +42,7 @@ def _is_instance(value: Any, classes: Any, /) -> bool:
     if IS_INSTANCE(value, classes):
         return True
     stands_for = CLASSES.get(type(value))
+    # `issubclass`, so that a truth value is an int, too, as it is in Python.
     return stands_for is not None and is_users(calling_frame()) and issubclass(stands_for, classes)
 
 
@@ -51,6 +52,7 @@ def _decided(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def decided(number: Any, other: Any) -> Any:
         answer = compare(number, other)
         is_decided = type(answer) is torch.SymBool and not free_unbacked_symbols(answer)
+        # `bool` asks torch for the outcome, which becomes a condition of the graph.
         return bool(answer) if is_decided and is_users(calling_frame()) else answer
 
     return decided

@@ -28,6 +28,7 @@ def none_converted(model: nn.Module) -> Iterator[None]:
     def converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
             with torch.no_grad():
+                # On tensors without values: it says which dtype, device and shape the conversion would give.
                 result = fn(tensor)
             if (result.dtype, result.device, result.shape) != (tensor.dtype, tensor.device, tensor.shape):
                 raise Error(

@@ -32,6 +32,7 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
     if plain is not None and any(name in str(plain) for name in TRACED):
         error, plain = plain, None  # On one device the model would not see such a value.
     cause = plain or error
+    # It says already what to write: a replaced function has raised it in the user's terms.
     if isinstance(cause, Error):
         return cause
     if NO_NUMPY in str(cause):
@@ -88,6 +89,7 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
             **facts,
             fix="operators on the whole batch, or dropout before the vmap or behind it",
         )
+    # The model itself runs on these inputs: it is the exporter that fails.
     if plain is None:
         instead = f"other operators at this line, or {CUSTOM_OPERATOR}"
         return Error(f"torch.export cannot trace the model: {message}", **facts, fix=instead)

@@ -60,6 +60,7 @@ def short_sizes(symbols: Symbols) -> Iterator[None]:
         raise raised[-1]
 
 
+# Expressions share their parts, so most parts were counted before.
 @lru_cache(maxsize=4096)
 def _terms(expression: sympy.Basic) -> int:
     return 1 + sum(map(_terms, expression.args))
@@ -71,5 +72,6 @@ def asks_too_much(error: BaseException | None) -> bool:
         frames = traceback.extract_tb(error.__traceback__)
         if isinstance(error, LongSize) or (frames and frames[-1].filename.startswith(HOMES)):
             return True
+        # torch wraps exceptions of sympy, sometimes several times.
         error = error.__cause__ or error.__context__
     return False

@@ -22,19 +22,24 @@ class CertainComparisons(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drawn: list[Tensor] = []
+        self.drawn: list[tuple[Tensor, int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         comparison = COMPARISONS.get(getattr(func, "__name__", "").strip("_"))
-        if comparison is not None and any(args[0] is number for number in self.drawn):
+        if comparison is not None and len(args) == 2 and self._is_drawn(args[0]):
             says, strict = comparison
             below = is_below(args[1], strict)
             if below is not None:
                 return below is says
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and result.dim() == 0:
-            self.drawn.append(result)
+            self.drawn.append((result, result._version))
         return result
+
+    def _is_drawn(self, value: Any) -> bool:
+        """True for a number that was drawn, and that nothing was written into since."""
+        # `is`: `==` of tensors would be an operator of the graph.
+        return any(value is number and number._version == version for number, version in self.drawn)
 
 
 def is_below(bound: Any, strict: bool) -> bool | None:

@@ -56,6 +56,7 @@ def _method(row: internals.Replaced) -> Any:
 def _calls_cached(frame: FrameType) -> bool:
     """True if a frame is at a call, and its code names a function with `functools.lru_cache`."""
     code = frame.f_code
+    # At a call the hash is that of an argument. At any other place the model itself uses the size as a key.
     if not opcode.opname[code.co_code[frame.f_lasti]].startswith("CALL"):
         return False
     named = {**frame.f_globals, **frame.f_locals}

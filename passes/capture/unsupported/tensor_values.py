@@ -42,6 +42,7 @@ class _Noted(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
+            # A tensor of a capture has no memory, so asking for its address always raises, and never on one device.
             if (func in READS and reads_values(error)) or func is Tensor.data_ptr:
                 self.raised.append(error)
             raise
@@ -66,11 +67,13 @@ def none_caught() -> Iterator[None]:
     with ExitStack() as stack:
         for row in internals.NOT_KNOWN:
             stack.enter_context(row.replaced_by(noting(row.original())))
+        # Noted when they are made, because the model may catch them.
         for cls in (NeedsNumber, Error):
             stack.enter_context(patched(cls, {"__init__": noting(cls.__init__)}))
         stack.enter_context(noted)
         yield
     for error in raised:
+        # A traceback begins at the frame that caught the exception.
         caught_by = error.__traceback__.tb_frame if error.__traceback__ is not None else None
         if caught_by is not None and is_users(caught_by):  # torch catches some itself.
             raise error

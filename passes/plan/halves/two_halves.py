@@ -58,6 +58,7 @@ def merged(graphs: Sequence[fx.Graph]) -> fx.Graph:
         graphs: the lowered graphs of the two ranks of the axis `AXIS`.
     """
     merging = _Merging(Builder(fake_mode_of(graphs[0])))
+    # `lower` gives all ranks' graphs the same nodes (`Local.times`), so they are the same two by two.
     for pair in zip(*(graph.nodes for graph in graphs), strict=True):
         merging.visit(pair)
     return merging.builder.graph

@@ -82,6 +82,7 @@ def balance(graph: fx.Graph, axes: Axes, decision: Decision, parts: int, randomn
     attentions = [node for node in decision.cuts if _is_causal(node, axes, decision)]
     leaves = list(dict.fromkeys(find(decision.cuts[node]) for node in attentions))
     against = {leaf: next(_needs_order(graph, leaf, axes, decision, have, randomness), "") for leaf in leaves}
+    # One operator that needs the order keeps it for the whole sequence.
     chosen = [leaf for leaf in leaves if not against[leaf]]
     reasons = tuple(dict.fromkeys(filter(None, against.values())))
     if not chosen:
@@ -114,6 +115,7 @@ def _needs_order(
         factor = axes.bound[node].cuttable(cut)
         if find(cut) is not leaf or factor is None:
             continue
+        # One device draws a mask in the model's order.
         if draws(node) and randomness == "exact":
             yield f'{_name(node)} draws the numbers of one device (randomness="exact")'
         elif _is_causal(node, axes, decision):
@@ -122,6 +124,7 @@ def _needs_order(
                 yield f"{_name(node)} reads another sequence"
             elif _dim(axes, query, leaf) != query.meta["val"].dim() - 2:
                 yield f"{_name(node)} reads a sequence inside of a larger dimension"
+        # It mixes rows, or makes them by their places.
         elif (factor.mark and not draws(node)) or not factor.ins:
             yield f"{_name(node)} depends on the order of rows"
     for node in graph.nodes:
@@ -196,6 +199,7 @@ class _Writing:
             self._attention(node, leaf)
         else:
             carry(self.builder.copy(node), node, self.axes, self.new_axes, self.decision, self.new)
+        # Other readers may need another order.
         self.builder.env.update(before)
 
     def _in(self, order: Axis | None, operand: fx.Node) -> fx.Node:
@@ -207,6 +211,7 @@ class _Writing:
             if order is None:
                 move, leaf, read = in_order, have, self.builder.env[operand]
             else:
+                # From one sequence's order to that of another by way of the model's.
                 move, leaf, read = zigzag, order, self._in(None, operand)
             assert leaf is not None
             self.moved[operand, order] = self._called(move, read, _dim(self.axes, operand, leaf), self.parts)

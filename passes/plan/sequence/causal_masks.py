@@ -33,6 +33,7 @@ def causal_masks(graph: fx.Graph) -> fx.Graph:
             continue
         query, key = (builder.env[arguments[name]] for name in ("query", "key"))
         lengths = tuple(Size.of(x.meta["val"].shape[-2]) for x in (query, key))
+        # All layers have attention of the same lengths, and share one mask.
         if lengths not in masks:
             masks[lengths] = _mask(builder, query, key)
         masked = builder.map(arguments) | {"attn_mask": masks[lengths], "is_causal": False}

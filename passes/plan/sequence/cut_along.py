@@ -33,6 +33,7 @@ def cut_along(
     possible = {node: cut for node in axes.bound if (cut := _cut(node, axes, along, has_form)) is not None}
     cuts: dict[fx.Node, Axis] = {}
     for node in reversed(graph.nodes):
+        # From the last to the first: an operator on numbers alone is cut if all its readers are.
         if node in possible and (
             node in differentiable or draws(node) or _only_read_cut(node, possible[node], cuts, axes)
         ):
@@ -55,6 +56,7 @@ def _cut(node: fx.Node, axes: Axes, along: Sequence[Axis], has_form: HasForm) ->
     """Returns the leaf along which an operator is cut: that of its rows, before one that it mixes or sums over."""
     cuts = [(leaf, factor) for leaf in along if (factor := axes.bound[node].cuttable(leaf)) is not None]
     able = [(leaf, factor) for leaf, factor in cuts if factor.mark != "!" or has_form(node, factor, leaf)]
+    # Without a mark before "!", passed through before summed over, and then the earliest dimension.
     return min(able, key=lambda cut: (cut[1].mark, not cut[1].outs, min(cut[1].outs.values(), default=0)), default=None)
 
 

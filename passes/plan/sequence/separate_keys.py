@@ -56,6 +56,7 @@ def separate_keys(graph: fx.Graph) -> Separated:
     whole, axes = graph, infer_axes(graph)
     rows = [place for place in _rows(axes) if _leaf(place, axes) in set(_columns(axes))]
     for _ in range(MOST):
+        # An `apart` changes the axes of all that follows, so each round looks at the whole graph again.
         sequences = list(dict.fromkeys(_leaf(place, axes) for place in rows))
         separated = [place for place in _separated(axes) if _holds_one(_read(place, axes), sequences)]
         apart_at = _joining(graph, separated) if any(x is y for x, y in _pairs(separated, axes)) else {}
@@ -64,6 +65,7 @@ def separate_keys(graph: fx.Graph) -> Separated:
             return Separated(graph, axes, tuple(axis for axis in sequences if axis.kind == "leaf" and not axis.tangled))
         graph, copies = _written(graph, axes, apart_at)
         axes, rows = infer_axes(graph), [(copies[node], dim) for node, dim in rows]
+    # Not separated in so many rounds: the graph stays as it was, and nothing is cut.
     return Separated(whole, infer_axes(whole), ())
 
 
@@ -107,6 +109,7 @@ def _doubled(node: fx.Node, axes: Axes, sequences: list[Axis]) -> Iterator[tuple
         factors = [factor for factor in bound.factors if touches(factor.axis, leaf)]
         if len(factors) < 2:
             continue
+        # Rows are the earliest dimension of the result. What is summed is in none, and comes last.
         first = min(factors, key=lambda factor: factor.outs.get(0, len(factors) + 99))
         for factor in factors:
             if factor is not first:
@@ -196,6 +199,7 @@ def _read_apart(builder: Builder, operand: fx.Node, apart_reads: dict[fx.Node, f
         return apart_reads[operand]
     chain = list(_viewed(operand))
     smallest = min(map(elements, chain))
+    # Of equally small values the one that all others are views of.
     source = next(node for node in reversed(chain) if elements(node) == smallest)
     if source not in apart_reads:
         apart_reads[source] = builder.call(apart, builder.env[source])

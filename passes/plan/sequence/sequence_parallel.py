@@ -57,6 +57,7 @@ def sequence_parallel(
         leaf = next((cut[operand] for operand in axes.bound[node].operands if operand in cut), None)
         if have[node] == (Partial(),):
             if _is_product(node, axes):
+                # The sequence of the product's own rows, before one that it has from an operand.
                 leaf = next((sequence for sequence in _leading(axes.of(node)) if sequence in along), leaf)
             if leaf is not None:
                 cut[node] = sums[node] = leaf

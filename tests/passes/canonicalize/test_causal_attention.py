@@ -116,6 +116,12 @@ CAUSAL = {
 OTHERS = {
     "positions-by-twos": lambda x: below(x) & together(x, step=2),
     "a-gap-before": lambda x: below(x) & together(x, before=2),
+    "a-step-from-what-is-not-known": lambda x: (
+        below(x) & (torch.diff(positions(x), prepend=torch.zeros(1, dtype=torch.int64)) == 1)[None]
+    ),
+    "positions-from-the-length-on": lambda x: (
+        positions(x)[None] <= torch.arange(2 * x.shape[-2])[x.shape[-2] :][:, None]
+    ),
     "packed": lambda x: below(x) & ((positions(x) >= 3)[None] == (positions(x) >= 3)[:, None]),
     "other-numbers": lambda x: below(x) & (positions(x)[None] == positions(x)[:, None]),
     "later-keys": lambda x: positions(x)[None] >= positions(x)[:, None],

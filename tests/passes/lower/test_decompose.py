@@ -72,6 +72,12 @@ def test_numbers_and_gradients(make: Make, x: Tensor, t: Tensor) -> None:
         )
 
 
+def test_a_mean_of_float16_is_a_number_where_its_sum_is_none() -> None:
+    before, after, _ = expanded(calls(aten.mean.dim, [1]), 1, torch.full((2, 6), 3e4, dtype=torch.float16))
+    found = [run(graph, [torch.full((2, 6), 3e4, dtype=torch.float16), TARGET, WEIGHT])[0] for graph in (before, after)]
+    assert found[1].dtype == torch.float16 and torch.equal(*found)
+
+
 def test_log_softmax_is_spelled_out() -> None:
     assert lines(expanded(calls(aten.log_softmax.int, 1), 1)[1]) == [
         "peak(x, 1)",

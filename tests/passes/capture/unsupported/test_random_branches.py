@@ -1,5 +1,7 @@
 """A branch on a random draw is taken where it comes out the same whatever is drawn, and is a guard elsewhere."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,26 @@ def test_the_draw_stays(layerdrop, compare):
 def test_the_other_branch(layerdrop, compare):
     graph = autotp.explain(Layers(layerdrop, compare), 2, example_inputs=torch.randn(3, 6))
     assert {entry.reason for entry in graph.whole} == {"unused with these inputs"}
+
+
+class Scaled(nn.Module):
+    """Compares a draw after it was written into."""
+
+    def __init__(self, compare: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.compare = nn.Linear(6, 6), compare
+
+    def forward(self, x: Tensor) -> Tensor:
+        draw = torch.rand([])
+        return self.layer(x) if self.compare(draw) else 2 * x
+
+
+@pytest.mark.parametrize(
+    "compare", [lambda draw: draw.add_(2) < 1, lambda draw: torch.lt(input=draw, other=2)], ids=["in-place", "by-name"]
+)
+def test_only_a_draw_as_it_was_drawn_is_certain(compare: Callable[[Tensor], Tensor]) -> None:
+    report = autotp.verify(Scaled(compare), 2, example_inputs=torch.randn(3, 6))
+    assert report.ok, report
 
 
 @pytest.mark.parametrize("compare", ["__lt__", "ge"])

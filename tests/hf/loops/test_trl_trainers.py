@@ -1,4 +1,4 @@
-"""trl_calls: TRL's trainers with adapters of peft, and those of other kinds, are those of one device."""
+"""TRL's trainers with adapters of peft, and those of other kinds, are those of one device."""
 
 from __future__ import annotations
 
@@ -44,9 +44,21 @@ class Case:
     ) -> None:
         self.kind, self.rows, self.adapters, self.given, self.more = kind, rows, adapters, given or {}, more
 
-    def run(self, n: int, folder: Path) -> Trained:
+    def write_rows(self, folder: Path) -> None:
+        """Writes the rows to files, which all processes share."""
         from datasets import Dataset
 
+        Dataset.from_list(texts(self.rows)).save_to_disk(str(folder / f"{self.kind}-rows"))
+
+    def read_rows(self, folder: Path) -> Any:
+        """Returns the rows; with `precompute_ref_log_probs` from files, as TRL writes its own file beside them."""
+        from datasets import Dataset
+
+        if "precompute_ref_log_probs" in self.given:
+            return Dataset.load_from_disk(str(folder / f"{self.kind}-rows"))
+        return Dataset.from_list(texts(self.rows))
+
+    def run(self, n: int, folder: Path) -> Trained:
         scores = self.kind == "Reward"
         model, more = whole_model(scores=scores), self.more(n)
         torch.manual_seed(4)
@@ -66,8 +78,7 @@ class Case:
         model = autotp.parallelize(model, n) if n > 1 else model
         torch.manual_seed(4)
         trainer = getattr(trl, f"{self.kind}Trainer")(
-            model=model, args=arguments, train_dataset=Dataset.from_list(texts(self.rows)), processing_class=words(),
-            **more,
+            model=model, args=arguments, train_dataset=self.read_rows(folder.parent), processing_class=words(), **more
         )  # fmt: skip
         trainer.train()
         log = [{key: row[key] for key in KEPT if key in row} for row in trainer.state.log_history]
@@ -147,6 +158,9 @@ def trained(rank: int, n: int, folder: Path, names: Sequence[str]) -> dict[str, 
 )
 def test_trainers(names: Sequence[str], tmp_path: Path) -> None:
     """Losses, norms and what else they log, and the adapters after the training."""
+    for name in names:
+        for folder in ("one", "two"):
+            CASES[name].write_rows(tmp_path / folder)
     expected = trained(0, 1, tmp_path / "one", names)
     found = run_ranks(trained, 2, tmp_path / "two", names, timeout=250, fresh=True)
     for name in names:
