@@ -7,6 +7,7 @@ objects on a walk hold the same ones, nothing has changed.
 from __future__ import annotations
 
 import operator
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -38,7 +39,11 @@ def contents_of(value: Any) -> dict[Any, Any]:
         return {"referent": value()}
     if isinstance(value, type):
         return dict(vars(value))
-    return {WHOLE: freeze(value)} if is_opaque(value) else dict(entries(value))
+    if not is_opaque(value):
+        return dict(entries(value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns that it will stop pickling iterators.
+        return {WHOLE: freeze(value)}
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:

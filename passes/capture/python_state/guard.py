@@ -170,7 +170,8 @@ class Guard:
         for path in numbers:
             self.numbers.setdefault(slot_of(path), set()).add(tuple(key for key in path[2:] if key != ATTRIBUTES))
         self.paths = {id(vars(module)): path for path, module in modules.items()}
-        self.forms: dict[SettingPlace, Any] = {place: self._form(place) for place in (*sorted(slots), *named)}
+        places: list[SettingPlace] = [*sorted(slots), *named]
+        self.forms = {place: self._form(place) for place in places}
         # For speed, each call compares the objects of all slots with `map`, in loops of C.
         self.slots = [slot for slot in sorted(slots - self.written) if self._is_attribute(slot)]
         self.tables = [table(modules[path], name) for path, name in self.slots]
