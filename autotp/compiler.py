@@ -35,10 +35,10 @@ from autotp.passes.canonicalize.value_reads import value_reads
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.capture import ALWAYS, OFF, capture
 from autotp.passes.capture.captured import NOTHING_OPENED, Attempt, Captured, Opened
-from autotp.passes.capture.guards.attribute_paths import Path
-from autotp.passes.capture.guards.attribute_writes import Change, add_hooks, apply_changes
-from autotp.passes.capture.guards.python_state import GradientsWanted
+from autotp.passes.capture.guards.gradient_queries import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, shown
+from autotp.passes.capture.python_state.attribute_writes import Change, add_hooks, apply_changes
+from autotp.passes.capture.python_state.walk import Path
 from autotp.passes.capture.unsupported.long_sizes import FEWER, Symbols
 from autotp.passes.check.check import check
 from autotp.passes.check.sequence_order import expect_sequence_order

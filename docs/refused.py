@@ -36,10 +36,12 @@ SECTIONS = {
     ),
     "What torch.export cannot trace": ("passes/capture/unsupported/explain_failure.py", "passes/capture/inline.py"),
     "Random numbers": (
-        "passes/capture/guards/python_state.py", "autotp/distributed/mesh.py:follow_first_numpy_state",
+        "passes/capture/guards/gradient_queries.py", "passes/capture/guards/random_numbers.py",
+        "autotp/distributed/mesh.py:follow_first_numpy_state",
     ),
     "What forward writes and reads": (
         "passes/canonicalize", "passes/capture/capture.py:_tried", "passes/capture/guards",
+        "passes/capture/python_state",
         "passes/capture/flatten.py", "passes/capture/replacements", "passes/capture/exported_program.py",
         "passes/capture/unsupported/conversions.py",
     ),
@@ -52,7 +54,7 @@ SECTIONS = {
         "passes/lower/lower.py:_expect_dense_gradient", "passes/lower/local_sizes.py",
     ),
     "Hooks and gradients of your own": (
-        "passes/capture/unsupported/lost_gradients.py", "passes/capture/guards/attribute_writes.py:hooks_added",
+        "passes/capture/unsupported/lost_gradients.py", "passes/capture/python_state/attribute_writes.py:hooks_added",
         "autotp/runtime/torch_hooks/gradient_nodes.py", "passes/capture/autograd_functions.py",
         "passes/canonicalize/custom_vjp.py", "autotp/ops/custom_vjp.py",
     ),

@@ -37,7 +37,7 @@ TESTS = (
     "tests/project/test_import.py",
     "tests/models",
     "tests/rules/test_table.py",
-    "tests/passes/capture/guards/test_guard.py",
+    "tests/passes/capture/python_state/test_guard.py",
     "tests/passes/lower/test_lower.py",
     "tests/diagnostics/test_verify.py",
     "tests/diagnostics/pass_by_pass/test_stages.py",

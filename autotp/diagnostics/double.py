@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from autotp.ops.grouped_mm import grouped_mm
 from autotp.ops.random_state import forked
-from autotp.passes.capture.guards.attribute_paths import everything
+from autotp.passes.capture.python_state.walk import everything
 from autotp.passes.capture.skeleton import close_over, copying
 
 

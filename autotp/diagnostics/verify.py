@@ -41,10 +41,11 @@ from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt, contradicted, guesses
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
-from autotp.passes.capture.guards.attribute_paths import found_at, put_at, spelled
-from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, keyed
-from autotp.passes.capture.guards.python_state import GradientsWanted
+from autotp.passes.capture.guards.gradient_queries import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Listing
+from autotp.passes.capture.python_state.attribute_writes import Before, Change, Write, flatten_new_value
+from autotp.passes.capture.python_state.contents import contents_of
+from autotp.passes.capture.python_state.walk import GONE, found_at, put_at, spelled
 from autotp.passes.capture.pytree import flatten, leaf_names, map_leaves, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.capture.unsupported.function_caches import empty_caches
@@ -356,7 +357,7 @@ def _set_to(
     for change in captured.changes:
         if not isinstance(change, Change):
             continue
-        holder = keyed(before.at(change.path))
+        holder = contents_of(before.at(change.path))
         for key, value in change.values.items():
             rank_value, device_value = value, flatten_new_value(holder[key], before.places) if key in holder else GONE
             # What is left in `real` at the end is set by one device alone.

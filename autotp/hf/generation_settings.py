@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autotp.distributed.consistency import checksum
+from autotp.passes.capture.python_state.freeze import freeze
 from autotp.runtime.call_consistency import shown
 
 CLOCKS = ("initial_timestamp",)
@@ -46,16 +47,12 @@ def holds_function(part: Any) -> bool:
 
 def _part(part: Any) -> Any:
     attributes = sorted(vars(part).items()) if is_of_transformers(part) else []
-    return type(part).__qualname__, [(key, _value(value)) for key, value in attributes if key not in CLOCKS]
+    return type(part).__qualname__, [(key, freeze(value, _shown)) for key, value in attributes if key not in CLOCKS]
 
 
-def _value(value: Any) -> Any:
-    """Returns a comparable form of a setting: a tensor's checksum, a function's name, another object's class."""
+def _shown(value: Any, freeze: Any) -> Any:
+    """Returns what ranks compare of a setting: a tensor's checksum, a function's name, another object's class."""
     if isinstance(value, Tensor):
         return shown(value), checksum(value)
-    if isinstance(value, Mapping):
-        return sorted((repr(key), repr(_value(inner))) for key, inner in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        inner = [_value(element) for element in value]
-        return sorted(inner, key=repr) if isinstance(value, set | frozenset) else inner
-    return getattr(value, "__qualname__", None) or shown(value)
+    is_container = type(value) in (list, tuple, dict, set, frozenset)
+    return NotImplemented if is_container else getattr(value, "__qualname__", None) or shown(value)

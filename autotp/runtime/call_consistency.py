@@ -14,7 +14,7 @@ from autotp.distributed.consistency import agree_on_random, checksum, expect_as_
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.errors import Error
-from autotp.passes.capture.guards.argument_keys import argument_key
+from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import is_dense
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
@@ -115,7 +115,7 @@ def shown(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, numpy.ndarray):
-        return argument_key(leaf)
+        return freeze_argument(leaf)
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
 
 

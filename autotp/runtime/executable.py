@@ -34,14 +34,14 @@ from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
 from autotp.passes.capture.autocast_regions import Autocast, ambient
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted, guesses
-from autotp.passes.capture.guards.argument_keys import argument_key
-from autotp.passes.capture.guards.attribute_paths import TABLES, Path, everything, found_at, put_at
-from autotp.passes.capture.guards.attribute_writes import Change, Write, add_hooks, apply_changes, write_into
-from autotp.passes.capture.guards.code_names import CodeName, named
-from autotp.passes.capture.guards.guard import Guard, spelled_places
-from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
+from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
+from autotp.passes.capture.python_state.attribute_writes import Change, Write, add_hooks, apply_changes, write_into
+from autotp.passes.capture.python_state.code_names import CodeName, named
+from autotp.passes.capture.python_state.freeze import freeze_argument
+from autotp.passes.capture.python_state.guard import Guard
+from autotp.passes.capture.python_state.walk import Path, everything, found_at, put_at
 from autotp.passes.capture.pytree import computes_by_itself, flatten_call, leaf_names, signature_of, states
 from autotp.passes.capture.replacements.number_arguments import Number, as_length, is_countable
 from autotp.passes.capture.skeleton import storage_of
@@ -430,7 +430,7 @@ class Executable:
             if isinstance(change, Write):
                 self._write(change, results[change.at])
         apply_changes([change for change in changes if isinstance(change, Change)], self.modules, leaf)
-        if any(change.path[1:] == (TABLES,) for change in changes):
+        if any(change.path[1:] == ("_buffers",) for change in changes):
             self.tree.version += 1  # A buffer has another shape now.
 
     def _write(self, change: Write, value: Tensor) -> None:
@@ -451,7 +451,7 @@ class Executable:
         """Returns all facts of a call that select a graph, except sizes and values of tensors."""
         settings = self.tree.settings
         with torch._C.DisableTorchFunctionSubclass():  # A part would look for the user's code.
-            kinds = tuple([_kind(leaf) if isinstance(leaf, Tensor) else argument_key(leaf) for leaf in leaves])
+            kinds = tuple([_kind(leaf) if isinstance(leaf, Tensor) else freeze_argument(leaf) for leaf in leaves])
             used = dtypes(self.module, model_tensors)
         requested = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
         return spec, kinds, self.structure, self.modes, used, *requested
@@ -651,12 +651,10 @@ class Executable:
         key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
         guards = [entry.guard for entry_key, entry in self.entries if entry_key == key and entry.guard is not None]
         for guard in guards:
-            places = guard.changed()
-            self.opened |= Opened(
-                frozenset(slot for slot in places if not isinstance(slot, CodeName) and guard.holds_tensors(slot))
-            )
+            slots = [change.place for change in guard.changed() if not isinstance(change.place, CodeName)]
+            self.opened |= Opened(frozenset(filter(guard.holds_tensors, slots)))
         if is_many(len(guards)) and (changed := guards[-1].changed()):
-            self._warn(len(guards), spelled_places(changed), "a buffer, or a plain attribute")
+            self._warn(len(guards), ", ".join(map(str, changed)), "a buffer, or a plain attribute")
         differences = [numbers for entry_key, _ in self.entries if (numbers := _other_numbers(entry_key, key))]
         if is_many(len(differences)):
             of_leaves = [name.partition(".")[2] for name in leaf_names(called.spec)]  # Behind "args" or "kwargs".

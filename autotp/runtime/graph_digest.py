@@ -15,7 +15,8 @@ from autotp.distributed.consistency import SOURCE, checksum, expect_as_first
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.ops.dropout import fast_attention, fast_dropout
 from autotp.passes.capture.captured import Captured
-from autotp.passes.capture.guards.values import shown, value_key
+from autotp.passes.capture.guards.values import shown
+from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.rules.call import outputs_of
 from autotp.rules.traits import draws
 from autotp.source_location import line_of
@@ -33,7 +34,8 @@ def digest(analysis: Program) -> str:
     symbols: dict[str, str] = {}
     nodes = [_line(node, number, analysis.captured, symbols) for node in graph.nodes]
     text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
-    reads = (f"{value_key(read.outcome.value)}{SOURCE}{shown(read.outcome.place)}" for read in analysis.captured.asked)
+    outcomes = (read.outcome for read in analysis.captured.asked)
+    reads = (f"{freeze_argument(outcome.value)}{SOURCE}{shown(outcome.place)}" for outcome in outcomes)
     return "\n".join([text, *reads, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
 
 

@@ -19,8 +19,8 @@ from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
 from autotp.passes.builder import ancestors, part_of
 from autotp.passes.capture.captured import Captured, OutputAt
-from autotp.passes.capture.guards.guard import Guard
 from autotp.passes.capture.guards.values import Outcome, ValueRead
+from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters
 from autotp.passes.emit.bind import bind
 from autotp.rules.call import returned

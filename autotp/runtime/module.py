@@ -35,7 +35,7 @@ from autotp.distributed.replica_check import common_ranks, ranks_of
 from autotp.errors import Error, within
 from autotp.model_library import library
 from autotp.options import Recompute
-from autotp.passes.capture.guards.attribute_paths import is_internal
+from autotp.passes.capture.python_state.walk import is_internal
 from autotp.passes.capture.skeleton import expect_copyable
 from autotp.passes.capture.unsupported.lost_gradients import BACKWARD_HOOK
 from autotp.passes.emit.async_tensor_parallel import FusedPairs

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from autotp.distributed.mesh import Mesh
 from autotp.options import Options, Recompute, expect_choices
-from autotp.passes.capture.guards.attribute_paths import STATE
-from autotp.passes.capture.guards.guard import looked_up
+from autotp.passes.capture.python_state.guard import looked_up
+from autotp.passes.capture.python_state.walk import STATE
 from autotp.passes.capture.skeleton import close_over, copying, stand_ins
 from autotp.passes.emit.async_tensor_parallel import FusedPairs
 from autotp.sharding.layout import Layout

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 from autotp.compiler import Program
 from autotp.errors import Error
-from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.guards.looks import without_padding
+from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import flatten, map_leaves
 from autotp.passes.emit.attach_parameters import place_of, value_at
 from autotp.passes.emit.bind import bind
@@ -68,7 +68,7 @@ def expect_values(tensors: Sequence[Tensor]) -> None:
 def structure_of(args: Any, kwargs: Any) -> Any:
     """Returns all properties of a call's arguments, except the sizes and values of tensors."""
     leaves, spec = flatten((args, kwargs))
-    return spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else argument_key(x) for x in leaves)
+    return spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else freeze_argument(x) for x in leaves)
 
 
 def places_of_rows(tensors: Sequence[Tensor], programs: Iterable[Program]) -> frozenset[int]:

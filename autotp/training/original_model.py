@@ -15,8 +15,8 @@ from torch import nn
 
 from autotp.errors import Error
 from autotp.passes.capture.captured import Captured
-from autotp.passes.capture.guards.code_names import named
-from autotp.passes.capture.guards.guard import HOOKS, Guard, spelled_places
+from autotp.passes.capture.python_state.code_names import named
+from autotp.passes.capture.python_state.guard import HOOKS, Guard
 from autotp.runtime.tree import attribute_of, table_of
 
 UNCHANGED = 0
@@ -55,7 +55,7 @@ class OriginalModel:
     def expect_unchanged(self, guard: Guard) -> None:
         """Raises Error if the model, or what its code reads, is not as it was when a graph was captured."""
         if not guard.holds(UNCHANGED):
-            last = spelled_places(guard.changed()[-1:])  # The functions around it have changed, too.
+            last = guard.changed()[-1]  # The functions around it have changed, too.
             raise Error(
                 f"{last} changed after autotp.distribute, and the trainer's graphs do not",
                 fix="a tensor among the arguments of forward, for what changes in a training",

@@ -40,7 +40,7 @@ from autotp.errors import Error, calling, within
 from autotp.groups.failures import peer_error
 from autotp.ops.collectives import reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
-from autotp.passes.capture.guards.guard import Guard
+from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, attach_parameters, module_at, place_of, value_at

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from autotp.errors import Error
-from autotp.passes.capture.guards.attribute_paths import is_internal
+from autotp.passes.capture.python_state.walk import is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
 
 

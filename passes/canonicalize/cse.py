@@ -15,6 +15,7 @@ from torch import fx
 from autotp.ops.custom_vjp import output
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.passes.capture.python_state.freeze import Itself, freeze
 from autotp.rules.call import outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
@@ -40,12 +41,15 @@ def cse(graph: fx.Graph) -> fx.Graph:
     return builder.graph
 
 
-def argument_key(value: Any) -> Any:
-    """Returns arguments as a key, in which 1, 1.0 and True differ."""
-    if isinstance(value, tuple | list):
-        return tuple(argument_key(item) for item in value)
+def argument_key(arguments: Any) -> Any:
+    """Returns an operator's arguments as a key, in which 1, 1.0 and True differ."""
+    return freeze(arguments, _as_an_operator_reads)
+
+
+def _as_an_operator_reads(value: Any, freeze: Any) -> Any:
+    """Returns the form of what is no plain value: lists as tuples, keyword arguments by name, nodes by identity."""
+    if isinstance(value, list):
+        return freeze(tuple(value))
     if isinstance(value, dict):
-        return tuple((name, argument_key(item)) for name, item in sorted(value.items()))
-    if isinstance(value, slice):
-        return ("slice", argument_key(value.start), argument_key(value.stop), argument_key(value.step))
-    return type(value), value
+        return dict, freeze(tuple(sorted(value.items())))
+    return NotImplemented if isinstance(value, (tuple, slice)) else Itself(value)

@@ -25,10 +25,9 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import FIRST_ATTEMPT, Attempt, Captured, Opened, OutputAt
 from autotp.passes.capture.exported_program import convert_program, like
 from autotp.passes.capture.flatten import Flat
-from autotp.passes.capture.guards.attribute_paths import spelled, values_at
+from autotp.passes.capture.guards.gradient_queries import GradientQueries, GradientsWanted
 from autotp.passes.capture.guards.input_values import InputValues
 from autotp.passes.capture.guards.looks import has_values, without_padding
-from autotp.passes.capture.guards.python_state import GradientQueries, GradientsWanted
 from autotp.passes.capture.guards.values import (
     NO_VALUES,
     Answers,
@@ -40,6 +39,7 @@ from autotp.passes.capture.guards.values import (
     reads_values,
 )
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
+from autotp.passes.capture.python_state.walk import spelled, values_at
 from autotp.passes.capture.pytree import computes_by_itself, flatten, is_dense
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats

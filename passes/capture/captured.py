@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from autotp.passes.capture.autocast_regions import Autocast
-from autotp.passes.capture.guards.attribute_paths import Path, Slot, slot_of
-from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
-from autotp.passes.capture.guards.code_names import CodeName
-from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
+from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Fits
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, ValueRead
+from autotp.passes.capture.python_state.attribute_writes import Change, Write
+from autotp.passes.capture.python_state.code_names import CodeName
+from autotp.passes.capture.python_state.walk import GONE, Path, Slot, slot_of
 from autotp.passes.capture.unsupported.long_sizes import Symbols
 
 

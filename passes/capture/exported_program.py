@@ -22,20 +22,20 @@ from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import Attempt, Captured, InputSize, Opened, OutputAt
 from autotp.passes.capture.flatten import Flat
-from autotp.passes.capture.guards.attribute_paths import (
+from autotp.passes.capture.guards.sizes import SizeAssumptions
+from autotp.passes.capture.inline import inline
+from autotp.passes.capture.python_state.attribute_writes import Change, Write
+from autotp.passes.capture.python_state.code_names import named
+from autotp.passes.capture.python_state.walk import (
+    GONE,
     Path,
     Slot,
     everything,
     found_at,
     key_of,
-    reached,
     slot_of,
     spelled,
 )
-from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
-from autotp.passes.capture.guards.code_names import named
-from autotp.passes.capture.guards.sizes import SizeAssumptions
-from autotp.passes.capture.inline import inline
 from autotp.passes.capture.pytree import Built, builder_of, unflatten_outcome, within_states
 from autotp.passes.capture.repeats.unfold import unfold
 from autotp.passes.capture.skeleton import storage_of
@@ -249,7 +249,7 @@ def _expect_unshared(flat: Flat) -> None:
 def _expect_own(constants: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raises Error if forward uses a tensor of a module that is no submodule: training would not change it."""
     keys, used = {key_of(module) for module in model.modules()}, {storage_of(x) for x in constants.values()} - {None}
-    locations = [(f"`{spelled(path)}`", value) for path, value in reached(model)]
+    locations = [(f"`{spelled(path)}`", value) for path, value in everything(model, "held")]
     locations += [(f"`{name}`", name.value) for name in named(model, ())]
     for where, value in locations:
         if not isinstance(value, nn.Module) or key_of(value) in keys:

@@ -14,24 +14,27 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.capture.captured import NOTHING_OPENED, InputSize, Opened, OutputAt
-from autotp.passes.capture.guards.attribute_paths import (
+from autotp.passes.capture.guards.gradient_queries import GradientQueries
+from autotp.passes.capture.guards.random_numbers import DrewNumber, line_that_draws
+from autotp.passes.capture.guards.values import Reading, ValueRead
+from autotp.passes.capture.patches import around_forward
+from autotp.passes.capture.python_state.attribute_writes import Before, Change, Write, flatten_new_value, is_new
+from autotp.passes.capture.python_state.code_names import CodeName, NamedBefore
+from autotp.passes.capture.python_state.contents import Contents
+from autotp.passes.capture.python_state.walk import (
+    GONE,
     Path,
     Slot,
-    below,
-    children,
+    entries,
     everything,
     found_at,
     put_at,
     slot_of,
     spelled,
+    walk,
 )
-from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, is_new
-from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
-from autotp.passes.capture.guards.comparison import position
-from autotp.passes.capture.guards.python_state import DrewNumber, GradientQueries, line_that_draws
-from autotp.passes.capture.guards.values import Reading, ValueRead
-from autotp.passes.capture.patches import around_forward
 from autotp.passes.capture.pytree import outcome, states, within_states
+from autotp.passes.capture.repeats.comparison import position
 from autotp.passes.capture.replacements.number_arguments import as_number
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -144,14 +147,14 @@ class Flat(nn.Module):
         current_values = [found_at(modules, path) for path in given_at]
         _expect_one_name(modules, dict(zip(given_at, current_values, strict=True)))
         self.reading.begin([*leaves, *given_at.values()], [*self.leaves, *current_values])
-        versions = Versions({path: x for path, x in given_at.items() if isinstance(x, Tensor)})
-        arguments = Versions(_of_the_caller(leaves, args, kwargs))
+        opened = {path: Contents(x) for path, x in given_at.items() if isinstance(x, Tensor)}
+        arguments = {i: Contents(x) for i, x in _of_the_caller(leaves, args, kwargs).items()}
         with self._holding(given_at):
             leaves_after, inside, written, assigned = self._run(args, kwargs)
         self.returned.before |= Opened(_places_of(self.model, self.asked.written))
-        moved = versions.moved()
+        moved = _written_into(opened)
         self.returned.moved = frozenset(moved)
-        return self._flattened(_Ran(leaves_after, inside, written, moved, arguments.moved(), assigned))
+        return self._flattened(_Ran(leaves_after, inside, written, moved, _written_into(arguments), assigned))
 
     @contextmanager
     def _holding(self, values: Mapping[Path, Any]) -> Iterator[None]:
@@ -235,16 +238,10 @@ def _is_of_a_tensor(x: Any) -> bool:
     return isinstance(x, NUMBERS) and bool(free_unbacked_symbols(x))
 
 
-class Versions:
-    """Tensors, and how often each had been written into when this object was made."""
-
-    def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
-        self.tensors, self.before = tensors, {key: x._version for key, x in tensors.items()}
-
-    def moved(self) -> dict[Any, Tensor]:
-        """Returns the tensors that were written into since then."""
-        # torch counts the writes into a tensor, and those into its views.
-        return {key: x for key, x in self.tensors.items() if x._version != self.before[key]}
+def _written_into(tensors: Mapping[Any, Contents]) -> dict[Any, Tensor]:
+    """Returns the tensors that were written into since their contents were noted."""
+    # torch counts the writes into a tensor, and those into its views.
+    return {key: contents.value for key, contents in tensors.items() if not contents.is_same()}
 
 
 def _of_the_caller(leaves: Sequence[Any], args: Any, kwargs: Any) -> dict[int, Tensor]:
@@ -288,7 +285,7 @@ def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path,
                 continue
             if type(was) in (int, torch.SymInt):
                 numbers.add((*path, key))
-            elif any(isinstance(x, Tensor) for _, x in below(was, path, {})):
+            elif any(isinstance(x, Tensor) for _, x in walk([(path, was)])):
                 slots.add(slot_of((*path, key)))
     return Opened(frozenset(slots), frozenset(numbers))
 
@@ -296,7 +293,7 @@ def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path,
 def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that forward replaced (`self.mean = ...`), which the exporter does not see.
 
-    A buffer of another shape or dtype counts as a changed attribute (`passes/capture/guards/attribute_writes.py`).
+    A buffer of another shape or dtype counts as a changed attribute (`attribute_writes.py`).
 
     Raises:
         Error: names would be those of other tensors than on one device.
@@ -324,8 +321,8 @@ def _expect_one_name(modules: Mapping[str, nn.Module], values: Mapping[Path, Any
     names: dict[int, list[str]] = {}
     for name, module in modules.items() if values else ():
         located = [((name, key), x) for table in (module._buffers, module._parameters) for key, x in table.items()]
-        for key, item in children(module):
-            located += below(item, (name, key), {})
+        for key, item in entries(module):
+            located += walk([((name, key), item)])
         for path, x in located:
             if isinstance(x, Tensor):
                 names.setdefault(id(x), []).append(spelled(path))

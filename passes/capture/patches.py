@@ -36,9 +36,10 @@ from autotp.model_library import library
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards import values
-from autotp.passes.capture.guards.guard import Reads
-from autotp.passes.capture.guards.python_state import GradientQueries, unseeded, without_python_random
+from autotp.passes.capture.guards.gradient_queries import GradientQueries
+from autotp.passes.capture.guards.random_numbers import unseeded, without_python_random
 from autotp.passes.capture.inline import rows_first, with_whole
+from autotp.passes.capture.python_state.guard import Reads
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.replacements import number_classes
 from autotp.passes.capture.replacements.everywhere import everywhere

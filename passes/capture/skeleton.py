@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autotp.errors import Error
 from autotp.ops.eager_mode import is_plain
-from autotp.passes.capture.guards.attribute_paths import children, everything, hidden, key_of, reached, spelled
-from autotp.passes.capture.guards.guard import HOOKS
+from autotp.passes.capture.python_state.guard import HOOKS
+from autotp.passes.capture.python_state.walk import everything, key_of, spelled, walk
 from autotp.passes.capture.pytree import is_dense
 
 WRITTEN_IN_PYTHON = 1 << 9
@@ -140,7 +140,7 @@ def _expect_no_views(model: nn.Module) -> None:
     """Raises Error if a plain tensor is a view of a parameter or buffer: a parallel model has other parameters."""
     tensors_by_id = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     names = {storage_of(tensor): name for name, tensor in tensors_by_id.values()}
-    for path, value in reached(model):
+    for path, value in everything(model, "held"):
         storage = storage_of(value) if isinstance(value, Tensor) and id(value) not in tensors_by_id else None
         if storage is not None and storage in names:
             raise Error(
@@ -192,16 +192,19 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
         aside: functions that are not among the model's attributes.
     """
     model_keys = {key_of(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
-    for path, x in reached(model):
+    for path, x in everything(model, "held"):
         if isinstance(x, weakref.ref) and key_of(x()) in model_keys:
             raise Error(
                 f"`{spelled(path)}` is a weak reference to the model, which a copy of it would not follow",
                 fix="the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`",
             )
     hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
-    functions = {id(x): x for _, x in reached(model, (*hooks, *aside)) if isinstance(x, types.FunctionType)}
-    holds = [x for x in functions.values() if x.__closure__ or x.__defaults__ or x.__kwdefaults__]
-    copied_functions = [function for function in holds if _holds(function, model_keys, set())]
+    functions = {id(x): x for _, x in everything(model, "held", (*hooks, *aside)) if isinstance(x, types.FunctionType)}
+    copied_functions = [
+        function
+        for function in functions.values()
+        if any(key_of(value) in model_keys for _, value in walk([((), function)], "held"))
+    ]
     for function in copied_functions:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         function_copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
@@ -237,15 +240,6 @@ def copying() -> Iterator[None]:
                 f"copy.deepcopy fails on the model: {first}",
                 fix="delete computed tensors and open handles from its attributes before the call",
             ) from error
-
-
-def _holds(value: Any, model_keys: set[int], visited: set[int]) -> bool:
-    """True if a value leads to a part of the model: through its closure, its defaults or its items."""
-    if id(value) in visited:
-        return False
-    visited.add(id(value))
-    inside = [*hidden(value), *([] if isinstance(value, nn.Module) else [item for _, item in children(value)])]
-    return any(key_of(inner) in model_keys or _holds(inner, model_keys, visited) for inner in inside)
 
 
 def empty_on(like: Tensor, device: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 import autotp
 from autotp.diagnostics.double import all_double
 from autotp.diagnostics.verify import Trial, make_trial
-from autotp.passes.capture.guards.code_names import named
+from autotp.passes.capture.python_state.code_names import named
 
 checks = Checks()
 on_both = pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.rare)])

@@ -57,9 +57,9 @@ BY_ITS_TABLE = {
 BY_WHAT_IS_CAPTURED = {
     "passes/canonicalize/custom_vjp": "passes/capture/test_autograd_functions",
     "passes/capture/capture": "passes/capture/test_inline",
-    "passes/capture/captured": "passes/capture/guards/test_attribute_writes",
+    "passes/capture/captured": "passes/capture/python_state/test_attribute_writes",
     "passes/capture/exported_program": "passes/capture/test_inline",
-    "passes/capture/patches": "passes/capture/guards/test_guard",
+    "passes/capture/patches": "passes/capture/python_state/test_guard",
     "passes/capture/repeats/record": "passes/capture/repeats/test_repeats",
     "passes/capture/repeats/unfold": "passes/capture/repeats/test_repeats",
     "passes/capture/unsupported/explain_failure": "system/test_refusals",

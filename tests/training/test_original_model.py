@@ -53,7 +53,7 @@ def hook(model: Any) -> None:
 
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (set_temperature, "Trainer.step: `temperature` changed after autotp.distribute"),
-    (set_global, "SCALE` changed after autotp.distribute"),
+    (set_global, "SCALE.0` changed after autotp.distribute"),
     (set_dropout, "Trainer.step: `drop.p` changed after autotp.distribute"),
     (freeze, "Trainer.step: requires_grad of `up.weight` changed in the original model"),
     (hook, "Trainer.step: hooks of a Linear of the original model changed after autotp.distribute"),

@@ -1,1 +1,1 @@
-"""The facts that a graph relies on (`attribute_paths`, `code_names`), and their check in each call (`guard`)."""
+"""The facts of a call that a graph is right for: wanted gradients, sizes, and what Python reads of tensors' values."""

@@ -33,8 +33,8 @@ from autotp.passes.capture.guards.values import (
     place_of,
     reads_values,
     shown,
-    value_key,
 )
+from autotp.passes.capture.python_state.freeze import freeze_argument
 
 TRUE_WHERE_ALL_IS_WELL = ("all", "__eq__", "eq", "isfinite", "equal", "allclose", "logical_not", "__invert__")
 """Functions whose truth value is assumed to be True; that of others, such as `any` of `isnan`, to be False."""
@@ -167,7 +167,7 @@ class InputValues(Reading):
 
     def end(self) -> None:
         for array, outcome in self.arrays:  # The tensor has the memory of the array.
-            if value_key(array) != value_key(outcome.value):
+            if freeze_argument(array) != freeze_argument(outcome.value):
                 raise Error(
                     "an array of .numpy() and its tensor share memory, and forward writes into it, "
                     "which a graph cannot do",

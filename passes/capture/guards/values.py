@@ -45,8 +45,8 @@ from torch.utils._sympy.reference import TensorReferenceAnalysis
 from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.model_library import BeginAgain
-from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.guards.looks import is_looking
+from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.source_location import calling_frame, is_library, is_users
 from autotp.torch_internals import NO_COMPLEX, NO_NUMPY
 
@@ -109,7 +109,7 @@ class Outcome(NamedTuple):
 
     def is_same(self, outcome: Outcome) -> bool:
         """True if both are the same value of one place."""
-        return self.place == outcome.place and value_key(self.value) == value_key(outcome.value)
+        return self.place == outcome.place and freeze_argument(self.value) == freeze_argument(outcome.value)
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,6 @@ class ValueRead:
         """Returns the outcome for other tensors: `tensors` returns the one for each of `given`."""
         args, kwargs = pytree.tree_unflatten(list(map(tensors, self.given)), self.spec)
         return Outcome(self.outcome.place, self.function(*args, **kwargs))
-
-
-def value_key(value: Any) -> Any:
-    """Returns a value that Python read in a form that can be compared with ==."""
-    return tuple(map(value_key, value)) if isinstance(value, list | tuple) else argument_key(value)
 
 
 class _OfTensors(TensorReferenceAnalysis):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autotp.passes.capture.guards.comparison import structure
+from autotp.passes.capture.repeats.comparison import structure
 from autotp.torch_internals import put
 
 Blocks = Mapping[int, tuple[nn.Module, int]]

@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.model_library import BeginAgain
-from autotp.passes.capture.guards.comparison import (
-    SYMBOLIC,
-    Frozen,
+from autotp.passes.capture.python_state.freeze import SYMBOLIC, freeze
+from autotp.passes.capture.repeats.comparison import (
     SymbolicSizes,
     is_harmless,
     is_plain_value,
@@ -122,7 +121,7 @@ def _kind(leaf: Any, tensors: Sequence[Tensor], objects: Sequence[Any]) -> Any:
         return type(leaf), place
     if not is_harmless(leaf):
         raise Entangled
-    return tensor_kind(leaf, tensors) if isinstance(leaf, Tensor) else Frozen({})(leaf)
+    return tensor_kind(leaf, tensors) if isinstance(leaf, Tensor) else freeze(leaf)
 
 
 def unify_sizes(leaves: Sequence[Any], answer: tuple[Any, list[Any]]) -> None:

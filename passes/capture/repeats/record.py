@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
 from torch.utils import _pytree as pytree
 
-from autotp.passes.capture.guards.comparison import Frozen, attribute, position, tensors_of
+from autotp.passes.capture.python_state.freeze import Freezer
+from autotp.passes.capture.repeats.comparison import attribute, freezer, paths_in, position, tensors_of
 from autotp.passes.capture.repeats.queries import Number, ObjectAt, Request, TensorAt, attribute_of
 
 torch.library.define("autotp::begin", "(Tensor[] x, int at) -> Tensor[]")
@@ -43,7 +44,7 @@ class RecordedCall:
         block: the block that was called.
         key: kind of the block, structure and kinds of the arguments, modes.
         paths: `id` of the `__dict__` of a module in the block -> the module's name in the block.
-        frozen: turns read values into a form that can be compared, and keeps them alive for comparison by `id`.
+        freeze: turns read values into a form that can be compared.
         objects: the objects among arguments and answers.
         reads: (module, attribute) -> value, for each attribute that the call read.
         requests: the requests to objects, in order.
@@ -57,7 +58,7 @@ class RecordedCall:
     block: nn.Module
     key: Any
     paths: Mapping[int, str]
-    frozen: Frozen
+    freeze: Freezer
     objects: list[Any]
     reads: dict[tuple[str, str], Any] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
@@ -99,13 +100,13 @@ class RecordedCall:
 
     def is_like(self, block: nn.Module) -> bool:
         """True if every attribute that this call read has the same value in another block (or still, in its own)."""
-        frozen = Frozen({id(module.__dict__): name for name, module in block.named_modules()})
+        freeze = freezer(paths_in(block))
         modules = dict(block.named_modules())
         numbers = [
             attribute_of(leaf) for request in self.requests for leaf in request.given if isinstance(leaf, Number)
         ]
         return all(type(attribute(modules[path], name)) is int for path, name in numbers) and all(
-            frozen(attribute(modules[path], name)) == value for (path, name), value in self.reads.items()
+            freeze(attribute(modules[path], name)) == value for (path, name), value in self.reads.items()
         )
 
 

@@ -30,21 +30,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp import torch_internals as internals
-from autotp.passes.capture.guards import comparison as alike
-from autotp.passes.capture.guards.comparison import (
-    Frozen,
+from autotp.passes.capture.python_state.freeze import Freezer
+from autotp.passes.capture.repeats import comparison as alike
+from autotp.passes.capture.repeats import queries as asked
+from autotp.passes.capture.repeats import record as recorded
+from autotp.passes.capture.repeats.blocks import Blocks, blocks_of, definer, differing, is_ordinary, parts_of, patched
+from autotp.passes.capture.repeats.comparison import (
     attribute,
+    freezer,
     is_harmless,
     is_plain_value,
     is_shared,
     modes,
+    paths_in,
     position,
     tensor_kind,
     tensors_of,
 )
-from autotp.passes.capture.repeats import queries as asked
-from autotp.passes.capture.repeats import record as recorded
-from autotp.passes.capture.repeats.blocks import Blocks, blocks_of, definer, differing, is_ordinary, parts_of, patched
 from autotp.passes.capture.repeats.queries import Entangled, Number, ObjectAt, Request, TensorAt, is_queryable
 from autotp.passes.capture.repeats.record import CALLS, LAST, RecordedCall, again, tensors_in, unbacked, with_tensors
 from autotp.source_location import calling_frame
@@ -122,15 +124,15 @@ class Repeats:
         if not tensors:
             return run(*args, **kwargs)
         self.met_objects |= bool(objects)
-        paths = {id(module.__dict__): name for name, module in block.named_modules()}
+        paths = paths_in(block)
         with torch._C.DisableTorchFunction():
-            frozen = Frozen(paths)
-            key = block_kind, spec, [_kind(x, tensors, objects, frozen) for x in leaves], modes()
+            freeze = freezer(paths)
+            key = block_kind, spec, [_kind(x, tensors, objects, freeze) for x in leaves], modes()
             first = next((call for call in self.calls if call.usable and call.key == key and call.is_like(block)), None)
         if first is not None:
             self.same.append((first.block, block))
             return self._repeated(first, block, tensors, objects)
-        call = RecordedCall(len(self.calls), block, key, paths, frozen, objects)
+        call = RecordedCall(len(self.calls), block, key, paths, freeze, objects)
         self.calls.append(call)
         args, kwargs = pytree.tree_unflatten(call.begin(leaves), spec)
         return self._recorded(call, lambda: run(*args, **kwargs))
@@ -244,7 +246,7 @@ class Repeats:
         elif name != "forward" and (path, name) not in call.reads:  # `forward` may be our patch of the class.
             with torch._C.DisableTorchFunction():
                 value = attribute(module, name)
-                frozen = call.frozen(value)
+                frozen = call.freeze(value)
             if call.objects and type(value) is int and (call.key[0], path, name) in self.numbers:
                 return Number(value, (path, name), functools.partial(self._used, call, (path, name), frozen))
             call.reads[path, name] = frozen
@@ -262,12 +264,12 @@ class Repeats:
             self.open.usable &= self.is_asking and not in_block
 
 
-def _kind(leaf: Any, tensors: Sequence[Tensor], objects: Sequence[Any], frozen: Frozen) -> Any:
+def _kind(leaf: Any, tensors: Sequence[Tensor], objects: Sequence[Any], freeze: Freezer) -> Any:
     """Returns the properties of an argument that are compared."""
     if isinstance(leaf, Tensor):
         return tensor_kind(leaf, tensors)
     place = position(leaf, objects)
-    return frozen(leaf) if place is None else (type(leaf), place)
+    return freeze(leaf) if place is None else (type(leaf), place)
 
 
 def _watching(repeats: Repeats) -> dict[internals.Replaced, Any]:

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from autotp.passes.capture.guards.code_names import LIBRARIES, named
+from autotp.passes.capture.python_state.code_names import LIBRARIES, named
+from autotp.passes.capture.python_state.freeze import cells_of
 
 CACHED = type(functools.lru_cache(lambda: None))
 
@@ -34,18 +35,10 @@ def empty_caches(model: nn.Module) -> Iterator[None]:
         _clear(caches)
 
 
-def _caches(value: Any) -> Iterator[Any]:
-    """Yields the function itself, and those in a decorator around it."""
-    if isinstance(value, CACHED) and str(value.__module__).partition(".")[0] not in LIBRARIES:
-        yield value
-    if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                inside = cell.cell_contents
-            except ValueError:  # An empty cell.
-                continue
-            if isinstance(inside, CACHED):
-                yield from _caches(inside)
+def _caches(value: Any) -> list[Any]:
+    """Returns the function itself, and those in a decorator around it."""
+    inside = [value, *(cells_of(value).values() if isinstance(value, types.FunctionType) else ())]
+    return [x for x in inside if isinstance(x, CACHED) and str(x.__module__).partition(".")[0] not in LIBRARIES]
 
 
 def _clear(caches: list[Any]) -> None:

@@ -19,7 +19,7 @@ from autotp.compiler import analyse
 from autotp.options import Options
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.captured import Attempt, contradicted
-from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, shown, value_key
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, shown
 from autotp.passes.capture.skeleton import skeleton_of
 
 line = partial(line_of, __file__)
@@ -265,13 +265,6 @@ def test_a_number_that_decides_nothing_stays_a_symbol() -> None:
 
     assert asked(scaled) == []
     assert autotp.verify(Reading(scaled), 2, example_inputs=IDS).ok
-
-
-def test_keys_of_values() -> None:
-    assert value_key([1, [2.0, float("nan")]]) == value_key([1, [2.0, float("nan")]])
-    assert value_key(1) != value_key(True)
-    assert value_key(0.0) != value_key(-0.0)
-    assert value_key([1, 2]) != value_key([1, 3])
 
 
 def test_shown() -> None:

@@ -1,11 +1,9 @@
-"""Puts structures, tensors, modes and values into a form in which two calls of blocks can be compared."""
+"""Puts structures, tensors and modes into a form in which two calls of blocks can be compared."""
 
 from __future__ import annotations
 
 import enum
 import sys
-import types
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 
 from autotp.passes.capture.autocast_regions import ambient_everywhere
+from autotp.passes.capture.python_state.freeze import PLAIN, SYMBOLIC, Freezer
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
 HOLDERS = 3
 """References to an item of a container during `is_shared`: the container, the loop, and the argument of getrefcount."""
-LARGEST, DEEPEST = 10_000, 50
-"""Limits of searches: the number of values, and the depth. Beyond them a value is equal to itself only."""
 
 
 def structure(module: nn.Module) -> Any:
@@ -131,63 +126,20 @@ def attribute(module: nn.Module, name: str) -> Any:
     return next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), None)
 
 
-class Frozen:
-    """Turns values into a form that can be compared: plain values as they are, containers and objects by contents.
+def freezer(paths: Mapping[int, str]) -> Freezer:
+    """Returns what freezes the values that a block reads; a module of the block is its name.
 
     Args:
-        paths: modules that are compared by their name: `id` of their `__dict__` -> name.
+        paths: `id` of the `__dict__` of a module of the block -> its name in the block.
     """
 
-    def __init__(self, paths: Mapping[int, str]) -> None:
-        self.paths = paths
-        self.kept: list[Any] = []
-        self.seen: dict[int, Any] = {}
-        self.count = self.depth = 0
+    def special(value: Any, freeze: Any) -> Any:
+        path = paths.get(id(object.__getattribute__(value, "__dict__"))) if isinstance(value, nn.Module) else None
+        return NotImplemented if path is None else ("module", path)
 
-    def __call__(self, value: Any) -> Any:
-        self.count += 1
-        if is_plain_value(value):
-            return type(value), repr(value) if isinstance(value, float) else value
-        if isinstance(value, SYMBOLIC):
-            return type(value), value.node.expr
-        if isinstance(value, nn.Module):
-            path = self.paths.get(id(value.__dict__))
-            return self._itself(value.__dict__) if path is None else ("module", path)
-        if id(value) not in self.seen:
-            self.kept.append(value)
-            self.seen[id(value)] = "around"  # For a value that contains itself.
-            self.depth += 1
-            self.seen[id(value)] = self._object(value)
-            self.depth -= 1
-        return self.seen[id(value)]
+    return Freezer(special)
 
-    def _object(self, value: Any) -> Any:
-        if self.depth > DEEPEST:
-            return self._itself(value)
-        if isinstance(value, types.MethodType):
-            return "method", self(value.__func__), self(value.__self__)
-        if isinstance(value, types.FunctionType):
-            cells = [self(cell.cell_contents) for cell in value.__closure__ or ()]
-            return id(value.__code__), cells, self(value.__defaults__), self(value.__kwdefaults__), self(vars(value))
-        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, (list, dict, set, deque)):
-            return "method", value.__name__, self(value.__self__)
-        if isinstance(value, (Tensor, types.BuiltinFunctionType, types.ModuleType)) or self.count > LARGEST:
-            return self._itself(value)
-        return self._inside(value)
 
-    def _itself(self, value: Any) -> Any:
-        self.kept.append(value)
-        return "itself", id(value)
-
-    def _inside(self, value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value), [self(item) for item in value]
-        if type(value) is dict:
-            return dict, [(self(key), self(item)) for key, item in value.items()]
-        try:
-            state = value.__reduce_ex__(4)
-        except Exception:  # The user's `__reduce_ex__` may raise anything.
-            return self._itself(value)
-        if not isinstance(state, tuple):
-            return self._itself(value)
-        return type(value), [self(list(part) if isinstance(part, Iterator) else part) for part in state]
+def paths_in(block: nn.Module) -> dict[int, str]:
+    """Returns `id` of the `__dict__` of each module of a block -> the module's name in the block."""
+    return {id(object.__getattribute__(module, "__dict__")): name for name, module in block.named_modules()}

@@ -422,7 +422,7 @@ def test_a_copy_captures_for_itself() -> None:
 
 def test_many_captures_are_warned_of() -> None:
     parallel = autotp.parallelize(Told().double(), 1, example_inputs=(x(),))
-    with pytest.warns(UserWarning, match=r"Told.forward is captured for the 9th time, since `cfg` had another value"):
+    with pytest.warns(UserWarning, match=r"captured for the 9th time, since `cfg.tau` had another value"):
         for call in range(10):
             parallel.cfg.tau = call + 0.5
             parallel(x(call))

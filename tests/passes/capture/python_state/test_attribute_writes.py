@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autotp
-from autotp.passes.capture.guards.attribute_writes import flatten_new_value
+from autotp.passes.capture.python_state.attribute_writes import flatten_new_value
 from autotp.runtime.module import executable_of
 
 checks = Checks()

@@ -3,7 +3,7 @@
 NOTE [When a graph is still right]
 If forward reads `self.drop.p` or `self.config.tau`, the graph depends on the value. So each attribute that forward
 reads is noted, with its value: plain values, containers and objects by their contents, functions with their closures,
-tensors by identity (or by their kind, if the attribute is opened and they are inputs: `attribute_paths.py`). Attributes
+tensors by identity (or by their kind, if the attribute is opened and they are inputs: `walk.py`). Attributes
 of classes and globals that its code names are noted, too (`code_names.py`). Each call first checks that all of these
 are the same objects and hold the same objects; values are compared only where an object differs. The state of classes
 written in C cannot be seen.
@@ -21,31 +21,30 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from autotp import torch_internals as internals
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
-from autotp.passes.capture.guards.attribute_paths import (
-    MIXED,
+from autotp.passes.capture.python_state.code_names import CodeName, Named, is_library, settings_in
+from autotp.passes.capture.python_state.contents import unchanged, version_of
+from autotp.passes.capture.python_state.freeze import Itself, diff, freeze, without_number
+from autotp.passes.capture.python_state.walk import (
+    ATTRIBUTES,
+    GONE,
     VIEWS,
     Path,
     Slot,
-    below,
-    hidden,
     is_container,
     is_internal,
     is_opaque,
     is_weight_list,
+    slot_of,
     spelled,
-    state_of_opaque,
-    without_numbers,
+    walk,
 )
-from autotp.passes.capture.guards.attribute_writes import content_of, same_content
-from autotp.passes.capture.guards.code_names import CodeName, Named, is_library, settings_in
-from autotp.passes.capture.guards.comparison import Frozen
 from autotp.source_location import calling_frame, is_users
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -53,8 +52,6 @@ ASK_FOR_OTHERS = (("autotp.passes.capture.repeats.repeats", "get"), ("torch.nn.m
 """Functions that read `__dict__` for their caller: `dir(module)`, too."""
 KEYS = "__dict__"
 """The name of the slot that stands for the names of a module's attributes: code that reads `__dict__` sees these."""
-MISSING: Any = object()
-"""Stands for the value of an attribute that does not exist."""
 
 
 class Reads:
@@ -113,58 +110,29 @@ Look = Callable[[nn.Module, str], Any]
 
 
 def looked_up(module: nn.Module, name: str) -> Any:
-    """Returns an attribute of a module or its class; MISSING for parameters, buffers, modules and methods."""
+    """Returns an attribute of a module or its class; GONE for parameters, buffers, modules and methods."""
     if name == KEYS:
-        return sorted(key for key in vars(module) if not is_internal(key))
+        return frozenset(key for key in vars(module) if not is_internal(key))
     if name in vars(module):
         return vars(module)[name]
     if any(name in table for table in (module._parameters, module._buffers, module._modules)):
-        return MISSING  # `structure` compares these.
-    class_value = next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), MISSING)
-    return MISSING if hasattr(type(class_value), "__get__") else class_value
-
-
-class _Values(Frozen):
-    """Turns values into a form that can be compared; tensors of opened attributes by their kinds."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], opened: bool) -> None:
-        super().__init__({id(vars(module)): path for path, module in modules.items()})
-        self.opened = opened
-
-    def _object(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and self.opened:
-            cut = value.cut if isinstance(value, Sharded) else None
-            return "tensor", value.dim(), value.dtype, cut, value.layout
-        if isinstance(value, Tensor):
-            return *self._itself(value), version_of(value)
-        if isinstance(value, weakref.ref):
-            return "weak", self(value())
-        if isinstance(value, types.MappingProxyType):
-            return "proxy", [(self(key), self(item)) for key, item in value.items()]
-        return super()._object(value)
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, type) and not is_library(value.__module__) and id(value) not in self.seen:
-            self.seen[id(value)] = "around"
-            members = [(name, self(item)) for name, item in vars(value).items() if not hasattr(type(item), "__get__")]
-            self.seen[id(value)] = id(value), [pair for pair in members if not pair[0].startswith("__")]
-            self.kept.append(value)
-        if isinstance(value, type) and id(value) in self.seen:
-            return self.seen[id(value)]
-        return super().__call__(value)
-
-
-def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Returns how often a tensor was written into, and where its values are: `x.data = y` counts as no write.
-
-    0 for inference tensors, which do not count, and for tensors without memory of their own.
-    """
-    real = type(tensor) is Tensor and tensor.layout is torch.strided
-    real = real and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if real else 0
+        return GONE  # `structure` compares these.
+    class_value = next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), GONE)
+    return GONE if hasattr(type(class_value), "__get__") else class_value
 
 
 SettingPlace = Slot | CodeName
+
+
+class Changed(NamedTuple):
+    """An attribute or a name that has another value now, and the keys that lead to the first difference in it."""
+
+    place: SettingPlace
+    keys: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        path = (str(self.place),) if isinstance(self.place, CodeName) else self.place
+        return f"`{spelled(path, *self.keys)}`"
 
 
 class Guard:
@@ -198,12 +166,12 @@ class Guard:
         self.opened, self.modules, self.look = opened, modules, look
         self.written = (written | opened) & slots | {slot for slot in slots if slot[1] == KEYS}
         self.named, self.version = named, version
-        self.numbers: dict[Slot, set[Path]] = {}
+        self.numbers: dict[SettingPlace, set[Path]] = {}
         for path in numbers:
-            self.numbers.setdefault((path[0], path[1]), set()).add(path[2:])
-        self.kept: list[Any] = []
-        self.values: dict[SettingPlace, Any] = {slot: self._value(slot, keep=True) for slot in sorted(slots)}
-        self.values |= {name: self._value(name, keep=True) for name in named}
+            self.numbers.setdefault(slot_of(path), set()).add(tuple(key for key in path[2:] if key != ATTRIBUTES))
+        self.paths = {id(vars(module)): path for path, module in modules.items()}
+        places: list[SettingPlace] = [*sorted(slots), *named]
+        self.forms = {place: self._form(place) for place in places}
         # For speed, each call compares the objects of all slots with `map`, in loops of C.
         self.slots = [slot for slot in sorted(slots - self.written) if self._is_attribute(slot)]
         self.tables = [table(modules[path], name) for path, name in self.slots]
@@ -215,12 +183,12 @@ class Guard:
         """True if all values are unchanged."""
         if torch.compiler.is_compiling():  # NOTE [Compiled calls]
             return version == self.version
-        if any(self._value(slot) != self.values[slot] for slot in self.written):
+        if any(self._form(slot) != self.forms[slot] for slot in self.written):
             return False
-        unchanged = all(map(operator.is_, map(dict.get, self.tables, self.names, repeat(MISSING)), self.objects))
-        unchanged = unchanged and self.named.are(self.of_names)
-        if not unchanged or not all(is_same() for is_same in self.contents):
-            if any(self._value(place) != self.values[place] for place in self._others()) or self.changed():
+        same = all(map(operator.is_, map(dict.get, self.tables, self.names, repeat(GONE)), self.objects))
+        same = same and self.named.are(self.of_names)
+        if not same or not all(is_same() for is_same in self.contents):
+            if any(self._form(place) != self.forms[place] for place in self._others()) or self.changed():
                 return False
             self.objects, self.of_names, self.contents = self._objects(), self.named.values(), self._contents()
         self.version = version
@@ -233,28 +201,46 @@ class Guard:
         places: list[SettingPlace] = [slot for slot, then, now in slots if now is not then]
         return places + [name for name, then, now in names if now is not then]
 
-    def changed(self) -> list[SettingPlace]:
-        """Returns the places whose values have changed."""
-        return [place for place in self.values if self._value(place) != self.values[place]]
+    def changed(self) -> list[Changed]:
+        """Returns the attributes and names whose values have changed."""
+        differences = ((place, diff(form, self._form(place))) for place, form in self.forms.items())
+        return [Changed(place, keys) for place, keys in differences if keys is not None]
 
     def holds_tensors(self, slot: Slot) -> bool:
         """True if an attribute now leads to tensors."""
-        return any(isinstance(value, Tensor) for _, value in below(self._now(slot), slot, {}))
+        return any(isinstance(value, Tensor) for _, value in walk([(slot, self._now(slot))]))
 
     def _now(self, place: SettingPlace) -> Any:
         if isinstance(place, CodeName):
             return place.value
         module = self.modules.get(place[0])
-        return MISSING if module is None else self.look(module, place[1])
+        return GONE if module is None else self.look(module, place[1])
 
-    def _value(self, place: SettingPlace, keep: bool = False) -> Any:
-        now = self._now(place)
-        if place in self.numbers:
-            now = without_numbers(now, self.numbers[place])
-        values = _Values(self.modules, place in self.opened)
-        if keep:
-            self.kept.append(values)  # Keeps objects alive that are compared by their `id`.
-        return values(now)
+    def _form(self, place: SettingPlace) -> Any:
+        """Returns the present value in a form that can be compared; of numbers that are inputs only that they are."""
+        form = freeze(self._now(place), self._opened_form if place in self.opened else self._own_form)
+        for path in self.numbers.get(place, ()):
+            form = without_number(form, path)
+        return form
+
+    def _own_form(self, value: Any, freeze: Callable[[Any], Any]) -> Any:
+        """Returns the form of a module, a tensor, a weak reference or a class of the user's."""
+        if isinstance(value, nn.Module) and id(vars(value)) in self.paths:
+            return nn.Module, self.paths[id(vars(value))]
+        if isinstance(value, Tensor):
+            return Itself(value), version_of(value)
+        if isinstance(value, weakref.ref):
+            return weakref.ref, freeze(value())
+        if _is_setting(value):
+            own = {name: x for name, x in vars(value).items() if not (hasattr(type(x), "__get__") or name[:2] == "__")}
+            return Itself(value), freeze(own)
+        return NotImplemented
+
+    def _opened_form(self, value: Any, freeze: Callable[[Any], Any]) -> Any:
+        """Returns the same; of tensors, which are inputs, only what selects a graph."""
+        if isinstance(value, Tensor):
+            return Tensor, value.dim(), value.dtype, value.cut if isinstance(value, Sharded) else None, value.layout
+        return self._own_form(value, freeze)
 
     def _is_attribute(self, slot: Slot) -> bool:
         """True for an attribute that is no parameter, buffer or module; `structure` compares those."""
@@ -263,60 +249,18 @@ class Guard:
         return module is not None and not any(slot[1] in table for table in tables)
 
     def _objects(self) -> list[Any]:
-        return list(map(dict.get, self.tables, self.names, repeat(MISSING)))
+        return list(map(dict.get, self.tables, self.names, repeat(GONE)))
 
     def _contents(self) -> list[Callable[[], bool]]:
-        """Returns for each container a function that is True while the container holds the same objects."""
-        visited: dict[int, Any] = {}
-        checks = []
+        """Returns for each object with contents a function that is True while it holds the same objects."""
         values = [self._now(slot) for slot in self.slots if slot not in self.opened]
         values += [name.value for name in settings_in(self.named)]
-        for value in values:
-            queue = [value]
-            while queue:
-                for _, item in below(queue.pop(), ("", ""), visited):
-                    if is_container(item) or isinstance(item, (Tensor, *VIEWS)) or is_opaque(item) or _is_setting(item):
-                        checks.append(_unchanged(item))
-                    queue += hidden(item, globals_too=False)  # `named` has the globals.
-        return checks
+        return [unchanged(value) for _, value in walk([((), value) for value in values], "held") if _may_change(value)]
+
+
+def _may_change(value: Any) -> bool:
+    return is_container(value) or isinstance(value, (Tensor, *VIEWS)) or is_opaque(value) or _is_setting(value)
 
 
 def _is_setting(value: Any) -> bool:
     return isinstance(value, type) and not is_library(value.__module__)
-
-
-def _unchanged(value: Any) -> Callable[[], bool]:
-    """Returns a function that is True while a container holds the same objects, or a tensor the same numbers."""
-    if isinstance(value, Tensor):
-        version = version_of(value)
-        return lambda: version_of(value) == version
-    if isinstance(value, weakref.ref):
-        referent = value()
-        return lambda: value() is referent
-    if is_opaque(value):
-        state = state_of_opaque(value)
-        return lambda: bool(state_of_opaque(value) == state)
-    if isinstance(value, type):
-        names = dict(vars(value))
-        return lambda: dict(vars(value)) == names
-    if isinstance(value, set):
-        items = frozenset(value)
-        return lambda: bool(value == items)
-    if type(value) is list:
-        then = list(value)
-        return lambda: len(value) == len(then) and all(map(operator.is_, value, then))
-    table = value if type(value) is dict else getattr(value, "__dict__", None)
-    if table is None or isinstance(value, (*VIEWS, *MIXED)):
-        content = content_of(value)
-        return lambda: same_content(content_of(value), content)
-    keys, values = list(table), list(table.values())
-    return lambda: len(table) == len(keys) and all(map(operator.is_, table, keys)) and all(
-        map(operator.is_, table.values(), values)
-    )  # fmt: skip
-
-
-def spelled_places(places: Sequence[SettingPlace]) -> str:
-    """Returns attributes and names as the user writes them."""
-    return ", ".join(
-        f"`{place if isinstance(place, CodeName) else spelled((place[0],), place[1])}`" for place in places
-    )

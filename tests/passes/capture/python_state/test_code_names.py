@@ -19,7 +19,7 @@ from small_models import Mlp, expect_same, x
 from torch import Tensor, nn
 
 import autotp
-from autotp.passes.capture.guards.code_names import NamedBefore, is_library, named
+from autotp.passes.capture.python_state.code_names import NamedBefore, is_library, named
 from autotp.runtime.module import executable_of
 
 checks = Checks()

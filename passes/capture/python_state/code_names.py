@@ -36,12 +36,10 @@ from torch import Tensor, nn
 
 from autotp.errors import Error
 from autotp.model_library import library
-from autotp.passes.capture.guards.attribute_paths import LARGEST, is_container, reached
-from autotp.passes.capture.guards.attribute_writes import content_of, fill, same_content
-from autotp.passes.capture.guards.comparison import PLAIN
+from autotp.passes.capture.python_state.contents import Contents, difference
+from autotp.passes.capture.python_state.freeze import LARGEST, PLAIN, cells_of
+from autotp.passes.capture.python_state.walk import GONE, everything, is_container
 
-ABSENT: Any = object()
-"""Stands for the value of a name that is not there."""
 LIBRARIES = ("torch", "numpy", "autotp")
 """Packages whose code is not followed; libraries of models are a further case (`has_models_in`)."""
 STANDARD = sysconfig.get_path("stdlib")
@@ -81,10 +79,10 @@ class Scope:
     kind: type | None = None
 
     def put(self, name: str, value: Any) -> None:
-        """Gives a name a value; ABSENT deletes the name."""
+        """Gives a name a value; GONE deletes the name."""
         if self.kind is None:
-            self.table.pop(name, None) if value is ABSENT else self.table.update({name: value})  # type: ignore[attr-defined]
-        elif value is not ABSENT:
+            self.table.pop(name, None) if value is GONE else self.table.update({name: value})  # type: ignore[attr-defined]
+        elif value is not GONE:
             setattr(self.kind, name, value)
         elif name in self.table:
             delattr(self.kind, name)
@@ -132,7 +130,7 @@ class CodeName:
     @property
     def value(self) -> Any:
         """Its present value."""
-        return self.scope.table.get(self.name, ABSENT)
+        return self.scope.table.get(self.name, GONE)
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ def _followed(model: nn.Module, read: Collection[str], class_of: Any = type) -> 
     search = _Following(set(read) | {"forward"} | IMPLIED, frozenset(read))
     for module in model.modules():
         search.add_class(class_of(module))
-    for _, value in reached(model):
+    for _, value in everything(model, "held"):
         if isinstance(value, types.FunctionType):
             search.add_function(value)
         elif isinstance(value, type) and not is_library(value.__module__):
@@ -225,23 +223,19 @@ class NamedBefore:
         classes = [scope for cls, scope in search.classes.items() if not is_library(cls.__module__)]
         scopes = [(scope, list(scope.table)) for scope in classes]
         scopes += [(scope, list(names)) for scope, names in search.elsewhere() if not is_library(scope.title)]
-        self.scopes = [(scope, {n: scope.table.get(n, ABSENT) for n in names if _is_own(n)}) for scope, names in scopes]
+        self.scopes = [(scope, {n: scope.table.get(n, GONE) for n in names if _is_own(n)}) for scope, names in scopes]
         class_names = [CodeName(scope, name) for scope in classes for name in scope.table if name in search.names]
-        containers = [
-            setting
-            for setting in class_names
-            if _is_own(setting.name) and is_setting(setting.value) and is_container(setting.value)
-        ]
-        self.contents = [(setting, content_of(setting.value)) for setting in containers]
+        settings = [setting for setting in class_names if _is_own(setting.name) and is_setting(setting.value)]
+        self.contents = [(setting, Contents(setting.value)) for setting in settings if is_container(setting.value)]
 
     def _changed(self) -> list[tuple[CodeName, Any, Any]]:
         """Returns each name that has another object now, with the old and the new object."""
         changed = []
         for scope, then in self.scopes:
             names = {*then, *(filter(_is_own, scope.table) if scope.kind is not None else ())}
-            for name in sorted(names):
-                was, now = then.get(name, ABSENT), scope.table.get(name, ABSENT)
-                changed += [(CodeName(scope, name), was, now)] if was is not now else []
+            now = {name: scope.table.get(name, GONE) for name in names}
+            pairs = sorted(difference(then, now).items())
+            changed += [(CodeName(scope, name), then.get(name, GONE), value) for name, value in pairs]
         return changed
 
     def changes(self) -> list[tuple[CodeName, Any]]:
@@ -250,9 +244,9 @@ class NamedBefore:
         Raises:
             Error: a name was set to a value that is not plain, or the contents of a class attribute changed.
         """
-        inside = [setting for setting, content in self.contents if not same_content(content_of(setting.value), content)]
+        inside = [setting for setting, contents in self.contents if not contents.is_same()]
         changed = self._changed()
-        odd = inside + [name for name, _, now in changed if now is not ABSENT and type(now) not in PLAIN]
+        odd = inside + [name for name, _, now in changed if now is not GONE and type(now) not in PLAIN]
         if odd:
             description = "an attribute of its class" if odd[0].scope.kind is not None else "a global of Python"
             raise Error(
@@ -265,9 +259,8 @@ class NamedBefore:
         """Restores all values and contents."""
         for name, was, _ in self._changed():
             name.scope.put(name.name, was)
-        for setting, content in self.contents:
-            if not same_content(content_of(setting.value), content):
-                fill(setting.value, content)
+        for _, contents in self.contents:
+            contents.restore()
 
 
 @dataclass
@@ -343,12 +336,9 @@ class _Following:
                 scope[1].add(name)
                 if users and name in table:
                     self._add_value(table[name])
-        for cell in function.__closure__ or ():
-            try:
-                self._add_code(cell.cell_contents)
-                self._add_value(cell.cell_contents)
-            except ValueError:  # An empty cell.
-                continue
+        for value in cells_of(function).values():
+            self._add_code(value)
+            self._add_value(value)
 
     def named(self) -> Named:
         """Returns the names found."""

@@ -1,4 +1,4 @@
-"""attribute_paths: what a model's attributes lead to, by path; values are found and put there again."""
+"""walk: what a model's attributes lead to, each once and by path; values are found and put there again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,21 +14,23 @@ import pytest
 import torch
 from torch import nn
 
-from autotp.passes.capture.guards.attribute_paths import (
-    TABLES,
+from autotp.passes.capture.python_state.freeze import LARGEST
+from autotp.passes.capture.python_state.walk import (
+    ATTRIBUTES,
+    GONE,
     WHOLE,
-    Attribute,
-    children,
+    entries,
     everything,
     found_at,
-    hidden,
+    held,
     is_container,
     is_opaque,
+    put,
     put_at,
     slot_of,
     spelled,
     values_at,
-    without_numbers,
+    walk,
 )
 
 
@@ -95,10 +97,11 @@ def test_tables_and_attributes_of_containers() -> None:
     model.names = Named([1])
     model.names.note = "x"
     modules = {"": model, "inner": model.inner}
-    assert found_at(modules, ("inner", TABLES, "weight")) is model.inner.weight
-    assert children(model.names) == [(0, 1), (Attribute("note"), "x")]
-    put_at(modules, ("", "names", Attribute("note")), "y")
-    assert found_at(modules, ("", "names", Attribute("note"))) == model.names.note == "y"
+    assert found_at(modules, ("inner", "_parameters", "weight")) is model.inner.weight
+    assert entries(model.names) == [(0, 1), (ATTRIBUTES, {"note": "x"})]
+    put_at(modules, ("", "names", ATTRIBUTES, "note"), "y")
+    assert found_at(modules, ("", "names", ATTRIBUTES, "note")) == model.names.note == "y"
+    assert spelled(("", "names", ATTRIBUTES, "note")) == "names.note" and spelled(("h", "_buffers", "a")) == "h.a"
 
 
 def test_kinds_of_values() -> None:
@@ -115,11 +118,62 @@ def test_what_functions_hold() -> None:
     def function(given: Any = default) -> Any:
         return inside
 
-    assert [one for one in hidden(function) if isinstance(one, list)] == [inside, default]
-    assert hidden(functools.partial(function, 3, key=4)) == [function, 3, {"key": 4}, 4]
-    assert hidden(weakref.ref(bound)) == [bound]
-    assert hidden(inside.append) == [inside]
-    assert hidden(3) == []
+    assert held(function) == [inside, default]
+    assert held(functools.partial(function, 3, key=4)) == [function, 3, {"key": 4}]
+    assert held(weakref.ref(bound)) == [bound]
+    assert held(inside.append) == [inside]
+    assert held(3) == []
+
+
+SHARED = [Config()]
+
+
+def reads_a_global() -> Any:
+    return SHARED
+
+
+def test_walk_comes_to_what_functions_hold_last_and_by_the_path_of_the_holder() -> None:
+    deep, both = Config(), [1]
+    function = functools.partial(lambda: deep, [both])
+    root = {"function": function, "both": both}
+    assert [path for path, value in walk([(("",), root)], "held") if value is both] == [("", "both")]
+    assert [path for path, value in walk([(("",), root)], "held") if value is deep] == [("", "function")]
+    assert ("", "function", "sizes") in [path for path, value in walk([(("",), root)], "held") if value is deep.sizes]
+    assert not any(value is deep for _, value in walk([(("",), root)]))
+
+
+@pytest.mark.parametrize(("extent", "count"), [("held", 0), ("globals", 1)])
+def test_walk_enters_containers_of_globals_if_it_is_to(extent: Any, count: int) -> None:
+    assert sum(value is SHARED[0] for _, value in walk([((), reads_a_global)], extent)) == count
+
+
+def test_walk_ends_in_circles_and_in_large_and_deep_values() -> None:
+    circle: list[Any] = []
+    circle.append(SimpleNamespace(of=circle, again=lambda: circle))
+    assert len(list(walk([((), circle)], "held"))) == 3
+    assert len(list(walk([((), [[] for _ in range(2 * LARGEST)])]))) == LARGEST
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    assert len(list(walk([((), deep)]))) < 100
+
+
+def test_walk_enters_no_module_but_the_models() -> None:
+    model = Model()
+    model.plain = [nn.Linear(2, 2)]
+    values = list(everything(model, "held"))
+    assert any(value is model.plain[0] for _, value in values)
+    assert not any(value is model.plain[0].weight for _, value in values)
+
+
+def test_put_sets_appends_and_removes() -> None:
+    items, table, names, instance = [1, 2], {"a": 1}, {1}, Config()
+    put(items, 2, 3), put(items, 0, 7)
+    put(table, "b", 2), put(table, "a", GONE), put(table, "none", GONE)
+    put(names, WHOLE, {4, 5}), put(instance, "tau", 2.0), put(instance, "inner", GONE)
+    assert (items, table, names, instance.tau) == ([7, 2, 3], {"b": 2}, {4, 5}, 2.0)
+    put(items, 1, GONE), put(items, 2, GONE)
+    assert items == [7]
 
 
 def test_values_of_opened_attributes() -> None:
@@ -129,12 +183,3 @@ def test_values_of_opened_attributes() -> None:
     found = values_at(model, [("", "losses"), ("gone", "x")], [("", "calls"), ("", "config", "tau"), ("", "none")])
     assert set(found) == {("", "losses", "first", 0), ("", "losses", "pair", 1), ("", "calls")}
     assert found["", "calls"] == 3
-
-
-def test_without_numbers() -> None:
-    value = {"n": 3, "sizes": [1, 2], "config": Config()}
-    paths = [("n",), ("sizes", 1), ("config", "sizes", 0)]
-    found = without_numbers(value, paths)
-    assert (found["n"], found["sizes"]) == (int, [1, int])
-    assert found["config"] == (Config, {"tau": 0.5, "sizes": [int, 2]})
-    assert without_numbers(value, []) is value
