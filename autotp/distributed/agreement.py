@@ -289,8 +289,9 @@ def problem_as_text(problem: Exception | None) -> str:
     """Returns a problem as text for other ranks; "" if there is none."""
     if problem is None:
         return ""
-    is_ours = isinstance(problem, Error)
-    return json.dumps((problem.problem, problem.facts) if is_ours else (f"{type(problem).__name__}: {problem}", {}))
+    if isinstance(problem, Error):
+        return json.dumps([problem.problem, problem.facts])
+    return json.dumps([f"{type(problem).__name__}: {problem}", {}])
 
 
 def problem_of(text: str) -> Error:
