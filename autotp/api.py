@@ -15,7 +15,7 @@ from autotp.arguments import expect_arguments
 from autotp.compiler import CallState, analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
-from autotp.distributed.consistency import agree
+from autotp.distributed.agreement import agree
 from autotp.distributed.mesh import make_mesh, own_kind
 from autotp.errors import within
 from autotp.options import CheckInputs, Experts, Options, Outputs, Overlap, Recompute

@@ -897,19 +897,6 @@ def communication(graph: fx.Graph) -> str:
     )
 
 
-def expect_one_order(texts: Sequence[Any]) -> None:
-    """Raises Error if ranks would communicate in another order: their parts of a sequence differ by much.
-
-    Args:
-        texts: what `communication` returns for each rank, or a checksum of it.
-    """
-    if any(text != texts[0] for text in texts):
-        raise Error(
-            "the parts of a sequence are so unequal that cp ranks would communicate in another order",
-            fix="a sequence whose length cp divides, or another cp",
-        )
-
-
 def rank_graph(
     program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp", checked: bool = True
 ) -> fx.Graph:

@@ -23,7 +23,8 @@ OWN = "Mistakes of autotp"
 SECTIONS = {
     "The launch": (
         "autotp/distributed/mesh.py:_too_few", "autotp/distributed/mesh.py:_check_world",
-        "autotp/training/distribute.py:_mesh", "autotp/distributed/mesh.py", "autotp/distributed/consistency.py",
+        "autotp/training/distribute.py:_mesh", "autotp/distributed/mesh.py", "autotp/distributed/agreement.py",
+        "autotp/runtime/graph_digest.py",
     ),
     "Inputs and arguments": (
         "passes/capture/example_inputs.py", "passes/plan/choose.py", "autotp/compiler.py:_match",
@@ -61,7 +62,7 @@ SECTIONS = {
     "Cut parameters and outputs, outside of the model": ("autotp/distributed/cut_tensors",),
     "Models on meta": ("autotp/deferred_init",),
     "Only with distribute": ("autotp/compiler.py", "passes/pipeline", "autotp/training"),
-    "Only with cp": ("autotp/compiler.py:_context_parallel", "autotp/compiler.py:expect_one_order"),
+    "Only with cp": ("autotp/compiler.py:_context_parallel", "autotp/runtime/graph_digest.py:same_order"),
     "Only with compile_blocks": ("passes/emit",),
     "Only with estimate and search": ("autotp/estimation", "autotp/page"),
     OWN: (
@@ -76,8 +77,8 @@ The longest path counts. The page does not show those of OWN.
 SCOPE = (
     "passes", "autotp/rules", "autotp/deferred_init", "autotp/api.py", "autotp/arguments.py", "autotp/compiler.py",
     "autotp/options.py", "autotp/ops/custom_vjp.py", "autotp/ops/experts.py", "autotp/runtime/build.py",
-    "autotp/runtime/holdings.py", "autotp/runtime/torch_hooks/wrappers.py",
-    "autotp/runtime/torch_hooks/gradient_nodes.py", "autotp/distributed/mesh.py", "autotp/distributed/consistency.py",
+    "autotp/runtime/graph_digest.py", "autotp/runtime/holdings.py", "autotp/runtime/torch_hooks/wrappers.py",
+    "autotp/runtime/torch_hooks/gradient_nodes.py", "autotp/distributed/mesh.py", "autotp/distributed/agreement.py",
     "autotp/distributed/cut_tensors", "autotp/distributed/gather.py",
     "autotp/training/distribute.py", "autotp/training/compute_dtype.py", "autotp/training/model_settings.py",
     "autotp/training/original_model.py",
@@ -91,6 +92,8 @@ AGAIN = "what the error says behind `try`"
 """Of an error that is raised again, with its own advice."""
 MARKUP = re.compile(r"[*{}|]|(?<!\w)_+|_+(?!\w)")
 """What markdown would take for its own."""
+FACTS = {"Fact": 2, "text_fact": 3}
+"""What makes a fact that ranks must have alike -> where its problem is among the arguments; `fix` is the next one."""
 ELSEWHERE = (HOLE, f"{HOLE} than {HOLE}", f"{HOLE} than rank 0")
 """Messages of a function whose callers say all of it: another rank, or modules that run later."""
 TELLING = 6
@@ -478,6 +481,15 @@ def messages() -> list[Message]:
             for text in texts(call.args[0], frame) if call.args else ():
                 name = f"{file.relative_to(ROOT)}:{function.name}"
                 found.append(Message(name, call.lineno, open_at(text), tuple(dict.fromkeys(ways(call, frame)))))
+    for name, at in FACTS.items():
+        for file, function, call in every_call().get(name, []):
+            told = [text for arg in call.args[at : at + 2] for text in texts(arg, Frame(file, function))]
+            if len(told) == 2:
+                alone = any(keyword.arg == "wording" for keyword in call.keywords)
+                problem = told[0] if alone else f"{HOLE} {told[0]} than rank 0"
+                found.append(
+                    Message(f"{file.relative_to(ROOT)}:{function.name}", call.lineno, open_at(problem), (told[1],))
+                )
     return sorted((one for one in found if one.text not in ELSEWHERE), key=place)
 
 

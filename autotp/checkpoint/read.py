@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -30,8 +29,8 @@ from autotp.checkpoint.keys import (
 from autotp.checkpoint.manifest import MANIFEST, Manifest
 from autotp.checkpoint.optimizers import Optimizers
 from autotp.display.progress import progress
-from autotp.distributed.consistency import agree, gather_texts
-from autotp.distributed.mesh import Mesh, gather_ints
+from autotp.distributed.agreement import Fact, agree, compare, told
+from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
 from autotp.sharding.boxes import local_of
@@ -60,11 +59,8 @@ class ReadState:
 
 def expect_same_files(manifest: Manifest, trainer: Trainer) -> None:
     """Raises Error if ranks see different checkpoints under one name."""
-    rows = gather_ints([manifest.crc32], trainer.everyone)
-    mismatched = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if mismatched:
-        problem = f"{manifest.folder} is another one on rank {mismatched[0]} than on rank 0"
-        raise Error(problem, fix="one folder, that all machines share")
+    seen = Fact("files", manifest.crc32, f"sees another {manifest.folder}", "one folder, that all machines share")
+    compare(trainer.everyone, [seen])
 
 
 def expect_same_training(
@@ -130,9 +126,13 @@ def parameter_of_groups(optimizers: Optimizers, parts: Holdings, everyone: Mesh)
     A group may be empty on this rank alone: its parameters are in other stages of the pipeline. A schedule changes its
     options, too, so they are loaded as those of the group on the other ranks.
     """
-    names = agree(everyone, lambda: names_of(optimizers, parts))
-    local_names = [next((names[p] for p in group["params"]), "") for group in optimizers.param_groups]
-    every = [json.loads(text) for text in gather_texts(json.dumps(local_names), everyone)]
+
+    def names_here() -> list[str]:
+        names = names_of(optimizers, parts)
+        return [next((names[p] for p in group["params"]), "") for group in optimizers.param_groups]
+
+    every = told(everyone, names_here)
+    local_names: list[str] = every[everyone.rank]
     if any(len(row) != len(local_names) for row in every):  # Which groups are the same is unknown.
         return local_names
     return [next(filter(None, (name, *peer_names)), "") for name, *peer_names in zip(local_names, *every, strict=True)]

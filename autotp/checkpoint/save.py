@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from autotp.arguments import expect_arguments
 from autotp.checkpoint.keys import STEPS, names_as_text, path_of
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, read_manifest
-from autotp.checkpoint.optimizers import optimizers_of
+from autotp.checkpoint.optimizers import Optimizers, optimizers_of
 from autotp.checkpoint.read import (
     expect_same_files,
     expect_same_training,
@@ -38,9 +38,8 @@ from autotp.checkpoint.read import (
     unread_state,
 )
 from autotp.checkpoint.write import UNFINISHED, same_on_all, state_to_write, write_state
+from autotp.distributed.agreement import Fact, agree, told
 from autotp.distributed.background_exchange import BackgroundExchange
-from autotp.distributed.consistency import agree
-from autotp.distributed.mesh import expect_alike, gather_ints
 from autotp.errors import Error, call_in_progress, is_within_a_call, within
 from autotp.runtime.holdings import expect_all_saved, holdings_of
 from autotp.training.trainer import Trainer
@@ -156,14 +155,19 @@ def load_checkpoint(
         _expect_between_steps("load_checkpoint")
         _expect_own_thread(trainer)
         everyone = trainer.everyone
-        agree(everyone, lambda: _finish(trainer))
-        root = agree(everyone, lambda: _absolute(load_checkpoint, folder=folder, optimizer=optimizer, changed=changed))
-        optimizers = agree(everyone, lambda: optimizers_of(optimizer))
-        arguments = optimizers.name, sorted(more), sorted(changed)
-        expect_alike(arguments, everyone, "loads something else", "the same arguments of load_checkpoint")
+
+        def begin() -> tuple[Path, Optimizers]:
+            _finish(trainer)
+            root = _absolute(load_checkpoint, folder=folder, optimizer=optimizer, changed=changed)
+            return root, optimizers_of(optimizer)
+
+        def arguments(begun: tuple[Path, Optimizers]) -> list[Fact]:
+            names, fix = [begun[1].name, sorted(more), sorted(changed)], "the same arguments of load_checkpoint"
+            return [Fact("arguments", names, "loads something else", f"{fix} on all ranks")]
+
+        root, optimizers = agree(everyone, begin, arguments)
         # The first rank's list decides: on another machine it may lag behind.
-        newest = agree(everyone, lambda: _newest_step(root) if everyone.rank == 0 else -1)
-        step = gather_ints([newest], everyone)[0][0]
+        step = told(everyone, lambda: _newest_step(root) if everyone.rank == 0 else -1)[0]
         if step < 0:
             return 0
         path = path_of(root, step)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autotp.arguments import expect_arguments
-from autotp.distributed.consistency import agree
-from autotp.distributed.mesh import broadcast_from_first, expect_alike, group_of
+from autotp.distributed.agreement import Fact, agree
+from autotp.distributed.mesh import broadcast_from_first, group_of
 from autotp.errors import Error, within
 from autotp.groups.one_thread import in_collective
 from autotp.runtime.holdings import Holdings, expect_nothing_beside, holdings_of
@@ -50,20 +50,22 @@ def _gather_state(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, 
     parts = holdings_of(model, "full_state_dict")
     whole: dict[str, Tensor | None] = {}
 
-    def names_wanted() -> set[str]:
+    def first_names() -> dict[str, str]:
         expect_nothing_beside(parts, OWN_NAMES)
         expect_arguments(full_state_dict, wanted=wanted)
-        return {saved for saved in parts.saved if wanted(saved)}
+        return {saved: first for saved, first in parts.saved.items() if wanted(saved)}
 
-    selected = agree(parts.everyone, names_wanted)
+    def same_names(selected: dict[str, str]) -> list[Fact]:
+        names = list(dict.fromkeys(selected.values()))
+        return [Fact("names", names, "wants other names", "the same `wanted` on all ranks")]
+
+    selected = agree(parts.everyone, first_names, same_names)
     # A tied tensor has several names, and is gathered once.
-    names = list(dict.fromkeys(first for saved, first in parts.saved.items() if saved in selected))
-    expect_alike(names, parts.everyone, "wants other names", "the same `wanted`")
-    for name in names:
+    for name in dict.fromkeys(selected.values()):
         whole[name] = gather_like(parts, name, parts.held.get(name))
     if parts.everyone.rank:
         return {}
-    return {name: cast(Tensor, whole[first]) for name, first in parts.saved.items() if name in selected}
+    return {name: cast(Tensor, whole[first]) for name, first in selected.items()}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -27,8 +27,8 @@ from autotp.checkpoint.files.safetensors_files import (
 )
 from autotp.checkpoint.files.tensor_sources import Source, blocks_of_box, read_part, sliceable, whole_box
 from autotp.display.progress import progress
-from autotp.distributed.consistency import agree
-from autotp.distributed.mesh import Mesh, expect_alike
+from autotp.distributed.agreement import agree, expect_alike
+from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.sharding.layout import Layout
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autotp.checkpoint.state_dict import gather_like
+from autotp.distributed.agreement import expect_alike
 from autotp.distributed.cut_tensors.cut_parameter import steps_elements
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.cut_tensors.whole_operators import WholeView
 from autotp.distributed.gather import gather
 from autotp.distributed.live_models import sorted_by_model
-from autotp.distributed.mesh import expect_alike, group_of
+from autotp.distributed.mesh import group_of
 from autotp.groups.one_thread import in_collective
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices

@@ -9,6 +9,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +37,9 @@ from autotp.checkpoint.keys import (
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, manifest_content
 from autotp.checkpoint.optimizers import Optimizers, optimizers_of
 from autotp.display.progress import progress
+from autotp.distributed.agreement import Among, Fact, agree, compare, told
 from autotp.distributed.background_exchange import BackgroundExchange
-from autotp.distributed.mesh import gather_ints
+from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings, expect_all_saved, holdings_of
 from autotp.sharding.boxes import local_of
@@ -48,8 +50,11 @@ T = TypeVar("T")
 Holders = dict[tuple[Any, ...], list[tuple[int, int]]]
 """(key, first index, bytes) of an item -> the ranks that have it, each with the item's number on that rank."""
 UNFINISHED = ".new"
-SAVED_BY_NAME = "what is saved by name", "save a state that all ranks share; the trainer's own differs as it must"
-"""Its name in errors, and what to do if it differs between ranks."""
+SAVED_BY_NAME = (
+    "saves another state by name",
+    "save a state that all ranks share; the trainer's own differs as it must",
+)
+"""The problem of a rank that does so, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +143,9 @@ def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
     Raises:
         Error: `step` or `more` differs between ranks.
     """
-    rows = gather_ints([mark, step, more], trainer.everyone)
-    for column, name, remedy in ((1, "step", "trainer.steps"), (2, *SAVED_BY_NAME)):
-        mismatched = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
-        if mismatched:
-            raise Error(f"{name} is not the same on rank {mismatched[0]} as on rank 0", fix=remedy)
-    return rows[0][0]
+    facts = [Fact("step", step, "saves another step", "trainer.steps"), Fact("more", more, *SAVED_BY_NAME)]
+    (of_first,), _ = compare(trainer.everyone, facts, counts=[mark if trainer.everyone.rank == 0 else 0])
+    return of_first
 
 
 def _state(
@@ -248,30 +250,33 @@ def _moments(optimizers: Optimizers, parts: Holdings) -> Iterator[tuple[nn.Param
 # ---- writing it, in a thread
 
 
-def write_state(state: TrainingState, path: Path, unfinished: Path, peers: BackgroundExchange) -> None:
+def write_state(state: TrainingState, path: Path, unfinished: Path, exchange: BackgroundExchange) -> None:
     """Writes a checkpoint into the folder `unfinished`, and renames it to `path`.
 
     Raises:
         Error: on every rank; the folder is removed.
     """
     try:
-        rank = peers.mesh.rank
-        choices = peers.tell(lambda: [item.choice() for item in state.items])
-        holders = peers.agree(lambda: _holders(choices))
+        mesh, rank = exchange.mesh, exchange.mesh.rank
+        choices = told(mesh, lambda: [item.choice() for item in state.items], exchange)
+        holders = agree(mesh, lambda: _holders(choices), exchange=exchange)
         # Before the checksums, which read what was staged.
-        peers.agree(state.staging.wait)
-        expect_finite(state.late, peers.agree)
-        sums = peers.tell(lambda: [_checksums(state, holders, rank), state.values])
-        peers.agree(lambda: _expect_alike(choices, holders, sums))
+        agree(mesh, state.staging.wait, exchange=exchange)
+        expect_finite(state.late, partial(agree, mesh, exchange=exchange))
+        sums = told(mesh, lambda: [_checksums(state, holders, rank), state.values], exchange)
+        agree(mesh, lambda: _expect_alike(choices, holders, sums, mesh), exchange=exchange)
 
         def items() -> list[Any]:
-            written = [state.items[i] for i in _chosen(holders, peers.mesh.size, rank)]
+            written = [state.items[i] for i in _chosen(holders, mesh.size, rank)]
             return [_or_error(unfinished, lambda: _write_items(unfinished, rank, written)), state.groups, state.values]
 
-        every = peers.tell(items)
-        peers.agree(
-            lambda: _or_error(path, lambda: _finish_folder(state, every, path, unfinished)) if rank == 0 else None
-        )
+        every = told(mesh, items, exchange)
+
+        def finish() -> None:
+            if rank == 0:
+                _or_error(path, lambda: _finish_folder(state, every, path, unfinished))
+
+        agree(mesh, finish, exchange=exchange)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)  # On every rank: the ranks' disks may differ.
         raise
@@ -297,7 +302,7 @@ def _checksums(state: TrainingState, holders: Holders, rank: int) -> list[int]:
     return [zlib.crc32(bytes_of(state.items[i].tensor)) for i in indices]
 
 
-def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_all: Sequence[Any]) -> None:
+def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_all: Sequence[Any], mesh: Mesh) -> None:
     """Raises Error if ranks hold different values of the same part or the same number.
 
     Args:
@@ -313,16 +318,11 @@ def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_al
         for key, value in pairs:
             values_of.setdefault(f"{SEPARATOR}{key}", {})[rank] = json.dumps(value)
     for key, by_rank in values_of.items():
-        (first, value), *rest = by_rank.items()
-        differ = [rank for rank, rank_value in rest if rank_value != value]
-        if differ and key.partition(SEPARATOR)[2].startswith(f"more{SEPARATOR}"):
-            raise Error(
-                f"{SAVED_BY_NAME[0]} is not the same on rank {differ[0]} as on rank {first}", fix=SAVED_BY_NAME[1]
-            )
-        if differ:
-            problem = f"{_entry_name(key.partition(SEPARATOR)[2])} is another on rank {differ[0]} than on rank {first}"
-            remedy = "the same steps on all ranks; of a cut parameter, state that is shaped as it is"
-            raise Error(problem, fix=remedy)
+        entry = key.partition(SEPARATOR)[2]
+        remedy = "the same steps on all ranks; of a cut parameter, state that is shaped as it is"
+        by_name = entry.startswith(f"more{SEPARATOR}")
+        problem = SAVED_BY_NAME if by_name else (f"has another {_entry_name(entry)}", remedy)
+        Fact(key, None, *problem, among=Among([list(by_rank)])).expect(by_rank, mesh)
 
 
 def _entry_name(key: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Amend, CallState, Program, analyse, communication, expect_one_order, flat_graphs
+from autotp.compiler import Amend, CallState, Program, analyse, flat_graphs
 from autotp.diagnostics.differences import (
     TOLERANCE,
     Difference,
@@ -32,6 +32,7 @@ from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.display.progress import Line, progress
 from autotp.display.sheet import Sheet, Shown, Table
+from autotp.distributed.mesh import Mesh
 from autotp.errors import Error, within
 from autotp.estimation.seconds.schedule import actions_of
 from autotp.model_library import library
@@ -52,6 +53,7 @@ from autotp.passes.capture.unsupported.function_caches import empty_caches
 from autotp.passes.pipeline.stages import Stage, expect_enough
 from autotp.rules.traits import draws
 from autotp.runtime.build import expect_usable
+from autotp.runtime.graph_digest import order_of, same_order
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.torch_internals import SETS_FLAGS
@@ -203,7 +205,7 @@ def make_trial(
         programs = [analyse(skeleton, args, kwargs, tp, settings, call, amend, rank) for rank in range(settings.cp)]
         graphs, analysis = [graph for program in programs for graph in flat_graphs(program, "exact")], programs[0]
         # In lockstep no rank waits: nobody would see that ranks on processes wait for ever.
-        expect_one_order(list(map(communication, graphs)))
+        same_order(0).expect(dict(enumerate(map(order_of, graphs))), Mesh(size=len(graphs)))
         plan = _plan(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings, of_inputs)
 

@@ -360,7 +360,7 @@ def sum_ints(values: Sequence[int], mesh: Mesh) -> list[int]:
     if _sends_nothing(mesh):
         return [_signed(mesh.size * value) for value in values]
     call = call_in_progress()
-    head = [MARK, zlib.crc32(call.encode()) * _weight_of_all(mesh.rank, mesh.size)]
+    head = [MARK, zlib.crc32(call.encode()) * weight_of_all(mesh.rank, mesh.size)]
     frame = [*head, *values, *[0] * (FRAME - len(head) - len(values))]
     total = torch.tensor([_signed(value) for value in frame], dtype=torch.int64, device=_sends_from(mesh))
     for group in mesh.axes or (mesh.group,):
@@ -393,7 +393,8 @@ def agreement_weight(rank: int, ranks: Sequence[int]) -> int:
 
 
 @lru_cache(64)
-def _weight_of_all(rank: int, size: int) -> int:
+def weight_of_all(rank: int, size: int) -> int:
+    """Returns this rank's weight in a sum over `size` ranks: `agreement_weight`."""
     return agreement_weight(rank, range(size))
 
 
@@ -432,14 +433,6 @@ def _refuse_calls(call: str, mesh: Mesh) -> NoReturn:
         f"{mesh.named([0])} is in {spelled[0]}, and {mesh.named([different_rank])} in {spelled[different_rank]}",
         fix="the same calls on all ranks, in the same order: none under `if rank == 0`",
     )
-
-
-def expect_alike(value: Any, mesh: Mesh, problem: str, remedy: str) -> None:
-    """Raises Error, on every rank, if the text of `value` differs on some rank."""
-    rows = gather_ints([zlib.crc32(repr(value).encode())], mesh)
-    different_ranks = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if different_ranks:
-        raise Error(f"{mesh.named(different_ranks)} {problem} than rank 0", fix=f"{remedy} on all ranks")
 
 
 def _from_device_mesh(

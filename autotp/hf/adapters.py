@@ -23,7 +23,7 @@ from typing import Any, NoReturn, cast
 from torch import Tensor, nn
 
 from autotp.checkpoint.state_dict import full_state_dict
-from autotp.distributed.consistency import agree, on_first_replica
+from autotp.distributed.agreement import agree, on_first_replica
 from autotp.distributed.cut_tensors.cut_parameter import Cut, as_cut
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.cut_tensors.whole_operators import WholeView

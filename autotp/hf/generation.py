@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from autotp.distributed.consistency import agree
+from autotp.distributed.agreement import Fact, agree, compare
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.gather import gather_all
-from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
+from autotp.distributed.mesh import Mesh, broadcast_from_first, follow_first_random_state, waiting
 from autotp.errors import Error, within
 from autotp.hf.caches import is_state
 from autotp.hf.sampling import EXCLUDED, CutScores, FewScores
@@ -126,9 +126,10 @@ class Generates:
         )
 
         mesh, settings = self.mesh, (name, *generation_settings(config, (*processors, *criteria)))
-        expect_alike(settings, mesh, "generates with other settings", "the same arguments of generate")
-        texts = inputs_as_text({"input_ids": ids, **rest})
-        expect_alike(texts, mesh, "generates from other inputs", "the same inputs")
+        inputs = inputs_as_text({"input_ids": ids, **rest})
+        same_settings = "generates with other settings", "the same arguments of generate on all ranks"
+        same_inputs = "generates from other inputs", "the same inputs on all ranks"
+        compare(mesh, [Fact("settings", repr(settings), *same_settings), Fact("inputs", inputs, *same_inputs)])
         if config.do_sample:
             # Each rank draws the noise of the whole row itself (`sampling.py`).
             follow_first_random_state(mesh)

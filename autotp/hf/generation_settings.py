@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autotp.distributed.consistency import checksum
+from autotp.distributed.fingerprint import checksum
 from autotp.passes.capture.python_state.freeze import freeze
 from autotp.runtime.call_consistency import shown
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
-from autotp.distributed.consistency import agree, on_first_replica
+from autotp.distributed.agreement import agree, on_first_replica
 from autotp.errors import Error
 from autotp.hf.adapters import Adapts, is_saved
 from autotp.hf.generation import Generates

@@ -38,8 +38,8 @@ from autotp.checkpoint.files.safetensors_files import Stored, stored_tensors
 from autotp.checkpoint.files.tensor_sources import Source, read_whole
 from autotp.checkpoint.weights import parse_size, read_parts, write_checkpoint
 from autotp.checkpoint.whole_tensors import GatheredTensor
-from autotp.distributed.consistency import agree, on_first_replica
-from autotp.distributed.mesh import Mesh, expect_alike, gather_ints, make_mesh
+from autotp.distributed.agreement import Fact, agree, on_first_replica
+from autotp.distributed.mesh import Mesh, gather_ints, make_mesh
 from autotp.errors import Error, within
 from autotp.hf.files.configuration import (
     ModelArguments,
@@ -134,8 +134,12 @@ def from_pretrained(
         before = fingerprint(Path(path))
         ranks = _same_files(before[1], place)
         agree(place, lambda: expect_unchanged(Path(path), ranks.index(place.everyone.rank), len(ranks)))
-        model, sources = agree(place, lambda: _split_sources(_load(Path(path), model_arguments)))
-        expect_alike(before[0], place, "sees another checkpoint", "the same files")
+        same_files = Fact("files", before[0], "sees another checkpoint", "the same files on all ranks")
+
+        def load() -> tuple[nn.Module, dict[str, Source]]:
+            return _split_sources(_load(Path(path), model_arguments))
+
+        model, sources = agree(place, load, lambda loaded: [same_files])
         if changed := agree(place, lambda: changed_settings(Path(path), SETTINGS)):
             warnings.warn(OTHER_SETTINGS.format(path, _listed(changed)), stacklevel=4)
 

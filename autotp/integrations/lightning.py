@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.checkpoint.whole_optimizer import whole_state_dict
-from autotp.distributed.consistency import agree, checksum
+from autotp.distributed.agreement import agree
+from autotp.distributed.fingerprint import checksum
 from autotp.distributed.mesh import broadcast_from_first, gather_ints
 from autotp.errors import Error
 from autotp.hf.loops.replicas import is_one_replica, own_ranks, parallel_models, whole_for_file, whole_state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from autotp.compiler import CallState, analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
-from autotp.distributed.consistency import agree_on_graph
+from autotp.distributed.agreement import agree
 from autotp.distributed.cut_tensors.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_size
@@ -24,7 +25,7 @@ from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import expect_copyable, skeleton_of
-from autotp.runtime.graph_digest import agree_on_cards, agree_on_order, digest
+from autotp.runtime.graph_digest import digest, same_graph
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
 from autotp.runtime.shard_parameters import shard_parameters, was_taken
@@ -63,19 +64,16 @@ def build(
             _expect_cut(report(analysis, _name(model)))
         return prepare(analysis, place, settings), classes_of(model)
 
-    def agreed_on() -> tuple[GraphEntry, Mapping[nn.Module, type[Part]]]:
-        made = agree_on_graph(place, make, text)
-        agree_on_order(place, made[0].order)
-        agree_on_cards(place, made[0].alike)
-        return made
-
     def text(made: tuple[GraphEntry, Any]) -> str:
         return f"{digest(made[0].analysis)} {settings} {_flags(model)}"
 
     # Everything that can fail comes before the first change of a parameter, on every rank.
     replicas = place.replicas
+    agreed_on = partial(agree, place, make, lambda made: made[0].facts(text(made), place))
     # Replicas are compared, too: an error in one of them would leave the others waiting in the broadcasts below.
-    first, classes = agreed_on() if replicas is None else agree_on_graph(replicas, agreed_on, text)
+    if replicas is not None:
+        agreed_on = partial(agree, replicas, agreed_on, lambda made: [same_graph(text(made), replicas)])
+    first, classes = agreed_on()
     layouts = first.analysis.layouts
     parts = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, parts, Tree(place, settings), layouts)

@@ -10,15 +10,21 @@ import numpy
 import torch
 from torch import Tensor
 
-from autotp.distributed.consistency import agree_on_random, checksum, expect_as_first, random_state
+from autotp.distributed.agreement import Among, Fact, compare
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
-from autotp.distributed.mesh import Mesh, gather_ints
+from autotp.distributed.fingerprint import checksum
+from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import is_dense
+from autotp.runtime.graph_digest import same_draws
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 
+SAME_BATCH = "the same batch for all ranks of one model: no DistributedSampler, one seed for shuffling"
+SAME_MODE = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
+EACH_ITS_OWN = Among(())
+"""Ranks need not have it alike."""
 COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 """The dtypes that operators compute in, and that have a zero of either sign."""
 
@@ -36,21 +42,15 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool, pa
     """
     if mesh.everyone.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
-    called = _printed(leaves)
-    # The random states of ranks may differ as long as no call draws from them.
-    state = random_state(mesh) if random else 0
-    rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state, parts], mesh)
-    expect_as_first(
-        rows,
-        0,
-        mesh,
-        "got other inputs than rank 0",
-        "the same batch for all ranks of one model: no DistributedSampler, one seed for shuffling",
-    )
-    remedy = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
-    expect_as_first(rows, 1, mesh, "was called in another mode than rank 0", remedy)
-    agree_on_random(mesh, [row[2] for row in rows])
-    _expect_own_parts(mesh, [row[3] for row in rows])
+    facts = [
+        Fact("inputs", _printed(leaves), "got other inputs", SAME_BATCH),
+        Fact("mode", repr(mode), "was called in another mode", SAME_MODE),
+        # The random states of ranks may differ as long as no call draws from them.
+        *([same_draws(mesh)] if random else []),
+        Fact("parts", parts, among=EACH_ITS_OWN),
+    ]
+    _, rows = compare(mesh, facts, counts=[parts != 0], differ=any)
+    _expect_own_parts(mesh, [row["parts"] for row in rows])
 
 
 def agree_on_values(mesh: Mesh, graph: int) -> None:
@@ -59,15 +59,8 @@ def agree_on_values(mesh: Mesh, graph: int) -> None:
     Args:
         graph: the number of this rank's graph, or -1 if it has none yet.
     """
-    if mesh.everyone.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
-        return
-    expect_as_first(
-        gather_ints([graph], mesh),
-        0,
-        mesh,
-        "reads other values of tensors than rank 0",
-        "the same batch for all ranks of one model: no DistributedSampler, one seed for shuffling",
-    )
+    if mesh.everyone.size > 1 and torch._C._functorch.peek_interpreter_stack() is None:
+        compare(mesh, [Fact("graph", graph, "reads other values of tensors", SAME_BATCH)])
 
 
 def checksum_of_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> int:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autotp.compiler import CallState, analyse, warn_of_whole_sequences
-from autotp.distributed.consistency import agree_on_graph
+from autotp.distributed.agreement import agree
 from autotp.distributed.cut_tensors.cut_parameter import STAND_FOR_WHOLES, whole_operand
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded, local_part
 from autotp.distributed.device_arguments import to_device
@@ -52,7 +52,7 @@ from autotp.passes.emit.compiled import compile_blocks
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
 from autotp.runtime.func_gradients import expect_tied, own_parts
-from autotp.runtime.graph_digest import agree_on_cards, agree_on_order, digest
+from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import AssumedReads, GraphEntry, prepare
 from autotp.runtime.torch_hooks.interrupted import interrupted
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
@@ -608,9 +608,7 @@ class Executable:
 
         # The graph serves calls under other modes, too, so those of this call must not be in it.
         with alone():
-            entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
-            agree_on_order(mesh, entry.order)
-            agree_on_cards(mesh, entry.alike)
+            entry = agree(mesh, make, lambda made: made.facts(digest(made.analysis), mesh))
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
 
     def _learns_numbers(self, key: Key) -> bool:

@@ -1,4 +1,4 @@
-"""digest: a planned graph as text, and a rank's collectives in order, which ranks compare."""
+"""digest: a planned graph as text; and what ranks must have alike before they run a graph."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.compiler import Program, communication, expect_one_order
-from autotp.distributed.consistency import SOURCE, checksum, expect_as_first
-from autotp.distributed.mesh import Mesh, gather_ints
+from autotp.compiler import Program, communication
+from autotp.distributed.agreement import SOURCE, Among, Fact, text_fact
+from autotp.distributed.fingerprint import checksum, random_state
+from autotp.distributed.mesh import Mesh
 from autotp.ops.dropout import fast_attention, fast_dropout
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.guards.values import shown
@@ -39,14 +40,16 @@ def digest(analysis: Program) -> str:
     return "\n".join([text, *reads, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
 
 
-def agree_on_order(mesh: Mesh, order: int) -> None:
-    """Raises Error on every rank if the cp ranks of a model would communicate in another order.
+def same_graph(text: str, mesh: Mesh) -> Fact:
+    """Returns a `digest`, perhaps with settings behind it, as what ranks must have alike before they run the graph."""
+    fix = "build the same model and call it alike on all ranks"
+    return text_fact("graph", text, mesh, "would run another graph", fix)
 
-    Args:
-        order: `order_of` this rank's graph.
-    """
-    if mesh.cp > 1:
-        expect_one_order(gather_ints([order], mesh))
+
+def same_order(order: int, among: Among | None = None) -> Fact:
+    """Returns `order_of` a rank's graph as what ranks must have alike: those of a model with cut sequences."""
+    problem = "the parts of a sequence are so unequal that cp ranks would communicate in another order"
+    return Fact("order", order, problem, "a sequence whose length cp divides, or another cp", among, wording="alone")
 
 
 def draws_alike(lowered: fx.Graph) -> bool:
@@ -55,24 +58,27 @@ def draws_alike(lowered: fx.Graph) -> bool:
     return any(draws(node) and node.target not in (fast_attention, fast_dropout) for node in lowered.nodes)
 
 
-def agree_on_cards(mesh: Mesh, shares_draws: bool) -> None:
-    """Raises Error on every rank if ranks have GPUs of several kinds, and must draw the same random numbers.
+def same_draws(mesh: Mesh) -> Fact:
+    """Returns this rank's random state as what ranks must have alike."""
+    fix = "torch.manual_seed(seed) with one seed on all ranks"
+    return Fact("random", random_state(mesh), "would draw other random numbers", fix)
+
+
+def same_cards(mesh: Mesh, shares_draws: bool, among: Among | None = None) -> list[Fact]:
+    """Returns the kind of this rank's GPU as what ranks must have alike, if they must draw the same random numbers.
 
     The kernels of CUDA divide a stream of random numbers by the number of a GPU's processors.
 
     Args:
         shares_draws: `draws_alike` of this rank's graph.
     """
-    if not shares_draws or mesh.device.type != "cuda" or mesh.everyone.size == 1:
-        return
+    if not shares_draws or mesh.device.type != "cuda":
+        return []
     card = torch.cuda.get_device_properties(mesh.device)
-    expect_as_first(
-        gather_ints([crc32(f"{card.name} {card.multi_processor_count}".encode())], mesh),
-        0,
-        mesh,
-        "has a GPU of another kind than rank 0, and would draw other numbers for dropout of what all ranks hold",
-        "GPUs of one kind for the ranks of one model, or no dropout",
-    )
+    fix = "GPUs of one kind for the ranks of one model, or no dropout"
+    result = {"result": "other random numbers for dropout of what all ranks hold"}
+    kind = f"{card.name} {card.multi_processor_count}"
+    return [Fact("card", kind, "has a GPU of another kind", fix, among, details=lambda *ranks: result)]
 
 
 def order_of(lowered: fx.Graph) -> int:

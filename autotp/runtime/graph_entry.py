@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.compiler import Program, emitted, rank_graph
+from autotp.distributed.agreement import Fact
 from autotp.distributed.cut_tensors.sharded_tensor import CutOutput, cut_output
 from autotp.distributed.device_arguments import inputs_on_host
 from autotp.distributed.mesh import Mesh
@@ -25,7 +26,7 @@ from autotp.passes.emit.attach_parameters import ParameterPlace, attach_paramete
 from autotp.passes.emit.bind import bind
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
-from autotp.runtime.graph_digest import draws_alike, order_of
+from autotp.runtime.graph_digest import draws_alike, order_of, same_cards, same_graph, same_order
 
 
 @dataclass
@@ -83,6 +84,11 @@ class GraphEntry:
     def keeps_masks(self) -> bool:
         """True if it is right for each padding of a call whose other values it is right for: NOTE [Looks at masks]"""
         return not any(read.look and read.outcome.value for read in self.analysis.captured.asked)
+
+    def facts(self, text: str, mesh: Mesh) -> list[Fact]:
+        """Returns what the ranks of a mesh must have alike. text: the `digest`, perhaps with settings behind it"""
+        order = [same_order(self.order)] if mesh.cp > 1 else []
+        return [same_graph(text, mesh), *order, *same_cards(mesh, self.alike)]
 
     def other_reads(self, tensors: Sequence[Tensor], first: int = 0, looks: bool = True) -> tuple[Outcome, ...] | None:
         """Returns the outcomes up to the first read of a call's inputs that differs; None if all are the graph's.

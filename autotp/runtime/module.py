@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
-from autotp.distributed.consistency import agree
+from autotp.distributed.agreement import agree
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, own_parameter, part_like
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.cut_tensors.whole_operators import WholeView

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autotp.deferred_init.initialize import initialize
-from autotp.distributed.consistency import agree_on_random
+from autotp.distributed.agreement import compare
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.passes.capture.skeleton import empty_on
+from autotp.runtime.graph_digest import same_draws
 from autotp.sharding.layout import Layout
 
 _left_behind = WeakTensorKeyDictionary()
@@ -59,7 +60,7 @@ def shard_parameters(
     on_meta = any(p.is_meta for name, p in model.named_parameters() if name not in read)
     if gather_ints([on_meta], everyone)[0][0]:  # The first rank decides: others may be on meta to save memory.
         # Each rank draws the initial values of the whole model: they agree only if the random states do.
-        agree_on_random(everyone)
+        compare(everyone, [same_draws(everyone)])
         parts = initialize(model, layouts, rank, everyone.device)
     else:
         parts = _moved(model, layouts, rank, everyone, read, names)

@@ -1,13 +1,11 @@
-"""Compares the batch and the mode of a step between the ranks of a trainer, in one exchange.
+"""What the ranks of a trainer must have alike in a step: the batch, the mode, random numbers and steps of optimizers.
 
 If one rank raised an error alone, the other ranks' collectives would wait for it. So if one rank cannot take its batch,
 or the ranks of a replica have different batches, all ranks raise the same error, in any step. Structure, shapes and
 dtypes are compared in each step. All values, which have to be copied to the CPU, are compared in the first steps only;
 later a fingerprint of them is, and of a batch on a GPU that of the step before, which has arrived.
 
-The exchange is a sum over all ranks: NOTE [Ranks agree if a sum is 0] in `mesh.py`. If it says that all agree, as in
-almost every step, no rank looks at what another one has. Otherwise all ranks gather all states, and find the
-difference that the error names.
+All of this is one sum over all ranks: NOTE [Now: one sum, and texts where it is not 0] in `agreement.py`.
 """
 
 from __future__ import annotations
@@ -16,34 +14,32 @@ import itertools
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.compiler import expect_one_order
-from autotp.distributed.consistency import agreed, checksum, compared, random_state
-from autotp.distributed.mesh import Mesh, agreement_weight, gather_ints, sum_ints
-from autotp.distributed.peers.fingerprint import may_be_one_batch, rounded
-from autotp.errors import Error
+from autotp.distributed.agreement import Among, Fact, compare
+from autotp.distributed.fingerprint import checksum, may_be_one_batch, random_state, rounded
+from autotp.distributed.mesh import Mesh
 from autotp.passes.capture.pytree import flatten
-from autotp.runtime.call_consistency import shown
+from autotp.runtime.call_consistency import EACH_ITS_OWN, shown
+from autotp.runtime.graph_digest import same_order
 from autotp.runtime.torch_hooks.optimizer_steps import NEVER
 from autotp.training.step_facts import SHOWN
 
 NOW = 0
 """In place of the number of a step: the one that begins."""
-NOTHING: Mapping[int, Sequence[int]] = {}
 COUNT = 2**20
 """More than there are ranks: an integer has three counts of ranks."""
+Prints = Mapping[int, Sequence[int] | None]
+"""Number of a step, or `NOW` -> a fingerprint of its batch, `as_ints`; None if it has not arrived."""
 
 
 class StepState(NamedTuple):
     """The state of a rank before a step, as numbers that the ranks exchange.
 
     Attributes:
-        failed: whether the rank cannot take its batch.
         captures: whether the rank has no graph for its batch yet.
         mode: whether the rank is in training mode.
         frozen: a checksum of the names of frozen parameters.
@@ -54,7 +50,6 @@ class StepState(NamedTuple):
         lengths: a checksum of the shapes of the rows.
     """
 
-    failed: bool
     captures: bool
     mode: bool
     frozen: int
@@ -77,14 +72,14 @@ def step_state(
         steps: number of steps of an optimizer since the last call.
     """
     if batch is None:
-        return StepState(True, False, training, 0, steps, 0, 0, 0, 0)
+        return StepState(False, training, 0, steps, 0, 0, 0, 0)
     leaves, spec = flatten(batch)
     structure = zlib.crc32(repr([str(spec), *(shown(leaf) for leaf in leaves)]).encode())
     checksums = zlib.crc32(repr([checksum(x) for x in leaves if isinstance(x, Tensor)]).encode()) if values else 0
     frozen_names = zlib.crc32(repr(frozen).encode())
     random = random_state(place) if values else 0
     lengths = zlib.crc32(repr([tuple(x.shape[1:]) for x in leaves if isinstance(x, Tensor)]).encode())
-    return StepState(False, False, training, frozen_names, steps, structure, checksums, random, lengths)
+    return StepState(False, training, frozen_names, steps, structure, checksums, random, lengths)
 
 
 def with_rank_names(everyone: Mesh, grid: DeviceMesh) -> Mesh:
@@ -110,45 +105,24 @@ def frozen_checksums(frozen: Collection[str], holders: Mapping[str, tuple[int, .
     }
 
 
-@dataclass(frozen=True)
-class Weights:
-    """This rank's weights in the sums by which ranks agree: those among all ranks, and among parts of them.
-
-    Attributes:
-        every: among all ranks.
-        stage: among the ranks of one stage.
-        replica: among the ranks of one replica, which have the same batch.
-        draws: among the ranks that draw the same random numbers.
-        tied: the ranks of the pipeline that share parameters -> among all ranks there.
-    """
-
-    every: int
-    stage: int
-    replica: int
-    draws: int
-    tied: Mapping[tuple[int, ...], int]
+EVERY, STAGE, REPLICA, DRAWS = "every", "stage", "replica", "draws"
+"""Ranks that must have facts of a step alike: all; those of each stage; those of each replica, which have the same
+batch; and those that draw the same random numbers."""
+Groups = Mapping[str | tuple[int, ...], Among]
+"""One of these names, or the ranks of the pipeline that share parameters -> the groups of ranks."""
 
 
-def weights_of(rank: int, grid: DeviceMesh, tied: Iterable[tuple[int, ...]] = ()) -> Weights:
-    """Returns the weights of a rank.
+def groups_of(rank: int, grid: DeviceMesh, tied: Iterable[tuple[int, ...]] = ()) -> Groups:
+    """Returns the groups, with the weights of a rank.
 
     Args:
         grid: all ranks, by "pp", "dp", perhaps "cp", and "tp".
         tied: the ranks of the pipeline that share parameters.
     """
-    # grid: [pp dp (cp) tp]
-    pp, dp = (grid.mesh == rank).nonzero()[0].tolist()[:2]
-
-    def weight(ranks: Tensor) -> int:
-        return agreement_weight(rank, ranks.flatten().tolist())
-
-    return Weights(
-        every=weight(grid.mesh),
-        stage=weight(grid.mesh[pp]),
-        replica=weight(grid.mesh[:, dp]),
-        draws=weight(grid.mesh[pp, dp]),
-        tied={ranks: weight(grid.mesh[list(ranks)]) for ranks in tied},
-    )
+    ranks = grid.mesh  # [pp dp (cp) tp]
+    tensors: dict[str | tuple[int, ...], Tensor] = {holders: ranks[None, list(holders)] for holders in tied}
+    tensors |= {EVERY: ranks[None], STAGE: ranks, REPLICA: ranks.transpose(0, 1), DRAWS: ranks.flatten(0, 1)}
+    return {name: Among.of(rank, groups.flatten(1).tolist()) for name, groups in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -172,152 +146,88 @@ class Agreed:
 
 def agree_on_step(
     mesh: Mesh,
-    grid: DeviceMesh,
+    groups: Groups,
     state: StepState,
     tied: Mapping[tuple[int, ...], int],
     problem: Exception | None,
-    prints: Mapping[int, Sequence[int]] = NOTHING,
+    prints: Prints,
     arrived: int = 0,
-    weights: Weights | None = None,
     gathers: bool = False,
     names_idle: bool = False,
 ) -> Agreed:
     """Returns what a rank knows of all ranks, if they can run the step together.
 
+    NOTE [Equal numbers of steps]
+    Ranks that have no number of steps do not count, so no weighted sum of these numbers is 0. n numbers are equal if n
+    times the sum of their squares is the square of their sum (Cauchy-Schwarz).
+
     Args:
         mesh: all ranks.
-        grid: all ranks, by "pp", "dp", perhaps "cp", and "tp".
+        groups: as `groups_of` returns them.
         state: the state of this rank.
         tied: as `frozen_checksums` returns it.
         problem: the error of this rank's batch, if it has one.
-        prints: number of a step, or `NOW` -> a fingerprint of its batch, `as_ints`.
+        prints: those of the same steps on all ranks.
         arrived: the number of steps, from the oldest on, whose facts have arrived here.
-        weights: as `weights_of` returns them, if they are known.
         gathers: whether the states of all ranks are gathered though they agree. All ranks say the same.
         names_idle: whether they are where a rank is idle. All ranks say the same.
 
     Raises:
         Error: on every rank, if one rank cannot take its batch, or if the ranks of a replica have different batches.
     """
-    weights = weights or weights_of(mesh.rank, grid, tied)
     # A rank without a number of steps adds nothing to the sums.
     steps = max(state.steps, 0)
-    differ, lengths, failed, captures, never, stepping, total, squares, arrival_counts = sum_ints(
-        [
-            _weighted(weights, state, tied, prints),
-            weights.every * state.lengths,
-            state.failed,
-            state.captures,
-            state.steps == NEVER,
-            state.steps >= 0,
-            steps,
-            steps * steps,
-            # Each 20 bits of this integer count the ranks on which one more step has arrived.
-            sum(COUNT**i for i in range(arrived)),
-        ],
-        mesh,
-    )
-    agree = not differ and not failed and stepping * squares == total * total  # NOTE [Equal numbers of steps]
-    idle = never > 0 and total > 0
-    looks = not agree or gathers or (idle and names_idle)
-    rows = _compared_states(mesh, grid, state, tied, problem, prints) if looks else ()
+    counts = [
+        groups[EVERY].weight * state.lengths,
+        state.captures,
+        state.steps == NEVER,
+        state.steps >= 0,
+        steps,
+        steps * steps,
+        # Each 20 bits of this integer count the ranks on which one more step has arrived.
+        sum(COUNT**i for i in range(arrived)),
+    ]
+
+    def differ(sums: Sequence[int]) -> bool:
+        _, _, never, stepping, total, squares, _ = sums
+        return stepping * squares != total * total or gathers or (names_idle and never > 0 and total > 0)
+
+    sums, gathered = compare(mesh, _facts(groups, state, tied, prints), problem, counts, differ)
+    lengths, captures, never, _, total, _, arrival_counts = sums
     everywhere = sum(arrival_counts // COUNT**i % COUNT == mesh.size for i in range(SHOWN))
-    return Agreed(captures > 0, idle, everywhere, not lengths, rows)
+    rows = tuple(StepState._make(row["state"]) for row in gathered)
+    return Agreed(captures > 0, never > 0 and total > 0, everywhere, not lengths, rows)
 
 
-def _weighted(
-    weights: Weights, state: StepState, tied: Mapping[tuple[int, ...], int], prints: Mapping[int, Sequence[int]]
-) -> int:
-    """Returns this rank's part of the sum that is 0 if all ranks agree.
+def _facts(groups: Groups, state: StepState, tied: Mapping[tuple[int, ...], int], prints: Prints) -> list[Fact]:
+    """Returns what ranks must have alike, in the order in which a difference is an Error."""
+    every, stage, replica = groups[EVERY], groups[STAGE], groups[REPLICA]
+    steps = state.steps if state.steps >= 0 else None
+    return [
+        Fact("state", state, among=EACH_ITS_OWN),
+        Fact("mode", state.mode, "was called in another mode", "step or evaluate on all ranks alike", every),
+        Fact("steps", steps, *OTHER_STEPS, Among(every.groups), "values", details=lambda *ranks: TURNS),
+        Fact("frozen", state.frozen, "has other parameters frozen", "requires_grad_ on all ranks alike", stage),
+        *(Fact(f"tied {at}", number, *OTHER_TIED, groups[at]) for at, number in tied.items()),
+        Fact("structure", state.structure, "got other inputs", SAME_BATCH, replica),
+        Fact("values", state.values, "got other inputs", SAME_BATCH, replica),
+        *(_batch(step, batch, replica) for step, batch in prints.items()),
+        Fact("random", state.random, "would draw other random numbers", SAME_SEED, groups[DRAWS]),
+    ]
 
-    NOTE [Equal numbers of steps]
-    Ranks that have no number of steps do not count, so these numbers have no such sum. n numbers are equal if n times
-    the sum of their squares is the square of their sum (Cauchy-Schwarz).
-    """
-    of_batches = [(step, rounded(batch)) for step, batch in prints.items()]
-    return (
-        weights.every * _digest(state.mode)
-        + weights.stage * _digest(state.frozen)
-        + weights.replica * _digest(state.structure, state.values, of_batches)
-        + weights.draws * _digest(state.random)
-        + sum(weights.tied[ranks] * _digest(number) for ranks, number in tied.items())
+
+def _batch(step: int, batch: Sequence[int] | None, replica: Among) -> Fact:
+    when = ", now or in the last step" if step == NOW else f", in step {step}"
+    return Fact(
+        key=f"batch {step}",
+        value=batch,
+        problem="got another batch",
+        fix=SAME_BATCH,
+        among=replica,
+        digested=None if batch is None else rounded(batch),
+        alike=may_be_one_batch,
+        behind=when,
     )
-
-
-def _digest(*values: Any) -> int:
-    """Returns a number of 64 bits that other values have with a probability of 2**-64."""
-    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little")
-
-
-def _compared_states(
-    mesh: Mesh,
-    grid: DeviceMesh,
-    state: StepState,
-    tied: Mapping[tuple[int, ...], int],
-    problem: Exception | None,
-    prints: Mapping[int, Sequence[int]],
-) -> list[StepState]:
-    """Returns the states of all ranks; raises the Error of `agree_on_step` if they cannot run the step together."""
-    fingerprints = [number for step, batch in prints.items() for number in (step, len(batch), *batch)]
-    # Fingerprints come last, as their number may differ between ranks.
-    every = gather_ints([*map(int, state), *tied.values(), *fingerprints], mesh)
-    rows = [StepState._make(row[: len(state)]) for row in every]
-    # A rank that failed has no state that could be compared.
-    if any(row.failed for row in rows):
-        agreed(problem, mesh)
-    remedy = "step or evaluate on all ranks alike"
-    compared(rows, StepState._fields.index("mode"), mesh, range(mesh.size), "was called in another mode", remedy)
-    _expect_same_steps(rows, mesh)
-    for stage in grid.mesh.flatten(1).tolist():
-        remedy = "requires_grad_ on all ranks alike"
-        compared(rows, StepState._fields.index("frozen"), mesh, stage, "has other parameters frozen", remedy)
-    for column, ranks in enumerate(tied, len(state)):
-        remedy = "requires_grad_ on all ranks that hold a parameter: it is tied over stages of the pipeline"
-        holders = grid.mesh[list(ranks)].flatten().tolist()
-        compared(every, column, mesh, holders, "has other tied parameters frozen", remedy)
-    of_ranks = [_prints_in(row[len(state) + len(tied) :]) for row in every]
-    # [pp dp ...] -> [dp, ranks of a replica]
-    for replica in grid.mesh.transpose(0, 1).flatten(1).tolist():
-        for column in (StepState._fields.index("structure"), StepState._fields.index("values")):
-            compared(rows, column, mesh, replica, "got other inputs", SAME_BATCH)
-        _expect_one_batch(of_ranks, replica, mesh)
-    # [pp dp ...] -> [pp*dp, ranks that draw alike]
-    for ranks in grid.mesh.flatten(0, 1).flatten(1).tolist():
-        remedy = "torch.manual_seed(seed) with one seed on all of them"
-        compared(rows, StepState._fields.index("random"), mesh, ranks, "would draw other random numbers", remedy)
-    return rows
-
-
-def _prints_in(numbers: Sequence[int]) -> dict[int, Sequence[int]]:
-    """Returns the fingerprints in a row: each follows its step and its length."""
-    prints, start = dict[int, Sequence[int]](), 0
-    while start < len(numbers):
-        end = start + 2 + numbers[start + 1]
-        prints[numbers[start]], start = numbers[start + 2 : end], end
-    return prints
-
-
-def _expect_one_batch(prints: Sequence[Mapping[int, Sequence[int]]], replica: Sequence[int], mesh: Mesh) -> None:
-    """Raises Error if the fingerprint of a batch on some rank of a replica is not that of its first rank."""
-    for step, first in prints[replica[0]].items():
-        if differing := [rank for rank in replica if not may_be_one_batch(prints[rank].get(step, first), first)]:
-            when = "now or in the last step" if step == NOW else f"in step {step}"
-            problem = f"{mesh.named(differing)} got another batch than {mesh.named(replica[:1])}, {when}"
-            raise Error(problem, fix=SAME_BATCH)
-
-
-def _expect_same_steps(rows: Sequence[StepState], mesh: Mesh) -> None:
-    """Raises Error if a rank that trains parameters took another number of optimizer steps than the others."""
-    steps = {rank: row.steps for rank, row in enumerate(rows) if row.steps >= 0}
-    first = next(iter(steps.values()), 0)
-    if differing := [rank for rank, count in steps.items() if count != first]:
-        raise Error(
-            "ranks took different numbers of optimizer steps since the last call of the trainer",
-            expected=f"{first}, as on {mesh.named([next(iter(steps))])}",
-            got=f"{steps[differing[0]]} on {mesh.named(differing)}",
-            fix="optimizer.step() on all ranks alike, also on those of other stages",
-            alternative="of optimizers that take turns, step all, and zero_grad those whose turn it is not",
-        )
 
 
 def without_optimizer(rows: Sequence[StepState], mesh: Mesh) -> str:
@@ -329,29 +239,31 @@ def without_optimizer(rows: Sequence[StepState], mesh: Mesh) -> str:
     return mesh.named(never) if never and any(row.steps > 0 for row in rows) else ""
 
 
-def agree_on_new_graph(mesh: Mesh, grid: DeviceMesh, graph: int, order: int) -> None:
-    """Raises Error on every rank if the ranks of a replica would run other graphs, or communicate in another order.
+def same_new_graph(groups: Groups, graph: int, order: int) -> list[Fact]:
+    """Returns what the ranks of a replica must have alike of a new graph.
 
     Args:
-        mesh, grid: as for `agree_on_step`.
         graph: a checksum of the graph before sequences are cut.
         order: a checksum of this rank's collectives in order.
     """
-    rows = gather_ints([graph, order], mesh)
-    for replica in grid.mesh.transpose(0, 1).flatten(1).tolist():
-        compared(rows, 0, mesh, replica, "would run another graph", "the same model and settings on all ranks")
-        expect_one_order([rows[rank][1] for rank in replica])
+    fix = "the same model and settings on all ranks"
+    return [Fact("graph", graph, "would run another graph", fix, groups[REPLICA]), same_order(order, groups[REPLICA])]
 
 
-def equal_replicas(rows: Sequence[StepState], grid: DeviceMesh) -> bool:
+def equal_replicas(rows: Sequence[StepState], groups: Groups) -> bool:
     """Whether all replicas have the same batch, where each should have rows of its own."""
-    firsts = _first_of_replicas(grid)
-    return len(firsts) > 1 and len({(rows[rank].structure, rows[rank].values) for rank in firsts}) == 1
-
-
-def _first_of_replicas(grid: DeviceMesh) -> list[int]:
-    ranks: list[int] = grid.mesh[0].flatten(1)[:, 0].tolist()
-    return ranks
+    firsts = [rows[first] for first, *_ in groups[REPLICA].groups]
+    return len(firsts) > 1 and len({(row.structure, row.values) for row in firsts}) == 1
 
 
 SAME_BATCH = "give every rank of a replica the same batch"
+SAME_SEED = "torch.manual_seed(seed) with one seed on all of them"
+OTHER_TIED = (
+    "has other tied parameters frozen",
+    "requires_grad_ on all ranks that hold a parameter: it is tied over stages of the pipeline",
+)
+OTHER_STEPS = (
+    "ranks took different numbers of optimizer steps since the last call of the trainer",
+    "optimizer.step() on all ranks alike, also on those of other stages",
+)
+TURNS = {"alternative": "of optimizers that take turns, step all, and zero_grad those whose turn it is not"}

@@ -19,9 +19,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from autotp.distributed.consistency import agree
+from autotp.distributed.agreement import agree
+from autotp.distributed.fingerprint import Fingerprint
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.peers.fingerprint import Fingerprint
 from autotp.errors import Error
 from autotp.sharding.boxes import local_of
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -28,12 +29,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequences
-from autotp.distributed.consistency import agree, agree_on_graph, text_checksum, tried
+from autotp.distributed.agreement import Fact, agree, line_sums, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
 from autotp.distributed.cut_tensors.rows_of_parts import rows_of_part
 from autotp.distributed.device_arguments import inputs_on_host, to_device
+from autotp.distributed.fingerprint import Fingerprint, fingerprint
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
-from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint
 from autotp.distributed.peers.heartbeat import take_note_back
 from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.errors import Error, calling, within
@@ -48,7 +49,7 @@ from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
 from autotp.runtime.fsdp import gather_ahead, pace, replicate, shard
-from autotp.runtime.graph_digest import agree_on_cards, digest, draws_alike, order_of
+from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
 from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
@@ -85,13 +86,16 @@ from autotp.training.pipeline.schedules import (
     stages_of,
 )
 from autotp.training.step_consistency import (
+    DRAWS,
     NOW,
-    agree_on_new_graph,
+    REPLICA,
+    Prints,
     agree_on_step,
     equal_replicas,
     frozen_checksums,
+    groups_of,
+    same_new_graph,
     step_state,
-    weights_of,
     with_rank_names,
     without_optimizer,
 )
@@ -121,7 +125,7 @@ def _shapes(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def checksums_of(analysis: Program, lowered: fx.Graph) -> tuple[int, int]:
     """Returns checksums of a graph before sequences are cut, and of a rank's collectives in order."""
-    return text_checksum(digest(analysis).split("\n")), order_of(lowered)
+    return zlib.crc32(repr(line_sums(digest(analysis))).encode()), order_of(lowered)
 
 
 @dataclass(frozen=True)
@@ -248,16 +252,19 @@ class Trainer(InGraphs, HasHoldings):
         )
         tensors = batch_tensors(args, kwargs)
         rows = places_of_rows(tensors, [])
-        analysis = agree_on_graph(
+        analysis = agree(
             self.everyone,
             lambda: self._first_analysis(args, kwargs, rows),
-            lambda program: f"{digest(program)} {training}",
+            lambda program: [same_graph(f"{digest(program)} {training}", self.everyone)],
         )
         self.layouts = dict(analysis.layouts)
-        lowered = agree(self._ranks, lambda: rank_graph(analysis, self.place.rank, training.randomness))
-        checksums = checksums_of(analysis, lowered)
-        agree_on_new_graph(self._ranks, mesh, *checksums)
-        agree_on_cards(self.place, draws_alike(lowered))
+        groups_of_ranks = groups_of(self._ranks.rank, mesh)
+
+        def facts(lowered: fx.Graph) -> list[Fact]:
+            cards = same_cards(self.place, draws_alike(lowered), groups_of_ranks[DRAWS])
+            return [same_order(order_of(lowered), groups_of_ranks[REPLICA]), *cards]
+
+        lowered = agree(self._ranks, lambda: rank_graph(analysis, self.place.rank, training.randomness), facts)
         self.plan = self._divide(analysis, lowered)
         stages = self._cut(analysis, lowered)
         self._engine(
@@ -266,7 +273,7 @@ class Trainer(InGraphs, HasHoldings):
         self._hold(model, analysis, stages)
         self._original = OriginalModel(model)
         self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
-        self._weights = weights_of(self._ranks.rank, mesh, self._holders.values())
+        self._groups = groups_of(self._ranks.rank, mesh, self._holders.values())
         # In `__dict__`: a model may have a module named "shared" or "tied", whose attribute this would be.
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
@@ -275,7 +282,7 @@ class Trainer(InGraphs, HasHoldings):
             i: StageModule([m for m, some in readers.items() if i in some], self._read) for i in self._my_stages
         }
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
-        self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums)]
+        self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._several = groups.read_by_several_stages(
             stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of
         )
@@ -650,12 +657,11 @@ class Trainer(InGraphs, HasHoldings):
         pipeline = self._fitting_graphs(attempt[0]) if attempt else None
         state = state._replace(captures=pipeline is None)
         now = fingerprint(attempt[0].arguments) if attempt else Fingerprint()
-        prints = self.late.prints() | ({NOW: now.as_ints()} if now.arrived is None else {})
+        prints: Prints = {**self.late.prints(), NOW: now.as_ints() if now.arrived is None else None}
         tied = frozen_checksums(frozen, self._holders)
         agreed = agree_on_step(
-            self._ranks, self.mesh, state, tied, problem, prints, self.late.count(), self._weights,
-            values, not self._idle,
-        )  # fmt: skip
+            self._ranks, self._groups, state, tied, problem, prints, self.late.count(), values, not self._idle
+        )
         self.late.take(agreed.arrived, self.everyone)
         self._facts = StepFacts(self.steps + training, Fingerprint() if now.arrived is None else now)
         if self.place.device.type == "cuda":
@@ -664,7 +670,7 @@ class Trainer(InGraphs, HasHoldings):
         count_anew(self)
         take_note_back()
         # Only in these calls all states were gathered.
-        if values and equal_replicas(agreed.rows, self.mesh):
+        if values and equal_replicas(agreed.rows, self._groups):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
         if agreed.idle and not self._idle:
             self._idle = True
@@ -672,8 +678,11 @@ class Trainer(InGraphs, HasHoldings):
         (batch,) = attempt
         if agreed.captures:
             # A rank that has graphs takes part, too: all ranks call `agree`.
-            pipeline = agree(self._ranks, lambda: pipeline or self._capture(training, batch))
-            agree_on_new_graph(self._ranks, self.mesh, *pipeline.checksums)
+            pipeline = agree(
+                self._ranks,
+                lambda: pipeline or self._capture(training, batch),
+                lambda made: same_new_graph(self._groups, *made.checksums),
+            )
             self._keep(pipeline)
         assert pipeline is not None  # Captured above otherwise.
         if pipeline.analysis.by_rows and not agreed.lengths:

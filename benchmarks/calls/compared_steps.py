@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from autotp.distributed.consistency import bits_of_all
+from autotp.distributed.fingerprint import bits_of_all
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.runtime.torch_hooks import optimizer_guard
 

@@ -132,7 +132,7 @@ def what_differs_by_name_is_an_error_of_the_save(rank: int, n: int) -> None:
     folder = shared(rank)
     saving = autotp.save_checkpoint(folder, trainer, optimizer, 1, wait=False, average=Average(float(rank)))
     told = message(saving.result)
-    assert told.splitlines()[0] == "what is saved by name is not the same on rank 1 as on rank 0"
+    assert told.splitlines()[0] == "global rank 1 saves another state by name than global rank 0"
     assert not list(folder.glob("step-*"))
 
 

@@ -343,7 +343,8 @@ def test_objects_saved_by_name_are_compared_between_ranks(tmp_path: Path) -> Non
         assert found[0].splitlines() == [text, *where]
         first = [text.splitlines()[0].removeprefix("save_checkpoint: ") for text in found[1:]]
         assert first == [
-            *["what is saved by name is not the same on rank 1 as on rank 0"] * 2,
+            "global rank 1 saves another state by name than rank 0",
+            "global rank 1 saves another state by name than global rank 0",
             "the state of `one`['value']['a'][0] is a builtins.function, which a checkpoint cannot hold",
         ]
 

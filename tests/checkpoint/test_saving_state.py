@@ -206,8 +206,8 @@ def test_save_refuses_optimizer_state_beside_its_parameters(tmp_path: Path) -> N
         "save_checkpoint: InDict keeps `k` beside the state of its parameters, which a checkpoint cannot hold",
     ]
     for text in first[2:4]:
-        assert text.startswith("save_checkpoint: `rms` of `")
-        assert text.endswith("` in the optimizer is another on rank 1 than on rank 0")
+        assert text.startswith("save_checkpoint: global rank 1 has another `rms` of `")
+        assert text.endswith("` in the optimizer than global rank 0")
     assert first[4].startswith("save_checkpoint: `past` of `")
     assert first[5] == f"save_checkpoint: step={2**63} is not a number of steps"
 
@@ -224,7 +224,7 @@ def drifted(rank: int, n: int, folder: str) -> str:
 
 
 def test_save_refuses_replicas_that_differ(tmp_path: Path) -> None:
-    text = "save_checkpoint: `h.1.ln_2.weight` is another on rank 1 than on rank 0"
+    text = "save_checkpoint: global rank 1 has another `h.1.ln_2.weight` than global rank 0"
     assert run_ranks(drifted, 2, str(tmp_path), timeout=100) == [text] * 2
 
 

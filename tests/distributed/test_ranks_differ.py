@@ -51,7 +51,7 @@ def test_training(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(training, 2, str(tmp_path), timeout=100)):
         assert found == [
             f"save_checkpoint: rank 0 does not see what rank 1 wrote: rank-00001.tensors is not in {tmp_path}/of-0",
-            "save_checkpoint: step is not the same on rank 1 as on rank 0",
+            "save_checkpoint: global rank 1 saves another step than rank 0",
             "full_state_dict: global rank 1 wants other names than rank 0",
             *["load_checkpoint: global rank 1 loads something else than rank 0"] * 2,
         ], rank

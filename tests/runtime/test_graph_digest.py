@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import autotp
 from autotp.compiler import analyse
-from autotp.distributed.consistency import SOURCE
+from autotp.distributed.agreement import SOURCE
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.runtime.graph_digest import digest
 

@@ -15,11 +15,11 @@ from errors import message
 from torch import nn
 
 import autotp
-from autotp.distributed.consistency import agree
+from autotp.distributed import agreement
+from autotp.distributed.agreement import agree
+from autotp.distributed.fingerprint import fingerprint, may_be_one_batch, rounded
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.peers.fingerprint import fingerprint, may_be_one_batch, rounded
 from autotp.runtime.torch_hooks.optimizer_steps import NEVER
-from autotp.training import step_consistency
 from autotp.training.step_consistency import (
     NOW,
     Agreed,
@@ -27,8 +27,8 @@ from autotp.training.step_consistency import (
     agree_on_step,
     equal_replicas,
     frozen_checksums,
+    groups_of,
     step_state,
-    weights_of,
     with_rank_names,
 )
 from autotp.training.step_facts import finite_tensors, raise_nonfinite
@@ -46,7 +46,7 @@ def state(*batch: Any, values: bool = True, frozen: tuple[str, ...] = ()) -> Ste
 
 
 def test_step_state_without_a_batch_tells_of_no_inputs() -> None:
-    assert step_state(False, ["w"], None, Mesh(), True) == StepState(True, False, False, 0, NEVER, 0, 0, 0, 0)
+    assert step_state(False, ["w"], None, Mesh(), True) == StepState(False, False, 0, NEVER, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_frozen_checksums_cover_only_parameters_that_stages_share() -> None:
 def test_equal_replicas_compares_first_ranks_of_replicas() -> None:
     """Of two replicas on two ranks each, the first ranks are compared."""
     same, other = state(X), state(X + 1)
-    layout = grid(1, 2, 2)
-    assert equal_replicas([same, same, same, same], layout)
-    assert not equal_replicas([same, same, other, other], layout)
-    assert not equal_replicas([same, same], grid(1, 1, 2)), "there is one replica"
+    groups = groups_of(0, grid(1, 2, 2))
+    assert equal_replicas([same, same, same, same], groups)
+    assert not equal_replicas([same, same, other, other], groups)
+    assert not equal_replicas([same, same], groups_of(0, grid(1, 1, 2))), "there is one replica"
 
 
 # ---- one sum over all ranks
@@ -119,37 +119,37 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, layout: Any) -> None:
         self.grid, self.size, self.gathered = layout, layout.mesh.numel(), 0
         self.mesh = Mesh("global", self.size, 0, "x", names=tuple(map(str, range(self.size))))
-        self.monkeypatch = monkeypatch
+        self.patch = partial(monkeypatch.setattr, agreement)
 
     def agree(self, states: Sequence[StepState], tied: Any = None, prints: Any = None, **more: Any) -> Agreed:
         """What the first rank knows, or raises, after all ranks have sent their states."""
         tied, prints = tied or [{}] * self.size, prints or [{NOW: [0]}] * self.size
-        sent = [list[int]() for _ in range(self.size)]
-        patch = self.monkeypatch.setattr
+        sent, texts = [list[int]() for _ in range(self.size)], [""] * self.size
 
-        def keep(rank: int) -> Any:
-            return lambda values, mesh: sent.__setitem__(rank, list(values)) or values
+        def of_rank(rank: int) -> Agreed:
+            place, groups = replace(self.mesh, rank=rank), groups_of(rank, self.grid, tied[rank])
+            return agree_on_step(place, groups, states[rank], tied[rank], None, prints[rank], **more)
 
-        def gathered(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
+        def keep_texts(rank: int) -> Any:
+            return lambda text, mesh: texts.__setitem__(rank, text) or [text] * self.size
+
+        def keep_sums(rank: int) -> Any:
+            return lambda values, mesh: sent.__setitem__(rank, list(values)) or [1] * len(values)
+
+        def gathered(text: str, mesh: Mesh) -> list[str]:
             self.gathered += 1
-            return [
-                [*map(int, state), *its.values(), *(n for step, x in of.items() for n in (step, len(x), *x))]
-                for state, its, of in zip(states, tied, prints, strict=True)
-            ]
+            return texts
 
-        patch(step_consistency, "gather_ints", gathered)
         for rank in range(self.size):
-            patch(step_consistency, "sum_ints", keep(rank))
-            patch(step_consistency, "_compared_states", lambda *given: [])
-            place = replace(self.mesh, rank=rank)
-            agree_on_step(place, self.grid, states[rank], tied[rank], None, prints[rank], **more)
-        patch(step_consistency, "_compared_states", COMPARED)
+            self.patch("sum_ints", keep_sums(rank))
+            self.patch("gather_texts", keep_texts(rank))
+            of_rank(rank)
         total = [(sum(column) + 2**63) % 2**64 - 2**63 for column in zip(*sent, strict=True)]
-        patch(step_consistency, "sum_ints", lambda values, mesh: total)
-        return agree_on_step(self.mesh, self.grid, states[0], tied[0], None, prints[0], **more)
+        self.patch("sum_ints", lambda values, mesh: total)
+        self.patch("gather_texts", gathered)
+        return of_rank(0)
 
 
-COMPARED = step_consistency._compared_states
 LAYOUTS = [(1, 1, 2), (2, 1, 1), (2, 2, 2), (1, 3, 2), (4, 2, 1)]
 
 
@@ -243,17 +243,17 @@ def test_agree_costs_a_rank_the_same_in_any_world(monkeypatch: pytest.MonkeyPatc
     for sizes in ((1, 1, 8), (8, 128, 8)):
         layout, mine = grid(*sizes), state(X, values=False)
         mesh = Mesh("global", layout.mesh.numel(), 0, "x")
-        weights, count = weights_of(0, layout), 0
+        groups, count = groups_of(0, layout), 0
 
         def counted(frame: Any, event: str, argument: Any) -> Any:
             nonlocal count
             count += event == "line"
             return counted
 
-        monkeypatch.setattr(step_consistency, "sum_ints", lambda values, mesh: [0, 0, 0, 0, 0, 1, 0, 0, 0])
+        monkeypatch.setattr(agreement, "sum_ints", lambda values, mesh: [0] * len(values))
         sys.settrace(counted)
         try:
-            agree_on_step(mesh, layout, mine, {}, None, {NOW: [1, 5]}, weights=weights)
+            agree_on_step(mesh, groups, mine, {}, None, {NOW: [1, 5]})
         finally:
             sys.settrace(None)
         lines.append(count)

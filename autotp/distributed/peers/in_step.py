@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch.distributed import get_process_group_ranks
 
+from autotp.distributed.agreement import Among, Fact, problem_as_text, problem_of
+from autotp.distributed.fingerprint import Fingerprint, fingerprint, may_be_one_batch
 from autotp.distributed.mesh import Mesh, numbered_groups
-from autotp.distributed.peers.fingerprint import Fingerprint, fingerprint, near
 from autotp.distributed.peers.heartbeat import leave_note, on_each_look, on_news, tell
 from autotp.errors import Error
 from autotp.groups.point_to_point import started_collectives
@@ -35,6 +36,10 @@ TOLD, APART = "progress", "apart"
 """Topics of news: the first rank's newest record; what was found by another rank."""
 CALL, STEP = "call", "step"
 """What is counted on a mesh: calls of models, and steps of their optimizers."""
+FIX = (
+    "start again from a checkpoint before that. All ranks of one model get the same batches, leave one out by one "
+    "decision for all (an all_reduce), and make the same calls: none under `if rank == 0`"
+)
 OWNER = {CALL: "the model", STEP: "its optimizers"}
 
 
@@ -50,6 +55,10 @@ class Record:
     started: int
     arguments: Fingerprint
 
+    def as_plain_data(self) -> list[Any]:
+        """Returns the number, and the fingerprint `as_ints`."""
+        return [self.started, self.arguments.as_ints()]
+
 
 @dataclass
 class Progress:
@@ -61,7 +70,7 @@ class Progress:
         pending: number of the last recorded call, and its record: its fingerprint may not have arrived yet.
         records: number of a call or step -> its record.
         told: the newest of them whose record the first rank has told, or this rank has compared.
-        apart: how ranks differ; "" if they do not.
+        apart: how ranks differ; None if they do not.
     """
 
     place: Mesh
@@ -70,7 +79,7 @@ class Progress:
     pending: tuple[int, Record] | None = None
     records: dict[int, Record] = field(default_factory=dict)
     told: int = 0
-    apart: str = ""
+    apart: Error | None = None
 
     @property
     def key(self) -> str:
@@ -146,7 +155,7 @@ def _keep(progress: Progress) -> None:
 
 def are_apart() -> bool:
     """Returns whether ranks have come apart in some group."""
-    return any(progress.apart for progress in _progress.values())
+    return any(progress.apart is not None for progress in _progress.values())
 
 
 def expect_together() -> None:
@@ -157,12 +166,8 @@ def expect_together() -> None:
 
 
 def _expect_together(progress: Progress) -> None:
-    if progress.apart:
-        error = Error(
-            progress.apart,
-            fix="start again from a checkpoint before that. All ranks of one model get the same batches, leave one out "
-            "by one decision for all (an all_reduce), and make the same calls: none under `if rank == 0`",
-        )
+    if progress.apart is not None:
+        error = Error(progress.apart.problem, **progress.apart.facts)  # A new one, as each call names itself in it.
         leave_note(error)  # The others may wait for this rank already.
         raise error
 
@@ -175,44 +180,44 @@ def _look() -> None:
         if progress.place.group not in alive:
             del _progress[place]
             _first.pop(key, None)
-        if not records or progress.apart or progress.place.group not in alive:
+        if not records or progress.apart is not None or progress.place.group not in alive:
             continue
         newest, ranks = max(records), get_process_group_ranks(process_group(str(progress.place.group)))
         if progress.place.rank == 0 and newest > progress.told:
-            tell(ranks, TOLD, [key, newest, *_read(records[newest])])
+            tell(ranks, TOLD, [key, newest, *records[newest].as_plain_data()])
             progress.told = newest
         elif progress.place.rank > 0 and key in _first:
             call, *first = _first[key]
             if call in records and progress.told < call:
-                if how := _difference(progress, call, _read(records[call]), first):
-                    progress.apart = how
-                    tell(ranks, APART, [key, how])
+                progress.apart = _difference(progress, call, records[call].as_plain_data(), first)
+                if progress.apart is not None:
+                    tell(ranks, APART, [key, problem_as_text(progress.apart)])
                 progress.told = call
 
 
 def _note_apart(sender: int, data: Sequence[str]) -> None:
     for progress in list(_progress.values()):
         if progress.key == data[0]:
-            progress.apart = progress.apart or data[1]
+            progress.apart = progress.apart or problem_of(data[1])
 
 
-def _read(record: Record) -> list[Any]:
-    """Returns a record as plain data."""
-    return [record.started, *record.arguments.read()]
-
-
-def _difference(progress: Progress, call: int, record: Sequence[Any], first: Sequence[Any]) -> str:
-    """Returns how this rank's record differs from that of the first rank; "" if it does not."""
+def _difference(progress: Progress, call: int, record: Sequence[Any], first: Sequence[Any]) -> Error | None:
+    """Returns how this rank's record differs from that of the first rank; None if it does not."""
     place, counted = progress.place, progress.kind
     since = f"since {counted} {progress.told}" if progress.told else f"since the first {counted}"
-    own_name, first_name = place.named([place.rank]), place.named([0])
-    if record[0] != first[0]:
-        return (
-            f"{own_name} had started {record[0]} collectives at {counted} {call} of {OWNER[counted]}, "
-            f"and {first_name} {first[0]}: "
-            f"at some time {since}, a rank left out a forward, a backward or a step, or made one more, and ranks may "
-            "have got numbers of other collectives"
-        )
-    if record[1] != first[1] or len(record[2]) != len(first[2]) or not near(record[2], first[2]):
-        return f"{own_name} got another batch in call {call} of the model than {first_name}: ranks came apart {since}"
-    return ""
+    started = (
+        f"ranks had started other numbers of collectives at {counted} {call} of {OWNER[counted]}: at some time "
+        f"{since}, a rank left out a forward, a backward or a step, or made one more, and ranks may have got numbers "
+        "of other collectives"
+    )
+    among, batch = Among([[0, place.rank]]), f"got another batch in call {call} of the model"
+    facts = (
+        Fact("started", None, started, FIX, among, "values"),
+        Fact("batch", None, batch, FIX, among, alike=may_be_one_batch, behind=f": ranks came apart {since}"),
+    )
+    try:
+        for fact, value, of_first in zip(facts, record, first, strict=True):
+            fact.expect({0: of_first, place.rank: value}, place)
+    except Error as error:
+        return error
+    return None

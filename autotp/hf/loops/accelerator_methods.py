@@ -16,7 +16,6 @@ This module does not import accelerate before the user's program does.
 from __future__ import annotations
 
 import sys
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,9 +29,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
-from autotp.distributed.consistency import checksum
+from autotp.distributed.agreement import Fact, compare
+from autotp.distributed.fingerprint import checksum
 from autotp.distributed.live_models import models
-from autotp.distributed.mesh import Mesh, gather_ints, group_of
+from autotp.distributed.mesh import Mesh, group_of
 from autotp.errors import Error
 from autotp.hf.loops.accelerate_state import showing
 from autotp.hf.loops.replicas import (
@@ -229,14 +229,13 @@ def _of_file(number: int, value: Any) -> Any:
     leaves = zip(pytree.tree_leaves(state), pytree.tree_leaves(whole), strict=True)
     plain = [x for x, whole_leaf in leaves if x is whole_leaf]
     digests = [(x.dtype, x.shape, checksum(x)) if isinstance(x, Tensor) else repr(x) for x in plain]
-    rows = gather_ints([zlib.crc32(repr(digests).encode())], mesh)
-    if any(row != rows[0] for row in rows):
-        raise Error(
-            f"save_state: object {number} of register_for_checkpointing, a {type(value).__name__}, has another state "
-            "on each rank, as parts of weights have, and accelerate writes the first rank's",
-            fix="let each rank save it to a file of its own",
-            alternative="autotp.gather(tensor), or the cut tensor itself, in place of `tensor.to_local()`",
-        )
+    problem = (
+        f"save_state: object {number} of register_for_checkpointing, a {type(value).__name__}, has another state "
+        "on each rank, as parts of weights have, and accelerate writes the first rank's"
+    )
+    fix = "let each rank save it to a file of its own"
+    way = {"alternative": "autotp.gather(tensor), or the cut tensor itself, in place of `tensor.to_local()`"}
+    compare(mesh, [Fact("state", repr(digests), problem, fix, wording="alone", details=lambda *ranks: way)])
     return SimpleNamespace(state_dict=lambda: whole)
 
 

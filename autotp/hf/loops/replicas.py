@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autotp.distributed.consistency import agree
+from autotp.distributed.agreement import agree
 from autotp.distributed.gather import gather
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh

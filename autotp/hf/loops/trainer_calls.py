@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
-from autotp.distributed.mesh import expect_alike
+from autotp.distributed.agreement import expect_alike
 from autotp.errors import Error
 from autotp.hf.adapters import already_saved
 from autotp.hf.loops.accelerate_state import showing

@@ -9,8 +9,9 @@ from enum import IntFlag
 import torch
 from torch import Tensor, nn
 
-from autotp.distributed.consistency import agreed, bits_of, bits_of_all, gather_texts
-from autotp.distributed.mesh import expect_alike, gather_ints, sum_ints
+from autotp.distributed.agreement import compare, expect_alike, gather_texts
+from autotp.distributed.fingerprint import bits_of, bits_of_all
+from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
 from autotp.runtime.optim.moves import exchange
@@ -126,18 +127,15 @@ class Matrices:
         stale = stale or self.owners is None
         flags = [] if stale else self._seen(is_foreign)
         problem = problem or self._unseen_write()
-        rows = self._rows_of([int(stale), int(problem is not None), *_packed(flags)])
-        if any(row[1] for row in rows):
-            agreed(problem, self.mesh)
+        rows = self._rows_of([int(stale), *_packed(flags)], problem)
         if any(row[0] for row in rows):
             return None
-        return self._told([row[2:] for row in rows])
+        return self._told([row[1:] for row in rows])
 
-    def _rows_of(self, row: list[int]) -> list[list[int]]:
+    def _rows_of(self, row: list[int], problem: Exception | None) -> list[list[int]]:
         """Returns every rank's row. Ranks gather them only if that of some rank is not the one of the last step."""
-        changed, self._row = row != self._row, row
-        if sum_ints([changed], self.mesh)[0] or not self._rows:
-            self._rows = gather_ints(row, self.mesh)
+        if compare(self.mesh, (), problem, counts=[row != self._row])[0][0] or not self._rows:
+            self._rows, self._row = gather_ints(row, self.mesh), row
         return self._rows
 
     def _seen(self, is_foreign: Callable[[str], bool]) -> list[Seen]:

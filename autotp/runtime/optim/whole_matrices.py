@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autotp.distributed.consistency import tried
+from autotp.distributed.agreement import tried
 from autotp.distributed.cut_tensors.cut_parameter import CutTensor
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.live_models import sorted_by_model

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp import torch_internals as internals
+from autotp.distributed.agreement import Fact
 from autotp.distributed.live_models import Undo, models
 from autotp.distributed.mesh import Mesh, numbered_groups
 from autotp.distributed.peers.heartbeat import leave_note, on_each_look, on_news, take_note_back, tell
@@ -87,11 +88,8 @@ def _compare(group: str) -> None:
         raise Error(why, **REMEDY) from error.__cause__
     # So the next comparison of this group meets under another key of the store.
     _compared[_group_key(place)] = _compared.get(_group_key(place), 0) + 1
-    if elsewhere := [rank for rank, text in enumerate(texts) if text != texts[0]]:
-        raise Error(
-            f"an exception left a forward or backward at another place on {place.named(elsewhere)} than on rank 0",
-            **REMEDY,
-        )
+    problem, way = "left a forward or backward by an exception at another place", {"alternative": REMEDY["alternative"]}
+    Fact("started", started, problem, REMEDY["fix"], details=lambda *ranks: way).expect(dict(enumerate(texts)), place)
     # All ranks are at one place again, so the exception of this rank is settled.
     take_note_back()
 

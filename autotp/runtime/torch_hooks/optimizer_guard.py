@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import json
 import warnings
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autotp.distributed.consistency import bits_of_all, checksum
+from autotp.distributed.agreement import Fact, compare
 from autotp.distributed.cut_tensors.cut_parameter import (
     CutDTensor,
     CutTensor,
@@ -43,6 +42,7 @@ from autotp.distributed.cut_tensors.cut_parameter import (
     steps_elements,
     tried_elementwise,
 )
+from autotp.distributed.fingerprint import bits_of_all, checksum
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.distributed.peers.in_step import are_apart, expect_together
@@ -160,19 +160,14 @@ def _compare(watched: Watched, begin: Callable[[], list[Comparison]], step: int)
         if comparison.place.device.type == "cuda" and not watched.always and step >= CHECKED_STEPS:
             watched.late.append(comparison)
         else:
-            comparison.checksums.have_arrived(wait=True)
             watched.warn(_differing(comparison, late=False))
 
 
 def _compare_late(watched: Watched, step: int) -> None:
     """Ends the comparisons that were begun `LATER` steps ago."""
-    for comparison in list(watched.late):
-        ends = step >= comparison.step + LATER
-        if not comparison.checksums.have_arrived() and ends:
-            comparison.checksums.have_arrived(wait=True)
-        if ends:
-            watched.late.remove(comparison)
-            watched.warn(_differing(comparison, late=True))
+    for comparison in [late for late in watched.late if step >= late.step + LATER]:
+        watched.late.remove(comparison)
+        watched.warn(_differing(comparison, late=True))
 
 
 def _checked(
@@ -261,9 +256,9 @@ def _expect_own_state(optimizer: Optimizer, parts: Holdings, parameters: Mapping
         if layout.dim is not None and not layout.repeated and p.shape != layout.shape:
             locals_ = [local_of(x.detach()) for x in states_of_part if x.layout is torch.strided]
             # A constant state, such as zeros, is the same on all ranks without any mistake.
-            state_sums += Checksums([x for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any())]).read()
+            state_sums += _checksums(x for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any()))
             cut_parameters.append(p)
-    text = json.dumps([state_sums, Checksums(cut_parameters).read()])
+    text = json.dumps([state_sums, _checksums(cut_parameters)])
     every = [json.loads(answer) for answer in _exchanged(LOADED, text, parts.place, step)]
     # Ranks whose parts are equal, too, may well have equal states.
     twins = [[peer_row[0] for peer_row in every if peer_row[0] == row[0] and peer_row[1] != row[1]] for row in every]
@@ -275,6 +270,11 @@ def _expect_own_state(optimizer: Optimizer, parts: Holdings, parameters: Mapping
         )
 
 
+def _checksums(tensors: Iterable[Tensor]) -> list[int | str]:
+    return list(Checksums(dict(enumerate(tensors))).read().values())
+
+
+ONE_DECISION = "decide by a value that is the same on all ranks: a loss, not a value of one rank"
 LOADED, COMPARED = "loaded", "compared"
 """What an exchange is for: a rank that has loaded a state makes one more."""
 
@@ -301,40 +301,29 @@ def _exchanged(topic: str, text: str, place: Mesh, step: int) -> list[str]:
 
 
 class Checksums:
-    """Checksums of tensors. Those of tensors on a GPU are computed there, and copied to the CPU together.
+    """Checksums of tensors by key. Those of tensors on a GPU are computed there, and copied to the CPU together.
 
     Attributes:
         arrived: tells whether they have come from the GPU; None if none has to.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        local = [local_of(tensor.detach()) for tensor in tensors]
-        dense = [x if x.layout is torch.strided else x.to_dense() for x in local]
-        self._here = {i: checksum(x) for i, x in enumerate(dense) if not x.is_cuda}
-        self._of_gpu = [i for i, x in enumerate(dense) if x.is_cuda]
+    def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
+        local = {key: local_of(tensor.detach()) for key, tensor in tensors.items()}
+        dense = {key: x if x.layout is torch.strided else x.to_dense() for key, x in local.items()}
+        self._here: dict[Any, int | str] = {key: 0 if x.is_cuda else checksum(x) for key, x in dense.items()}
+        self._of_gpu = [key for key, x in dense.items() if x.is_cuda]
         self._bits, self.arrived = torch.empty(0, 2), None
         if self._of_gpu:
             # torch takes pinned memory for such a copy, so the host does not wait.
-            self._bits = bits_of_all([dense[i] for i in self._of_gpu]).to("cpu", non_blocking=True)
+            self._bits = bits_of_all([dense[key] for key in self._of_gpu]).to("cpu", non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
-    def have_arrived(self, wait: bool = False) -> bool:
-        """Returns whether all have come."""
-        if wait and self.arrived is not None:
-            self.arrived.synchronize()
-        return self.arrived is None or self.arrived.query()
-
-    def read(self) -> list[int | str]:
+    def read(self) -> dict[Any, int | str]:
         """Returns the checksums; those of a GPU have to come first."""
-        self.have_arrived(wait=True)
-        return self.values()
-
-    def values(self) -> list[int | str]:
-        """Returns the checksums, which have come."""
-        by_index: dict[int, int | str] = {**self._here}
-        by_index |= {i: str(pair) for i, pair in zip(self._of_gpu, self._bits.tolist(), strict=True)}
-        return [by_index[i] for i in range(len(by_index))]
+        if self.arrived is not None and not self.arrived.query():
+            self.arrived.synchronize()
+        return self._here | dict(zip(self._of_gpu, map(str, self._bits.tolist()), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -347,9 +336,9 @@ class Comparison:
         same: the parameters that all ranks hold.
         foreign: the parameters whose state on this rank is another rank's.
         settings: those of the optimizer.
-        values, gradients: name -> the position of the checksum; None where there is none to compare.
+        names: of these, and of the parameters of which each rank has a part.
         without: the parameters without a gradient.
-        checksums: of parameters and gradients.
+        checksums: by name and what it is of: "values" or "gradients".
     """
 
     place: Mesh
@@ -357,8 +346,7 @@ class Comparison:
     same: Mapping[str, Tensor]
     foreign: Sequence[str]
     settings: Sequence[str]
-    values: Mapping[str, int | None]
-    gradients: Mapping[str, int | None]
+    names: Sequence[str]
     without: frozenset[str]
     checksums: Checksums
 
@@ -378,34 +366,25 @@ class Comparison:
         """
         every_one = {**replicated, **cut}
         sharded = {name for name, p in replicated.items() if _is_sharded(p, place)} | set(cut)
-        tensors = list[Tensor]()
-
-        def position(name: str, tensor: Tensor | None) -> int | None:
-            if name in sharded or tensor is None:
-                return None
-            tensors.append(tensor)
-            return len(tensors) - 1
-
-        values = {name: position(name, p) for name, p in every_one.items()}
-        gradients = {name: position(name, p.grad) for name, p in every_one.items()}
+        compared = {name: p for name, p in every_one.items() if name not in sharded}
+        tensors = {(name, "values"): p for name, p in compared.items()}
+        tensors |= {(name, "gradients"): p.grad for name, p in compared.items() if p.grad is not None}
         without = frozenset(name for name, p in every_one.items() if p.grad is None)
         settings = _settings_of(optimizer, every_one)
-        return Comparison(place, step, replicated, foreign, settings, values, gradients, without, Checksums(tensors))
+        return Comparison(place, step, replicated, foreign, settings, tuple(every_one), without, Checksums(tensors))
 
-    def as_plain_data(self) -> dict[str, Any]:
-        """Returns what the ranks exchange."""
-        numbers = self.checksums.values()
-
-        def known(position: int | None) -> int | str:
-            return 0 if position is None else numbers[position]
-
-        return {
-            "step": self.step,
-            "foreign": self.foreign,
-            "settings": self.settings,
-            "values": {name: known(i) for name, i in self.values.items()},
-            "gradients": {name: None if name in self.without else known(i) for name, i in self.gradients.items()},
-        }
+    def facts(self) -> list[Fact]:
+        """Returns what the ranks compare."""
+        sums = self.checksums.read()
+        values = {name: sums.get((name, "values"), 0) for name in self.names}
+        gradients = {name: None if name in self.without else sums.get((name, "gradients"), 0) for name in self.names}
+        return [
+            Fact("foreign", [self.place.rank, *self.foreign] if self.foreign else []),  # So no two ranks have it alike.
+            Fact("step", self.step, "the steps taken so far differ", ONE_DECISION, wording="values"),
+            Fact("settings", self.settings, "the settings differ", ONE_DECISION, wording="values"),
+            Fact("values", values),
+            Fact("gradients", gradients),
+        ]
 
 
 def _differing(comparison: Comparison, late: bool) -> str:
@@ -417,14 +396,11 @@ def _differing(comparison: Comparison, late: bool) -> str:
     Raises:
         Error: on every rank, if parameters, gradients or the optimizer's settings differ, or if state is foreign.
     """
-    text, place = json.dumps(comparison.as_plain_data()), comparison.place
-    # First one checksum of everything: the long text is sent only where there is something to name.
-    texts = _exchanged(COMPARED, str(zlib.crc32(text.encode())), place, comparison.step)
-    if len(set(texts)) == 1 and not comparison.foreign:
-        return ""
-    every = [json.loads(answer) for answer in _exchanged(COMPARED, text, place, comparison.step)]
-    _expect_same_calls(every, place)
-    return _expect_close(comparison.same, every, place, late)
+    place = comparison.place
+    exchange = partial(_exchanged, COMPARED, place=place, step=comparison.step)
+    _, rows = compare(place, comparison.facts(), exchange=exchange)
+    _expect_same_parameters(rows, place)
+    return _expect_close(comparison.same, rows, place, late) if rows else ""
 
 
 def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
@@ -450,36 +426,25 @@ def _settings(group: Mapping[str, Any]) -> str:
     return repr({key: x for key, x in plain.items() if isinstance(x, bool | int | float | str | tuple | None)})
 
 
-def _expect_same_calls(every: list[dict[str, Any]], place: Mesh) -> None:
-    """Raises Error if the ranks step different parameters, at different steps, with other settings or foreign state."""
-    if foreign_ranks := [rank for rank, row in enumerate(every) if row["foreign"]]:
+def _expect_same_parameters(rows: Sequence[Mapping[str, Any]], place: Mesh) -> None:
+    """Raises Error if the ranks step different parameters, or with foreign state. rows: the facts of each rank"""
+    if foreign_ranks := [rank for rank, row in enumerate(rows) if row["foreign"]]:
         raise Error(
-            f"the state of `{every[foreign_ranks[0]]['foreign'][0]}` has the shape of another rank's part",
+            f"the state of `{rows[foreign_ranks[0]]['foreign'][1]}` has the shape of another rank's part",
             on=place.named(foreign_ranks),
             fix="each rank loads the optimizer's state that it saved; or autotp.save_checkpoint, with "
             "autotp.distribute, saves the whole for any layout",
         )
-    steps, settings = [row["step"] for row in every], [row["settings"] for row in every]
-    remedy = {"fix": "decide by a value that is the same on all ranks: a loss, not a value of one rank"}
-    _same(steps, place, "the steps taken so far differ", remedy)
-    _same(settings, place, "the settings differ", remedy)
-    for name in dict.fromkeys(name for row in every for name in row["values"]):
-        where = ["stepped" if name in row["values"] else "left out" for row in every]
-        _same(
-            where, place, f"`{name}` is not stepped on all ranks", {"fix": "give all ranks' optimizers all parameters"}
-        )
-        where = ["none" if row["gradients"][name] is None else "one" for row in every]
-        _same(where, place, f"`{name}` does not have a gradient on all ranks", {"fix": "one backward for all ranks"})
+    stepped = partial(Fact, "stepped", None, fix="give all ranks' optimizers all parameters", wording="values")
+    learning = partial(Fact, "learning", None, fix="one backward for all ranks", wording="values")
+    for name in dict.fromkeys(name for row in rows for name in row["values"]):
+        where = ["stepped" if name in row["values"] else "left out" for row in rows]
+        stepped(f"`{name}` is not stepped on all ranks").expect(dict(enumerate(where)), place)
+        where = ["none" if row["gradients"][name] is None else "one" for row in rows]
+        learning(f"`{name}` does not have a gradient on all ranks").expect(dict(enumerate(where)), place)
 
 
-def _same(values: list[Any], place: Mesh, problem: str, facts: dict[str, str]) -> None:
-    different_ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-    if different_ranks:
-        expected = {"expected": f"{values[0]}, as on {place.named([0])}"}
-        raise Error(problem, **expected, got=f"{values[different_ranks[0]]} on {place.named(different_ranks)}", **facts)
-
-
-def _expect_close(replicated: Mapping[str, Tensor], every: list[dict[str, Any]], place: Mesh, late: bool) -> str:
+def _expect_close(replicated: Mapping[str, Tensor], every: Sequence[Mapping[str, Any]], place: Mesh, late: bool) -> str:
     """Gives all ranks the first rank's values and gradients if they differ by round-off; raises Error if by more.
 
     Args:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
-from autotp.distributed.consistency import checksum
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
+from autotp.distributed.fingerprint import checksum
 from autotp.distributed.live_models import Undo, models
 from autotp.distributed.peers.store_gather import texts_so_far, write_text
 from autotp.distributed.replica_check import common_ranks

@@ -26,7 +26,7 @@ from small_models import gpt
 from trainers import SMALL, batch
 
 import autotp
-from autotp.distributed import consistency
+from autotp.distributed import agreement
 from autotp.distributed.peers.heartbeat import lost_ranks
 from cards.pretend import pretend, pretended
 
@@ -151,14 +151,14 @@ def _fail_at(at: int, how: str, folder: Path, in_backward: bool) -> None:
 
 def _fail_at_agreements(at: int, how: str, folder: Path) -> None:
     """This process fails when it agrees with the others for the `at`-th time from here."""
-    count, agrees = itertools.count(), consistency.gather_texts
+    count, agrees = itertools.count(), agreement.sum_ints
 
-    def gather_texts(*args: Any) -> Any:
+    def sum_ints(*args: Any) -> Any:
         if next(count) == at:
             _fail(how, folder)
         return agrees(*args)
 
-    consistency.gather_texts = gather_texts
+    agreement.sum_ints = sum_ints
 
 
 def _fail(how: str, folder: Path) -> None:

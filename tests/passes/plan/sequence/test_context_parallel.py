@@ -11,12 +11,14 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp.compiler import analyse, expect_one_order
+from autotp.compiler import analyse
 from autotp.diagnostics.verify import Report, compare_calls, find_inputs
+from autotp.distributed.mesh import Mesh
 from autotp.models.bert import BERT, BERTConfig
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.check.types import CONJUGATES
+from autotp.runtime.graph_digest import same_order
 
 LAYOUTS = [(1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (4, 2)]
 """(tp, cp)."""
@@ -425,8 +427,8 @@ def test_fixed_lengths_over_cp_equal_one_device(kind: type[nn.Module], tp: int, 
 
 def test_expect_one_order_refuses_ranks_that_communicate_otherwise() -> None:
     with pytest.raises(autotp.Error, match="cp ranks would communicate in another order"):
-        expect_one_order(["reduce tp", "reduce tp", "scatter cp"])
-    expect_one_order(["reduce tp"] * 3)
+        same_order(0).expect({0: 1, 1: 1, 2: 2}, Mesh(size=3))
+    same_order(0).expect({0: 1, 1: 1, 2: 1}, Mesh(size=3))
 
 
 def test_cp_refuses_a_model_without_a_sequence() -> None:

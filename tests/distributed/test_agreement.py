@@ -1,4 +1,4 @@
-"""consistency: ranks that differ, in other calls, without a peer: one clear error, its message compared whole."""
+"""agreement: ranks that differ, in other calls, without a peer: one clear error, its message compared whole."""
 
 import copy
 import itertools
@@ -12,15 +12,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from errors import BRANCHES, DATA_BRANCH, TRY_WHERE, Branching, Odd, line_of, message, refusal, with_sizes_by_order
-from ranks import Checks, run_ranks
+from ranks import Checks, Collectives, run_ranks
 from small_models import gpt, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import started, trained
 
 import autotp
-from autotp.distributed.consistency import FACTOR, bits_of, bits_of_all, problem_as_text, result_of_all
-from autotp.distributed.mesh import Mesh
+from autotp.distributed.agreement import (
+    Among,
+    Fact,
+    agree,
+    compare,
+    gather_texts,
+    problem_as_text,
+    raise_problem,
+    told,
+)
+from autotp.distributed.fingerprint import FACTOR, bits_of, bits_of_all
+from autotp.distributed.mesh import Mesh, make_mesh
 from autotp.models.gpt import __file__ as gpt_file
 
 checks = Checks()
@@ -73,10 +83,7 @@ def one_rank_fails(rank: int, n: int) -> None:
     if rank == 1:
         assert found == f"parallelize(Branching, tp=3): {BRANCHES}\n  at       {DATA_BRANCH}{TRY_WHERE}"
     else:
-        assert found == (
-            "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n"
-            "  try      read the error of that rank: this rank has none"
-        )
+        assert found == f"parallelize(Odd, tp=3): {BRANCHES}\n  at       {DATA_BRANCH}{TRY_WHERE}\n  on       tp rank 1"
     parallel, x = autotp.parallelize(gpt(n_layer=1), n), torch.zeros(2, 20 if rank == 1 else 6, dtype=torch.int64)
     assert message(lambda: parallel(x)) == (f"GPT.forward: tp rank 1 got other inputs than rank 0{SAME_BATCH}")
 
@@ -141,6 +148,86 @@ def different_seeds(rank: int, n: int) -> None:
     parallel.eval()(*tokens(seq=4))
     torch.manual_seed(0)
     parallel.train()(*tokens(seq=4))
+
+
+# ---- what is exchanged
+
+
+@checks.on(3)
+def ranks_that_agree_make_one_collective(rank: int, n: int) -> None:
+    """However many facts there are, also within parts of the ranks, where another part has other values."""
+    mesh = make_mesh()
+    pair = Among.of(rank, [[0, 1], [2]])
+    facts = [Fact("all", "x" * 1000, "has other text"), Fact("some", [rank == 2], "has another number", among=pair)]
+    with Collectives() as seen:
+        assert compare(mesh, facts, counts=[rank, 2**62]) == ([3, 3 * 2**62 - 2**64], ())
+        assert agree(mesh, lambda: rank, lambda made: facts) == rank
+    assert seen.counts == {"all-reduce": 2}
+    swapped = [Fact(key, (rank == 1) == (key == "x"), f"has another {key}") for key in ("x", "y")]
+    with pytest.raises(autotp.Error, match=r"^tp rank 1 has another x than rank 0"):
+        compare(mesh, swapped)
+    told_by_all = told(mesh, lambda: {"rank": rank, "text": "y" * rank})
+    assert told_by_all == [{"rank": i, "text": "y" * i} for i in range(n)]
+
+
+@checks.on(3)
+def ranks_that_differ_find_the_same_fact(rank: int, n: int) -> None:
+    """The first in order; rows come to all if somebody wants them."""
+    mesh, last = make_mesh(), rank == 2
+    facts = [
+        Fact("own", rank),
+        Fact("kind", "b" if last else "a", "kinds differ", "one kind", wording="values"),
+        Fact("near", 5 + rank, "is far", digested=0),
+    ]
+    with pytest.raises(autotp.Error) as raised:
+        compare(mesh, facts)
+    assert (
+        str(raised.value)
+        == "kinds differ\n  expected a, as on tp rank 0\n  got      b on tp rank 2\n  try      one kind"
+    )
+    sums, rows = compare(mesh, [facts[2]], counts=[int(last)])
+    assert (list(sums), rows) == ([1], ()), "what is in no sum is not looked at"
+    with pytest.raises(autotp.Error, match=r"^tp ranks 1, 2 is far than rank 0"):
+        compare(mesh, [facts[2]], counts=[int(last)], differ=any)
+    _, rows = compare(mesh, facts[:1])
+    assert rows == [{"own": i} for i in range(n)]
+
+
+@checks.on(2)
+def a_problem_goes_before_a_difference(rank: int, n: int) -> None:
+    """By a collective, and by any other exchange of texts, which is used twice only if ranks differ."""
+    mesh, counts = make_mesh(), []
+
+    def exchange(text: str) -> list[str]:
+        counts.append(1)
+        return gather_texts(text, mesh)
+
+    for way in (None, exchange):
+        problem = ValueError("7") if rank else None
+        with pytest.raises(ValueError if rank else autotp.Error, match="7"):
+            compare(mesh, [Fact("x", rank, "has another x")], problem, exchange=way)
+        with pytest.raises(autotp.Error, match=r"^tp rank 1 has another x than rank 0"):
+            compare(mesh, [Fact("x", rank, "has another x")], exchange=way)
+        compare(mesh, [Fact("x", 1, "has another x")], exchange=way)
+        assert agree(mesh, lambda: 5, exchange=way) == 5
+    assert len(counts) == 2 + 2 + 1 + 1
+
+
+def test_each_group_is_compared_with_its_first_rank() -> None:
+    """Ranks that have nothing to compare are left out; another wording may leave out the ranks."""
+    place = Mesh("tp", 4, 0)
+    fact = Fact("x", None, "has another x", "the same x", Among([[0, 1], [2, 3]]), behind=", today")
+    fact.expect({0: 1, 1: 1, 2: 5, 3: 5}, place)
+    fact.expect({0: 1, 1: None, 2: None, 3: 5}, place)
+    with pytest.raises(autotp.Error) as raised:
+        fact.expect({0: 1, 1: 1, 2: 5, 3: 6}, place)
+    assert str(raised.value) == "tp rank 3 has another x than tp rank 2, today\n  try      the same x"
+    with pytest.raises(autotp.Error) as raised:
+        Fact("x", None, "there are several x", wording="alone", details=lambda *ranks: {"ranks": str(ranks)}).expect(
+            {0: 1, 1: 2}, Mesh("tp", 2, 0)
+        )
+    assert str(raised.value) == "there are several x\n  ranks    (1, 2, 1)"
+    Fact("x", None).expect({0: 1, 1: 2}, Mesh("tp", 2, 0))
 
 
 # ---- meshes
@@ -344,17 +431,17 @@ def test_an_agreement_within_an_agreement_names_the_first_ranks() -> None:
     """What failed on rank 2 of another group is told as of that rank, not as of the ranks that were told of it."""
     inner = problem_as_text(autotp.Error("no space", on="dp rank 2", fix="another disk"))
     with pytest.raises(autotp.Error) as raised:
-        result_of_all(Mesh("tp", 3, 0), [None], None, ["", inner, ""])
+        raise_problem(Mesh("tp", 3, 0), None, ["", inner, ""])
     assert str(raised.value) == "no space\n  on       dp rank 2\n  try      another disk"
     outer = problem_as_text(ValueError("7"))
     with pytest.raises(autotp.Error) as raised:
-        result_of_all(Mesh("tp", 3, 0), [None], None, ["", outer, outer])
+        raise_problem(Mesh("tp", 3, 0), None, ["", outer, outer])
     assert str(raised.value) == "ValueError: 7\n  on       tp ranks 1, 2"
 
 
 def test_a_ranks_own_problem_is_raised_as_it_is() -> None:
     mine = KeyError("x")
     with pytest.raises(KeyError) as raised:
-        result_of_all(Mesh("tp", 2, 1), [None], mine, ["", problem_as_text(mine)])
+        raise_problem(Mesh("tp", 2, 1), mine, ["", problem_as_text(mine)])
     assert raised.value is mine
-    assert result_of_all(Mesh("tp", 2, 1), [5], None, ["", ""]) == 5
+    raise_problem(Mesh("tp", 2, 1), None, ["", ""])

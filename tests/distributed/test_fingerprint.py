@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotp.distributed.peers.fingerprint import SAMPLED, fingerprint, may_be_one_batch
+from autotp.distributed.fingerprint import SAMPLED, fingerprint, may_be_one_batch
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
