@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.checkpoint.conversion.formats import read_content
+from autotp.checkpoint.conversion.content import Content, Format, Held
+from autotp.checkpoint.conversion.formats import read_content, write_content
 from autotp.checkpoint.files.tensor_sources import read_whole
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "n_embd": 12, "n_layer": 2, "n_head": 4, "n_positions": 10}
@@ -171,3 +173,33 @@ def test_without_a_configuration_it_says_so(autotp_command, tmp_path: Path) -> N
     assert done.status == 0 and "no config.json is written" in done.err
     expect_equal(tmp_path / "out", tmp_path / "model.pt")
     expect_equal(tmp_path / "out" / "model.safetensors", tmp_path / "model.pt")
+
+
+class Unreadable(Held):
+    def read(self, box: Any) -> torch.Tensor:
+        raise OSError("the disk does not answer")
+
+
+@pytest.mark.parametrize("to", ["training", "torch", "safetensors"])
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, to: Format) -> None:
+    content = Content("torch", {"x": Held(torch.ones(2)), "y": Unreadable(torch.ones(2))})
+    with pytest.raises(autotp.Error, match="the disk does not answer"):
+        write_content(content, tmp_path / "written", to)
+    assert [path for path in tmp_path.rglob("*") if path.name != "written"] == []
+
+
+@pytest.mark.parametrize("to", ["training", "torch", "safetensors"])
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, to: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = list[str]()
+
+    def noted(name: str, event: str) -> None:
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, **more: (events.append(event), original(*args, **more))[1])
+
+    for name in ("rename", "replace"):
+        noted(name, "named")
+    noted("fsync", "on the disk")
+    write_content(Content("torch", {"x": Held(torch.ones(2))}), tmp_path / "written", to)
+    assert events[-3:] == ["on the disk", "named", "on the disk"]

@@ -12,6 +12,7 @@ import torch
 
 from autotp.checkpoint.conversion.content import Content, Format, Held, Saved
 from autotp.checkpoint.conversion.torch_files import state_dict_in
+from autotp.checkpoint.files.atomic_folder import replaced, sync_path
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, read_regular, write_whole
 from autotp.checkpoint.files.safetensors_files import INDEX, ONE_FILE, stored_tensors, tensors_of_file
 from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
@@ -136,9 +137,12 @@ def _write_torch(path: Path, content: Content) -> None:
     unfinished = path.with_name(f".{path.name}.{uuid4().hex[:8]}.new")
     try:
         torch.save({name: read_whole(source).contiguous() for name, source in content.tensors.items()}, unfinished)
+        # On the disk before it gets its name: after a crash the name must not lead to half a file.
+        sync_path(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+    sync_path(path.parent)
 
 
 def _write_training(path: Path, content: Content) -> None:
@@ -146,8 +150,6 @@ def _write_training(path: Path, content: Content) -> None:
     step_folder = path_of(path, content.step)
     if step_folder.exists():
         raise Error(f"{step_folder} is there already", fix="another folder")
-    unfinished = step_folder.with_name(f".{step_folder.name}.{uuid4().hex[:16]}.new")
-    unfinished.mkdir(parents=True)
     items = (
         Item(entry_key("model", name), (0,) * len(source.shape), tuple(source.shape), read_whole(source))
         for name, source in content.tensors.items()
@@ -160,12 +162,13 @@ def _write_training(path: Path, content: Content) -> None:
             item_rows.append(item.row())
             yield item.at, item.tensor
 
-    pieces = write_pieces(unfinished, 0, parts())  # type: ignore[arg-type]
-    rows = [[row, piece.row()] for row, piece in zip(item_rows, pieces, strict=True)]
     about = {"step": content.step, "optimizer": "no optimizer", "sizes": {}, "model": {}, "more": {}, "values": {},
              "groups": []}  # fmt: skip
-    write_whole(unfinished / MANIFEST, manifest_content(about, [((unfinished / file_of(0)).stat().st_size, rows)]))
-    unfinished.rename(step_folder)
+    with replaced(step_folder, lambda name: True) as unfinished:
+        pieces = write_pieces(unfinished, 0, parts())  # type: ignore[arg-type]
+        rows = [[row, piece.row()] for row, piece in zip(item_rows, pieces, strict=True)]
+        size = (unfinished / file_of(0)).stat().st_size
+        write_whole(unfinished / MANIFEST, manifest_content(about, [(size, rows)]))
 
 
 def cast(tensors: Mapping[str, Source], dtype: torch.dtype) -> dict[str, Source]:
