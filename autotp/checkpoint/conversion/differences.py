@@ -49,9 +49,10 @@ def differences(first: Content, second: Content, atol: float = 0.0) -> Iterator[
 
 
 def _of(first: Mapping[str, Source], second: Mapping[str, Source], atol: float) -> Iterator[Unlike]:
-    for name in first.keys() - second.keys():
+    # Not a difference of sets: it has another order in each process.
+    for name in (name for name in first if name not in second):
         yield Unlike(name, "only in the first", _text(first[name]), "")
-    for name in second.keys() - first.keys():
+    for name in (name for name in second if name not in first):
         yield Unlike(name, "only in the second", "", _text(second[name]))
     for name in (name for name in first if name in second):
         a, b = first[name], second[name]

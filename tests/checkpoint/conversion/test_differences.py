@@ -70,3 +70,10 @@ def test_states_are_compared_where_both_have_one() -> None:
     one, two = Content("training", {}, state=moment), Content("training", {}, state={"optimizer|x|exp_avg": Held(-ONE)})
     assert [it.name for it in differences(one, two)] == ["optimizer|x|exp_avg"]
     assert list(differences(one, Content("torch", {}))) == []
+
+
+def test_differences_are_in_the_order_of_the_checkpoints() -> None:
+    """A set of names has another order in each process."""
+    firsts, seconds = [f"first.{i}" for i in range(8)], [f"second.{i}" for i in range(8)]
+    all_differences = differences(content(**dict.fromkeys(firsts, ONE)), content(**dict.fromkeys(seconds, ONE)))
+    assert [difference.name for difference in all_differences] == [*firsts, *seconds]
