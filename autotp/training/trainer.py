@@ -614,7 +614,10 @@ class Trainer(InGraphs, HasHoldings):
             except Error:
                 raise
             except RuntimeError as error:
-                raise peer_error(method, str(self._ranks.group), error, self._ranks) or error from error
+                lost = peer_error(method, str(self._ranks.group), error, self._ranks)
+                if lost is None:
+                    raise  # `raise error from error` would make it its own cause.
+                raise lost from error
 
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """Returns the graphs for a batch, ready to run, and the batch's tensors by name."""

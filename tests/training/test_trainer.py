@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -623,3 +624,15 @@ def test_the_loss_among_several_numbers() -> None:
 
 
 # ---- data
+
+
+def test_an_exception_with_another_cause_than_a_lost_rank_is_not_its_own_cause() -> None:
+    """Whoever follows `__cause__` would not come to an end."""
+    trainer: Any = SimpleNamespace(_ranks=SimpleNamespace(group="0"))
+
+    def fail() -> None:
+        raise RuntimeError("expected a contiguous tensor")
+
+    with pytest.raises(RuntimeError, match="expected a contiguous tensor") as raised:
+        autotp.Trainer._named_if_lost(trainer, "Trainer.step", fail)
+    assert raised.value.__cause__ is None
