@@ -83,8 +83,8 @@ class Watch:
     ending: bool = False
 
 
-_watches: dict[int, Watch] = {}
-"""Identity of the default group -> how this process moves."""
+_watches = weakref.WeakKeyDictionary[Any, Watch]()
+"""The default group -> how this process moves."""
 _cards: list[torch.device] = []
 """The card of this process: each thread has a current one of its own."""
 _captures = weakref.WeakSet[torch.cuda.CUDAGraph]()
@@ -153,11 +153,8 @@ def _started() -> Mapping[str, int]:
 
 
 def _watch() -> Watch:
-    key = id(dist.group.WORLD)
-    if key not in _watches:
-        _watches.clear()
-        _watches[key] = Watch()
-    return _watches[key]
+    world = dist.group.WORLD
+    return Watch() if world is None else _watches.setdefault(world, Watch())
 
 
 def _waits_for_the_card() -> bool:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from cards.pretend import REAL
 from ranks import Died, run_ranks
 from small_models import gpt
@@ -133,3 +134,14 @@ def stands_still_in_a_capture(rank: int, n: int) -> list[int]:
 def test_no_thread_waits_for_the_card_during_a_capture() -> None:
     for during, after in run_ranks(stands_still_in_a_capture, 2, cards=True):
         assert during == 0 and after > 0
+
+
+def test_a_later_world_has_a_watch_of_its_own() -> None:
+    """Python gives a later group the address of one that is gone."""
+    watches = list[never_ending.Watch]()
+    for _ in range(8):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        watches.append(never_ending._watch())
+        assert never_ending._watch() is watches[-1]
+        dist.destroy_process_group()
+    assert len(set(map(id, watches))) == len(watches)
