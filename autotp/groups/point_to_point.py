@@ -10,6 +10,7 @@ replaced while a parallel model exists.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -20,10 +21,10 @@ from autotp.groups.process_group import process_group, replace_methods
 from autotp.groups.shared_memory import started_here
 from autotp.torch_internals import OF_SOME_RANKS
 
-_others: dict[str, int] = {}
-"""Name of a process group -> number of operations that do not count."""
-_within: dict[str, int] = {}
-"""Name of a process group in such a call -> what it had started before. The heartbeat asks meanwhile."""
+_others = weakref.WeakKeyDictionary[ProcessGroup, int]()
+"""Process group -> number of operations that do not count. (A later group may have the name of one that is gone.)"""
+_within = weakref.WeakKeyDictionary[ProcessGroup, int]()
+"""Process group in such a call -> what it had started before. The heartbeat asks meanwhile."""
 
 
 def started_collectives(group: str) -> int:
@@ -32,12 +33,14 @@ def started_collectives(group: str) -> int:
     Ranks that made the same calls have the same number. If none called `count_from_here`, it counts from the beginning.
     It is always 0 for a backend that does not number what it starts.
     """
-    return _within.get(group, _started(process_group(group))) - _others.get(group, 0)
+    counted = process_group(group)
+    return _within.get(counted, _started(counted)) - _others.get(counted, 0)
 
 
 def count_from_here(group: str) -> None:
     """Sets the number of started collectives to 0: all ranks of the group are at the same collective."""
-    _others[group] = _started(process_group(group))
+    counted = process_group(group)
+    _others[counted] = _started(counted)
 
 
 def install() -> Callable[[], None]:
@@ -55,12 +58,11 @@ def _started(group: Any) -> int:
 def _counted(method: Any) -> Any:
     @wraps(method)
     def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        name, started = group.group_name, _started(group)
-        _within[name] = started
+        _within[group] = started = _started(group)
         try:
             return method(group, *args, **kwargs)
         finally:
-            _others[name] = _others.get(name, 0) + _started(group) - started
-            _within.pop(name, None)
+            _others[group] = _others.get(group, 0) + _started(group) - started
+            _within.pop(group, None)
 
     return call

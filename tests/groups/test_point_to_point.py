@@ -72,3 +72,16 @@ def on_a_backend_of_others(rank: int, n: int) -> None:
 
 def test_a_backend_need_not_number_its_collectives() -> None:
     run_ranks(on_a_backend_of_others, 1, alone=True)
+
+
+def test_a_later_group_of_the_same_name_counts_from_its_beginning() -> None:
+    counts = []
+    for collectives in (3, 1):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        name = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        for _ in range(collectives):
+            dist.all_reduce(X.clone())
+        counts.append((name, point_to_point.started_collectives(name)))
+        point_to_point.count_from_here(name)
+        dist.destroy_process_group()
+    assert counts == [(counts[0][0], 3), (counts[0][0], 1)]
