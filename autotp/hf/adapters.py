@@ -35,6 +35,8 @@ from autotp.runtime.tree import state_of
 from autotp.sharding.layout import Layout
 
 Method = Callable[..., Any]
+TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
+"""Attributes of each module that torch and peft change in place: parameters, buffers, modules, hooks."""
 WATCHED = ("peft.peft_model", "peft.mixed_model", "peft.tuners.tuners_utils")
 _changed: set[tuple[type, str]] = set()
 _making: ContextVar[bool] = ContextVar("making", default=False)
@@ -130,11 +132,10 @@ def _gather_new(model: nn.Module) -> None:
 
 @contextmanager
 def _undone_on_failure(model: nn.Module) -> Iterator[None]:
-    """A region after which a model has its modules and parameters as before, if an exception leaves it."""
+    """A region after which a model has its modules, tensors and hooks as before, if an exception leaves it."""
     modules, flags = list(model.modules()), [(p, p.requires_grad) for p in model.parameters()]
     before = [dict(vars(module)) for module in modules]
-    # torch and peft change these dicts in place, so their contents are kept, too.
-    tables = [{name: dict(x) for name, x in attrs.items() if name in ("_parameters", "_modules")} for attrs in before]
+    tables = [{name: attrs[name].copy() for name in TABLES if name in attrs} for attrs in before]
     try:
         yield
     except BaseException:

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from hugging_face import RANK, TARGETS, expect_close, tiny
 from ranks import Checks, run_ranks
+from torch import nn
 
 import autotp
 from autotp.diagnostics.double import all_double
 from autotp.distributed.live_models import models
+from autotp.hf.adapters import _undone_on_failure
 
 peft = pytest.importorskip("peft")
 checks = Checks()
@@ -366,3 +368,16 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
+
+
+def test_a_failure_leaves_tables_of_modules_as_they_were() -> None:
+    model = nn.BatchNorm1d(3)
+    model.register_forward_hook(print)
+    before = {name: value.copy() for name, value in vars(model).items() if isinstance(value, dict | set)}
+    with pytest.raises(ZeroDivisionError), _undone_on_failure(model):
+        model.register_buffer("scaling", torch.ones(3), persistent=False)
+        del model.running_mean
+        model.register_forward_pre_hook(print)
+        model._forward_hooks.clear()
+        raise ZeroDivisionError
+    assert {name: vars(model)[name] for name in before} == before
