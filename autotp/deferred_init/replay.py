@@ -145,14 +145,16 @@ class Replay(TorchFunctionMode):
         self.aliases = {i: alias for i, alias in self.aliases.items() if alias[1] != key}
         if stand_in.state == "empty":
             return
-        if (
-            stand_in.state == "recalled"
-            and not stand_in.tensor.is_meta
-            and bool(stand_in.tensor.detach().sum().isnan())
-        ):
+        if stand_in.state == "recalled" and _has_nan(stand_in.tensor.detach()):
             raise Error(f"{self.events[self.at]} leaves `{place.name}` or a part of it empty", **how_to_fill(place))
         self.history[key] = [*(self.history.get(key, []) if stand_in.state == "recalled" else []), self.at]
         self.sink(self.at, place, stand_in)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """Returns whether an element is no number. No mask is made, which needs memory; a sum of two infinities is NaN."""
+    looks = tensor.is_floating_point() and tensor.numel() > 0 and not tensor.is_meta
+    return looks and bool(tensor.min().isnan())
 
 
 def _function_name(func: Any) -> str:

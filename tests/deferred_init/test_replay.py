@@ -74,7 +74,21 @@ class PartsOfParts(nn.Module):
                 self.scale.weight[1:3] *= 2
 
 
+class Infinite(nn.Linear):
+    """Both infinities, as masks and limits have them: their sum is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 4)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight[:2].fill_(torch.inf)
+            self.weight[2:].fill_(-torch.inf)
+            self.bias.fill_(1)
+
+
 MODELS: dict[str, Make] = {
+    "infinite": lambda: nn.Sequential(Infinite()),
     "parts": Parts,
     "all-at-once": All,
     "parts-of-parts": PartsOfParts,
