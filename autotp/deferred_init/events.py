@@ -159,7 +159,7 @@ def is_hugging_face(owner: nn.Module) -> bool:
 
 def _mark_copies(events: list[Event], start: int, layers: int) -> None:
     """Marks the events from `start` on as those of `layers` copies of one layer, which is not in the model itself."""
-    stride = (len(events) - start) // layers
+    stride = (len(events) - start) // max(layers, 1)
     for i in range(start, len(events)):
         events[i] = replace(events[i], counted=False, copy_of=i - stride if i - stride >= start else None)
 

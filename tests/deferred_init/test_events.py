@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from small_models import Bare, Recurrent, Scale, on_meta
@@ -79,6 +81,11 @@ def test_copies_of_a_layer_draw_its_numbers() -> None:
     each = len(events) // 3
     assert [event.copy_of for event in events] == [None] * each + list(range(2 * each))
     assert not any(event.counted for event in events)
+
+
+@pytest.mark.parametrize("stack", [nn.TransformerEncoder, nn.TransformerDecoder])
+def test_no_copies_of_a_layer_draw_nothing(stack: Any) -> None:
+    assert texts(stack(nn.TransformerEncoderLayer(8, 2, 16), 0)) == []
 
 
 @pytest.mark.parametrize("bias", [True, False])
