@@ -138,20 +138,18 @@ class Links:
                 else:
                     data = b""
                     break
-            else:
-                yield link.rank, json.loads(line), True
+            elif isinstance(message := _message(line), list):
+                yield link.rank, message, True
         if not data and self._closed(link):
             yield link.rank, None, False  # type: ignore[misc]
 
     def _greeted(self, link: Link, line: bytes) -> bool:
         """Takes the first line of a child: the token and its rank."""
-        try:
-            token, rank = json.loads(line)
-        except ValueError:
-            return False
-        if token != self.token or not isinstance(rank, int):
-            return False
-        link.rank = rank
+        match _message(line):
+            case [self.token, int(rank)]:
+                link.rank = rank
+            case _:
+                return False
         self.by_rank[rank] = link
         link.unsent += WELCOME
         self._flush(link)
@@ -174,6 +172,13 @@ class Links:
             return False
         del self.by_rank[link.rank]
         return True
+
+
+def _message(line: bytes) -> Any:
+    """Returns what a line says; None if it is no JSON: the lines behind it may be right."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None
 
 
 _open: weakref.WeakSet[Links] = weakref.WeakSet()

@@ -57,6 +57,12 @@ def test_messages_arrive_whole(ends: tuple[Links, Links]) -> None:
     assert come(parent, 1) == [(CHILD, ["ask"], True)]
 
 
+def test_a_line_that_is_no_message_does_not_take_others_along(ends: tuple[Links, Links]) -> None:
+    parent, child = ends
+    child.by_rank[PARENT].socket.sendall(b'["beat"]\n{"beat\n\xff\n5\n["ask"]\n')
+    assert come(parent, 2) == [(CHILD, ["beat"], True), (CHILD, ["ask"], True)]
+
+
 def test_the_end_of_the_other_side_is_seen(ends: tuple[Links, Links]) -> None:
     parent, child = ends
     child.close()
@@ -67,7 +73,13 @@ def test_the_end_of_the_other_side_is_seen(ends: tuple[Links, Links]) -> None:
 def test_a_stranger_is_not_heard(ends: tuple[Links, Links]) -> None:
     parent, _ = ends
     hosts, port, _ = json.loads(parent.address)
-    for greeting in (b'["wrong", 1]\n', b"GET / HTTP/1.0\n", b"x" * (LONGEST_GREETING + 1)):
+    for greeting in (
+        b'["wrong", 1]\n',
+        b"GET / HTTP/1.0\n",
+        b"5\n",
+        b"[" * 50_000 + b"\n",
+        b"x" * (LONGEST_GREETING + 1),
+    ):
         with socket.create_connection((hosts[-1], port)) as stranger:
             stranger.sendall(greeting)
             while not (closed := _is_closed(stranger)):
