@@ -754,7 +754,7 @@ class Executable:
             compile_blocks(entry.module, self.tree.compiles, self.tree.fused)
         self.entries.append((key, entry))
         # The first graph stays, however old it is; of the others the oldest go.
-        del self.entries[1 : max(1, len(self.entries) - MOST)]
+        del self.entries[1 : max(1, len(self.entries) - MOST + 1)]
         return entry
 
     # ---- attributes for users

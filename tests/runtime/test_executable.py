@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import autotp
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.groups.one_thread import one_thread
+from autotp.runtime import executable
 from autotp.runtime.module import executable_of
 
 checks = Checks()
@@ -42,6 +44,19 @@ def further_signatures(rank: int, n: int) -> None:
     for mode in (False, True, False):
         torch.testing.assert_close(parallel.train(mode)(x), whole.train(mode)(x))
     assert signatures_met(parallel) == before + 1
+
+
+@checks.on(1)
+def as_many_graphs_as_are_kept(rank: int, n: int) -> None:
+    """The first graph stays, and the newest ones."""
+    parallel = autotp.parallelize(Plain(), n, example_inputs=torch.ones(2, 8))
+    graphs = executable_of(parallel)
+    first = graphs.entries[0]
+    with patch.object(executable, "MOST", 3):
+        for dims in range(2, 8):
+            parallel(torch.ones(*[1] * (dims - 1), 8))
+    assert len(graphs.entries) == 3 and graphs.entries[0] is first
+    assert [len(entry.analysis.captured.leaves[0].shape) for _, entry in graphs.entries] == [2, 6, 7]
 
 
 class Window(nn.Module):
