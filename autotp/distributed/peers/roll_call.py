@@ -267,7 +267,7 @@ class Node:
         return self.parent not in self.heard or self._is_silent(self.parent)
 
     def _call(self, number: str, source: int | None) -> None:
-        parent = self.parent if self.parent is not None and source is None else None
+        parent = self.parent if source is None else None
         pending = {rank for rank in self.children if rank in self.heard or rank in self.expected} - {*self.ended}
         census = Census(dict(self.lost), dict(self.ended), set(), {self.state(): [[self.rank, self.rank + 1]]})
         self.roll = Roll(number, source, pending - {*self.lost}, census)
