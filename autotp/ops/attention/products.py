@@ -52,8 +52,8 @@ def attention_weights(
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     # As in torch's own products: both are scaled before, so that scores in 16 bits do not overflow in between.
-    root = math.sqrt(scale)
-    scores = (query * root) @ (key * root).transpose(-2, -1)
+    root = math.sqrt(abs(scale))
+    scores = (query * (root if scale > 0 else -root)) @ (key * root).transpose(-2, -1)
     if causal:
         rows, columns = scores.shape[-2:]
         allowed = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()

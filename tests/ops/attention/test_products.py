@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp.ops.attention.products import attention
+from autotp.ops.attention.products import attention, attention_weights
 
 
 @pytest.mark.parametrize("queries", [0, 3])
@@ -39,6 +39,13 @@ def test_attention_without_heads(grouped: bool) -> None:
             assert grad.shape == x.shape and not grad.any()
         assert torch.func.grad(lambda m: attention(q, k, v, m).sum())(mask).shape == mask.shape
     assert attention(q, k, v, torch.ones(4, 4, dtype=torch.bool)).shape == (2, 0, 4, 3)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, 0.0, -0.5])
+def test_weights_are_those_of_torchs_attention(scale: float | None) -> None:
+    q, k, v = (torch.randn(2, 2, n, 4, dtype=torch.double) for n in (3, 5, 5))
+    weights, values = attention_weights(q, k, v, None, False, scale, False)
+    torch.testing.assert_close(weights @ values, F.scaled_dot_product_attention(q, k, v, scale=scale))
 
 
 class Layer(nn.Module):
