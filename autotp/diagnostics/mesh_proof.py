@@ -62,7 +62,8 @@ class MeshProof:
         actions: the number of forwards and backwards in a step of one replica.
         cp: the number of ranks that sequences are cut over.
         not_computed: why no step was compared with one device; "" if one was.
-        whole: with ZeRO, the parameters that each replica holds whole. The others are divided over the replicas.
+        whole: with ZeRO, the parameters that each replica holds whole. The others are divided over the replicas; a rank
+            that has no element of one has nothing to divide.
         without_gradient: in a pipeline, the parameters that get no gradient, for the loss has none on one device.
     """
 
@@ -191,8 +192,8 @@ def prove(
             raise Error(f"tp rank {rank % tp} would divide its graph in another way than tp rank 0")
     names = program.captured.parameters
     tied = _homes(composed, names, first.ranks)
-    scalars = {name for name, layout in program.layouts.items() if not layout.shape}
-    whole = tuple(sorted(_read_twice(composed, names, first.ranks) | scalars))
+    undivided = {name for name, layout in program.layouts.items() if not layout.shape or 0 in layout.shape}
+    whole = tuple(sorted(_read_twice(composed, names, first.ranks) | undivided))
     sent = tuple((len(values), sum(map(_bytes, values))) for values in composed.sent)
     learning = learning_of(program) if pp > 1 else None
     still = () if learning is None else tuple(name for name in names.values() if name not in learning)

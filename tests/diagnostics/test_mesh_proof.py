@@ -124,6 +124,24 @@ def test_zero_leaves_whole_what_several_stages_of_a_rank_read(monkeypatch: pytes
         autotp.verify(on_meta(), 1, **given)
 
 
+class Shifted(nn.Module):
+    """A norm with a table of shifts that has no rows."""
+
+    def __init__(self, norm: nn.Module, width: int) -> None:
+        super().__init__()
+        self.norm, self.shifts = norm, nn.Parameter(torch.empty(0, width))
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(x) + self.shifts.sum(0)
+
+
+def test_zero_leaves_whole_what_has_no_elements() -> None:
+    model = on_meta()
+    model.ln_f = Shifted(model.ln_f, SIZES["n_embd"]).to("meta")
+    report = autotp.verify(model, 2, dp=2, zero=1)
+    assert report.mesh is not None and report.mesh.whole == ("ln_f.shifts",)
+
+
 def test_ranks_that_divide_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, division = [0], mesh_proof.division
 
