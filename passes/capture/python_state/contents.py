@@ -101,7 +101,8 @@ def _fill(value: Any, contents: Mapping[Any, Any]) -> None:
         table = value if isinstance(value, dict) else vars(value)
         for key, _ in entries(value):  # Of a module, those that torch keeps stay.
             table.pop(key, None)
-        table.update(items)
+        for key, item in items.items():  # Not `update`: that of a Counter adds.
+            table[key] = item
 
 
 def unchanged(value: Any) -> Callable[[], bool]:

@@ -227,7 +227,10 @@ def put(holder: Any, key: Any, value: Any) -> None:
             holder[key] = value
     else:
         table = holder if isinstance(holder, dict) else vars(holder)
-        table.pop(key, None) if value is GONE else table.update({key: value})
+        if value is GONE:
+            table.pop(key, None)
+        else:
+            table[key] = value  # Not `update`: that of a Counter adds.
 
 
 def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -40,6 +40,7 @@ CHANGES: list[tuple[Callable[[], Any], Callable[[Any], object], dict[Any, Any]]]
     (lambda: {"a": 1}, lambda x: x.update(a=2), {"a": 2}),
     (lambda: {"a": 1}, lambda x: x.clear(), {"a": GONE}),
     (lambda: OrderedDict(a=1, b=2), lambda x: x.move_to_end("a"), {}),
+    (lambda: Counter("aab"), lambda x: x.update("ab"), {"a": 3, "b": 2}),
     (lambda: {1, 2}, lambda x: x.add(3), {WHOLE: {1, 2, 3}}),
     (lambda: deque([1, 2], maxlen=2), lambda x: x.append(3), {0: 2, 1: 3}),
     (lambda: SimpleNamespace(a=1), lambda x: setattr(x, "b", 2), {"b": 2}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -167,7 +167,7 @@ def test_walk_enters_no_module_but_the_models() -> None:
 
 
 def test_put_sets_appends_and_removes() -> None:
-    items, table, names, instance = [1, 2], {"a": 1}, {1}, Config()
+    items, table, names, instance = [1, 2], Counter({"a": 1, "b": 1}), {1}, Config()
     put(items, 2, 3), put(items, 0, 7)
     put(table, "b", 2), put(table, "a", GONE), put(table, "none", GONE)
     put(names, WHOLE, {4, 5}), put(instance, "tau", 2.0), put(instance, "inner", GONE)
