@@ -284,6 +284,7 @@ class Layouts:
 
     def _low(self, tp: int, cp: int, which: Recompute) -> ClosedForms:
         """Returns closed forms without the graph of these ranks; their prices are low."""
+        self.prices(1, CONTEXTS[1], which)  # Lowers the model for these, if that has not been done.
         local, cut, whole = (self.closed_forms(n, m, which) for n, m in ((tp, 1), (1, CONTEXTS[1]), (1, 1)))
         return local.divided(cp, cut, CONTEXTS[1], whole)
 
