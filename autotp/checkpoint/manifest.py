@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content, sealed, unsealed
 from autotp.checkpoint.files.plain_json import decode, dtype_of, name_of
+from autotp.checkpoint.files.safetensors_files import nbytes
 from autotp.checkpoint.files.tensor_pieces import Piece, Shape, StoredPieces, file_of, tiled
 from autotp.errors import Error
 
@@ -130,7 +131,7 @@ def read_manifest(folder: Path) -> Manifest:
         files: list[int] = content["files"]
         tensors = {key: _pieces(files, *rows) for key, rows in content["tensors"].items()}
         # Before memory is allocated: a damaged manifest could ask for any amount.
-        if sum(math.prod(pieces.shape) * pieces.dtype.itemsize for pieces in tensors.values()) > sum(files):
+        if sum(map(nbytes, tensors.values())) > sum(files):
             raise ValueError("the tensors have more bytes than the files")
         for rank, size in enumerate(files):
             _expect_size(folder / file_of(rank), size)

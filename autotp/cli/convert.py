@@ -15,6 +15,7 @@ from rich.text import Text
 from autotp.checkpoint.conversion.content import FORMATS, Content, Format
 from autotp.checkpoint.conversion.differences import Unlike, differences
 from autotp.checkpoint.conversion.formats import CONFIG, OF_TORCH, cast, config_in, read_content, write_content
+from autotp.checkpoint.files.safetensors_files import nbytes
 from autotp.checkpoint.weights import parse_size
 from autotp.cli.flags import Debug, Json
 from autotp.cli.model_argument import dtype_named
@@ -74,7 +75,7 @@ def convert(
     beside = (lambda folder: copy_beside(source, folder)) if source.is_dir() else (lambda folder: None)
     largest = parse_size(max_shard_size)
     within("convert", lambda: write_content(content, target, form, largest=largest, beside=beside))
-    size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in content.tensors.values())
+    size = sum(map(nbytes, content.tensors.values()))
     summary = {"ok": True, "source": content.format, "target": form, "tensors": len(content.tensors), "bytes": size}
     if json:
         print_json(summary)

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from torch import nn
 
-from autotp.cli.flags import (
-    PLAIN,
-    Attention,
-    Debug,
-    Html,
-    InputsOf,
-    Interleave,
-    Json,
-    Kwargs,
-    Layers,
-    Model,
-    ModelClass,
-    ScheduleName,
-)
-from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
+from autotp.cli.flags import PLAIN, Debug, Html, Interleave, Json, ScheduleName, with_model, with_options_of
+from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta
 from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, print_json, show
 from autotp.diagnostics.verify import Report, verify
 from autotp.display.text_table import bytes_text
@@ -32,16 +18,11 @@ from autotp.estimation.layout import Layout
 from autotp.estimation.result import Estimate
 from autotp.estimation.search import expect_search, search
 from autotp.estimation.seconds.hardware import KINDS, LINE, hardware_of
-from autotp.options import Recompute
 from autotp.page.save_page import save_page, save_trace
 from autotp.page.stamp import stamp_data
 from autotp.page.subject import subject_of
 from autotp.training.pipeline.schedules import engine_of
 
-RecomputeName = Enum("RecomputeName", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
-NONE = RecomputeName("none")
-OverlapName = Enum("OverlapName", {name: name for name in ("none", "batch")})  # type: ignore[misc]
-NO_OVERLAP = OverlapName("none")
 Gpu = Annotated[str, typer.Option("--gpu", metavar="KIND|LINE", help=f"{', '.join(KINDS)}, or a line such as '{LINE}'")]
 Batch = Annotated[int, typer.Option("--batch", help="The rows of a step, over all replicas")]
 Dtype = Annotated[str, typer.Option("--dtype", help="The dtype of computation")]
@@ -50,34 +31,29 @@ Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Wri
 Sequence = Annotated[int | None, typer.Option("--sequence", help="The length of a sequence; else the longest")]
 
 
+@with_model("dtype", "evaluation")
+@with_options_of(estimate)
 def estimate_command(
-    model: Model,
     gpu: Gpu,
     batch: Batch,
     tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="Pipeline ranks")] = 1,
     dp: Annotated[int, typer.Option("--dp", help="Replicas")] = 1,
-    cp: Annotated[int, typer.Option("--cp", help="Ranks that sequences are cut over")] = 1,
     micro_batch: Annotated[int, typer.Option("--micro-batch", help="The rows of a microbatch")] = 1,
     schedule: Annotated[ScheduleName, typer.Option("--schedule", help="The order of microbatches")] = PLAIN,
     interleave: Interleave = None,
-    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Cut along the sequence, too")] = False,
-    recompute: Annotated[RecomputeName, typer.Option("--recompute", help="What backward recomputes")] = NONE,
-    overlap: Annotated[OverlapName, typer.Option("--overlap", help="batch: halves of a batch take turns")] = NO_OVERLAP,
     zero: Annotated[int, typer.Option("--zero", help="The stage of ZeRO")] = 0,
     dtype: Dtype = "bfloat16",
     compiled: Compiled = False,
     sequence: Sequence = None,
-    layers: Layers = None,
-    attention: Attention = None,
-    model_class: ModelClass = None,
-    kwargs: Kwargs = None,
-    inputs: InputsOf = None,
     html: Html = None,
     prove: Annotated[bool, typer.Option("--prove", help="Prove the layout with autotp.verify, for the page")] = False,
     trace: Trace = None,
     json: Json = False,
     debug: Debug = False,
+    *,
+    argument: ModelArgument,
+    chosen: dict[str, Any],
 ) -> None:
     """Prints the predicted seconds, TFLOP/s and memory of a training step. Needs no GPU, weights or ranks.
 
@@ -86,25 +62,21 @@ def estimate_command(
     The exit status is 1 if it does not fit.
     """
     expect_writable(html, trace)
-    argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs)
+    mesh: dict[str, Any] = {"pp": pp, "dp": dp, "zero": zero, "schedule": schedule.value, "interleave": interleave}
     with arguments_in_use():
-        device = hardware_of(gpu)
-        Layout(batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, zero=zero, dtype=dtype_named(dtype))
+        device, computed = hardware_of(gpu), dtype_named(dtype)
+        Layout(batch=batch, micro_batch=micro_batch, dtype=computed, tp=tp, cp=chosen["cp"], **mesh)
         engine_of(schedule.value, interleave)
-    made = on_meta(argument)
+    made, inputs = on_meta(argument), argument.example_inputs()
     expect_room(made, device.memory, tp * (dp if zero == 3 else 1))
     with arguments_in_use():  # A layout that does not fit is an estimate, not an Error.
         est = estimate(
-            made, gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch,
-            schedule=cast(Any, schedule.value), interleave=interleave, sequence_parallel=sequence_parallel,
-            recompute=cast(Recompute, recompute.value), overlap=cast(Any, overlap.value), zero=zero,
-            dtype=dtype_named(dtype), compiled=compiled, sequence=sequence, example_inputs=argument.example_inputs(),
+            made, gpu=gpu, batch=batch, tp=tp, micro_batch=micro_batch, dtype=computed, compiled=compiled,
+            sequence=sequence, example_inputs=inputs, **mesh, **chosen,
         )  # fmt: skip
+    microbatches = est.layout.microbatches
     proof = None if not prove else verify(
-        made.to("meta"), tp, pp=pp, dp=dp, cp=cp, microbatches=est.layout.microbatches, zero=cast(Any, zero),
-        schedule=cast(Any, schedule.value), interleave=interleave, example_inputs=argument.example_inputs(),
-        sequence_parallel=sequence_parallel, recompute=cast(Recompute, recompute.value),
-        overlap=cast(Any, overlap.value),
+        made.to("meta"), tp, microbatches=microbatches, example_inputs=inputs, **mesh, **chosen
     )  # fmt: skip
     if html is not None:
         save_page(est, html, proof=proof)
@@ -126,8 +98,8 @@ def proof_data(est: Estimate, proof: Report) -> dict[str, Any]:
     return {"proved": stamp["proved"], "not_proved": stamp["open"], **proof.to_dict()}
 
 
+@with_model("dtype", "evaluation")
 def search_command(
-    model: Model,
     gpus: Annotated[int, typer.Option("--gpus", help="The number of devices")],
     gpu: Gpu,
     batch: Batch,
@@ -135,14 +107,11 @@ def search_command(
     dtype: Dtype = "bfloat16",
     compiled: Compiled = False,
     sequence: Sequence = None,
-    layers: Layers = None,
-    attention: Attention = None,
-    model_class: ModelClass = None,
-    kwargs: Kwargs = None,
-    inputs: InputsOf = None,
     html: Html = None,
     json: Json = False,
     debug: Debug = False,
+    *,
+    argument: ModelArgument,
 ) -> None:
     """Prints the fastest layouts on a number of devices that fit, and why the obvious ones lost.
 
@@ -151,7 +120,6 @@ def search_command(
     The exit status is 1 if no layout fits.
     """
     expect_writable(html)
-    argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs)
     with arguments_in_use():
         device = expect_search(gpus, gpu, batch, memory)
     made = on_meta(argument)
@@ -173,7 +141,7 @@ def expect_room(model: nn.Module, memory: float, ranks: int) -> None:
         ranks: the devices that share a parameter.
     """
     name, largest = max(
-        ((name, p.numel() * p.element_size()) for name, p in model.named_parameters()),
+        ((name, p.nbytes) for name, p in model.named_parameters()),
         key=lambda pair: pair[1], default=("", 0),
     )  # fmt: skip
     if largest / ranks > memory:

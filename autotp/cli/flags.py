@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from autotp.api import parallelize
+from autotp.cli.model_argument import ModelArgument, dtype_named, settings_of
 from autotp.options import DEFAULTS, OPTIONAL, Options
 from autotp.training.pipeline.schedules import ENGINES
 
@@ -77,23 +78,49 @@ def with_options_of(function: Callable[..., Any]) -> Callable[[Callable[..., Non
     Args:
         function: a public function, such as `autotp.verify`.
     """
+    flags = [_flag(name) for name in vars(DEFAULTS) if name in signature(function).parameters]
+    return lambda command: _instead_of("chosen", command, flags, dict)
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        parameters = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        accepted = signature(function).parameters
-        flags = [_flag(name) for name in vars(DEFAULTS) if name in accepted]
 
-        def run(**values: Any) -> None:
-            chosen = {p.name: _value(values.pop(p.name)) for p in flags}
-            command(**values, chosen=chosen)
+def with_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command MODEL and its flags; what they say comes as `argument`.
 
-        ordered = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in parameters if p.name != "chosen"] + flags
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__signature__ = signature(command).replace(parameters=ordered, return_annotation=None)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in ordered}
-        return run
+    Args:
+        left_out: the flags that the command has not.
+    """
+    flags = [p for p in signature(_model_argument, eval_str=True).parameters.values() if p.name not in left_out]
+    return lambda command: _instead_of("argument", command, flags, lambda values: _model_argument(**values))
 
-    return decorate
+
+def _model_argument(
+    model: Model,
+    layers: Layers = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="The dtype of the parameters: bfloat16, ...")] = None,
+    attention: Attention = None,
+    model_class: ModelClass = None,
+    kwargs: Kwargs = None,
+    inputs: InputsOf = None,
+    evaluation: Evaluation = False,
+) -> ModelArgument:
+    settings, own_dtype = settings_of(kwargs), dtype_named(dtype)
+    return ModelArgument(model, settings, layers, own_dtype, attention, model_class, inputs, evaluation)
+
+
+def _instead_of(
+    name: str, command: Callable[..., None], flags: Sequence[Parameter], value_of: Callable[[dict[str, Any]], Any]
+) -> Callable[..., None]:
+    """Returns a command with flags in place of a parameter, whose value is made of theirs."""
+    parameters = [p for p in signature(command, eval_str=True).parameters.values() if p.name != name]
+
+    def run(**values: Any) -> None:
+        made = value_of({flag.name: _value(values.pop(flag.name)) for flag in flags})
+        command(**values, **{name: made})
+
+    ordered = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*parameters, *flags)]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = signature(command).replace(parameters=ordered, return_annotation=None)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in ordered}
+    return run
 
 
 def _flag(name: str) -> Parameter:

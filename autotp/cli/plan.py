@@ -7,20 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from autotp.api import explain
-from autotp.cli.flags import (
-    Attention,
-    Debug,
-    Evaluation,
-    Html,
-    InputsOf,
-    Json,
-    Kwargs,
-    Layers,
-    Model,
-    ModelClass,
-    with_options_of,
-)
-from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
+from autotp.cli.flags import Debug, Html, Json, with_model, with_options_of
+from autotp.cli.model_argument import ModelArgument, on_meta
 from autotp.cli.output import WrongUse, console, expect_writable, show
 from autotp.diagnostics.pass_by_pass.pass_table import names_of_passes, pass_table
 from autotp.diagnostics.pass_by_pass.stages import stages
@@ -29,21 +17,15 @@ from autotp.options import Options
 from autotp.page.save_page import save_page, save_sheets
 
 
+@with_model()
 @with_options_of(explain)
 def plan(
-    model: Model,
     tp: Annotated[int, typer.Option("--tp", min=1, help="The number of ranks")],
-    layers: Layers = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="The dtype of the parameters: bfloat16, ...")] = None,
-    attention: Attention = None,
-    model_class: ModelClass = None,
-    kwargs: Kwargs = None,
-    inputs: InputsOf = None,
-    evaluation: Evaluation = False,
     html: Html = None,
     json: Json = False,
     debug: Debug = False,
     *,
+    argument: ModelArgument,
     chosen: dict[str, Any],
 ) -> None:
     """Prints what would be cut on TP ranks, what that sends, and what stays whole. Needs no GPU, weights or ranks.
@@ -51,33 +33,24 @@ def plan(
     Example: autotp plan file.py:factory --tp 2
     """
     expect_writable(html)
-    argument = ModelArgument(
-        model, settings_of(kwargs), layers, dtype_named(dtype), attention, model_class, inputs, evaluation
-    )
     result = explain(on_meta(argument), tp, example_inputs=argument.example_inputs(), **chosen)
     if html is not None:
         save_page(result, html)
     show(result, json)
 
 
+@with_model()
 @with_options_of(stages)
 def stages_command(
-    model: Model,
     tp: Annotated[int, typer.Option("--tp", min=1, help="The number of ranks")],
     shown: Annotated[
         str | None, typer.Option("--pass", metavar="NAME", help="Print the code before and after this pass, too")
     ] = None,
-    layers: Layers = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="The dtype of the parameters: bfloat16, ...")] = None,
-    attention: Attention = None,
-    model_class: ModelClass = None,
-    kwargs: Kwargs = None,
-    inputs: InputsOf = None,
-    evaluation: Evaluation = False,
     html: Html = None,
     json: Json = False,
     debug: Debug = False,
     *,
+    argument: ModelArgument,
     chosen: dict[str, Any],
 ) -> None:
     """Prints what each pass does, from the model to what the first of TP ranks runs. Needs no GPU, weights or ranks.
@@ -88,9 +61,6 @@ def stages_command(
     options = Options(**chosen)
     if shown is not None and shown not in (names := names_of_passes(options)):
         raise WrongUse(f"--pass {shown}: no such pass runs with these options; they are {', '.join(names)}")
-    argument = ModelArgument(
-        model, settings_of(kwargs), layers, dtype_named(dtype), attention, model_class, inputs, evaluation
-    )
     table = pass_table(on_meta(argument), tp, options, argument.example_inputs(), shown or "")
     if html is not None:
         save_sheets((table.sheet(), *table.code_sheets()), html)

@@ -10,23 +10,8 @@ import typer
 from rich.text import Text
 from torch import nn
 
-from autotp.cli.flags import (
-    PLAIN,
-    Attention,
-    Debug,
-    Evaluation,
-    Html,
-    InputsOf,
-    Interleave,
-    Json,
-    Kwargs,
-    Layers,
-    Model,
-    ModelClass,
-    ScheduleName,
-    with_options_of,
-)
-from autotp.cli.model_argument import ModelArgument, on_meta, settings_of, with_values
+from autotp.cli.flags import PLAIN, Debug, Html, Interleave, Json, ScheduleName, with_model, with_options_of
+from autotp.cli.model_argument import ModelArgument, on_meta, with_values
 from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, console, expect_writable, print_json
 from autotp.diagnostics.bisect import Blame, bisect
 from autotp.diagnostics.verify import (
@@ -49,16 +34,10 @@ from autotp.runtime.build import expect_usable
 Result = tuple[Report, Blame | None]
 
 
+@with_model("dtype")
 @with_options_of(verify)
 def verify_command(
-    model: Model,
     tp: Annotated[list[int], typer.Option("--tp", min=1, help="The numbers of ranks, each verified: --tp 2 3 4")],
-    layers: Layers = None,
-    attention: Attention = None,
-    model_class: ModelClass = None,
-    kwargs: Kwargs = None,
-    inputs: InputsOf = None,
-    evaluation: Evaluation = False,
     pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks, as of `autotp.distribute`")] = 1,
     dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas")] = 1,
     microbatches: Annotated[
@@ -73,6 +52,7 @@ def verify_command(
     json: Json = False,
     debug: Debug = False,
     *,
+    argument: ModelArgument,
     chosen: dict[str, Any],
 ) -> None:
     """Compares the outputs, every gradient and a step of TP ranks with one device, in one process and in float64.
@@ -87,7 +67,6 @@ def verify_command(
     expect_writable(html)
     if html is not None and len(tp) > 1:
         raise WrongUse("--html writes the page of one number of ranks: --tp 2")
-    argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
     settings, example_inputs = Options(**chosen), argument.example_inputs()
     parts = microbatches_of(pp) if microbatches is None else microbatches
     order = {"schedule": schedule.value, "interleave": interleave}
@@ -131,17 +110,8 @@ def _verified(model: nn.Module, example_inputs: Any, tp: int, settings: Options)
 def _text(report: Report, blame: Blame | None) -> Iterator[Text]:
     """Yields the lines of a report, the verdict in green or red, and what a difference comes from."""
     yield from rich_lines(report.sheet())
-    if blame is None:
-        return
-    cut = blame.weights[0] if blame.weights else "none: the difference stays when nothing is cut"
-    yield Text(f"  guilty weight   {cut}", style="red")
-    if len(blame.weights) > 1:
-        more = f" and {len(blame.weights) - 4} more" if len(blame.weights) > 4 else ""
-        yield Text(f"  cut with it     {', '.join(blame.weights[1:4])}{more}  ({blame.why})")
-    passes = ", ".join(blame.passes) + " (leave it out with --without)" if blame.passes else "none that can be left out"
-    yield Text(f"  guilty pass     {passes}", style="red")
-    yield Text(f"  guilty rule     {blame.rule or 'none'}", style="red")
-    yield Text(f"  found by        {blame.trials} comparisons")
+    for what, name in blame.rows() if blame is not None else ():
+        yield Text(f"  {what:<16}{name}", style="red" if what.startswith("guilty") else "")
 
 
 def _data(report: Report, blame: Blame | None) -> dict[str, Any]:

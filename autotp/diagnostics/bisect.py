@@ -23,6 +23,8 @@ from autotp.passes.plan.choose import Decision, accept
 from autotp.rules.registry import RULES, without_rules
 
 T = TypeVar("T")
+SHOWN = 3
+"""The weights that are named beside the guilty one."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,21 @@ class Blame:
     passes: tuple[str, ...]
     rule: str
     trials: int
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Returns what a difference comes from as texts: what it is, and its name."""
+        first, *others = self.weights or ("none: the difference stays when nothing is cut",)
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        passes = (
+            f"{', '.join(self.passes)} (leave it out with --without)" if self.passes else "none that can be left out"
+        )
+        return [
+            ("guilty weight", first),
+            *[("cut with it", f"{', '.join(others[:SHOWN])}{more}  ({self.why})")] * bool(others),
+            ("guilty pass", passes or "none that can be left out"),
+            ("guilty rule", self.rule or "none"),
+            ("found by", f"{self.trials} comparisons"),
+        ]
 
 
 def halve(suspects: Sequence[T], differs: Callable[[Sequence[T]], bool]) -> list[T]:

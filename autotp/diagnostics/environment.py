@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import autotp
+from autotp.display.sheet import Code, Kind, Sheet, Shown, Table
 from autotp.distributed.launch import TORCHRUN, Launch, launch
 from autotp.distributed.mesh import start
 
@@ -52,6 +55,7 @@ VARIABLES = (
 )  # fmt: skip
 """The variables of launchers that autotp reads, and those that decide how ranks find and use what they have."""
 
+Lines = list[tuple[str, Kind]]
 BYTES = 2**24
 """The size of the all-reduce that is timed."""
 TIMES = 9
@@ -88,8 +92,8 @@ class Exchange:
         return self.bytes / self.seconds / 1e9
 
 
-@dataclass(frozen=True)
-class Environment:
+@dataclass(frozen=True, repr=False)
+class Environment(Shown):
     """What was found.
 
     Attributes:
@@ -115,6 +119,74 @@ class Environment:
     exchange: Exchange | None
     problems: tuple[str, ...]
     advice: tuple[str, ...] = ()
+
+    @property
+    def untested(self) -> list[str]:
+        """The libraries that are here in another version than the tests run with."""
+        return [p.name for p in self.packages if p.state == "untested" and p.tested]
+
+    def summary(self) -> str:
+        """Returns in a line whether a training would start here, and with which command."""
+        if self.problems:
+            return f"not ready: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, see above"
+        versions = ", but not with the versions that were tested together" * bool(self.untested)
+        if self.exchange is not None:
+            return f"ready{versions}: the ranks find each other over {self.backend}"
+        ranks = len(self.gpus) or self.cores
+        return f"ready{versions}: torchrun --nproc-per-node {ranks} train.py starts {ranks} ranks over {self.backend}"
+
+    def sheet(self) -> Sheet:
+        """Returns the table of libraries, how the process was started, the machine, and the verdict."""
+        rows = ((p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in self.packages)
+        table = Table(("library", "here", "tests", "what works"), tuple(rows), ("", "good", "", "note"))
+        untested: Lines = [(f"not the versions that were tested together: {', '.join(self.untested)}", "whole")]
+        verdict: Lines = [(f"problem       {text}", "bad") for text in self.problems]
+        verdict += [(f"verdict       {self.summary()}", "bad" if self.problems else "good")]
+        parts = untested * bool(self.untested), self._started(), self._machine(), verdict
+        codes = [Code(tuple(lines)) for lines in parts if lines]
+        return Sheet(f"autotp {autotp.__version__}, Python {self.python}", (table, *codes))
+
+    def _started(self) -> Lines:
+        by = self.launched
+        lines: Lines = [(f"started by    {by.by if by else 'no launcher: one process, one rank'}", "")]
+        if by is not None:
+            lines += [(f"rank          {by.rank} of {by.size}; here {by.local_rank} of {by.local_size}", "")]
+        lines += [(f"{name}={value}", "note") for name, value in self.variables.items()]
+        return lines
+
+    def _machine(self) -> Lines:
+        sent, facts = self.exchange, {"cores": self.cores, "GPUs": ", ".join(self.gpus) or "none"}
+        lines: Lines = [(f"{name:<14}{value}", "") for name, value in {**facts, "backend": self.backend}.items()]
+        if sent is not None:
+            speed = f"{sent.bytes / 1e6:.1f} MB in {sent.seconds * 1e3:.2f} ms, {sent.gigabytes:.2f} GB/s"
+            lines += [(f"all-reduce    {speed}", "")]
+        lines += [(f"faster with   {advice}", "whole") for advice in self.advice]
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what was found as plain data, for JSON."""
+        by, sent = self.launched, self.exchange
+        return {
+            "ok": not self.problems,
+            "python": self.python,
+            "packages": {
+                p.name: {"version": p.found or None, "tested": p.tested or None, "state": p.state,
+                         "works": LIBRARIES.get(p.name, "")}
+                for p in self.packages
+            },
+            "launcher": None if by is None else {
+                name: getattr(by, name) for name in ("by", "rank", "size", "local_rank", "local_size")
+            },
+            "variables": self.variables,
+            "cores": self.cores,
+            "gpus": list(self.gpus),
+            "backend": self.backend,
+            "all_reduce": None if sent is None else {
+                "bytes": sent.bytes, "seconds": sent.seconds, "gigabytes_a_second": sent.gigabytes,
+            },
+            "problems": list(self.problems),
+            "advice": list(self.advice),
+        }  # fmt: skip
 
 
 def examine() -> Environment:

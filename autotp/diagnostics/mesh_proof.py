@@ -16,13 +16,12 @@ fully_shard is trusted with.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from autotp.compiler import Program, flat_graphs
 from autotp.display.progress import progress
@@ -35,6 +34,7 @@ from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.check.stage_composition import Composition, compose
 from autotp.passes.pipeline.stages import Division, Stage, staged
+from autotp.rules.call import nbytes_of
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
 from autotp.training.pipeline.schedules import Training, analyse_microbatch, division, learning_of, stages_of
@@ -194,7 +194,7 @@ def prove(
     tied = _homes(composed, names, first.ranks)
     undivided = {name for name, layout in program.layouts.items() if not layout.shape or 0 in layout.shape}
     whole = tuple(sorted(_read_twice(composed, names, first.ranks) | undivided))
-    sent = tuple((len(values), sum(map(_bytes, values))) for values in composed.sent)
+    sent = tuple((len(values), sum(nbytes_of(value.meta["val"]) for value in values)) for values in composed.sent)
     learning = learning_of(program) if pp > 1 else None
     still = () if learning is None else tuple(name for name in names.values() if name not in learning)
     proof = MeshProof(
@@ -269,9 +269,3 @@ def expect_complete(order: Sequence[Sequence[Action]], stages: Sequence[Sequence
 def _halves(action: Action) -> str:
     """Returns the halves of an action: a backward has the gradients of inputs, and those of weights."""
     return "IW" if action.half == "B" else action.half
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return math.prod(n if isinstance(n, int) else n.node.hint or 0 for n in value.shape) * value.element_size()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from autotp.passes.check.types import Typed
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.propagate import needs_grad
-from autotp.rules.call import outputs_of
+from autotp.rules.call import elements_of, nbytes_of, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import find
@@ -56,8 +57,8 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
     )
     reasons = Reasons(analysis)
     whole = [_whole(name, nodes[name], analysis, reasons) for name, layout in layouts if layout.dim is None]
-    total = sum(_count(layout.shape) * dtypes[name] for name, layout in layouts)
-    ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
+    total = sum(math.prod(layout.shape) * dtypes[name] for name, layout in layouts)
+    ranks = [sum(math.prod(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
     count = traffic(first or flat_graph(analysis, 0, "fast"), analysis)
     outputs = tuple(layout for _, layout in sorted(analysis.local_outputs.items()))
     everything = (*whole, *_unknown(analysis), *_needs_whole(analysis))
@@ -108,7 +109,7 @@ def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
             if name in table:
                 read, back = node.all_input_nodes, bool(side) or node in in_backward
                 # The larger side of a conjugate is the whole, which its collective makes or takes.
-                size = max(sum(map(_bytes, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
+                size = max(sum(map(nbytes_of, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
                 # `tp/4` is a group of neighbours along `tp`.
                 own_axis = str(node.args[1]).partition("/")[0]
                 of_parameters = all(_placeholder(n) in learnt for n in read)
@@ -143,25 +144,9 @@ def _gathered_again(graph: fx.Graph, analysis: Program) -> list[Sent]:
             x, (dim, length, *_) = node.args[0], node.args[2]
             whole = list(x.meta["val"].shape)
             whole[dim] = length.meta["val"] if isinstance(length, fx.Node) else length
-            size = _elements(whole) * x.meta["val"].dtype.itemsize
+            size = elements_of(whole) * x.meta["val"].dtype.itemsize
             sends.append(Sent("all-gather", layer_of(node), size, True, False))
     return sends
-
-
-def _bytes(value: torch.Tensor) -> int:
-    """Returns the bytes of an example value, at the captured sizes; a size that depends on values counts as 0."""
-    return _elements(value.shape) * value.dtype.itemsize
-
-
-def _elements(shape: Iterable[Any]) -> int:
-    return _count(n if isinstance(n, int) else int(n.node.hint or 0) for n in shape)
-
-
-def _count(shape: Iterable[Any]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
 
 
 def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: set[fx.Node]) -> CutRow:

@@ -136,14 +136,9 @@ def lines_of_table(part: Table, width: int = WIDTH) -> Iterator[Line]:
 
 def rich_lines(sheet: Sheet, width: int = WIDTH) -> Iterator[Text]:
     """Yields the lines of a sheet as texts of rich. width: the most characters of a line of a table"""
-    return map(rich_line, lines_of(sheet, width))
-
-
-def rich_line(line: Line) -> Text:
-    """Returns a line as a text of rich."""
     from rich.text import Text
 
-    return Text.assemble(*line)
+    return (Text.assemble(*line) for line in lines_of(sheet, width))
 
 
 def html(sheet: Sheet) -> str:

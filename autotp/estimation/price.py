@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from autotp.estimation.counts.activations import StageMemory, stage_memory
@@ -70,7 +70,7 @@ class Prices:
     def copied(self, names: frozenset[str]) -> int:
         """Returns the bytes of the gradients that are copied to be summed over replicas: those that are small."""
         if names not in self._copied:
-            sizes = (p.elements * p.itemsize for p in map(self.model.parameters.__getitem__, names) if p.learns)
+            sizes = (p.bytes for p in map(self.model.parameters.__getitem__, names) if p.learns)
             self._copied[names] = sum(size for size in sizes if size < BUCKET)
         return self._copied[names]
 
@@ -170,14 +170,19 @@ class Simulated:
     Attributes:
         order: the actions of each pipeline rank.
         stages: what the step knows of each stage.
-        played: when each action runs.
         waits: what actions wait for, on other replicas.
+        played: when each action runs.
     """
 
     order: tuple[tuple[Action, ...], ...]
     stages: list[Stage]
-    played: Played
     waits: ReplicaWaits
+    played: Played = NOTHING_PLAYED
+
+    @cached_property
+    def names(self) -> list[frozenset[str]]:
+        """The names of the parameters of each pipeline rank."""
+        return [_together([self.stages[i].parameters for i in {a.stage for a in row}]) for row in self.order]
 
     def seconds(self, action: Action) -> float:
         """Returns the seconds of an action; the first microbatch's forward casts the parameters."""
@@ -207,7 +212,7 @@ def simulated(prices: Prices, layout: Layout) -> Simulated:
         return send_seconds(sent, distance, device)
 
     waits = ReplicaWaits(layout=layout, practice=practice, device=device, units=[s.units for s in stages], order=order)
-    unplayed = Simulated(order=order, stages=stages, played=NOTHING_PLAYED, waits=waits)
+    unplayed = Simulated(order=order, stages=stages, waits=waits)
     return replace(unplayed, played=play(order, unplayed.seconds, cache(sends), waits.seconds))
 
 
@@ -217,16 +222,11 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     Raises:
         Error: the schedule cannot run the microbatches, or there are more stages than blocks.
     """
-    device, practice, model = prices.device, prices.practice, prices.model
+    device, model = prices.device, prices.model
     engine = engine_of(layout.schedule, layout.interleave)
     step = simulated(prices, layout)
     order, stages = step.order, step.stages
-    names_by_rank = _held(step)
     spent = _spent(prices, layout, step)
-    rows = [
-        _rank_memory(prices, layout, stages, row, names, practice)
-        for row, names in zip(order, names_by_rank, strict=True)
-    ]
     flops = prices.flops(layout.micro_batch) * layout.microbatches * layout.dp
     again = sum(stage.times.again for stage in stages) * layout.model_ranks * layout.microbatches * layout.dp
     names = [piece.name for piece in prices.pieces(layout.micro_batch).pieces]
@@ -234,7 +234,7 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     home = {action.stage: rank for rank, row in enumerate(order) for action in row}
     return Estimate(
         layout=layout, device=device, seconds=sum(spent.values()), flops=flops, flops_again=again,
-        spent={name: s for name, s in spent.items() if s > 0}, memory=tuple(rows),
+        spent={name: s for name, s in spent.items() if s > 0}, memory=tuple(memory_of_ranks(prices, layout, step)),
         stages=tuple(tuple(names[i] for i in run) for run in runs), homes=tuple(home[i] for i in range(len(runs))),
         row=model.row, source=prices,
     )  # fmt: skip
@@ -267,34 +267,51 @@ def savings(prices: Prices, estimate: Estimate) -> tuple[Saving, ...]:
 
 
 def _seconds(prices: Prices, layout: Layout) -> float:
-    return sum(_spent(prices, layout, simulated(prices, layout)).values())
+    return step_seconds(prices, layout, simulated(prices, layout))
 
 
-def _held(step: Simulated) -> list[frozenset[str]]:
-    """Returns the names of the parameters of each pipeline rank."""
-    return [frozenset().union(*(step.stages[i].parameters for i in {a.stage for a in row})) for row in step.order]
+def step_seconds(prices: Prices, layout: Layout, step: Simulated) -> float:
+    """Returns the seconds of a step with this schedule."""
+    return step.played.seconds + sum(behind_pipeline(prices, layout, step).values())
+
+
+def memory_of_ranks(prices: Prices, layout: Layout, step: Simulated) -> list[RankMemory]:
+    """Returns the memory of each pipeline rank at its fullest moment."""
+    return [
+        _rank_memory(prices, layout, step.stages, row, names) for row, names in zip(step.order, step.names, strict=True)
+    ]
+
+
+def _together(names: Sequence[frozenset[str]]) -> frozenset[str]:
+    first, *others = names
+    return first.union(*others) if others else first
 
 
 def _spent(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
     """Returns what the seconds of a step are spent on: on the busiest rank, then behind the pipeline."""
-    device, (order, stages, played) = prices.device, (step.order, step.stages, step.played)
+    order, stages, played = step.order, step.stages, step.played
     slowest = max(range(layout.pp), key=played.busy.__getitem__)
     spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
     casts = sum(stages[i].casts for i in {action.stage for action in order[slowest]})
     spent[ELEMENTWISE] = spent.get(ELEMENTWISE, 0.0) + casts
     waited = [step.waits.parts(action, start) for start, action in played.starts[slowest]]
     gathers, sums = (sum(part) for part in zip(*waited, strict=True))
-    names_by_rank = _held(step)
     spent["pipeline"] = played.seconds - played.busy[slowest] - gathers - sums
     spent["parameters dp"] = gathers
-    ends = [_exchange_ends(prices, layout, step, rank, names) for rank, names in enumerate(names_by_rank)]
-    spent["gradients dp"] = sums + max(0.0, max(ends) - played.seconds)
-    spent["optimizer"] = max(update_seconds(prices, layout, names) for names in names_by_rank)
-    spent["tied weights pp"] = 0.0
-    if tied := _tied(prices.model, names_by_rank):
+    behind = behind_pipeline(prices, layout, step)
+    return {**spent, **behind, "gradients dp": sums + behind["gradients dp"]}
+
+
+def behind_pipeline(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
+    """Returns the seconds of what follows the pipeline, in order: of the sums over replicas what nothing hides."""
+    seconds, device = {"tied weights pp": 0.0}, prices.device
+    if tied := _tied(prices.model, step.names):
         group = Group(size=2, stride=layout.model_ranks * layout.dp * max(1, layout.pp - 1))
-        spent["tied weights pp"] = collective_seconds("all-reduce", tied, group, device)
-    return spent
+        seconds["tied weights pp"] = collective_seconds("all-reduce", tied, group, device)
+    ends = [_exchange_ends(prices, layout, step, rank, names) for rank, names in enumerate(step.names)]
+    seconds["gradients dp"] = max(0.0, max(ends) - step.played.seconds)
+    seconds["optimizer"] = max(update_seconds(prices, layout, names) for names in step.names)
+    return seconds
 
 
 def _exchange_ends(prices: Prices, layout: Layout, step: Simulated, rank: int, names: frozenset[str]) -> float:
@@ -408,15 +425,15 @@ def _tied(model: Lowered, names_by_rank: Sequence[frozenset[str]]) -> int:
     """Returns the bytes of the gradients that several pipeline ranks sum: those of tied weights."""
     counts = Counter(name for names in names_by_rank for name in names)
     shared = [model.parameters[name] for name, n in counts.items() if n > 1 and model.parameters[name].learns]
-    return sum(p.elements * p.itemsize for p in shared)
+    return sum(p.bytes for p in shared)
 
 
 def _rank_memory(
-    prices: Prices, layout: Layout, stages: Sequence[Stage], row: Sequence[Action], names: frozenset[str],
-    practice: Practice,
-) -> RankMemory:  # fmt: skip
+    prices: Prices, layout: Layout, stages: Sequence[Stage], row: Sequence[Action], names: frozenset[str]
+) -> RankMemory:
     """Returns the memory of a pipeline rank at its fullest moment."""
-    weights = sum(p.elements * p.itemsize for p in prices.totals(names))
+    practice = prices.practice
+    weights = sum(p.bytes for p in prices.totals(names))
     copy = {i: sum(_copy(p, layout) for p in prices.totals(stage.parameters)) for i, stage in enumerate(stages)}
     learnt = _learnt(prices, names)
     gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)

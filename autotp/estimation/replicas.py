@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autotp.estimation.counts.pieces import Parameter, Piece
@@ -151,6 +152,16 @@ class ReplicaWaits:
     units: Sequence[tuple[Unit, ...]]
     order: tuple[tuple[Action, ...], ...]
 
+    @cached_property
+    def _stages_of_ranks(self) -> list[list[int]]:
+        """The stages of each pipeline rank, in the order in which they first run."""
+        return [list(dict.fromkeys(action.stage for action in row)) for row in self.order]
+
+    @cached_property
+    def _backward_waits(self) -> list[tuple[float, float]]:
+        """The seconds for which a backward of each stage waits for parameters, and for sums."""
+        return [self._in_backward(units) for units in self.units]
+
     @property
     def sums_each_backward(self) -> bool:
         """Whether gradients are summed in the backward of each microbatch: in a pipeline once a step."""
@@ -171,7 +182,7 @@ class ReplicaWaits:
         if self.layout.dp == 1 or not zero or action.half == "W":
             return 0.0, 0.0
         if action.half != "F":
-            return self._in_backward(units)
+            return self._backward_waits[action.stage]
         if zero < 3 and action.microbatch:
             return 0.0, 0.0
         total = sum(unit.gather for unit in units)
@@ -182,8 +193,7 @@ class ReplicaWaits:
 
     def _all_ahead(self, action: Action, begin: float) -> float:
         """Returns the seconds for which a first forward waits: all is gathered from the start of the step."""
-        row = next(row for row in self.order if any(a.stage == action.stage for a in row))
-        stages_of_rank = list(dict.fromkeys(a.stage for a in row))
+        stages_of_rank = next(stages for stages in self._stages_of_ranks if action.stage in stages)
         before = sum(u.gather for i in stages_of_rank[: stages_of_rank.index(action.stage)] for u in self.units[i])
         units = self.units[action.stage]
         if len(stages_of_rank) > 1:  # torch's schedule waits for all units of a stage.

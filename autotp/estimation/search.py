@@ -20,13 +20,13 @@ from torch import nn
 from autotp.arguments import expect_arguments
 from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.errors import Error, within
+from autotp.estimation.closed_form import ClosedForms
 from autotp.estimation.counts.pieces import Lowered, lowered_again
 from autotp.estimation.error_bars import why_zero_3
 from autotp.estimation.estimate import call_of, lowered_for
 from autotp.estimation.layout import AUTOTP, COMPILED, Layout, Practice
-from autotp.estimation.price import Prices, price
+from autotp.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.estimation.result import Estimate
-from autotp.estimation.rough import Rough, RoughPrices
 from autotp.estimation.seconds.hardware import GIB, Hardware, hardware_of
 from autotp.estimation.start_lines import python_line, torchrun_line
 from autotp.ops.eager_mode import uncollected
@@ -189,6 +189,14 @@ def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float) -> 
     return device
 
 
+@dataclass(frozen=True)
+class Rough:
+    """The seconds of a step, and the bytes of the fullest device, by a closed form."""
+
+    seconds: float
+    memory: float
+
+
 class Layouts:
     """A model, captured for each number of tensor-parallel and context-parallel ranks when it is first needed."""
 
@@ -199,8 +207,7 @@ class Layouts:
         self.device, self.dtype = device, dtype
         self._practice, self._call = practice, call_of(model, sequence, example_inputs)
         self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
-        self._rough: dict[tuple[int, int, Recompute], RoughPrices] = {}
-        self._low: dict[tuple[int, int, Recompute], RoughPrices] = {}
+        self._forms: dict[tuple[int, int, Recompute, bool], ClosedForms] = {}
         self.pipelines = True
 
     def prices(self, tp: int, cp: int, recompute: Recompute, halves: bool = False) -> Prices:
@@ -267,24 +274,22 @@ class Layouts:
         scores = any("softmax" in op.name for number in blocks for op in recorded.records[number].ops)
         return ("none", "selective", "full") if scores else ("none", "full")
 
-    def rough_prices(self, tp: int, cp: int, recompute: Recompute) -> RoughPrices:
-        """Returns the rough prices for what `prices` takes; they serve for halves of backward, too."""
+    def closed_forms(self, tp: int, cp: int, recompute: Recompute) -> ClosedForms:
+        """Returns the closed forms for what `prices` takes; they serve for halves of backward, too."""
         which: Recompute = "selective" if recompute == "selective" else "none"
-        if self.is_lowered(tp, cp):
-            return self._recorded(tp, cp, which)
-        if (tp, cp, which) not in self._low:
-            whole_prices, cut = self._recorded(1, 1, which), self._recorded(1, CONTEXTS[1], which)
-            self._low[tp, cp, which] = self._recorded(tp, 1, which).divided(cp, cut, CONTEXTS[1], whole_prices)
-        return self._low[tp, cp, which]
+        key = tp, cp, which, self.is_lowered(tp, cp)
+        if key not in self._forms:
+            self._forms[key] = ClosedForms(self.prices(tp, cp, which)) if key[-1] else self._low(tp, cp, which)
+        return self._forms[key]
 
-    def _recorded(self, tp: int, cp: int, which: Recompute) -> RoughPrices:
-        """Returns the rough prices of the graph of these ranks."""
-        if (tp, cp, which) not in self._rough:
-            self._rough[tp, cp, which] = RoughPrices(self.prices(tp, cp, which))
-        return self._rough[tp, cp, which]
+    def _low(self, tp: int, cp: int, which: Recompute) -> ClosedForms:
+        """Returns closed forms without the graph of these ranks; their prices are low."""
+        self.prices(1, CONTEXTS[1], which)  # Lowers the model for these, if that has not been done.
+        local, cut, whole = (self.closed_forms(n, m, which) for n, m in ((tp, 1), (1, CONTEXTS[1]), (1, 1)))
+        return local.divided(cp, cut, CONTEXTS[1], whole)
 
     def is_lowered(self, tp: int, cp: int) -> bool:
-        """True if rough prices of these ranks are those of their graph, and not low ones."""
+        """True if closed forms of these ranks are those of their graph, whose prices are not low."""
         return cp == 1 or (tp, cp, "none", False) in self._prices
 
     def refine(self, priced: Sequence[tuple[Layout, Rough]], tp: int, cp: int) -> list[tuple[Layout, Rough]]:
@@ -296,8 +301,11 @@ class Layouts:
         return [(x, self.rough(x) if (x.tp, x.cp) == (tp, cp) else r) for x, r in priced]
 
     def rough(self, layout: Layout) -> Rough:
-        """Returns the rough price of a layout."""
-        return self.rough_prices(layout.tp, layout.cp, layout.recompute).rough(layout)
+        """Returns the price of a layout whose schedule is a closed form."""
+        forms = self.closed_forms(layout.tp, layout.cp, layout.recompute)
+        step, prices = forms.simulated(layout), forms.prices
+        memory = memory_of_ranks(prices, layout, step)
+        return Rough(step_seconds(prices, layout, step), max(rank.total for rank in memory))
 
     def legal(self, gpus: int, batch: int) -> Iterator[Layout]:
         """Yields the layouts of a number of devices whose sizes multiply out.

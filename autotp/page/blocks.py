@@ -7,6 +7,7 @@ After:  [{"kind": "layer", "name": "input_layernorm"}, {"kind": "sent", "forward
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -163,10 +164,7 @@ def _moved(node: fx.Node, subject: Subject) -> Iterator[Axis | None]:
 
 def bytes_of(typed: Typed, subject: Subject) -> int:
     """Returns the bytes of a whole value."""
-    total = typed.dtype.itemsize
-    for axis in typed.dims:
-        total *= subject.length(find(axis).size)
-    return total
+    return typed.dtype.itemsize * math.prod(subject.length(find(axis).size) for axis in typed.dims)
 
 
 def _totals(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

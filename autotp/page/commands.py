@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autotp.estimation import start_lines
+from autotp.estimation.layout import Layout
 from autotp.page.subject import Subject
 
 
@@ -20,11 +21,11 @@ def python_line(subject: Subject) -> str:
     if subject.estimate is not None:
         return start_lines.python_line(subject.estimate.layout)
     options = subject.program.options
-    along = f", cp={options.cp}" * (options.cp > 1) + ", sequence_parallel=True" * options.sequence_parallel
     if (mesh := subject.mesh) is not None:
-        arguments = f"tp={mesh.tp}, pp={mesh.pp}, dp={mesh.dp}{along}, microbatches={mesh.microbatches}"
-        arguments += f', schedule="{mesh.schedule}"' * (mesh.schedule != "1F1B")
-        arguments += f", interleave={mesh.interleave}" * (mesh.interleave is not None)
-        arguments += f", zero={mesh.zero}" * bool(mesh.zero)
-        return f"trainer = autotp.distribute(model, {arguments})"
+        layout = Layout(
+            batch=mesh.microbatches * mesh.dp, tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, zero=mesh.zero,
+            schedule=mesh.schedule, interleave=mesh.interleave, sequence_parallel=options.sequence_parallel,
+        )  # fmt: skip
+        return start_lines.python_line(layout)
+    along = f", cp={options.cp}" * (options.cp > 1) + ", sequence_parallel=True" * options.sequence_parallel
     return f"model = autotp.parallelize(model, tp={subject.program.tp}{along})"

@@ -43,7 +43,7 @@ def difference_data(report: Report, blame: Blame | None) -> dict[str, Any]:
             }
             for row in sorted(report.gradients, key=descending)
         ],
-        "guilty": None if blame is None else _guilty(blame),
+        "guilty": None if blame is None else [{"what": what, "name": name} for what, name in blame.rows()],
     }
 
 
@@ -66,16 +66,3 @@ def _roles(blame: Blame | None) -> dict[str, str]:
     """Returns the name of a weight -> its part in a difference."""
     weights = () if blame is None else blame.weights
     return {name: "guilty" if i == 0 else "cut with it" for i, name in enumerate(weights)}
-
-
-def _guilty(blame: Blame) -> list[dict[str, str]]:
-    """Returns what a difference comes from: rows of what it is, and its name."""
-    first, *rest = blame.weights or ("none: the difference stays when nothing is cut",)
-    rows = [
-        ("guilty weight", first),
-        *[("cut with it", f"{', '.join(rest)} ({blame.why})")] * bool(rest),
-        ("guilty pass", ", ".join(blame.passes) or "none that can be left out"),
-        ("guilty rule", blame.rule or "none"),
-        ("found by", f"{blame.trials} comparisons"),
-    ]
-    return [{"what": label, "name": name} for label, name in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -60,7 +61,7 @@ def _itemsize(subject: Subject, name: str) -> int:
     """Returns the bytes of an element of a parameter, in the model's own dtype."""
     if subject.estimate is not None:
         parameters = subject.estimate.source.model.parameters
-        return next((p.itemsize for key, p in parameters.items() if key == name), 4)
+        return parameters[name].itemsize if name in parameters else 4
     place = next(place for place, key in subject.names.items() if key == name)
     return next(n.meta["val"].dtype.itemsize for n in subject.graph.nodes if n.name == place)
 
@@ -70,14 +71,7 @@ def _shares(layout: Layout, tp: int) -> dict[str, Any]:
     shapes = [list(map(int, layout.local_shape(rank))) for rank in range(tp)]
     is_even = all(shape == shapes[0] for shape in shapes)
     listed = shapes[:1] if is_even else shapes
-    return {"shapes": listed, "elements": [_count(shape) for shape in listed], "whole": list(map(int, layout.shape))}
-
-
-def _count(shape: list[int]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
+    return {"shapes": listed, "elements": list(map(math.prod, listed)), "whole": list(map(int, layout.shape))}
 
 
 def _stages(subject: Subject, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

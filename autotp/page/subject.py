@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,10 +63,7 @@ class Subject:
 
     def length(self, size: Size) -> int:
         """Returns the length of an axis; that of an unknown symbol counts as 1."""
-        total = size.number
-        for symbol in size.symbols:
-            total *= self.sizes.get(symbol, 1)
-        return total
+        return size.number * math.prod(self.sizes.get(symbol, 1) for symbol in size.symbols)
 
 
 def subject_of(result: Plan | Estimate | Search | Report) -> Subject:

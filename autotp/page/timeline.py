@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotp.errors import Error
-from autotp.estimation.price import Prices, Simulated, simulated
+from autotp.estimation.price import Prices, Simulated, behind_pipeline, simulated
 from autotp.estimation.result import Estimate
 from autotp.estimation.seconds.schedule import Action
 
@@ -21,7 +21,7 @@ def timeline_data(estimate: Estimate) -> dict[str, Any]:
 
     What follows the pipeline (sums over replicas, the optimizer) is one part behind it, on all ranks.
     """
-    step = _simulated(estimate)
+    step = simulated(_prices(estimate), estimate.layout)
     tick = estimate.seconds / TICKS
     ranks = _shown_ranks(step)
     rows = []
@@ -44,11 +44,9 @@ def timeline_data(estimate: Estimate) -> dict[str, Any]:
 
 
 def _behind(estimate: Estimate, step: Simulated) -> dict[str, float]:
-    """Returns the seconds of what follows the pipeline, in order: of the sums over replicas what nothing hides."""
-    spent = {name: estimate.spent.get(name, 0.0) for name in ("tied weights pp", "optimizer")}
-    sums = estimate.seconds - step.played.seconds - sum(spent.values())
-    parts = {"tied weights pp": spent["tied weights pp"], "gradients dp": sums, "optimizer": spent["optimizer"]}
-    return {name: seconds for name, seconds in parts.items() if seconds > 1e-9}
+    """Returns the seconds of what follows the pipeline, in order."""
+    behind = behind_pipeline(_prices(estimate), estimate.layout, step)
+    return {name: seconds for name, seconds in behind.items() if seconds > 1e-9}
 
 
 def packed(actions: list[list[Any]]) -> str:
@@ -71,11 +69,11 @@ def _base_36(number: int) -> str:
     return digits
 
 
-def _simulated(estimate: Estimate) -> Simulated:
+def _prices(estimate: Estimate) -> Prices:
     prices: Prices | None = estimate.source
     if prices is None:
         raise Error("this Estimate has no schedule with it: it was not made in this process", fix="autotp.estimate")
-    return simulated(prices, estimate.layout)
+    return prices
 
 
 def _shown_ranks(step: Simulated) -> list[int]:
@@ -89,7 +87,7 @@ def _shown_ranks(step: Simulated) -> list[int]:
 
 def trace_events(estimate: Estimate) -> dict[str, Any]:
     """Returns the schedule in the format of Chrome's traces, which Perfetto opens: a row for each pipeline rank."""
-    step = _simulated(estimate)
+    step = simulated(_prices(estimate), estimate.layout)
     title = f"{estimate.layout} on {estimate.device.name}"
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
     for rank, starts in enumerate(step.played.starts):

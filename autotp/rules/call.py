@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -112,6 +113,19 @@ def tensor_arguments(op: OpOverload, bound: Mapping[str, Any], is_tensor: Callab
             yield value
         elif category == "tensors" and value is not None:
             yield from (v if v is None or is_tensor(v) else None for v in value)
+
+
+def elements_of(shape: Iterable[Any]) -> int:
+    """Returns the elements of a tensor of this shape, at the captured sizes; a size that depends on values counts as 0.
+
+    shape: numbers, and symbols of sizes
+    """
+    return math.prod(n if isinstance(n, int) else int(n.node.hint or 0) for n in shape)
+
+
+def nbytes_of(value: torch.Tensor) -> int:
+    """Returns the bytes of an example value, as `elements_of` counts them."""
+    return elements_of(value.shape) * value.dtype.itemsize
 
 
 def operator_name(node: fx.Node) -> str:

@@ -34,6 +34,7 @@ class Trait(Flag):
     REPEAT = auto()  # Has each element of the operand once, or several times.
     SPLIT = auto()  # Split into parts along `dim`.
     SLICE = auto()  # A range, or every k-th element, along `dim`.
+    ELEMENTWISE = auto()  # Each element depends on those at its place only. (A tag of torch's says so of most.)
 
     # New tensors.
     FILL = auto()  # Has given sizes; does not depend on elements of operands.

@@ -45,7 +45,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
         "special_i1e special_log1p special_log_ndtr special_logit special_multigammaln special_ndtr "
         "special_ndtri special_polygamma special_psi special_round special_sinc special_xlog1py special_xlogy "
         "special_zeta sqrt square tan tanh threshold trunc xlogy __and__ __lshift__ __or__ __rshift__ __xor__ "
-        "addcdiv addcmul fill",
+        "addcdiv addcmul",
         Row(f.pointwise()),
     ),
     ("alias clone lift_fresh lift_fresh_copy", Row(f.pointwise("all"), T.SAME)),
@@ -61,7 +61,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("add.Scalar sub.Scalar subtract rsub", Row(f.additive)),
     ("div.Tensor", Row(f.divide, T.SCALE)),
     ("div.Scalar div.Tensor_mode div.Scalar_mode divide true_divide", Row(f.divide)),
-    ("copy.default", Row(f.copy)),
+    ("copy.default", Row(f.copy, T.ELEMENTWISE)),
     ("where.self where.ScalarSelf where.ScalarOther where.Scalar", Row(f.where)),
     ("masked_fill", Row(f.masked_fill)),
     ("dropout", Row(f.dropout, T.MAY_ALIAS)),
@@ -158,8 +158,10 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("zeros ones full new_zeros new_ones new_full", Row(f.new_tensor, T.FILL, sizes="size")),
     ("empty new_empty", Row(f.new_tensor, T.FILL | T.UNINITIALIZED, sizes="size")),
     ("scalar_tensor", Row(f.new_tensor)),
-    ("zeros_like ones_like full_like", Row(f.pointwise())),
+    ("zeros_like ones_like full_like fill", Row(f.pointwise(), T.ELEMENTWISE)),
+    ("zero native_dropout native_dropout_backward", Row(traits=T.ELEMENTWISE)),
     ("empty_like", Row(f.pointwise(), T.UNINITIALIZED)),
+    ("empty_strided new_empty_strided empty_permuted", Row(traits=T.UNINITIALIZED)),
     # Elements depend on their place in the whole, which a rank that makes a part would have to know.
     ("arange linspace logspace eye tril_indices triu_indices histc nonzero_static", Row(f.whole)),
     ("rand randn randint rand_like randn_like randint_like bernoulli poisson normal", Row(f.whole, T.RANDOM_EACH)),

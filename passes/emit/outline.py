@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autotp.passes.builder import copied
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.passes.fingerprint import fingerprint
 from autotp.rules.call import outputs_of
 from autotp.source_location import block_of
 
@@ -80,35 +80,11 @@ def _is_closed(region: Sequence[fx.Node]) -> bool:
 
 
 def _interface(region: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], str]:
-    """Returns the inputs and the results of a region, and its operators as text, which is equal for equal work.
-
-    Work on other sizes counts as different: a compiler would compile it again.
-    """
+    """Returns the inputs and the results of a region, and its fingerprint."""
     within: Collection[fx.Node] = set(region)
     inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in within))
     results = [node for node in region if any(user not in within for user in node.users)]
-    number = {node: f"%{i}" for i, node in enumerate([*inputs, *region])}
-    lines = [f"{_name(node)} {_text(node.args, number)} {_text(node.kwargs, number)}" for node in region]
-    kinds = [_kind(node.meta.get("val")) for node in inputs]
-    return inputs, results, "\n".join([*lines, *kinds, *(number[node] for node in results)])
-
-
-def _kind(value: Any) -> str:
-    """Returns size and dtype of an example value as text."""
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)} {target}"
-
-
-def _text(value: Any, number: dict[fx.Node, str]) -> str:
-    def spelled(a: Any) -> str:
-        # With the type, so that 1, 1.0 and True are three arguments.
-        return number[a] if isinstance(a, fx.Node) else f"{type(a).__name__} {a!r}"
-
-    return str(fx.node.map_aggregate(value, spelled))
+    return inputs, results, fingerprint(inputs, region, results)
 
 
 def _extracted(region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:

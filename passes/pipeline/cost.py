@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.choose import NOMINAL, elements
 from autotp.passes.plan.infer_axes import Axes
+from autotp.rules.call import elements_of, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Size, find
@@ -88,13 +87,8 @@ def _made(node: fx.Node) -> int:
 
 def _numbers(node: fx.Node) -> int:
     """Returns the number of elements of a node's tensors, at the captured sizes."""
-    return sum(math.prod(n if isinstance(n, int) else n.node.hint or 0 for n in x.shape) for x in _tensors(node))
+    return sum(elements_of(x.shape) for x in outputs_of(node))
 
 
 def _memory(*nodes: fx.Node) -> set[int]:
-    return {x.untyped_storage()._cdata for node in nodes for x in _tensors(node)}
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value: Any = node.meta.get("val")
-    return [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, torch.Tensor)]
+    return {x.untyped_storage()._cdata for node in nodes for x in outputs_of(node)}

@@ -15,6 +15,7 @@ from torch import fx
 from autotp.ops.custom_vjp import is_gradient, output
 from autotp.passes.plan.infer_axes import Axes, Bound, is_getitem
 from autotp.passes.plan.sums import is_sum, outermost, terms
+from autotp.rules.call import outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import ONE, Axis, Size, find, holds, touches
@@ -107,9 +108,7 @@ def _grows_not(node: fx.Node, operands: list[fx.Node]) -> bool:
 
     It is so for all parts of a dimension, or for none: ranks with parts of 4 and 2 of 10 positions reduce alike.
     """
-    value = node.meta["val"]
-    values = value if isinstance(value, list | tuple) else [value]
-    counts = [_count(v) for v in values if isinstance(v, torch.Tensor)]
+    counts = list(map(_count, outputs_of(node)))
     return all(_is_at_most(count, _count(n.meta["val"])) for n in operands for count in counts)
 
 

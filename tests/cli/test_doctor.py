@@ -27,7 +27,7 @@ def test_alone(autotp_command) -> None:
 
 def column(out: str, name: str) -> dict[str, str]:
     """Returns a column of the table of libraries: library -> its cell, of all lines of its row."""
-    lines = out.split("\n\n")[0].splitlines()[1:]
+    lines = out.split("\n\n")[1].splitlines()
     head = lines[0]
     names = ["library", "here", "tests", "what works"]
     starts = [head.index(each) for each in names]

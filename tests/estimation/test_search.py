@@ -17,6 +17,7 @@ from autotp import compiler
 from autotp.estimation import search as search_module
 from autotp.estimation.counts import pieces
 from autotp.estimation.layout import AUTOTP
+from autotp.estimation.result import RankMemory
 from autotp.estimation.search import Layouts
 from autotp.estimation.seconds.hardware import hardware_of
 from autotp.estimation.seconds.schedule import actions_of
@@ -81,10 +82,15 @@ def test_differences_have_digits_that_say_something(seconds: float, text: str) -
 
 def test_obvious_layouts_say_why_they_lost(found: autotp.Search) -> None:
     why = {other.layout.partition(":")[0]: other.why for other in found.lost}
-    full = why["a pipeline without tp"]
-    assert full.startswith("does not fit: ") and full.endswith("of 5 GiB on pipeline rank 1")
+    assert "%): products +" in why["a pipeline without tp"]
     assert why["tp across nodes"].endswith("tp=8 crosses nodes")
     assert not any(other.layout.endswith(str(found.best[0].layout)) for other in found.lost)
+
+
+def test_a_layout_that_does_not_fit_says_on_which_rank(found: autotp.Search) -> None:
+    best, gib = found.best[0], 2**30
+    full = replace(best, memory=(RankMemory(weights=2 * gib), RankMemory(weights=6 * gib)))
+    assert search_module._why(full, best, best.device, 5 * gib) == "does not fit: 6 of 5 GiB on pipeline rank 1"
 
 
 def test_no_obvious_layout_is_named_twice(found: autotp.Search) -> None:

@@ -56,8 +56,8 @@ def test_what_is_guilty(report: autotp.Report) -> None:
     data = difference_data(report, BLAME)
     assert [tuple(row.values()) for row in data["guilty"]] == [
         ("guilty weight", "0.2.weight"),
-        ("cut with it", "0.0.bias, 0.0.weight (linear -> activation -> linear)"),
-        ("guilty pass", "bucket"),
+        ("cut with it", "0.0.bias, 0.0.weight  (linear -> activation -> linear)"),
+        ("guilty pass", "bucket (leave it out with --without)"),
         ("guilty rule", "none"),
         ("found by", "9 comparisons"),
     ]

@@ -198,7 +198,7 @@ def pass_table(model: nn.Module, tp: int, options: Options, example_inputs: Any 
 
 def _size_of(model: nn.Module) -> str:
     parameters = list(model.parameters())
-    size = bytes_text(sum(p.numel() * p.element_size() for p in parameters))
+    size = bytes_text(sum(p.nbytes for p in parameters))
     return f"{_many(len(list(model.modules())), 'module')}, {_many(len(parameters), 'parameter')} of {size}"
 
 

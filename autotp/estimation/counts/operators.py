@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from autotp.rules.row import Trait
+from autotp.rules.traits import functional_of, has
 
 aten = torch.ops.aten
 Phase = Literal["forward", "backward", "again"]
 """When an operator runs; `again` is forward that backward runs once more."""
 Kind = Literal["product", "attention", "pointwise", "softmax", "other", "view", "collective", "wait"]
 
-PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addmm_, aten._grouped_mm})
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention: (2, 2),
-    aten._scaled_dot_product_efficient_attention: (2, 2),
-    aten._scaled_dot_product_flash_attention_backward: (4, 5),
-    aten._scaled_dot_product_efficient_attention_backward: (4, 5),
-    aten._scaled_dot_product_flash_attention_for_cpu: (2, 2),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (4, 5),
+SAME_WORK = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-"""Fused attention -> the products of its size that count, and those computed: backward computes the scores again."""
-SOFTMAX = frozenset({aten._softmax, aten._safe_softmax, aten._log_softmax})
+"""An operator that torch does not count -> one that it counts, with the same products of the same operands."""
 ARITHMETIC = {
     aten.gelu: 26.0, aten.gelu_backward: 42.0, aten.silu: 23.0, aten.silu_backward: 28.0, aten.sigmoid: 22.0,
     aten.exp: 63.0, aten.tanh: 215.0, aten.cos: 118.0, aten.sin: 118.0, aten.rsqrt: 25.0, aten.sqrt: 37.0,
@@ -44,11 +44,6 @@ TANH = 122.0
 """The same of `gelu(approximate="tanh")`, forward and backward."""
 KEYS = 512
 """The keys of a block of the fused attention for CPUs: of a causal mask, it leaves out whole blocks."""
-FREE = frozenset({
-    aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.empty_permuted,
-    aten._efficientzerotensor,
-})  # fmt: skip
-"""Operators that allocate memory, and neither read nor write it."""
 
 
 @dataclass(frozen=True)
@@ -100,66 +95,80 @@ class Op:
     waits: int = -1
 
 
-def kind_of(func: Any, packet: Any) -> Kind:
-    """Returns what an operator does, for its price; `packet` has all overloads of `func`."""
-    if packet in PRODUCTS:
-        return "product"
-    if packet in ATTENTION:
-        return "attention"
-    if packet in SOFTMAX:
+@cache
+def counter_of(func: OpOverload) -> Callable[..., int] | None:
+    """Returns torch's own function for the FLOPs of an operator, or of its functional form; None if it has none."""
+    packet = _functional(func).overloadpacket
+    return flop_registry.get(SAME_WORK.get(packet, packet))
+
+
+@cache
+def is_free(func: OpOverload) -> bool:
+    """True for an operator that allocates memory, and neither reads nor writes it."""
+    return has(func, Trait.UNINITIALIZED) or func is aten._efficientzerotensor.default
+
+
+@cache
+def kind_of(func: OpOverload) -> Kind:
+    """Returns what an operator does, for its price."""
+    name = func.overloadpacket.__name__
+    if counter_of(func) or func is aten._grouped_mm.default:
+        return "attention" if "attention" in name else "product"
+    if name.endswith("softmax"):
         return "softmax"
-    return "pointwise" if torch.Tag.pointwise in func.tags or packet in POINTWISE else "other"
+    elementwise = has(_functional(func), Trait.SAME | Trait.RANDOM_EACH | Trait.ELEMENTWISE)
+    return "pointwise" if torch.Tag.pointwise in func.tags or elementwise else "other"
 
 
-POINTWISE = frozenset({
-    aten.native_dropout, aten.native_dropout_backward, aten.clone, aten._to_copy, aten.copy_, aten.fill_, aten.zero_,
-    aten.ones_like, aten.zeros_like, aten.full_like, aten.bernoulli_,
-})  # fmt: skip
-"""Operators that work element by element, beside those that torch marks so."""
+def _functional(func: OpOverload) -> OpOverload:
+    return (functional_of(func) if func._schema.is_mutable else None) or func
 
 
-def work_of(packet: Any, args: Any, results: Sequence[Tensor]) -> tuple[tuple[int, int, int, int], float]:
-    """Returns shape and FLOPs of a product; zeros for other operators."""
-    if packet in ATTENTION:
-        return _attention(packet, args)
-    if packet not in PRODUCTS:
-        return (0, 0, 0, 0), 0.0
-    x, y = [a for a in args if isinstance(a, Tensor)][-2:] if packet is not aten._grouped_mm else args[:2]
-    if packet is aten._grouped_mm:
-        batch, rows, summed, columns = 1, x.shape[-2], x.shape[-1], y.shape[-1]
-        if x.dim() == 2 and y.dim() == 2:  # The gradient of the weights: groups along the summed dimension.
-            batch, rows, summed, columns = 1, x.shape[0], x.shape[1], y.shape[1]
+def work_of(func: OpOverload, args: Any, kwargs: Any, results: Any) -> tuple[tuple[int, int, int, int], float, float]:
+    """Returns shape and FLOPs of a product, and how much of these is computed; (0, 0, 0, 0), 0 and 1 for others."""
+    kind, counter = kind_of(func), counter_of(func)
+    if func is aten._grouped_mm.default:
+        shape = _of_groups(*args[:2])
+        return shape, 2.0 * math.prod(shape), 1.0
+    if counter is None:
+        return (0, 0, 0, 0), 0.0, 1.0
+    flops = float(counter(*args, **kwargs, out_val=results))
+    if kind == "attention":
+        return _attention(func, args, flops)
+    name = func.overloadpacket.__name__
+    made = args[0] if "backward" in name else results if isinstance(results, Tensor) else results[0]
+    if "conv" in name:  # [batch channels ...]: a product for each position.
+        batch, rows, columns = 1, made.numel() // max(1, made.shape[1]), made.shape[1]
     else:
-        batch, (rows, summed), columns = math.prod(x.shape[:-2]), x.shape[-2:], y.shape[-1]
-    return (batch, rows, columns, summed), 2.0 * batch * rows * columns * summed
+        batch, rows, columns = math.prod(made.shape[:-2]), made.shape[-2], made.shape[-1]
+    return (batch, rows, columns, round(flops / 2 / max(1, made.numel()))), flops, 1.0
 
 
-def share_of(func: Any, packet: Any, args: Any) -> float:
-    """Returns how much of the FLOPs is computed: a fused attention leaves out what a causal mask hides."""
-    if packet not in ATTENTION:
-        return 1.0
-    counted, computed = ATTENTION[packet]
-    places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "is_causal"]
-    causal = any(args[i] is True for i in places if i < len(args))
-    if causal and "for_cpu" in str(packet):
-        blocks = math.ceil(_attention(packet, args)[0][2] / KEYS)
-        return computed / counted * (blocks + 1) / (2 * blocks)
-    return computed / counted * (0.5 if causal else 1.0)
+def _of_groups(x: Tensor, y: Tensor) -> tuple[int, int, int, int]:
+    """Returns the shape of a product of groups of rows; the groups of a gradient of weights are along the sum.
+
+    x: [rows summed]; y: [groups summed columns] or [summed columns]
+    """
+    return 1, x.shape[-2], y.shape[-1], x.shape[-1]
 
 
 def arithmetic_of(packet: Any, kwargs: Any) -> float:
     """Returns the FLOPs of an operator for each element of its result, beside products."""
-    tanh = packet in (aten.gelu, aten.gelu_backward) and kwargs.get("approximate") == "tanh"
-    return TANH if tanh else ARITHMETIC.get(packet, 0.0)
+    return TANH if kwargs.get("approximate") == "tanh" else ARITHMETIC.get(packet, 0.0)
 
 
-def _attention(packet: Any, args: Any) -> tuple[tuple[int, int, int, int], float]:
-    """Returns the shape of the product of queries and keys, and the FLOPs of all products of an attention.
+def _attention(func: OpOverload, args: Any, computed: float) -> tuple[tuple[int, int, int, int], float, float]:
+    """Returns the shape of the product of queries and keys, the FLOPs of an attention, and how much of it is computed.
 
-    Half of the products have the width of keys, and half that of values.
+    Backward computes the scores again, which does not count. A fused attention leaves out what a causal mask hides.
     """
-    first = 1 if "backward" in str(packet) else 0
-    query, key, value = args[first : first + 3]
-    batch, rows, columns, width = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
-    flops = float(ATTENTION[packet][0] * batch * rows * columns * (width + value.shape[-1]))
-    return (batch, rows, columns, width), flops
+    backward = "backward" in func.overloadpacket.__name__
+    query, key = args[backward : backward + 2]
+    shape = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
+    flops = computed - 2.0 * math.prod(shape) * backward
+    places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "is_causal"]
+    part = 1.0
+    if any(args[i] is True for i in places if i < len(args)):
+        blocks = math.ceil(shape[2] / KEYS) if func.overloadpacket in SAME_WORK else math.inf
+        part = (1 + 1 / blocks) / 2
+    return shape, flops, part * computed / flops if flops else 1.0

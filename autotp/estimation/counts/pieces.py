@@ -6,6 +6,7 @@ After:  3 records: the first block with the embedding, a block, the last block w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import COMMUNICATING
+from autotp.passes.fingerprint import fingerprint
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.pipeline.stages import Stage, blocks_in_order, staged
 from autotp.passes.plan.propagate import needs_grad
@@ -49,6 +51,11 @@ class Parameter:
     elements: int
     itemsize: int
     learns: bool
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the elements."""
+        return self.elements * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +201,7 @@ def _lowered(
     names |= {name: name for name in program.layouts if name in whole} if not order else {}
     parameters = {
         name: Parameter(
-            elements=_elements(program.layouts[captured].local_shape(0)), itemsize=whole[name].element_size(),
+            elements=math.prod(map(int, program.layouts[captured].local_shape(0))), itemsize=whole[name].element_size(),
             learns=whole[name].requires_grad,
         )
         for name, captured in names.items() if name in whole
@@ -212,23 +219,10 @@ def _middles_are_alike(model: Lowered, lengths: Mapping[str, int]) -> bool:
     return all(texts.get(f"{path}.1") == texts.get(f"{path}.2") is not None for path in lengths)
 
 
-def _text(stage: Stage) -> tuple[str, ...]:
-    """Returns the operators of a piece as text, without names of nodes, and the shapes that it reads."""
-    number = {node: f"%{i}" for i, node in enumerate(stage.graph.nodes)}
-    lines = []
-    for node in stage.graph.nodes:
-        args = fx.map_arg((node.args, node.kwargs), lambda n: number[n])
-        shape = getattr(node.meta.get("val"), "shape", "") if node.op == "placeholder" else args
-        called = "" if node.op == "placeholder" else f"{getattr(node.target, '__name__', '')} {node.target} "
-        lines.append(f"{called}{shape}")
-    return tuple(lines)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    total = 1
-    for n in shape:
-        total *= int(n)
-    return total
+def _text(stage: Stage) -> str:
+    """Returns the fingerprint of a piece."""
+    nodes = [node for node in stage.graph.nodes if node.op not in ("placeholder", "output")]
+    return fingerprint(_placeholders(stage.graph), nodes, returned(stage.graph))
 
 
 def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = True) -> Recorded:
@@ -265,7 +259,7 @@ class Divided:
     """
 
     stages: tuple[Stage, ...]
-    texts: tuple[tuple[str, ...], ...]
+    texts: tuple[str, ...]
     shared: tuple[tuple[str, ...], ...]
     learns: frozenset[str]
     modules: dict[tuple[int, bool], fx.GraphModule] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from autotp.estimation.counts.on_meta import call
-from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, arithmetic_of, kind_of, share_of, work_of
+from autotp.estimation.counts.operators import Op, Phase, Touch, arithmetic_of, is_free, kind_of, work_of
 from autotp.ops.attention.causal_rows import alone, causal_rows
 from autotp.ops.attention.products import attention_weights
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
@@ -196,18 +196,24 @@ def fused_attention(
 
     Flash attention needs values of the keys' width; the memory-efficient one does not.
     """
+    key, value, bias = _for_all_heads(query, key, value, mask, enable_gqa)
+    if bias is None and value.shape[-1] == query.shape[-1]:
+        return aten._scaled_dot_product_flash_attention.default(query, key, value, p, causal, scale=scale)[0]
+    bias = None if bias is None else bias.expand(*query.shape[:-1], key.shape[-2])
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    return efficient(query, key, value, bias, True, p, causal, scale=scale)[0]
+
+
+def _for_all_heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns keys and values with a head for each of the queries, and the mask as what is added to scores."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
-    if mask is None and value.shape[-1] == query.shape[-1]:
-        return aten._scaled_dot_product_flash_attention.default(query, key, value, p, causal, scale=scale)[0]
-    efficient = aten._scaled_dot_product_efficient_attention.default
-    if mask is None:
-        return efficient(query, key, value, None, True, p, causal, scale=scale)[0]
-    weights = (*query.shape[:-1], key.shape[-2])
-    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
-    bias = bias.expand(weights)
-    return efficient(query, key, value, bias, True, p, causal, scale=scale)[0]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+    return key, value, mask
 
 
 def fused_causal_rows(
@@ -266,13 +272,9 @@ def cpu_attention(
             query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa
         )
         return attended
-    if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+    key, value, bias = _for_all_heads(query, key, value, mask, enable_gqa)
     return aten._scaled_dot_product_flash_attention_for_cpu.default(
-        query, key, value, p, causal, attn_mask=mask, scale=scale
+        query, key, value, p, causal, attn_mask=bias, scale=scale
     )[0]
 
 
@@ -353,7 +355,7 @@ class _Recorder(TorchDispatchMode):
         before = _tensors((args, kwargs))
         if func.namespace == "_c10d_functional":
             self._communicate(func, before, results, args)
-        elif packet not in FREE:
+        elif not is_free(func):
             self._compute(func, packet, before, results, args, kwargs)
         else:
             for x in _tensors(results):
@@ -371,13 +373,13 @@ class _Recorder(TorchDispatchMode):
         written = made or _written(func, args)
         reads = [Touch(self.memory_of(x), _bytes(x)) for x in before]
         writes = [Touch(self.memory_of(x, fresh=x in _same(made)), _bytes(x)) for x in written]
-        shape, flops = work_of(packet, args, after)
+        shape, flops, share = work_of(func, args, kwargs, results)
         if not any(t.bytes for t in (*reads, *writes)):
             return
         self.ops.append(
             Op(
-                name=str(packet).partition(".")[2], kind=kind_of(func, packet), phase=self._now(), shape=shape,
-                flops=flops, share=share_of(func, packet, args), reads=tuple(reads), writes=tuple(writes),
+                name=str(packet).partition(".")[2], kind=kind_of(func), phase=self._now(), shape=shape,
+                flops=flops, share=share, reads=tuple(reads), writes=tuple(writes),
                 dtype=(after or written)[0].dtype, arithmetic=arithmetic_of(packet, kwargs),
             )
         )  # fmt: skip
@@ -445,4 +447,4 @@ def _written(func: Any, args: Any) -> list[Tensor]:
 
 def _bytes(x: Tensor) -> int:
     """Returns the bytes that an operator moves for a tensor: an expanded tensor is read once."""
-    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+    return min(x.nbytes, x.untyped_storage().nbytes())

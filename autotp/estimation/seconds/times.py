@@ -48,7 +48,6 @@ class Times:
         backward: seconds, with what is computed again.
         weights: the part of `backward` that computes gradients of parameters, which zero-bubble schedules defer.
         spent: row of the table -> seconds of both, without what is hidden behind computation.
-        flops: FLOPs of products, without those computed again.
         again: FLOPs of products that are computed again.
         turns: of forward and of backward, if the halves of a batch take turns.
     """
@@ -57,7 +56,6 @@ class Times:
     backward: float = 0.0
     weights: float = 0.0
     spent: Mapping[str, float] = field(default_factory=dict)
-    flops: float = 0.0
     again: float = 0.0
     turns: tuple[Turns, Turns] = (Turns(), Turns())
 
@@ -70,8 +68,7 @@ class Times:
             spent[SUMS] -= forward + backward
         return Times(
             forward=self.forward + other.forward - forward, backward=self.backward + other.backward - backward,
-            weights=self.weights + other.weights, spent=spent, flops=self.flops + other.flops,
-            again=self.again + other.again,
+            weights=self.weights + other.weights, spent=spent, again=self.again + other.again,
             turns=(
                 Turns(first=ahead.first, last=next_ahead.last), Turns(first=next_back.first, last=back.last),
             ),
@@ -128,11 +125,9 @@ def piece_times(
             weights += (now - before) * (leaves and op.kind == "product")
         phases[op.phase == "forward"] += now - before
         turns[op.phase != "forward"].add(op, record, now - before)
-    flops, again = (
-        sum(op.flops for op in record.ops if (op.phase == "again") == is_again) for is_again in (False, True)
-    )
     return Times(
-        forward=phases[True], backward=phases[False], weights=weights, spent=spent, flops=flops, again=again,
+        forward=phases[True], backward=phases[False], weights=weights, spent=spent,
+        again=sum(op.flops for op in record.ops if op.phase == "again"),
         turns=(turns[0].turns, turns[1].turns) if in_turns and beside_kernels else (Turns(), Turns()),
     )  # fmt: skip
 

@@ -57,6 +57,24 @@ def test_values_of_another_width_need_the_memory_efficient_operator() -> None:
     assert sum(op.flops for op in found.ops if op.phase == "backward") == 2 * forward.flops
 
 
+def test_what_backward_of_attention_computes_is_what_torch_counts() -> None:
+    """Five products, of which that of the scores is computed again: three have the width of keys, two of values."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten.scaled_dot_product_attention.default(q, k, v)
+
+    found = run(attention, (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 6))
+    (backward,) = [op for op in found.ops if op.kind == "attention" and op.phase == "backward"]
+    assert backward.flops * backward.share == 2 * 8 * 16 * 16 * (3 * 8 + 2 * 6)
+
+
+def test_a_convolution_is_a_product_for_each_position() -> None:
+    found = run(lambda x, w: torch.ops.aten.conv1d.default(x, w), (2, 8, 10), (6, 8, 3))
+    forward, backward = (op for op in found.ops if op.kind == "product")
+    assert forward.shape == (1, 2 * 8, 6, 8 * 3) and forward.flops == 2 * 2 * 8 * 6 * 8 * 3
+    assert backward.flops == 2 * forward.flops
+
+
 def test_causal_attention_of_a_balanced_part_reads_half_of_the_keys() -> None:
     """The same for each rank; also where a rank has no rows, or a piece is empty."""
 

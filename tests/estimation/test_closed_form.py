@@ -1,12 +1,14 @@
-"""Rough prices are near those of estimate."""
+"""Prices of closed forms are near those of estimate."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
+from autotp.estimation.closed_form import ClosedForms
 from autotp.estimation.estimate import captured
 from autotp.estimation.layout import AUTOTP, Layout
-from autotp.estimation.price import Prices, price
-from autotp.estimation.rough import RoughPrices
+from autotp.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.estimation.search import Layouts
 from autotp.estimation.seconds.hardware import KINDS
 from autotp.models.gpt import GPT, GPTConfig
@@ -26,11 +28,12 @@ def prices() -> Prices:
      {"pp": 4, "schedule": "zero-bubble"}, {"pp": 4, "schedule": "zero-bubble-v"}],
     ids=lambda given: "-".join(map(str, given.values())) or "one",
 )  # fmt: skip
-def test_a_rough_price_is_near_the_full_one(prices: Prices, given: dict[str, int]) -> None:
+def test_a_closed_form_is_priced_near_the_played_schedule(prices: Prices, given: dict[str, int]) -> None:
     layout = Layout(batch=64, tp=2, micro_batch=2, dtype=BF16, **given)  # type: ignore[arg-type]
-    found, full = RoughPrices(prices).rough(layout), price(prices, layout)
-    assert found.seconds == pytest.approx(full.seconds, rel=0.12)
-    assert found.memory == pytest.approx(max(rank.total for rank in full.memory), rel=0.2)
+    step, full = ClosedForms(prices).simulated(layout), price(prices, layout)
+    (memory,) = memory_of_ranks(prices, layout, step)
+    assert step_seconds(prices, layout, step) == pytest.approx(full.seconds, rel=0.12)
+    assert memory.total == pytest.approx(max(rank.total for rank in full.memory), rel=0.2)
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 2), (2, 4), (4, 2)])
@@ -38,11 +41,11 @@ def test_a_price_without_a_graph_is_low(tp: int, cp: int) -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(block_size=2048, vocab_size=8192, n_layer=4, n_head=16, n_embd=2048, dropout=0.0))
     layouts = Layouts(model, KINDS["a100-80gb"], AUTOTP, BF16, None, None)
-    low = layouts.rough_prices(tp, cp, "none")
+    base = Layout(batch=4, tp=tp, cp=cp, dtype=BF16, sequence_parallel=tp > 1)
+    by_rows = {rows: replace(base, batch=rows, micro_batch=rows) for rows in (1, 4)}
+    low = {rows: layouts.rough(layout) for rows, layout in by_rows.items()}
     layouts.prices(tp, cp, "none")
-    true = layouts.rough_prices(tp, cp, "none")
-    for rows in (1, 4):
-        layout = Layout(batch=rows, tp=tp, cp=cp, micro_batch=rows, dtype=BF16, sequence_parallel=tp > 1)
-        guess, known = low.rough(layout), true.rough(layout)
-        assert 0.4 * known.seconds < guess.seconds < 1.01 * known.seconds
-        assert 0.6 * known.memory < guess.memory < 1.01 * known.memory
+    for rows, layout in by_rows.items():
+        lowered = layouts.rough(layout)
+        assert 0.4 * lowered.seconds < low[rows].seconds < 1.01 * lowered.seconds
+        assert 0.6 * lowered.memory < low[rows].memory < 1.01 * lowered.memory
