@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from dataclasses import dataclass
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
 Undo = Callable[[], None]
 
-_models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-_numbers = count()
+
+@dataclass(frozen=True, eq=False)
+class _Key:
+    """Stands for a model, in the order in which models were made.
+
+    Attributes:
+        world: a weak reference to the default process group in which it was made, if there was one.
+    """
+
+    world: weakref.ref[dist.ProcessGroup] | None
+
+    def is_gone(self) -> bool:
+        """True if the process groups of the model were destroyed. Python may free the model much later."""
+        if self.world is None:
+            return False
+        world = self.world()
+        return world is None or world is not dist.group.WORLD
+
+
+_models: weakref.WeakValueDictionary[_Key, nn.Module] = weakref.WeakValueDictionary()
 _undo: list[Undo] = []
 
 
@@ -23,7 +42,8 @@ def watch(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
     Args:
         installed: functions that are called for the first model; each returns an undo, called when no model is left.
     """
-    _models[next(_numbers)] = model
+    world = dist.group.WORLD if dist.is_available() else None
+    _models[_Key(None if world is None else weakref.ref(world))] = model
     # When Python exits there is nothing left to restore.
     weakref.finalize(model, _left).atexit = False
     if not _undo:
@@ -33,16 +53,16 @@ def watch(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
 
 def watch_instead(model: Model, inside: nn.Module) -> Model:
     """Notes that a model is parallel in the place of a parallel model that became a part of it, and returns it."""
-    # Under its old number, so that it keeps its place in the order of `models()` on all ranks.
-    for number in [number for number, watched in _models.items() if watched is inside]:
-        _models[number] = model
+    # Under its old key, so that it keeps its place in the order of `models()` on all ranks.
+    for key in [key for key, watched in _models.items() if watched is inside]:
+        _models[key] = model
     weakref.finalize(model, _left).atexit = False
     return model
 
 
 def models() -> list[nn.Module]:
     """Returns the live parallel models in the order in which they were made, which is the same on all ranks."""
-    return list(_models.values())
+    return [model for key, model in _models.items() if not key.is_gone()]
 
 
 def sorted_by_model(tensors: Iterable[Tensor]) -> tuple[dict[nn.Module, dict[str, Tensor]], list[Tensor]]:
@@ -79,5 +99,5 @@ def _named_parameters(module: nn.Module, prefix: str, visited: set[int]) -> Iter
 
 
 def _left() -> None:
-    while _undo and not models():
+    while _undo and not list(_models.values()):
         _undo.pop()()

@@ -98,7 +98,7 @@ class Channel:
 
     def takes(self, x: Tensor) -> bool:
         """True if a tensor in memory goes this way."""
-        return x.dtype in DTYPES and x.nbytes <= LIMIT
+        return x.dtype in DTYPES and x.numel() * x.element_size() <= LIMIT  # A sparse tensor has no `nbytes`.
 
     def pass_by(self) -> None:
         """Counts a collective that goes another way. Raises RuntimeError after a failure."""

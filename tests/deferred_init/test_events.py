@@ -85,7 +85,7 @@ def test_events_of_copied_layers_name_their_original() -> None:
 
 @pytest.mark.parametrize("stack", [nn.TransformerEncoder, nn.TransformerDecoder])
 def test_no_copies_of_a_layer_draw_nothing(stack: Any) -> None:
-    assert texts(stack(nn.TransformerEncoderLayer(8, 2, 16), 0)) == []
+    assert texts(stack(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 0)) == []
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autotp.distributed import live_models
@@ -42,6 +44,17 @@ def test_hooks_live_as_long_as_any_model() -> None:
     assert said == ["in", "out"]
     third = watch(nn.Linear(2, 2), [install])
     assert models() == [third] and said == ["in", "out", "in"]
+
+
+def test_a_model_of_a_destroyed_world_is_not_live(tmp_path: Path) -> None:
+    """Python frees it with its next search for cycles, which may be in the middle of the next world."""
+    alone = watch(nn.Linear(2, 2))
+    for name in ("first", "second"):
+        dist.init_process_group("gloo", init_method=(tmp_path / name).as_uri(), rank=0, world_size=1)
+        model = watch(nn.Linear(2, 2))
+        assert models() == [alone, model]
+        dist.destroy_process_group()
+        assert models() == [alone]
 
 
 def test_a_model_around_another_takes_its_place() -> None:

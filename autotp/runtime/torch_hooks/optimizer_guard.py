@@ -165,9 +165,11 @@ def _compare(watched: Watched, begin: Callable[[], list[Comparison]], step: int)
 
 def _compare_late(watched: Watched, step: int) -> None:
     """Ends the comparisons that were begun `LATER` steps ago."""
-    for comparison in [late for late in watched.late if step >= late.step + LATER]:
-        watched.late.remove(comparison)
-        watched.warn(_differing(comparison, late=True))
+    for comparison in list(watched.late):
+        comparison.checksums.have_arrived()  # Asked in each step, so that the last step need not wait.
+        if step >= comparison.step + LATER:
+            watched.late.remove(comparison)
+            watched.warn(_differing(comparison, late=True))
 
 
 def _checked(
@@ -319,9 +321,13 @@ class Checksums:
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
+    def have_arrived(self) -> bool:
+        """Returns whether all have come from the GPU."""
+        return self.arrived is None or self.arrived.query()
+
     def read(self) -> dict[Any, int | str]:
         """Returns the checksums; those of a GPU have to come first."""
-        if self.arrived is not None and not self.arrived.query():
+        if self.arrived is not None and not self.have_arrived():
             self.arrived.synchronize()
         return self._here | dict(zip(self._of_gpu, map(str, self._bits.tolist()), strict=True))
 

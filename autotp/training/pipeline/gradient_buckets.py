@@ -121,10 +121,10 @@ def buckets_of(gradients: Sequence[T], size: int) -> Iterator[list[T]]:
         for gradient in gradients:
             if gradient.dtype != dtype:
                 continue
-            if bucket and nbytes + gradient.nbytes > size:
+            if bucket and nbytes + gradient.numel() * gradient.element_size() > size:
                 yield bucket
                 bucket, nbytes = [], 0
             bucket.append(gradient)
-            nbytes += gradient.nbytes
+            nbytes += gradient.numel() * gradient.element_size()
         if bucket:
             yield bucket

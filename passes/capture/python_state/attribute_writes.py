@@ -194,8 +194,10 @@ class Before:
     def _expect_open(self) -> None:
         for path, tables in self.tables.items():
             for name in ("_parameters", "_modules"):
-                if changed := tables[name].changes():
-                    raise self._refused(f"`{spelled((path,), *list(changed)[:1])}`, a parameter or module")
+                # `self.part = None`, after `self.part = module`, leaves a name of nothing.
+                new = {key: None if x is GONE else x for key, x in tables[name].changes().items()}
+                if changed := [key for key, x in new.items() if x is not tables[name].then.get(key)]:
+                    raise self._refused(f"`{spelled((path,), changed[0])}`, a parameter or module")
         for path, contents in self.contents:
             if is_opaque(contents.value) and not contents.is_same():
                 raise self._refused(f"`{spelled(path)}`, a {type(contents.value).__name__}")
@@ -251,12 +253,13 @@ def _aside(model: nn.Module, values: Sequence[tuple[Path, Any]]) -> Iterator[tup
         values: those that paths lead to.
     """
     visited = {key_of(value): value for _, value in values}
-    holders = [(f"`{spelled(path)}`", value) for path, value in values if not isinstance(value, nn.Module)]
+    # Code of the model first: a global that it reads is one also where another function holds it.
+    holders = [(f"{OF_FORWARD} `{type(module).__name__}.forward`", type(module).forward) for module in model.modules()]
+    holders += [(f"`{spelled(path)}`", value) for path, value in values if not isinstance(value, nn.Module)]
     for path, module in model.named_modules():
         visited |= {id(table): table for table in vars(module).values()}  # The handle of a hook leads to these.
         hooks = [hook for key in INTERNAL if key.endswith("_hooks") for hook in vars(module).get(key, {}).values()]
         holders += [(f"a hook on `{path or 'the model'}`", hook) for hook in hooks]
-        holders.append((f"{OF_FORWARD} `{type(module).__name__}.forward`", type(module).forward))
     for where, holder in holders:
         roots = [((), item) for item in (*held(holder), *containers_among_globals(holder))]
         yield from ((where, item) for _, item in walk(roots, "globals", visited))

@@ -170,4 +170,4 @@ class Seeded(nn.Module):
 def test_a_model_that_seeds_is_refused() -> None:
     text = message(lambda: autotp.explain(Seeded(), tp=2, example_inputs=torch.ones(2, 3)))
     assert "forward sets torch's random state" in text
-    assert "test_python_state.py" in text and "torch.manual_seed(3)" in text
+    assert "test_random_numbers.py" in text and "torch.manual_seed(3)" in text
