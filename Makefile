@@ -20,7 +20,7 @@ INSTALLED := .venv/installed
 # Two workers share the files, in the order that tests/conftest.py gives them: the longest first.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 EVERY := tests tests/examples tests/benchmarks
-ON_CARDS := tests/training tests/system tests/hf/loops
+ON_CARDS := tests/training tests/system tests/integrations/loops
 
 .PHONY: train test test-rest test-cards test-all bench versions docs lint clean
 

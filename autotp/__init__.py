@@ -19,27 +19,27 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.checkpoint.save import save_checkpoint as save_checkpoint
     from autotp.checkpoint.state_dict import full_state_dict as full_state_dict
     from autotp.checkpoint.state_dict import load_full_state_dict as load_full_state_dict
-    from autotp.diagnostics.pass_by_pass.stages import Stages as Stages
-    from autotp.diagnostics.pass_by_pass.stages import stages as stages
     from autotp.diagnostics.plan import Plan as Plan
     from autotp.diagnostics.verify import Report as Report
     from autotp.diagnostics.verify import verify as verify
     from autotp.distributed.gather import gather as gather
     from autotp.errors import Error as Error
-    from autotp.estimation.calibrate import Calibration as Calibration
-    from autotp.estimation.calibrate import calibrate as calibrate
-    from autotp.estimation.estimate import estimate as estimate
-    from autotp.estimation.result import Estimate as Estimate
-    from autotp.estimation.search import Search as Search
-    from autotp.estimation.search import search as search
-    from autotp.hf.pretrained import from_pretrained as from_pretrained
-    from autotp.hf.pretrained import save_pretrained as save_pretrained
-    from autotp.page.save_page import save_page as save_page
-    from autotp.page.save_page import save_trace as save_trace
+    from autotp.integrations.transformers.pretrained import from_pretrained as from_pretrained
+    from autotp.integrations.transformers.pretrained import save_pretrained as save_pretrained
     from autotp.rules.registry import rule as rule
     from autotp.runtime.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from autotp.runtime.module import ParallelModule as ParallelModule
     from autotp.runtime.optim.whole_matrices import whole_matrices as whole_matrices
+    from autotp.tools.estimation.calibrate import Calibration as Calibration
+    from autotp.tools.estimation.calibrate import calibrate as calibrate
+    from autotp.tools.estimation.estimate import estimate as estimate
+    from autotp.tools.estimation.result import Estimate as Estimate
+    from autotp.tools.estimation.search import Search as Search
+    from autotp.tools.estimation.search import search as search
+    from autotp.tools.page.save_page import save_page as save_page
+    from autotp.tools.page.save_page import save_trace as save_trace
+    from autotp.tools.pass_by_pass.stages import Stages as Stages
+    from autotp.tools.pass_by_pass.stages import stages as stages
     from autotp.training.distribute import distribute as distribute
     from autotp.training.sampler import Sampler as Sampler
     from autotp.training.trainer import Trainer as Trainer
@@ -48,22 +48,22 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
 __version__ = "0.1.0"  # setup.cfg reads it from here.
 
 _HOMES = {
-    "Calibration": "estimation.calibrate",
+    "Calibration": "tools.estimation.calibrate",
     "Error": "errors",
-    "Estimate": "estimation.result",
+    "Estimate": "tools.estimation.result",
     "ParallelModule": "runtime.module",
     "Plan": "diagnostics.plan",
     "Report": "diagnostics.verify",
     "Sampler": "training.sampler",
-    "Search": "estimation.search",
-    "Stages": "diagnostics.pass_by_pass.stages",
+    "Search": "tools.estimation.search",
+    "Stages": "tools.pass_by_pass.stages",
     "Trainer": "training.trainer",
-    "calibrate": "estimation.calibrate",
+    "calibrate": "tools.estimation.calibrate",
     "clip_grad_norm_": "runtime.grad_norm",
     "distribute": "training.distribute",
-    "estimate": "estimation.estimate",
+    "estimate": "tools.estimation.estimate",
     "explain": "api",
-    "from_pretrained": "hf.pretrained",
+    "from_pretrained": "integrations.transformers.pretrained",
     "full_state_dict": "checkpoint.state_dict",
     "gather": "distributed.gather",
     "load_checkpoint": "checkpoint.save",
@@ -71,11 +71,11 @@ _HOMES = {
     "parallelize": "api",
     "rule": "rules.registry",
     "save_checkpoint": "checkpoint.save",
-    "save_page": "page.save_page",
-    "save_pretrained": "hf.pretrained",
-    "save_trace": "page.save_page",
-    "search": "estimation.search",
-    "stages": "diagnostics.pass_by_pass.stages",
+    "save_page": "tools.page.save_page",
+    "save_pretrained": "integrations.transformers.pretrained",
+    "save_trace": "tools.page.save_page",
+    "search": "tools.estimation.search",
+    "stages": "tools.pass_by_pass.stages",
     "verify": "diagnostics.verify",
     "weight_decay_groups": "training.weight_decay_groups",
     "whole_matrices": "runtime.optim.whole_matrices",
@@ -100,7 +100,7 @@ if not TYPE_CHECKING:  # Editors and mypy would take any name of a module with _
 
 
 def _transformers() -> type[ModelLibrary]:
-    from autotp.hf.library import Transformers
+    from autotp.integrations.transformers.library import Transformers
 
     return Transformers
 

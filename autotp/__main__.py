@@ -2,7 +2,7 @@
 
 import sys
 
-from autotp.cli.main import main
+from autotp.tools.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The questions that autotp asks a library of models; `autotp.hf` answers for transformers.
+"""The questions that autotp asks a library of models; `autotp.integrations.transformers` answers for transformers.
 
 The core knows no library by name. It asks `library()`. `ModelLibrary` has the answers for models without a library; the
 class of a registered library derives from it, and asks `super()` about what is not its own. So each question passes

@@ -27,17 +27,17 @@ from peers.megatron_gpt import MegatronGPT, Size
 from torch import Tensor, nn
 
 import autotp
-from autotp.estimation.counts.activations import stage_memory
-from autotp.estimation.counts.pieces import Lowered
-from autotp.estimation.estimate import captured
-from autotp.estimation.layout import AUTOTP, Layout, Practice
-from autotp.estimation.price import Prices, price, savings
-from autotp.estimation.result import Estimate
-from autotp.estimation.search import search
-from autotp.estimation.seconds.hardware import GIB, KINDS, Hardware
-from autotp.estimation.seconds.times import piece_times
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.options import Overlap, Recompute
+from autotp.tools.estimation.counts.activations import stage_memory
+from autotp.tools.estimation.counts.pieces import Lowered
+from autotp.tools.estimation.estimate import captured
+from autotp.tools.estimation.layout import AUTOTP, Layout, Practice
+from autotp.tools.estimation.price import Prices, price, savings
+from autotp.tools.estimation.result import Estimate
+from autotp.tools.estimation.search import search
+from autotp.tools.estimation.seconds.hardware import GIB, KINDS, Hardware
+from autotp.tools.estimation.seconds.times import piece_times
 
 F16 = torch.float16
 # Megatron-LM with mixed precision. Bytes for each parameter in a step: Adam reads four numbers in 32 bits and writes
@@ -100,7 +100,7 @@ def show(title: str, rows: Sequence[Row], goal: str, kind: str = "") -> None:
         print(f"  {row.name:<44}{row.published:>9.4g}{row.ours:>10.4g}{row.error:>+8.1f} {unit:<7}{row.note}")
     errors = [abs(row.error) for row in rows]
     print(f"  mean {statistics.mean(errors):.1f}, worst {max(errors):.1f}; {goal}", flush=True)
-    if kind:  # For autotp/estimation/error_bars.py.
+    if kind:  # For autotp/tools/estimation/error_bars.py.
         print(f"  {kind}: {', '.join(f'{relative(row):.1f}' for row in rows)}")
 
 

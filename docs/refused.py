@@ -64,7 +64,7 @@ SECTIONS = {
     "Only with distribute": ("autotp/compiler.py", "passes/pipeline", "autotp/training"),
     "Only with cp": ("autotp/compiler.py:_context_parallel", "autotp/runtime/graph_digest.py:same_order"),
     "Only with compile_blocks": ("passes/emit",),
-    "Only with estimate and search": ("autotp/estimation", "autotp/page"),
+    "Only with estimate and search": ("autotp/tools/estimation", "autotp/tools/page"),
     OWN: (
         "passes/check", "passes/lower", "passes/plan/halves", "passes/capture/guards/sizes.py",
         "autotp/compiler.py:_expect_no_assumptions",
@@ -83,7 +83,7 @@ SCOPE = (
     "autotp/training/distribute.py", "autotp/training/compute_dtype.py", "autotp/training/model_settings.py",
     "autotp/training/original_model.py",
     "autotp/training/pipeline/schedules.py", "autotp/training/pipeline/halved_backward.py",
-    "autotp/estimation", "autotp/page", "autotp/errors.py", "autotp/hf/library.py",
+    "autotp/tools/estimation", "autotp/tools/page", "autotp/errors.py", "autotp/integrations/transformers/library.py",
 )  # fmt: skip
 """What runs before the first step of a model is computed, and where advice comes from."""
 HOLE = "\0"

@@ -40,15 +40,15 @@ TESTS = (
     "tests/passes/capture/python_state/test_guard.py",
     "tests/passes/lower/test_lower.py",
     "tests/diagnostics/test_verify.py",
-    "tests/diagnostics/pass_by_pass/test_stages.py",
+    "tests/tools/pass_by_pass/test_stages.py",
     "tests/runtime/test_module.py",
     "tests/training/test_distribute.py",
     "tests/training/pipeline/test_schedules.py",
     "tests/checkpoint/test_save.py",
-    "tests/hf/test_hf_calls.py",
-    "tests/hf/test_generation.py",
-    "tests/hf/test_lora.py",
-    "tests/hf/test_pretrained.py",
+    "tests/integrations/transformers/test_hf_calls.py",
+    "tests/integrations/transformers/test_generation.py",
+    "tests/integrations/transformers/test_lora.py",
+    "tests/integrations/transformers/test_pretrained.py",
 )
 """Import, rules, capture, the graphs, verify, real ranks, pipelines and replicas, files, transformers and peft."""
 LIMIT = 1800  # seconds that the tests of a row may take

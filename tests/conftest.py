@@ -32,9 +32,10 @@ from seconds import COSTLY, Written, listed, shares, slowness
 from autotp.errors import TRACEBACK
 
 HERE = Path(__file__).parent
-NAMED_ONLY = [HERE / name for name in ("examples", "benchmarks")]
-SYSTEM = [HERE / name for name in ("system", "hf", "examples", "benchmarks")]
-LONG = ("system", "checkpoint", "training", "hf", "distributed", "runtime", "ops")
+NAMES = ("examples", "benchmarks")
+NAMED_ONLY = [HERE / name for name in NAMES]
+SYSTEM = [HERE / name for name in ("system", "integrations/transformers", "integrations/loops", *NAMES)]
+LONG = ("system", "checkpoint", "training", "integrations", "distributed", "runtime", "ops")
 """The folders whose files take longest, for most of their tests start ranks."""
 NO_CARDS = pytest.StashKey[str]()
 """Why there are none, if `--cards` asks for some."""

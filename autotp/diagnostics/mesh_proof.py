@@ -27,7 +27,6 @@ from autotp.compiler import Program, flat_graphs
 from autotp.display.progress import progress
 from autotp.display.sheet import Table
 from autotp.errors import Error
-from autotp.estimation.seconds.schedule import Action, actions_of, play
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import signature_of
@@ -37,6 +36,7 @@ from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import nbytes_of
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
+from autotp.training.pipeline.schedule_actions import Action, actions_of, play
 from autotp.training.pipeline.schedules import Training, analyse_microbatch, division, learning_of, stages_of
 from autotp.training.process_groups import holders, read_by_several_stages
 

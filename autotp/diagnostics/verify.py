@@ -34,7 +34,6 @@ from autotp.display.progress import Line, progress
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error, within
-from autotp.estimation.seconds.schedule import actions_of
 from autotp.model_library import library
 from autotp.ops.random_state import forked, seed
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Overlap, Recompute
@@ -58,6 +57,7 @@ from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.torch_internals import SETS_FLAGS
 from autotp.training.distribute import expect_training
+from autotp.training.pipeline.schedule_actions import actions_of
 from autotp.training.pipeline.schedules import Schedule, Training, stages_of
 
 

@@ -32,7 +32,7 @@ from autotp.distributed.agreement import agree
 from autotp.distributed.fingerprint import checksum
 from autotp.distributed.mesh import broadcast_from_first, gather_ints
 from autotp.errors import Error
-from autotp.hf.loops.replicas import is_one_replica, own_ranks, parallel_models, whole_for_file, whole_state
+from autotp.integrations.loops.replicas import is_one_replica, own_ranks, parallel_models, whole_for_file, whole_state
 
 TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 """The two names of the package with Trainer; a program may import both."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import autotp
-from autotp.cli.model_argument import ModelArgument, on_meta
+from autotp.tools.cli.model_argument import ModelArgument, on_meta
 
 PAGE = Path(__file__).with_suffix(".html")
 COMMAND = (

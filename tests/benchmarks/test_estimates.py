@@ -4,7 +4,7 @@ import estimates
 import pytest
 from estimates import Row
 
-from autotp.estimation.error_bars import ERRORS
+from autotp.tools.estimation.error_bars import ERRORS
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, table: str) -> list[Row]:
@@ -54,7 +54,7 @@ def test_an_error_is_in_percent_or_in_points() -> None:
 @pytest.mark.rare
 @pytest.mark.parametrize("table", ["table5", "fig1", "table1", "table2", "weak"])
 def test_the_error_bars_are_those_of_the_tables(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
-    """autotp/estimation/error_bars.py has the errors of these rows."""
+    """autotp/tools/estimation/error_bars.py has the errors of these rows."""
     found: dict[str, list[float]] = {}
     monkeypatch.setattr(
         estimates, "show",

@@ -17,7 +17,7 @@ import autotp
 from autotp.diagnostics import mesh_proof
 from autotp.diagnostics.mesh_proof import NOT_PROVED, expect_complete
 from autotp.errors import Error
-from autotp.estimation.seconds.schedule import Action, actions_of
+from autotp.training.pipeline.schedule_actions import Action, actions_of
 from autotp.training.pipeline.schedules import ENGINES
 
 SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 4, "n_head": 4, "n_embd": 16}

@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 
 import autotp
 from autotp import compiler as transform
-from autotp.diagnostics.bisect import bisect
 from autotp.diagnostics.differences import Difference
 from autotp.diagnostics.verify import Report, Trial, compare, make_trial
 from autotp.models.bert import BERT, BERTConfig
@@ -29,6 +28,7 @@ from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.emit import bind
 from autotp.passes.emit.python_calls import PYTHON_CALLS
 from autotp.passes.plan.propagate import needs_grad
+from autotp.tools.bisect import bisect
 
 CONJUGATES = (
     collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainers import fingerprint, started, trained
 
 import autotp
-from autotp.hf import pretrained
+from autotp.integrations.transformers import pretrained
 
 
 def problem(call: Any) -> str:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("typer")
 from typer.main import get_command
 
-from autotp.cli.app import app, run
+from autotp.tools.cli.app import app, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "command_line.md").read_text()

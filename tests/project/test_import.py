@@ -77,8 +77,9 @@ def test_a_name_that_is_not_there() -> None:
 def test_what_a_program_may_do_after_the_import() -> None:
     """Modules are attributes, and transformers is registered at the first question."""
     script = (
-        "import sys, autotp; print(autotp.errors.Error is autotp.Error, 'autotp.hf.library' in sys.modules, "
-        "autotp.model_library.library().has_models_in('transformers'), 'autotp.hf.library' in sys.modules)"
+        "import sys, autotp; name = 'autotp.integrations.transformers.library'; "
+        "print(autotp.errors.Error is autotp.Error, name in sys.modules, "
+        "autotp.model_library.library().has_models_in('transformers'), name in sys.modules)"
     )
     assert printed(script) == ["True", "False", "True", "True"]
     names: dict[str, object] = {}

@@ -13,7 +13,7 @@ ORDER = (
     "passes.check", "passes.emit", "passes.pipeline",
     "compiler", "deferred_init", "diagnostics.plan", "diagnostics.graph_text", "diagnostics.reasons",
     "diagnostics.report", "runtime",
-    "training", "estimation", "diagnostics", "checkpoint", "hf", "integrations", "api", "page", "cli", "__main__",
+    "training", "diagnostics", "checkpoint", "api", "integrations", "tools", "__main__",
 )  # fmt: skip
 ROOT = Path(autotp.__file__).parent.parent
 SCRIPTS = ("examples", "benchmarks")
@@ -55,7 +55,7 @@ def test_nothing_is_imported_from_further_down():
     }  # fmt: skip
 
 
-def test_only_hf_imports_libraries_of_models() -> None:
+def test_only_integrations_import_libraries_of_models() -> None:
     for file in FILES:
         names = set()
         for node in ast.walk(ast.parse(file.read_text())):
@@ -63,7 +63,7 @@ def test_only_hf_imports_libraries_of_models() -> None:
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add((node.module or "").partition(".")[0])
-        assert not names & {"transformers", "peft"} or module_of(file).startswith("hf."), file
+        assert not names & {"transformers", "peft"} or module_of(file).startswith("integrations."), file
 
 
 def test_folders_are_small_and_say_what_they_are_for() -> None:

@@ -23,9 +23,9 @@ from autotp.rules.traits import has, in_place_of
 aten = torch.ops.aten
 ROOT = Path(autotp.__file__).parent.parent
 TABLES = {
-    ("autotp/estimation/counts/operators.py", "ARITHMETIC"),
-    ("autotp/estimation/counts/operators.py", "SAME_WORK"),
-    ("autotp/estimation/counts/record.py", "FUSED"),
+    ("autotp/tools/estimation/counts/operators.py", "ARITHMETIC"),
+    ("autotp/tools/estimation/counts/operators.py", "SAME_WORK"),
+    ("autotp/tools/estimation/counts/record.py", "FUSED"),
     ("passes/builder.py", "SIZES"),
     ("passes/canonicalize/canonicalize.py", "REWRITES"),
     ("passes/canonicalize/causal_attention.py", "MEANINGS"),
@@ -96,7 +96,7 @@ def test_finder_sees_a_list_of_operators(source: str) -> None:
 def test_no_pass_and_no_estimate_has_a_list_of_operators() -> None:
     """But for the checker, which writes its own on purpose."""
     files = [file for file in (ROOT / "passes").rglob("*.py") if file.parent.name != "check"]
-    files += (ROOT / "autotp/estimation").rglob("*.py")
+    files += (ROOT / "autotp/tools/estimation").rglob("*.py")
     assert len(files) > 60
     found = [(str(file.relative_to(ROOT)), name) for file in files for name in lists(file.read_text())]
     assert sorted(found) == sorted(TABLES)

@@ -126,7 +126,7 @@ def test_pages_fit_their_window_in_its_colours(browser: photograph.Browser, site
 
 @pytest.mark.system
 def test_tables_are_not_cut_on_paper(browser: photograph.Browser, site: Path) -> None:  # type: ignore[name-defined]
-    """A4 has 718 pixels between its margins. The page of a plan has a style of its own: tests/page tests it."""
+    """A4 has 718 pixels between its margins. The page of a plan has a style of its own: tests/tools/page tests it."""
     beyond = """[...document.querySelectorAll("th, td, td *")].filter(
       (each) => each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.textContent)"""
     cut: dict[str, list[str]] = {}

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("typer")
-from autotp.diagnostics.environment import TESTED
-from autotp.page.page_data import page_data
-from autotp.page.save_page import page_text
+from autotp.tools.environment import TESTED
+from autotp.tools.page.page_data import page_data
+from autotp.tools.page.save_page import page_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PROOF = re.compile(r'<section id="proof">.*?</section>', re.DOTALL)

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -32,7 +32,6 @@ from torch.utils import _pytree as pytree
 
 from autotp import compiler
 from autotp.diagnostics.lockstep import COLLECTIVES
-from autotp.estimation.counts.record import Reads, Record, Value, record
 from autotp.model_library import library
 from autotp.ops import channels, collectives
 from autotp.ops.grouped_mm import OPERATOR
@@ -48,6 +47,9 @@ from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.rules.registry import USER_RULES
 from autotp.runtime import executable
+
+if TYPE_CHECKING:
+    from autotp.tools.estimation.counts.record import Reads, Record
 
 
 def draft(make: Callable[..., Any], **inputs: Tensor) -> fx.Graph:
@@ -589,6 +591,8 @@ def recorded_run(
     on_gpu: bool = True,
 ) -> Record:
     """What a function does on meta, forward and backward: tensors of these shapes, all but the first parameters."""
+    from autotp.tools.estimation.counts.record import Value, record
+
     places: list[Reads] = ["input", *("parameter" for _ in shapes[1:])]
     values = [
         (Value(shape=shape, dtype=torch.float32, learns=True), reads)

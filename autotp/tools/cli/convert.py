@@ -1,0 +1,113 @@
+"""convert: the command that writes a checkpoint in another format, or prints how two differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from autotp.checkpoint.conversion.content import FORMATS, Content, Format
+from autotp.checkpoint.conversion.differences import Unlike, differences
+from autotp.checkpoint.conversion.formats import CONFIG, OF_TORCH, cast, config_in, read_content, write_content
+from autotp.checkpoint.files.safetensors_files import nbytes
+from autotp.checkpoint.weights import parse_size
+from autotp.errors import within
+from autotp.integrations.transformers.files.conversion import as_in_files, as_in_modules
+from autotp.integrations.transformers.processor_files import copy_beside
+from autotp.tools.cli.flags import Debug, Json
+from autotp.tools.cli.model_argument import dtype_named
+from autotp.tools.cli.output import DIFFERENT, WrongUse, complain, console, print_json
+
+To = Enum("To", {name: name for name in FORMATS})  # type: ignore[misc]
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint; its format is found")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="What is written; with --diff, what is compared")],
+    to: Annotated[To | None, typer.Option("--to", help="The format of TARGET; torch for .pt, else safetensors")] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Print how the two differ, and write nothing")] = False,
+    atol: Annotated[
+        float, typer.Option("--atol", min=0, help="With --diff: elements that differ by no more than this are equal")
+    ] = 0.0,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="A folder of transformers or its config.json, for TARGET")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="The dtype of what is written: bfloat16, ...")] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="The largest file of safetensors")] = "5GB",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Writes the model in SOURCE as TARGET: between a training's checkpoint, a folder of safetensors and a torch file.
+    Runs in one process, and runs no code of a file.
+
+    Example: autotp convert model.pt weights/
+
+    The exit status of --diff is 1 if the two differ.
+    """
+
+    def read(path: Path) -> Content:
+        return within("convert", lambda: read_content(path))
+
+    if diff:
+        unlike = within("convert", lambda: list(differences(read(source), read(target), atol)))
+        _print_differences(unlike, json, atol)
+        return
+    if atol:
+        raise WrongUse("--atol is for --diff: write --diff, too")
+    form: Format = to.value if to is not None else "torch" if target.suffix in OF_TORCH else "safetensors"
+    content, wanted_dtype = read(source), dtype_named(dtype)
+    content = within("convert", lambda: _named(content, source, form, config))
+    if wanted_dtype is not None:
+        settings = None if content.config is None else {**content.config, "dtype": dtype}
+        content = replace(content, tensors=cast(content.tensors, wanted_dtype), config=settings)
+    if content.state:
+        complain("warning: the optimizer's state is not written")
+    if form == "safetensors" and content.config is None:
+        complain("warning: no config.json is written, which transformers needs: --config FOLDER")
+    if form == "safetensors" and target.suffix:
+        raise WrongUse(f"TARGET {target} is a folder for safetensors: leave {target.suffix} out, or use --to torch")
+    beside = (lambda folder: copy_beside(source, folder)) if source.is_dir() else (lambda folder: None)
+    largest = parse_size(max_shard_size)
+    within("convert", lambda: write_content(content, target, form, largest=largest, beside=beside))
+    size = sum(map(nbytes, content.tensors.values()))
+    summary = {"ok": True, "source": content.format, "target": form, "tensors": len(content.tensors), "bytes": size}
+    if json:
+        print_json(summary)
+    else:
+        print(f"{target}: {form}, {len(content.tensors)} tensors, {size / 1e6:.1f} MB, from {content.format}")
+
+
+def _named(content: Content, source: Path, form: Format, config: Path | None) -> Content:
+    """Returns the content with the configuration of `config`, and with the names that the target has."""
+    settings = None if config is None else config_in(config / CONFIG if config.is_dir() else config)
+    if form == "training" and content.format == "safetensors" and source.is_dir() and content.config is not None:
+        return replace(content, tensors=as_in_modules(source))
+    if form == "safetensors" and config is not None and content.format in ("training", "torch"):
+        return replace(content, tensors=as_in_files(content.tensors, config), config=settings)
+    return content if settings is None else replace(content, config=settings)
+
+
+def _print_differences(unlike: Sequence[Unlike], json: bool, atol: float) -> None:
+    if json:
+        rows = [{**asdict(row), "largest": row.largest if math.isfinite(row.largest) else "inf"} for row in unlike]
+        print_json({"ok": not unlike, "atol": atol, "differences": rows})
+    else:
+        console().print(*_text(unlike, atol), sep="\n", soft_wrap=True)
+    if unlike:
+        raise typer.Exit(DIFFERENT)
+
+
+def _text(unlike: Sequence[Unlike], atol: float) -> Iterator[Text]:
+    if not unlike:
+        values = f"values that differ by at most {atol:g}" if atol else "values"
+        yield Text(f"equal: the same names, shapes, dtypes and {values}", style="green")
+    for row in unlike:
+        values_of_both = " and ".join(filter(None, (row.first, row.second if row.second != row.first else "")))
+        line = Text(row.name, style="yellow").append(f"  {row.what}: {values_of_both}", "default")
+        yield line.append(f", {row.count} elements, largest {row.largest:.1e}" if row.count else "", "default")

@@ -1,0 +1,226 @@
+"""replicas: what the ranks of a stage exchange with those of other replicas in a step, and when it can start.
+
+With ZeRO the units are those of `fully_shard`: each block, and all other parameters of the stage, which are gathered
+first and summed last. Without, gradients are summed in buckets, in the order in which backward makes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from autotp.tools.estimation.counts.pieces import Parameter, Piece
+from autotp.tools.estimation.layout import Layout, Practice
+from autotp.tools.estimation.seconds.beside_compute import Pass, run_beside, slowed
+from autotp.tools.estimation.seconds.hardware import Hardware
+from autotp.tools.estimation.seconds.links import Group, collective_seconds
+from autotp.training.pipeline.gradient_buckets import BUCKET
+from autotp.training.pipeline.schedule_actions import Action
+
+if TYPE_CHECKING:
+    from autotp.tools.estimation.price import Prices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A part of a stage that is computed, gathered and summed together.
+
+    Attributes:
+        forward, backward: seconds of a microbatch.
+        gather: seconds to gather its parameters once; 0 without ZeRO.
+        sum: seconds to sum its gradients once.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    gather: float = 0.0
+    sum: float = 0.0
+
+
+def replicas_of(layout: Layout) -> Group:
+    """Returns the group of the ranks that hold the same stage of other replicas."""
+    return Group(size=layout.dp, stride=layout.model_ranks)
+
+
+def gradient_bytes(prices: Prices, parameters: Sequence[Parameter]) -> float:
+    """Returns the bytes of the gradients of parameters, as they are summed over replicas."""
+    return sum(p.elements * (prices.practice.gradient or p.itemsize) for p in parameters if p.learns)
+
+
+def itemsize_of(layout: Layout, parameter_itemsize: int) -> int:
+    """Returns the bytes of an element of a parameter in computation."""
+    return parameter_itemsize if layout.dtype is None else layout.dtype.itemsize
+
+
+def exchanged(prices: Prices, layout: Layout, names: frozenset[str], count: int = 1) -> tuple[float, float]:
+    """Returns the seconds to gather parameters once, and to sum their gradients once.
+
+    Args:
+        count: the number of units that the names are in.
+    """
+    group, device, parameters = replicas_of(layout), prices.device, prices.totals(names)
+    gradients = gradient_bytes(prices, parameters)
+    if not layout.zero:
+        return 0.0, collective_seconds("all-reduce", gradients, group, device)
+    units = len(names) if prices.practice.units == "parameter" else count
+    narrow = float(sum(p.elements * itemsize_of(layout, p.itemsize) for p in parameters if p.learns))
+    gathered = collective_seconds("all-gather", narrow / max(1, units), group, device)
+    return units * gathered, units * collective_seconds("reduce-scatter", gradients / max(1, units), group, device)
+
+
+def units_of(
+    prices: Prices, layout: Layout, pieces: Sequence[Piece], work: Sequence[tuple[float, float]]
+) -> tuple[Unit, ...]:
+    """Returns the units of a stage in the order of forward: first what is outside of its blocks.
+
+    Args:
+        work: of each piece, the seconds of forward and of backward.
+    """
+    units, outside = list[Unit](), set[str]()
+    for piece, (forward, backward) in zip(pieces, work, strict=True):
+        names = frozenset(name for name in piece.parameters if piece.name and name.startswith(f"{piece.name}."))
+        outside |= {*piece.parameters} - names
+        gather, sums = exchanged(prices, layout, names)
+        units.append(Unit(forward=forward, backward=backward, gather=gather, sum=sums))
+    gather, sums = exchanged(prices, layout, frozenset(outside))
+    return (Unit(gather=gather, sum=sums), *units)
+
+
+def sums_of_units(units: Sequence[Unit]) -> list[tuple[float, float]]:
+    """Returns when the gradients of each unit are known after the start of backward, and the seconds to sum them."""
+    sums, now = list[tuple[float, float]](), 0.0
+    for unit in reversed(units):  # The unit outside of blocks comes last: its gradients grow until the end.
+        now += unit.backward
+        sums.append((now, unit.sum))
+    return sums
+
+
+def sums_of_buckets(
+    prices: Prices, layout: Layout, pieces: Sequence[Piece], backward: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Returns when each bucket of gradients is full after the start of backward, and the seconds to sum it.
+
+    The gradients of a piece come in the reverse order of its parameters, each after a part of the piece's backward
+    that is its part of the piece's elements. A gradient of more than a bucket is summed alone.
+
+    Args:
+        backward: of each piece, the seconds of its backward.
+    """
+    group, itemsize = replicas_of(layout), prices.practice.gradient
+    limit = BUCKET if prices.practice.buckets or prices.practice.overlapped else math.inf
+    sums, now, filled = list[tuple[float, float]](), 0.0, 0.0
+    first = {name: i for i in reversed(range(len(pieces))) for name in pieces[i].parameters}
+
+    def close() -> None:
+        nonlocal filled
+        if filled:
+            sums.append((now, collective_seconds("all-reduce", filled, group, prices.device)))
+        filled = 0.0
+
+    start = 0.0
+    for i in reversed(range(len(pieces))):
+        parameters = [prices.model.parameters[name] for name in reversed(pieces[i].parameters) if first[name] == i]
+        learnt = [p for p in parameters if p.learns]
+        elements = sum(p.elements for p in learnt)
+        for parameter in learnt:
+            size = parameter.elements * (itemsize or parameter.itemsize)
+            if filled + size > limit:
+                close()
+            now += backward[i] * parameter.elements / elements
+            filled += size
+        start += backward[i]
+        now = start
+    close()
+    return sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaWaits:
+    """What the actions of a schedule wait for on other replicas: gathered parameters, and with ZeRO 2 and 3 sums.
+
+    Attributes:
+        units: of each stage, in the order of forward.
+        order: the actions of each pipeline rank.
+    """
+
+    layout: Layout
+    practice: Practice
+    device: Hardware
+    units: Sequence[tuple[Unit, ...]]
+    order: tuple[tuple[Action, ...], ...]
+
+    @cached_property
+    def _stages_of_ranks(self) -> list[list[int]]:
+        """The stages of each pipeline rank, in the order in which they first run."""
+        return [list(dict.fromkeys(action.stage for action in row)) for row in self.order]
+
+    @cached_property
+    def _backward_waits(self) -> list[tuple[float, float]]:
+        """The seconds for which a backward of each stage waits for parameters, and for sums."""
+        return [self._in_backward(units) for units in self.units]
+
+    @property
+    def sums_each_backward(self) -> bool:
+        """Whether gradients are summed in the backward of each microbatch: in a pipeline once a step."""
+        return self.layout.zero > 1 and self.layout.pp == 1 < self.layout.dp
+
+    @property
+    def tail(self) -> float:
+        """The seconds of the last sums behind the last backward, where each backward sums gradients."""
+        return self._backward(self.units[0]).tail if self.practice.overlapped else 0.0
+
+    def seconds(self, action: Action, begin: float) -> float:
+        """Returns the seconds for which an action that begins at `begin` waits."""
+        return sum(self.parts(action, begin))
+
+    def parts(self, action: Action, begin: float) -> tuple[float, float]:
+        """Returns the seconds for which an action waits for parameters, and for sums."""
+        zero, units = self.layout.zero, self.units[action.stage]
+        if self.layout.dp == 1 or not zero or action.half == "W":
+            return 0.0, 0.0
+        if action.half != "F":
+            return self._backward_waits[action.stage]
+        if zero < 3 and action.microbatch:
+            return 0.0, 0.0
+        total = sum(unit.gather for unit in units)
+        if not self.practice.ahead:
+            return total, 0.0
+        waited = self._all_ahead(action, begin) if zero < 3 else self._forward(units).waited
+        return waited + self._slowed(total - waited), 0.0
+
+    def _all_ahead(self, action: Action, begin: float) -> float:
+        """Returns the seconds for which a first forward waits: all is gathered from the start of the step."""
+        stages_of_rank = next(stages for stages in self._stages_of_ranks if action.stage in stages)
+        before = sum(u.gather for i in stages_of_rank[: stages_of_rank.index(action.stage)] for u in self.units[i])
+        units = self.units[action.stage]
+        if len(stages_of_rank) > 1:  # torch's schedule waits for all units of a stage.
+            return max(0.0, before + sum(unit.gather for unit in units) - begin)
+        work, gathers = [unit.forward for unit in units], [unit.gather for unit in units]
+        return run_beside(work, gathers, [0.0] * len(units), begin=begin, ahead=math.inf).waited
+
+    def _forward(self, units: Sequence[Unit]) -> Pass:
+        return run_beside([unit.forward for unit in units], [unit.gather for unit in units], [0.0] * len(units))
+
+    def _backward(self, units: Sequence[Unit]) -> Pass:
+        """Returns the backward of a microbatch beside its collectives. What is outside of blocks stays gathered."""
+        order, practice = units[::-1], self.practice
+        gathered, summed = self.layout.zero == 3 and practice.ahead, self.sums_each_backward and practice.overlapped
+        again = [unit.gather * gathered for unit in order[:-1]]
+        return run_beside([unit.backward for unit in order], [*again, 0.0], [unit.sum * summed for unit in order])
+
+    def _in_backward(self, units: Sequence[Unit]) -> tuple[float, float]:
+        """Returns the seconds for which a backward waits for parameters, and for sums."""
+        gathers = sum(unit.gather for unit in units) if self.layout.zero == 3 else 0.0
+        sums = sum(unit.sum for unit in units) if self.sums_each_backward else 0.0
+        beside, practice = self._backward(units), self.practice
+        ahead = (gathers - units[0].gather) if practice.ahead and gathers else 0.0
+        under = sums if practice.overlapped else 0.0
+        waited = beside.waited + self._slowed(max(0.0, ahead + under - beside.waited - beside.tail))
+        alone = (0.0 if practice.ahead else (practice.gathers - 1) * gathers), sums - under
+        return (alone[0] + waited, alone[1]) if ahead else (alone[0], alone[1] + waited)
+
+    def _slowed(self, hidden: float) -> float:
+        return slowed(hidden, replicas_of(self.layout), self.device)

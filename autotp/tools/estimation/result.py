@@ -1,0 +1,282 @@
+"""result: an estimate, as numbers and as a table, each with its error bar (`error_bars.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
+from autotp.errors import within
+from autotp.tools.estimation.error_bars import memory_bar, row_bar, step_bar
+from autotp.tools.estimation.layout import Layout
+from autotp.tools.estimation.seconds.hardware import GIB, Hardware
+
+ALLOCATOR = (1.0 * GIB, 0.08)
+"""What a device holds beside tensors: bytes of libraries, and the allocator's part of the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The memory of one pipeline rank at its fullest moment, in bytes.
+
+    Attributes:
+        weights: parameters in their own dtype.
+        copies: parameters in the dtype of computation.
+        gradients: gradients, in the parameters' dtype.
+        optimizer: the state of Adam.
+        activations: what backward reads, of all microbatches in flight.
+        logits: the part of it behind the last block.
+        transients: what the running block needs beside.
+        buffers: those of NCCL's communicators, at most. They are no tensors, and not a part of `total`.
+    """
+
+    weights: float = 0.0
+    copies: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    transients: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """The bytes of tensors of each kind."""
+        return {name: size for name, size in vars(self).items() if name != "buffers"}
+
+    @property
+    def total(self) -> float:
+        """The bytes of all tensors."""
+        return sum(self.kinds.values())
+
+    @property
+    def reserved(self) -> float:
+        """The bytes of the device that are taken at most: with the allocator's part, libraries, and NCCL's buffers."""
+        return self.total * (1 + ALLOCATOR[1]) + self.error_bytes() + ALLOCATOR[0] + self.buffers
+
+    def error_bytes(self, is_gpu: bool = True) -> float:
+        """Returns the error bar of `total`: the sum of those of all kinds, as if all erred in the same direction."""
+        return sum(size * memory_bar(category, is_gpu) for category, size in self.kinds.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What one way to hide or to fuse work brings.
+
+    Attributes:
+        name: the way, such as "sums of gradients under backward".
+        used: whether the estimate counts with it.
+        seconds: of a step with it, all else as in the estimate.
+        without: of a step without it.
+    """
+
+    name: str
+    used: bool
+    seconds: float
+    without: float
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Estimate(Shown):
+    """A predicted training step, returned by `estimate`.
+
+    Attributes:
+        layout: the layout.
+        device: the kind of device.
+        seconds: of a step: forward, backward, the sums over replicas and the optimizer's step.
+        flops: floating-point operations of the model in a step, without those computed again.
+        flops_again: those computed again.
+        spent: what the seconds of the busiest pipeline rank are spent on; they add up to `seconds`. Collectives count
+            as far as they are not hidden behind computation; "pipeline" is the bubble, and the time of sends.
+        memory: of each pipeline rank, at its fullest moment.
+        stages: the blocks of each stage.
+        homes: the pipeline rank of each stage.
+        savings: what each way to hide or to fuse work brings, of those that bring something in this layout.
+        row: the shapes of the tensors of a row of the batch, such as "[2048], [2048]" for tokens and labels.
+        source: the captured model with its prices, which `save_page` and `save_trace` draw; not a part of what is
+            compared, copied by pickle or printed.
+
+    Example:
+        >>> from autotp.models.gpt import GPT, GPTConfig
+        >>> with torch.device("meta"):
+        ...     model = GPT(GPTConfig(vocab_size=51200, n_layer=4, n_head=8, n_embd=1024))
+        >>> est = autotp.estimate(model, gpu="a100-80gb", tp=2, pp=2, batch=8, dtype=torch.bfloat16)
+        >>> len(est.memory), est.fits, 0 < est.mfu < 1
+        (2, True, True)
+    """
+
+    layout: Layout
+    device: Hardware
+    seconds: float
+    flops: float
+    flops_again: float
+    spent: Mapping[str, float]
+    memory: tuple[RankMemory, ...]
+    stages: tuple[tuple[str, ...], ...]
+    homes: tuple[int, ...]
+    row: str
+    savings: tuple[Saving, ...] = ()
+    source: Any = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "source"}
+
+    @property
+    def tflops(self) -> float:
+        """The model's TFLOP/s of one device: without what is computed again."""
+        return self.flops / self.seconds / self.layout.devices / 1e12
+
+    @property
+    def hardware_tflops(self) -> float:
+        """The TFLOP/s that one device computes: with what is computed again."""
+        return (self.flops + self.flops_again) / self.seconds / self.layout.devices / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """The model's part of the device's peak (model FLOPs utilization)."""
+        return self.tflops * 1e12 / self._peak
+
+    @property
+    def _peak(self) -> float:
+        wide = self.layout.dtype is None or self.layout.dtype.itemsize > 2
+        return self.device.vector_flops if wide else self.device.matrix_flops
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank's memory is within the device's, with the allocator's part."""
+        return max(rank.reserved for rank in self.memory) <= self.device.memory
+
+    @property
+    def error(self) -> float:
+        """The relative error bar of `seconds`, and of all that is computed from it."""
+        return step_bar(self.device, self.layout.zero)
+
+    def watch(self, trainer: Any, steps: int = 20, show: Callable[[Any], Any] = print) -> Any:
+        """Returns a `Comparison` that the next steps of a trainer fill: what was predicted, and what is measured.
+
+        The first rank shows it after the last of these steps. Call it on every rank. A step is measured from its
+        beginning to that of the next one: with the optimizer, and with what the loop does between steps. It costs
+        nothing after the last step.
+
+        Args:
+            trainer: what `autotp.distribute` returned, in the layout of this estimate.
+            steps: the steps to watch; the first two are not counted. What it shows comes before the next step.
+            show: is called with the `Comparison`; by default it is printed.
+
+        Raises:
+            Error: the trainer has another layout.
+        """
+        from autotp.tools.estimation.watch import watch  # A trainer and an estimate need each other for nothing else.
+
+        return within("watch", lambda: watch(self, trainer, steps, show))
+
+    def summary(self) -> str:
+        """Returns layout, seconds and memory in a line."""
+        fullest = max(self.memory, key=lambda rank: rank.total)
+        memory = f"{fullest.total / GIB:.1f} ±{fullest.error_bytes(self.device.is_gpu) / GIB:.1f} GiB"
+        fit = "fits" if self.fits else "does not fit"
+        return (
+            f"{self.layout} on {self.layout.devices} x {self.device.name}: {self.seconds:.3g} s and "
+            f"{self.tflops:.0f} TFLOP/s ±{self.error:.0%}, {memory}, {fit}"
+        )
+
+    def batch_line(self) -> tuple[str, ...]:
+        """Returns what a step trains on, as a part of a sheet."""
+        return (f"a step       {self.layout.batch} rows; the tensors of a row are {self.row}",)
+
+    def sheet(self) -> Sheet:
+        """Returns the tables of the time and of the memory."""
+        row = row_bar(self.device, self.layout.zero)
+        times = tuple(
+            (name, f"{s:.4g} s", f"±{s * row:.2g} s", f"{s / self.seconds:.1%}")
+            for name, s in sorted(self.spent.items(), key=lambda item: -item[1])
+        )
+        total = ("a step", f"{self.seconds:.4g} s", f"±{self.seconds * self.error:.2g} s", "100%")
+        lines = (
+            f"model        {self.tflops:.1f} ±{self.tflops * self.error:.1f} TFLOP/s a device, "
+            f"{self.mfu:.1%} ±{self.mfu * self.error:.1%} of the peak",
+            f"hardware     {self.hardware_tflops:.1f} ±{self.hardware_tflops * self.error:.1f} TFLOP/s, with what is "
+            "computed again",
+        )
+        memory = tuple(self._memory_row(i, rank) for i, rank in self._ranks())
+        kinds = [name for name in RankMemory().kinds if any(vars(r)[name] for r in self.memory)]
+        bars = ("error bar", *(f"±{memory_bar(category, self.device.is_gpu):.1%}" for category in kinds), "")
+        fit = "fits" if self.fits else "does not fit"
+        fullest = max(self.memory, key=lambda rank: rank.total)
+        beside = (
+            f"memory       {fit}: at most {fullest.reserved / GIB:.1f} of {self.device.memory / GIB:.1f} GiB, with "
+            f"{ALLOCATOR[0] / GIB:.0f} GiB for libraries, {fullest.buffers / GIB:.1f} for NCCL's buffers and "
+            f"{ALLOCATOR[1]:.0%} for the allocator",
+        )
+        head = ("pp rank", *kinds, "GiB in all")
+        return Sheet(
+            f"{self.layout} on {self.layout.devices} x {self.device.name}",
+            (
+                self.batch_line(),
+                Table(("where the time goes", "", "", ""), (*times, total), ("", "cut", "note", "note")),
+                *self.savings_table(),
+                lines,
+                Table(head, (*memory, bars), ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
+                beside,
+            ),
+        )  # fmt: skip
+
+    def savings_table(self) -> tuple[Table, ...]:
+        """Returns the table of what is hidden and fused, if something is: a part of the sheet and of the page."""
+        head = ("what shortens a step", "", "with", "without", "")
+        rows = tuple(
+            (x.name, "counted" if x.used else "not counted", f"{x.seconds:.4g} s", f"{x.without:.4g} s",
+             f"{x.seconds / x.without - 1:+.1%}")
+            for x in self.savings
+        )  # fmt: skip
+        return (Table(head, rows, ("", "note", "cut", "", "note")),) if rows else ()
+
+    def _ranks(self) -> list[tuple[str, RankMemory]]:
+        """Returns the pipeline ranks; neighbours with equal memory are one row."""
+        rows: list[tuple[str, RankMemory]] = []
+        for i, rank in enumerate(self.memory):
+            if len(self.memory) > 8 and 1 < i < len(self.memory) - 2:
+                if i == 2:
+                    rows.append(("...", rank))
+                continue
+            rows.append((str(i), rank))
+        return rows
+
+    def _memory_row(self, name: str, rank: RankMemory) -> tuple[str, ...]:
+        kinds = [category for category in rank.kinds if any(vars(r)[category] for r in self.memory)]
+        if name == "...":
+            return ("...", *("" for _ in kinds), "")
+        cells = [f"{vars(rank)[category] / GIB:.2f}" for category in kinds]
+        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.error_bytes(self.device.is_gpu) / GIB:.1g}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the estimate as plain data, for JSON; bytes, seconds and FLOPs."""
+        layout = {key: str(v).removeprefix("torch.") if key == "dtype" else v for key, v in vars(self.layout).items()}
+        return {
+            "version": DATA_VERSION,
+            "layout": layout,
+            "device": self.device.name,
+            "row": self.row,
+            "seconds": self.seconds,
+            "error": self.error,
+            "tflops": self.tflops,
+            "hardware_tflops": self.hardware_tflops,
+            "mfu": self.mfu,
+            "spent": dict(self.spent),
+            "savings": [dict(vars(saving)) for saving in self.savings],
+            "memory": [
+                {
+                    **vars(rank),
+                    "total": rank.total,
+                    "error_bytes": rank.error_bytes(self.device.is_gpu),
+                    "at_most": rank.reserved,
+                }
+                for rank in self.memory
+            ],
+            "memory_error": {category: memory_bar(category, self.device.is_gpu) for category in RankMemory().kinds},
+            "fits": self.fits,
+            "stages": [
+                {"rank": rank, "blocks": list(blocks)} for rank, blocks in zip(self.homes, self.stages, strict=True)
+            ],
+        }

@@ -1,0 +1,477 @@
+"""`search`: the fastest layouts of a model on a number of devices, and why the obvious ones are not among them.
+
+The model is captured once, and planned once for each number of tensor-parallel ranks; then each micro-batch is recorded
+once. All layouts get a rough price from these records. The best of them are priced as `estimate` does, until five are
+found that fit. Where sequences are cut, a low price is made of the records of two ranks; the model is lowered for other
+context-parallel ranks only where their low price is among the best.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.arguments import expect_arguments
+from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
+from autotp.errors import Error, within
+from autotp.ops.eager_mode import uncollected
+from autotp.options import Recompute
+from autotp.tools.estimation.closed_form import ClosedForms
+from autotp.tools.estimation.counts.pieces import Lowered, lowered_again
+from autotp.tools.estimation.error_bars import why_zero_3
+from autotp.tools.estimation.estimate import call_of, lowered_for
+from autotp.tools.estimation.layout import AUTOTP, COMPILED, Layout, Practice
+from autotp.tools.estimation.price import Prices, memory_of_ranks, price, step_seconds
+from autotp.tools.estimation.result import Estimate
+from autotp.tools.estimation.seconds.hardware import GIB, Hardware, hardware_of
+from autotp.tools.estimation.start_lines import python_line, torchrun_line
+from autotp.training.pipeline.schedules import engine_of
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (1, 2, 4, 8)
+"""The numbers of ranks that long sequences may be cut over."""
+LONG = 8192
+"""The tokens of a long sequence."""
+INTERLEAVES = (2, 3, 4, 6, 8)
+SHOWN = 5
+"""The layouts that a search returns."""
+FAR = 1.1
+"""What a rough price may exceed the memory by: it is not exact."""
+PRICED = 60
+"""The layouts that are priced in full, at most."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """An obvious layout that is not the best, and why."""
+
+    layout: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Search(Shown):
+    """The result of `search`.
+
+    Attributes:
+        best: the fastest layouts that fit, the fastest first; five at most.
+        lost: obvious layouts that are slower or do not fit, and why.
+        tried: the number of legal layouts.
+
+    Example:
+        >>> from autotp.models.gpt import GPT, GPTConfig
+        >>> with torch.device("meta"):
+        ...     model = GPT(GPTConfig(vocab_size=51200, n_layer=8, n_head=8, n_embd=1024))
+        >>> found = autotp.search(model, gpus=8, gpu="a100-80gb", batch=64, dtype=torch.bfloat16)
+        >>> found.best[0].fits, found.best[0].layout.devices
+        (True, 8)
+    """
+
+    best: tuple[Estimate, ...]
+    lost: tuple[Lost, ...]
+    tried: int
+
+    def summary(self) -> str:
+        """Returns the best layout in a line."""
+        return self.best[0].summary()
+
+    def sheet(self) -> Sheet:
+        """Returns the tables of the best layouts and of those that lost."""
+        first = self.best[0]
+        head = ("layout", "a step", "TFLOP/s", "of peak", "GiB")
+        rows = tuple(
+            (
+                str(est.layout),
+                f"{est.seconds:.3g} ±{float(f'{est.seconds * est.error:.1g}'):g} s",
+                f"{est.tflops:.0f} ±{est.tflops * est.error:.0f}",
+                f"{est.mfu:.0%} ±{est.mfu * est.error:.0%}",
+                f"{fullest.total / GIB:.1f} ±{fullest.error_bytes(est.device.is_gpu) / GIB:.1f}",
+            )
+            for est, fullest in ((est, max(est.memory, key=lambda rank: rank.total)) for est in self.best)
+        )
+        lost = tuple((loser.layout, loser.why) for loser in self.lost)
+        title = f"the best of {self.tried} layouts on {first.layout.devices} x {first.device.name}"
+        parts: list[Table | tuple[str, ...]] = [
+            first.batch_line(),
+            Table(head, rows, ("cut", "", "note", "note", "note")),
+        ]
+        notes: tuple[str, ...] = (f"too close    {ties}",) if (ties := self._ties()) else ()
+        if any(est.layout.zero == 3 for est in self.best):
+            notes += (f"zero=3       {why_zero_3()}",)
+        parts += [notes] * bool(notes)
+        parts += [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
+        lines = torchrun_line(first.layout.devices, first.device.node), python_line(first.layout)
+        return Sheet(title, (*parts, ("the first:", *lines)))
+
+    def _ties(self) -> str:
+        """Returns which layouts the error bars do not tell from the first one; "" for none."""
+        first = self.best[0]
+        near = [est for est in self.best[1:] if est.seconds * (1 - est.error) <= first.seconds * (1 + first.error)]
+        which = "all others" if len(near) == len(self.best) - 1 else f"{len(near)} of the others"
+        return f"the error bars of {which} overlap that of the first: measure before you choose" if near else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as plain data, for JSON."""
+        lost = [{"layout": loser.layout, "why": loser.why} for loser in self.lost]
+        return {
+            "version": DATA_VERSION,
+            "tried": self.tried,
+            "best": [est.to_dict() for est in self.best],
+            "lost": lost,
+        }
+
+
+def search(
+    model: nn.Module,
+    *,
+    gpus: int,
+    gpu: str | Hardware,
+    batch: int,
+    memory: float = 0.9,
+    dtype: torch.dtype | None = None,
+    compiled: bool = False,
+    sequence: int | None = None,
+    example_inputs: Any = None,
+) -> Search:
+    """Returns the fastest layouts of a training step of `model` on `gpus` devices, by `estimate`.
+
+    It tries all numbers of tensor-parallel ranks that divide `gpus`, up to two nodes; all numbers of stages and
+    replicas; for sequences of 8,192 tokens or more, 2, 4 and 8 context-parallel ranks; micro-batches of 1 to 32 rows;
+    the schedules 1F1B, interleaved and zero-bubble; recomputation; ZeRO 0 and 1, and without a pipeline 2 and 3, too.
+    Sequence parallelism is on wherever there are tensor-parallel ranks: over NCCL it sends as many bytes, and saves
+    memory. Graphs are counted here; `estimate` and `distribute` check their types, too.
+
+    Args:
+        model, gpu, batch, dtype, compiled, sequence, example_inputs: as for `estimate`.
+        gpus: the number of devices.
+        memory: the part of a device's memory that tensors may take.
+
+    Raises:
+        Error: as `estimate`; or no layout fits.
+
+    Example:
+        >>> from autotp.models.gpt import GPT, GPTConfig
+        >>> with torch.device("meta"):
+        ...     model = GPT(GPTConfig(vocab_size=51200, n_layer=8, n_head=8, n_embd=1024))
+        >>> print(autotp.search(model, gpus=8, gpu="h100-80gb", batch=64, dtype=torch.bfloat16).best[0].layout.tp)
+        1
+    """
+
+    def run() -> Search:
+        expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
+        Layout(batch=batch, dtype=dtype)
+        device = expect_search(gpus, gpu, batch, memory)
+        layouts = Layouts(model, device, COMPILED if compiled else AUTOTP, dtype, sequence, example_inputs)
+        with uncollected():
+            return _searched(layouts, gpus, batch, memory)
+
+    return within(f"search({type(model).__name__}, gpus={gpus})", run)
+
+
+def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float) -> Hardware:
+    """Returns the kind of device of a search. Arguments as for `search`.
+
+    Raises:
+        Error: one of them is wrong.
+    """
+    device = hardware_of(gpu)
+    Layout(batch=batch)
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+        raise Error(f"gpus={gpus!r} is not a whole number of 1 or more", fix="gpus=8")
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory <= 1:
+        raise Error(f"memory={memory!r} is not a part of a device's memory", fix="memory=0.9")
+    return device
+
+
+@dataclass(frozen=True)
+class Rough:
+    """The seconds of a step, and the bytes of the fullest device, by a closed form."""
+
+    seconds: float
+    memory: float
+
+
+class Layouts:
+    """A model, captured for each number of tensor-parallel and context-parallel ranks when it is first needed."""
+
+    def __init__(
+        self, model: nn.Module, device: Hardware, practice: Practice, dtype: torch.dtype | None, sequence: int | None,
+        example_inputs: Any,
+    ) -> None:  # fmt: skip
+        self.device, self.dtype = device, dtype
+        self._practice, self._call = practice, call_of(model, sequence, example_inputs)
+        self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
+        self._forms: dict[tuple[int, int, Recompute, bool], ClosedForms] = {}
+        self.pipelines = True
+
+    def prices(self, tp: int, cp: int, recompute: Recompute, halves: bool = False) -> Prices:
+        """Returns the prices of numbers of tensor-parallel and context-parallel ranks, with a way of recomputation.
+
+        Args:
+            halves: whether backward runs in two halves: then no sum over ranks runs beside products.
+        """
+        if (tp, cp, "none", halves) not in self._prices:
+            model = self._halved(tp, cp) if halves else self._lowered(tp, cp)
+            earlier = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
+            flops = None if earlier is None else earlier.flops(1)
+            self._prices[tp, cp, "none", halves] = Prices(model, self.device, self._practice, scaled=True, flops=flops)
+        if (tp, cp, recompute, halves) not in self._prices:
+            plain = self._prices[tp, cp, "none", halves]
+            again = replace(plain.model, training=replace(plain.model.training, recompute=recompute))
+            self._prices[tp, cp, recompute, halves] = Prices(
+                again, self.device, self._practice, scaled=True, flops=plain.flops(1)
+            )
+        return self._prices[tp, cp, recompute, halves]
+
+    def _lowered(self, tp: int, cp: int) -> Lowered:
+        """Returns the model for numbers of ranks. Its types are not checked: `estimate` and `distribute` check them."""
+        pp, sequence_parallel = 1 + self.pipelines, tp > 1
+        layout = Layout(batch=1, tp=tp, cp=cp, pp=pp, sequence_parallel=sequence_parallel, dtype=self.dtype)
+        try:
+            return lowered_for(self._call, layout, checked=False)
+        except Error:
+            self.pipelines = False  # As `distribute`; without a pipeline it may be that `parallelize` can.
+            return lowered_for(self._call, replace(layout, pp=1), checked=False)
+
+    def _halved(self, tp: int, cp: int) -> Lowered:
+        """Returns the model for numbers of ranks, with backward in two halves."""
+        plain = self.prices(tp, cp, "none").model
+        return lowered_again(plain, replace(plain.training, schedule="zero-bubble"))
+
+    def price(self, layout: Layout) -> Estimate:
+        """Returns the estimate of a layout."""
+        halves = layout.pp > 1 and engine_of(layout.schedule).halves
+        return price(self.prices(layout.tp, layout.cp, layout.recompute, halves), layout)
+
+    def ranks(self, gpus: int) -> list[int]:
+        """Returns the numbers of tensor-parallel ranks: up to two nodes."""
+        return [n for n in range(1, 2 * self.device.node + 1) if gpus % n == 0]
+
+    def contexts(self, ranks: int) -> list[int]:
+        """Returns the numbers of context-parallel ranks: several for long sequences of a model with self-attention."""
+        arguments = self.prices(1, 1, "none").model.arguments.values()
+        length = max((max(x.shape[1:], default=0) for x in arguments), default=0)
+        if length < LONG:
+            return [1]
+        counts = [cp for cp in CONTEXTS if ranks % cp == length % cp == 0]
+        if counts[1:]:
+            try:
+                self.prices(1, CONTEXTS[1], "none")
+            except Error:  # There is no sequence to cut.
+                return [1]
+        return counts
+
+    def recomputes(self, tp: int) -> tuple[Recompute, ...]:
+        """Returns the ways of recomputation: fused attention keeps no scores that could be recomputed selectively."""
+        recorded = self.prices(tp, 1, "none").pieces(1)
+        blocks = {piece.kind for piece in recorded.pieces[:-1]}  # Behind the last block, the loss has a softmax.
+        scores = any("softmax" in op.name for number in blocks for op in recorded.records[number].ops)
+        return ("none", "selective", "full") if scores else ("none", "full")
+
+    def closed_forms(self, tp: int, cp: int, recompute: Recompute) -> ClosedForms:
+        """Returns the closed forms for what `prices` takes; they serve for halves of backward, too."""
+        which: Recompute = "selective" if recompute == "selective" else "none"
+        key = tp, cp, which, self.is_lowered(tp, cp)
+        if key not in self._forms:
+            self._forms[key] = ClosedForms(self.prices(tp, cp, which)) if key[-1] else self._low(tp, cp, which)
+        return self._forms[key]
+
+    def _low(self, tp: int, cp: int, which: Recompute) -> ClosedForms:
+        """Returns closed forms without the graph of these ranks; their prices are low."""
+        self.prices(1, CONTEXTS[1], which)  # Lowers the model for these, if that has not been done.
+        local, cut, whole = (self.closed_forms(n, m, which) for n, m in ((tp, 1), (1, CONTEXTS[1]), (1, 1)))
+        return local.divided(cp, cut, CONTEXTS[1], whole)
+
+    def is_lowered(self, tp: int, cp: int) -> bool:
+        """True if closed forms of these ranks are those of their graph, whose prices are not low."""
+        return cp == 1 or (tp, cp, "none", False) in self._prices
+
+    def refine(self, priced: Sequence[tuple[Layout, Rough]], tp: int, cp: int) -> list[tuple[Layout, Rough]]:
+        """Returns the layouts, with the rough prices of the graph of these ranks; without those that are refused."""
+        try:
+            self.prices(tp, cp, "none")
+        except Error:
+            return [pair for pair in priced if (pair[0].tp, pair[0].cp) != (tp, cp)]
+        return [(x, self.rough(x) if (x.tp, x.cp) == (tp, cp) else r) for x, r in priced]
+
+    def rough(self, layout: Layout) -> Rough:
+        """Returns the price of a layout whose schedule is a closed form."""
+        forms = self.closed_forms(layout.tp, layout.cp, layout.recompute)
+        step, prices = forms.simulated(layout), forms.prices
+        memory = memory_of_ranks(prices, layout, step)
+        return Rough(step_seconds(prices, layout, step), max(rank.total for rank in memory))
+
+    def legal(self, gpus: int, batch: int) -> Iterator[Layout]:
+        """Yields the layouts of a number of devices whose sizes multiply out.
+
+        Those that differ only in the micro-batch come one after the other, the smallest micro-batch first.
+        """
+        for tp in self.ranks(gpus):
+            self.prices(tp, 1, "none")  # Before sequences are cut: see `Captures`.
+        for tp, cp in ((n, cp) for n in self.ranks(gpus) for cp in self.contexts(gpus // n)):
+            model = self.prices(tp, 1, "none").model
+            blocks = max(1, len(model.order)) if self.pipelines else 1
+            for pp in (n for n in range(1, blocks + 1) if gpus // tp // cp % n == 0):
+                dp = gpus // tp // cp // pp
+                micro_batches = [n for n in MICRO_BATCHES if batch % (dp * n) == 0]
+                ways = dict.fromkeys(
+                    option for n in micro_batches for option in _schedules(pp, blocks, batch // dp // n)
+                )
+                for (schedule, interleave), zero, recompute in itertools.product(
+                    ways, _stages(dp, pp), self.recomputes(tp)
+                ):
+                    for micro in micro_batches:
+                        if (schedule, interleave) in _schedules(pp, blocks, batch // dp // micro):
+                            yield Layout(
+                                batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule,
+                                interleave=interleave, zero=zero, recompute=recompute,
+                                sequence_parallel=tp > 1, dtype=self.dtype,
+                            )  # fmt: skip
+
+
+def _stages(dp: int, pp: int) -> tuple[int, ...]:
+    """Returns the stages of ZeRO that are tried. In a pipeline 2 and 3 would communicate for each microbatch."""
+    return (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
+
+
+def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, int | None]]:
+    """Yields the schedules that torch can run with these numbers."""
+    if pp == 1 or microbatches >= pp:
+        yield "1F1B", None
+    for interleave in INTERLEAVES if pp > 1 else ():
+        if pp * interleave <= blocks and microbatches % max(1, microbatches // pp) == 0:
+            yield "interleaved", interleave
+    if 1 < pp <= min(microbatches, blocks // 2):
+        yield "zero-bubble-v", None
+        if microbatches % (microbatches // pp) == 0:
+            yield "zero-bubble", None
+
+
+def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
+    limit = memory * layouts.device.memory
+    priced, tried = _priced_roughly(layouts, gpus, batch, limit)
+    if not priced:
+        raise Error(f"a batch of {batch} rows is not divided evenly by any layout of {gpus} devices", fix="batch=gpus")
+    best, refined = _fastest(layouts, priced, limit)
+    if not best:
+        _raise_nothing_fits(layouts, refined, limit)
+    lost = _slower(layouts, refined, best, limit)
+    return Search(best=tuple(best), lost=tuple(lost), tried=tried)
+
+
+def _priced_roughly(layouts: Layouts, gpus: int, batch: int, limit: float) -> tuple[list[tuple[Layout, Rough]], int]:
+    """Returns rough prices of the legal layouts, and how many are legal. A layout that is far from fitting has no price
+    for larger micro-batches, which take more.
+    """
+    priced, tried, full = list[tuple[Layout, Rough]](), 0, None
+    for layout in layouts.legal(gpus, batch):
+        tried += 1
+        if full is not None and layout.equals_but_for_micro_batch(full):
+            continue
+        rough = layouts.rough(layout)
+        priced.append((layout, rough))
+        full = layout if rough.memory > FAR * limit else None
+    return priced, tried
+
+
+def _fastest(
+    layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], limit: float
+) -> tuple[list[Estimate], Sequence[tuple[Layout, Rough]]]:
+    """Returns the fastest layouts that fit, and all layouts with the rough prices that are known then.
+
+    A rough price is not exact, so more are priced than are wanted. Those with low prices come last: what is refused or
+    slower even then is not lowered.
+    """
+    priced: dict[Layout, Estimate] = {}
+    ordered = sorted(rough_prices, key=lambda pair: pair[1].seconds)
+    while len(priced) < PRICED:
+        fitting = _fitting(priced.values(), limit)
+        enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
+        near = itertools.takewhile(lambda pair: pair[1].seconds < 1.1 * enough, ordered)  # noqa: B023  Used up here.
+        candidates = [pair for pair in near if pair[0] not in priced and pair[1].memory <= FAR * limit]
+        lowered = next((x for x, _ in candidates if layouts.is_lowered(x.tp, x.cp)), None)
+        low = next((x for x, r in candidates if not layouts.is_lowered(x.tp, x.cp) and r.seconds < enough), None)
+        if lowered is not None:
+            priced[lowered] = layouts.price(lowered)
+        elif low is not None:
+            rough_prices = layouts.refine(rough_prices, low.tp, low.cp)
+            ordered = sorted(rough_prices, key=lambda pair: pair[1].seconds)
+        else:
+            break
+    return _fitting(priced.values(), limit), rough_prices
+
+
+def _fitting(priced: Iterable[Estimate], limit: float) -> list[Estimate]:
+    """Returns the fastest estimates that fit, the fastest first."""
+    return sorted((est for est in priced if _most(est) <= limit), key=lambda est: est.seconds)[:SHOWN]
+
+
+def _most(est: Estimate) -> float:
+    return max(rank.total for rank in est.memory)
+
+
+def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], limit: float) -> None:
+    est = layouts.price(min(rough_prices, key=lambda pair: pair[1].memory)[0])
+    raise Error(
+        f"no layout fits: {est.layout} takes {_most(est) / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
+        fix="more gpus, or a smaller sequence",
+    )
+
+
+# ---- why the obvious layouts lost
+
+
+def _slower(
+    layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], best: Sequence[Estimate], limit: float
+) -> Iterator[Lost]:
+    """Yields the obvious layouts that are not among the best, each in its fastest variant that fits."""
+    won, reported = best[0], set[Layout]()
+    for name, which in _obvious(won.layout, layouts.device.node).items():
+        variants = [
+            (layout, r) for layout, r in rough_prices if which(layout) and layouts.is_lowered(layout.tp, layout.cp)
+        ]
+        if not variants or any(which(est.layout) for est in best):
+            continue
+        fitting = [pair for pair in variants if pair[1].memory <= limit]
+        layout, _ = min(fitting or variants, key=lambda pair: pair[1].seconds if fitting else pair[1].memory)
+        if layout in reported:
+            continue
+        reported.add(layout)
+        yield Lost(f"{name}: {layout}", _why(layouts.price(layout), won, layouts.device, limit))
+
+
+def _obvious(won: Layout, node: int) -> Mapping[str, Any]:
+    """Returns name -> whether a layout is of this kind."""
+    return {
+        "replicas only": lambda x: x.tp == x.cp == x.pp == 1 and x.zero < 3,
+        "ZeRO 3 only": lambda x: x.tp == x.cp == x.pp == 1 and x.zero == 3,
+        "tp in a node, and replicas": lambda x: x.tp == node and x.cp == x.pp == 1,
+        "a pipeline without tp": lambda x: x.tp == x.cp == 1 < x.pp,
+        "tp in a node, and a pipeline": lambda x: x.tp == node and x.cp == 1 < x.pp,
+        "cp without tp": lambda x: x.tp == 1 < x.cp,
+        "tp across nodes": lambda x: x.tp > node,
+        "half the tp": lambda x: 2 * x.tp == won.tp,
+        "twice the tp": lambda x: x.tp == 2 * won.tp <= node,
+    }
+
+
+def _why(est: Estimate, won: Estimate, device: Hardware, limit: float) -> str:
+    """Returns in a line why a layout lost against the best."""
+    fullest = max(range(len(est.memory)), key=lambda i: est.memory[i].total)
+    if _most(est) > limit:
+        return f"does not fit: {_most(est) / GIB:.0f} of {limit / GIB:.0f} GiB on pipeline rank {fullest}"
+    more = {name: s - won.spent.get(name, 0.0) for name, s in est.spent.items()}
+    row = max(more, key=more.__getitem__)
+    crossing = f", tp={est.layout.tp} crosses nodes" if est.layout.tp > device.node and row.endswith("tp") else ""
+    slower = est.seconds - won.seconds
+    return f"{_two_digits(slower)} s ({slower / won.seconds:+.0%}): {row} {_two_digits(more[row])} s{crossing}"
+
+
+def _two_digits(number: float) -> str:
+    return f"{float(f'{number:.2g}'):+g}"

@@ -1,0 +1,120 @@
+"""beside_compute: collectives of replicas that run while a rank computes, and what of them nothing hides.
+
+A rank computes its units (blocks) one after the other. Its collectives with the other replicas share a link, and run on
+it one after the other in the order in which they start.
+
+Before: sums of 3 blocks, 2 s each; backward of a block takes 1 s
+After:  ready at 1, 2 and 3 s; they end at 3, 5 and 7 s: 4 s are waited for, and 2 s are hidden
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autotp.tools.estimation.seconds.hardware import Hardware
+from autotp.tools.estimation.seconds.links import Group
+
+CHANNELS = 24
+"""The units that NCCL takes for a collective: its channels in a DGX A100, as it logs them."""
+CHANNEL_BANDWIDTH = 300e9 / CHANNELS
+"""Bytes/s of a channel: in a DGX A100 that many channels fill links of 300 GB/s."""
+
+CHANNEL_BYTES = 688e6 / CHANNELS
+"""The most bytes of buffers that a communicator has for a channel: one of four A100s took 688 MB, one of two 544 MB
+(NVIDIA/nccl issue 964). They grow with the channels, and hardly with the ranks (issue 986)."""
+
+
+def channels(group: Group, device: Hardware) -> int:
+    """Returns the units that a collective of this group takes: as many channels as its slowest link needs.
+
+    A group with one rank in each node has one adapter for each, and few channels.
+    """
+    ranks_per_node = group.per_node(device)
+    bandwidth = min(device.node_bandwidth, device.net_bandwidth * ranks_per_node) if group.crosses(device) else math.inf
+    return max(1, min(CHANNELS, math.ceil(min(bandwidth, device.node_bandwidth) / CHANNEL_BANDWIDTH)))
+
+
+def buffer_bytes(groups: Iterable[Group], device: Hardware) -> float:
+    """Returns the bytes that NCCL's communicators of these groups take, at most; a group of one rank has none."""
+    if not device.is_gpu:
+        return 0.0
+    return sum(channels(group, device) * CHANNEL_BYTES for group in groups if group.size > 1)
+
+
+def slowed(hidden: float, group: Group, device: Hardware) -> float:
+    """Returns the seconds by which computation takes longer beside `hidden` seconds of collectives of this group."""
+    return hidden * min(0.5, channels(group, device) / device.units)
+
+
+def link_free(transfers: Iterable[tuple[float, float]], free: float = 0.0) -> float:
+    """Returns when the last transfer ends.
+
+    Args:
+        transfers: (when it can start, its seconds).
+        free: when the link is free.
+    """
+    for ready, seconds in sorted(transfers):
+        free = max(free, ready) + seconds
+    return free
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass over the units, forward or backward, beside its collectives.
+
+    Attributes:
+        waited: seconds in which computation waits for gathered parameters, or for a buffer.
+        ends: when the link is free, after the start of the pass.
+        seconds: of the pass, with what is waited for.
+    """
+
+    waited: float
+    ends: float
+    seconds: float
+
+    @property
+    def tail(self) -> float:
+        """The seconds of collectives behind the computation."""
+        return max(0.0, self.ends - self.seconds)
+
+
+def run_beside(
+    work: Sequence[float], gathers: Sequence[float], sums: Sequence[float], *, begin: float = 0.0, ahead: float = 1
+) -> Pass:
+    """Returns a pass over units, whose parameters are gathered before, and whose gradients are summed behind.
+
+    A sum starts when its unit has been computed and the sum before has ended, for which computation waits: torch's
+    `fully_shard` has one buffer for sums.
+
+    Args:
+        work: seconds of each unit, in the order in which they run.
+        gathers: seconds to gather the parameters of each unit.
+        sums: seconds to sum the gradients of each unit.
+        begin: seconds after the first gather at which the pass may start.
+        ahead: 0: a unit is gathered when the one before has been computed; 1: while the one before is computed;
+            inf: all units are gathered from the start.
+    """
+    now, free, summed = begin, 0.0, 0.0
+    arrived = [0.0] * len(work)
+
+    def gather(i: int, ready: float) -> None:
+        nonlocal free
+        if i < len(work) and gathers[i]:
+            free = max(free, ready) + gathers[i]
+            arrived[i] = free
+
+    for i in range(len(work) if ahead == math.inf else min(1, len(work))):
+        gather(i, 0.0)
+    for i, seconds in enumerate(work):
+        now = max(now, arrived[i])
+        if ahead == 1:
+            gather(i + 1, now)
+        now += seconds
+        if sums[i]:
+            now = max(now, summed)
+            free = summed = max(free, now) + sums[i]
+        if ahead == 0:
+            gather(i + 1, now)
+    return Pass(waited=now - begin - sum(work), ends=free - begin, seconds=now - begin)

@@ -1,0 +1,70 @@
+"""links: the seconds of a collective, by its algorithm and by the links that its group crosses.
+
+Ranks are placed as the mesh of `distribute` places them: tensor-parallel ranks are neighbours, then replicas, then
+stages. A ring sends each byte once over each link; between nodes its bandwidth is that of the adapters of all ranks of
+the group in a node. A tree has fewer steps, and sends whole tensors.
+
+Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"; NCCL tests, PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autotp.tools.estimation.seconds.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A group of ranks that communicate.
+
+    Attributes:
+        size: the number of ranks.
+        stride: the distance of neighbours among all ranks.
+    """
+
+    size: int
+    stride: int
+
+    def per_node(self, device: Hardware) -> int:
+        """Returns the number of its ranks in one node."""
+        return max(1, min(self.size, device.node // self.stride))
+
+    def crosses(self, device: Hardware) -> bool:
+        """Returns whether the group is in more than one node."""
+        return self.per_node(device) < self.size
+
+
+RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+"""How often a ring goes around for a collective."""
+
+
+def collective_seconds(name: str, size: float, group: Group, device: Hardware) -> float:
+    """Returns the seconds of a collective.
+
+    Args:
+        name: all-reduce, all-gather or reduce-scatter.
+        size: the bytes of the tensor that is summed, or that its ranks hold together.
+    """
+    if group.size == 1 or not size:
+        return 0.0
+    if name == "reduce-scatter" and not device.is_gpu:
+        name = "all-reduce"  # gloo sums the whole tensor on all ranks.
+    per_node, rounds = group.per_node(device), RINGS[name]
+    bandwidth = device.node_bandwidth
+    if group.crosses(device):
+        bandwidth = min(bandwidth, device.net_bandwidth * per_node) if per_node > 1 else device.net_bandwidth
+    bandwidth *= device.link_sustained
+    steps = group.size - 1
+    ring = rounds * (steps / group.size * size / bandwidth + steps * device.latency)
+    if name != "all-reduce":
+        return ring  # NCCL has trees for sums only.
+    tree = rounds * (math.ceil(math.log2(group.size)) * device.latency + size / bandwidth)
+    return min(ring, tree)
+
+
+def send_seconds(size: float, distance: int, device: Hardware) -> float:
+    """Returns the seconds to send a tensor to a rank at this distance."""
+    bandwidth = device.net_bandwidth if distance >= device.node else device.node_bandwidth
+    return size / (bandwidth * device.link_sustained) + device.latency

@@ -1,0 +1,32 @@
+"""start_lines: the lines that start a training in a layout: torchrun, and Python."""
+
+from __future__ import annotations
+
+from autotp.tools.estimation.layout import Layout
+
+
+def torchrun_line(devices: int, node: int) -> str:
+    """Returns the command that starts so many ranks; on several nodes, each node runs it.
+
+    Args:
+        node: the devices of a node.
+    """
+    if devices <= node:
+        return f"torchrun --nproc-per-node {devices} train.py"
+    nodes = -(-devices // node)
+    meet = '--rdzv-backend c10d --rdzv-endpoint "$FIRST_NODE:29500"'
+    return f"torchrun --nnodes {nodes} --nproc-per-node {node} {meet} train.py"
+
+
+def python_line(layout: Layout) -> str:
+    """Returns the call of `distribute` for a layout."""
+    arguments = [f"{name}={getattr(layout, name)}" for name in ("tp", "pp", "dp")]
+    arguments += [f"cp={layout.cp}"] * (layout.cp > 1) + [f"microbatches={layout.microbatches}"]
+    arguments += [f'schedule="{layout.schedule}"'] * (layout.pp > 1 and layout.schedule != "1F1B")
+    arguments += [f"interleave={layout.interleave}"] * (layout.pp > 1 and layout.interleave is not None)
+    arguments += ["sequence_parallel=True"] * layout.sequence_parallel
+    arguments += [f'recompute="{layout.recompute}"'] * (layout.recompute != "none")
+    arguments += [f'overlap="{layout.overlap}"'] * (layout.overlap != "none")
+    arguments += [f"zero={layout.zero}"] * bool(layout.zero)
+    arguments += [f"compute_dtype={layout.dtype}"] * (layout.dtype is not None)
+    return f"trainer = autotp.distribute(model, {', '.join(arguments)})"

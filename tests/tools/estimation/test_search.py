@@ -1,0 +1,284 @@
+"""`search`: the fastest layouts that fit, and why the obvious ones lost."""
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from errors import message
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autotp
+from autotp import compiler
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.tools.estimation import search as search_module
+from autotp.tools.estimation.counts import pieces
+from autotp.tools.estimation.layout import AUTOTP
+from autotp.tools.estimation.result import RankMemory
+from autotp.tools.estimation.search import Layouts
+from autotp.tools.estimation.seconds.hardware import hardware_of
+from autotp.tools.estimation.start_lines import python_line, torchrun_line
+from autotp.training.pipeline.schedule_actions import actions_of
+from autotp.training.pipeline.schedules import engine_of
+
+SMALL_DEVICE = "312TF 2TB/s 6GiB node=4x300GB/s net=25GB/s"
+
+
+def gpt(dropout: float = 0.0) -> GPT:
+    with torch.device("meta"):
+        config = GPTConfig(block_size=1024, vocab_size=51200, n_layer=16, n_head=16, n_embd=2048, dropout=dropout)
+        return GPT(config)
+
+
+def searched(model: nn.Module | None = None, **given: Any) -> autotp.Search:
+    options: dict[str, Any] = {"gpus": 8, "gpu": SMALL_DEVICE, "batch": 32, "dtype": torch.bfloat16, **given}
+    return autotp.search(gpt() if model is None else model, **options)
+
+
+@pytest.fixture(scope="module")
+def found() -> autotp.Search:
+    return searched()
+
+
+def test_the_best_fit_and_are_sorted(found: autotp.Search) -> None:
+    assert 1 < len(found.best) <= 5 and found.tried > 50
+    assert all(max(rank.total for rank in est.memory) <= 0.9 * 6 * 2**30 for est in found.best)
+    assert [est.seconds for est in found.best] == sorted(est.seconds for est in found.best)
+    assert all(est.layout.devices == 8 for est in found.best)
+
+
+def test_the_price_of_a_layout_is_that_of_estimate(found: autotp.Search) -> None:
+    for est in found.best[:2]:
+        options = vars(est.layout)
+        again = autotp.estimate(gpt(), gpu=SMALL_DEVICE, **options)
+        assert again.seconds == pytest.approx(est.seconds) and again.memory[0].total == pytest.approx(
+            est.memory[0].total
+        )
+
+
+def test_no_layout_of_a_grid_is_faster(found: autotp.Search) -> None:
+    """Against estimates of all layouts of a coarse grid."""
+    seconds = []
+    for tp, pp, micro, zero in itertools.product((1, 2, 4, 8), (1, 2), (1, 2), (0, 1)):
+        if 8 % (tp * pp) == 0:
+            options = {"tp": tp, "pp": pp, "dp": 8 // tp // pp, "micro_batch": micro, "zero": zero}
+            est = autotp.estimate(
+                gpt(), gpu=SMALL_DEVICE, batch=32, dtype=torch.bfloat16, sequence_parallel=tp > 1, **options
+            )  # type: ignore[arg-type]
+            seconds += [est.seconds] * (max(rank.total for rank in est.memory) <= 0.9 * 6 * 2**30)
+    assert found.best[0].seconds <= min(seconds) * 1.001
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.00012, "+0.00012"), (-0.0034, "-0.0034"), (0.251, "+0.25"), (12.4, "+12"), (124, "+120")]
+)
+def test_differences_have_digits_that_say_something(seconds: float, text: str) -> None:
+    assert search_module._two_digits(seconds) == text
+
+
+def test_obvious_layouts_say_why_they_lost(found: autotp.Search) -> None:
+    why = {other.layout.partition(":")[0]: other.why for other in found.lost}
+    assert "%): products +" in why["a pipeline without tp"]
+    assert why["tp across nodes"].endswith("tp=8 crosses nodes")
+    assert not any(other.layout.endswith(str(found.best[0].layout)) for other in found.lost)
+
+
+def test_a_layout_that_does_not_fit_says_on_which_rank(found: autotp.Search) -> None:
+    best, gib = found.best[0], 2**30
+    full = replace(best, memory=(RankMemory(weights=2 * gib), RankMemory(weights=6 * gib)))
+    assert search_module._why(full, best, best.device, 5 * gib) == "does not fit: 6 of 5 GiB on pipeline rank 1"
+
+
+def test_no_obvious_layout_is_named_twice(found: autotp.Search) -> None:
+    layouts = [other.layout.split(": ", 1)[1] for other in found.lost]
+    assert len(layouts) > 1 and len(set(layouts)) == len(layouts)
+
+
+def test_large_micro_batches_and_all_stages_of_zero_are_tried() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=32, vocab_size=512, n_layer=2, n_head=4, n_embd=128))
+    found = searched(model, gpus=2, batch=64, memory=0.5)
+    assert found.best[0].layout.micro_batch == 32  # The products of a few rows are small.
+    layouts = Layouts(model, hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
+    legal = list(layouts.legal(4, 128))
+    assert {x.zero for x in legal if x.pp == 1 and x.dp > 1} == {0, 1, 2, 3}
+    assert len(set(legal)) == len(legal)
+
+
+def test_only_layouts_that_are_far_from_fitting_have_no_price() -> None:
+    layouts = Layouts(gpt(), hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
+    limit = 0.9 * layouts.device.memory
+    found, tried = search_module._priced_roughly(layouts, 8, 32, limit)
+    legal = list(layouts.legal(8, 32))
+    priced = {layout for layout, _ in found}
+    assert tried == len(legal) > len(priced)
+    assert all(layouts.rough(x).memory > search_module.FAR * limit for x in legal if x not in priced)
+
+
+def test_scores_may_be_recomputed_selectively_where_they_are_kept() -> None:
+    with torch.device("meta"):
+        sizes = {"n_positions": 1024, "n_embd": 2048, "n_layer": 8, "n_head": 16}
+        fused, eager = (GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation=way)) for way in ("sdpa", "eager"))
+    kept = searched(eager)
+    assert kept.tried > searched(fused).tried
+    shown = (*(str(est.layout) for est in kept.best), *(lost.layout for lost in kept.lost))
+    assert any("recompute=selective" in layout for layout in shown)
+
+
+def test_it_prints_and_is_plain_data(found: autotp.Search) -> None:
+    text = str(found)
+    assert text.startswith(f"the best of {found.tried} layouts on 8 x {SMALL_DEVICE}") and "why it lost" in text
+    first = text[text.index("of peak") : text.index("obvious, and")]
+    assert first.count(" ±") == 4 * len(found.best) and found.summary().count(" ±") == 2  # An error bar on each number.
+    assert "32 rows; the tensors of a row are [1024], [1024]" in text
+    assert text.splitlines()[-1] == python_line(found.best[0].layout) and torchrun_line(8, 4) in text
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["version"] == 1 and len(data["best"]) == len(found.best)
+    assert repr(found).startswith("Search(") and "obvious" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"gpus": 0}, "gpus=0 is not a whole number of 1 or more\n  try      gpus=8"),
+        ({"memory": 90}, "memory=90 is not a part of a device's memory\n  try      memory=0.9"),
+        ({"batch": 0}, "batch=0 is not a whole number of 1 or more"),
+        ({"gpu": "b1000"}, "gpu='b1000' is not known"),
+        ({"gpu": "312TF 2TB/s 0.1GB node=4x300GB/s net=25GB/s"}, "no layout fits: "),
+    ],
+    ids=["gpus", "memory", "batch", "gpu", "fits"],
+)
+def test_what_cannot_be_is_one_error(given: dict[str, Any], expected: str) -> None:
+    text = message(lambda: searched(**given))
+    assert text.startswith(f"search(GPT, gpus={given.get('gpus', 8)}): {expected}")
+
+
+def test_a_batch_that_no_layout_divides_is_refused() -> None:
+    with torch.device("meta"):
+        one = GPT(GPTConfig(block_size=64, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
+    text = message(lambda: searched(one, gpus=34, batch=1, gpu=SMALL_DEVICE))
+    assert "a batch of 1 rows is not divided evenly by any layout of 34 devices" in text
+
+
+def test_long_sequences_may_be_cut() -> None:
+    """One row for each step: there are no replicas, and one head, so that nothing else divides the sequence."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=8192, vocab_size=64, n_layer=1, n_head=1, n_embd=64, dropout=0.0))
+    found = autotp.search(model, gpus=2, gpu="a100-80gb", batch=1, dtype=torch.bfloat16)
+    assert {est.layout.cp for est in found.best} == {1, 2}
+    short = autotp.search(model, gpus=2, gpu="a100-80gb", batch=1, dtype=torch.bfloat16, sequence=1024)
+    assert all(est.layout.cp == 1 for est in short.best)
+    without_attention = nn.Sequential(nn.Linear(4, 4))
+    given = torch.ones(2, 9000, 4)
+    plain = autotp.search(without_attention, gpus=2, gpu="a100-80gb", batch=2, example_inputs=given)
+    assert all(est.layout.cp == 1 for est in plain.best)
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_low_prices_lose_no_layout(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a search that lowers all numbers of ranks: one row, where cuts of the sequence win, and many rows."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=8192, vocab_size=512, n_layer=2, n_head=4, n_embd=256, dropout=0.0))
+    lowered = list[tuple[int, int]]()
+    kept = search_module.lowered_for
+    monkeypatch.setattr(
+        search_module, "lowered_for", lambda call, x, **how: lowered.append((x.tp, x.cp)) or kept(call, x, **how)
+    )
+    few = autotp.search(model, gpus=8, gpu="a100-80gb", batch=batch, dtype=torch.bfloat16)
+    pairs = set(lowered)
+    monkeypatch.setattr(Layouts, "is_lowered", lambda *_: True)
+    lowered.clear()
+    whole = autotp.search(model, gpus=8, gpu="a100-80gb", batch=batch, dtype=torch.bfloat16)
+    assert [est.layout for est in few.best] == [est.layout for est in whole.best]
+    assert few.tried == whole.tried and (pairs == set(lowered)) == (batch == 1)
+    assert any(est.layout.cp > 1 for est in few.best) == (batch == 1)
+
+
+def test_the_model_is_captured_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned once for each tp, and pieces are emitted once for all micro-batches."""
+    captures, lowerings, emissions = list[Any](), list[int](), list[Any]()
+    capture, lowered, emit = compiler.capture, pieces.analyse_microbatch, pieces.emitted_operators
+    monkeypatch.setattr(compiler, "capture", lambda *given: captures.append(given) or capture(*given))
+    monkeypatch.setattr(pieces, "analyse_microbatch", lambda *given: lowerings.append(given[3]) or lowered(*given))
+    monkeypatch.setattr(pieces, "emitted_operators", lambda graph, *rest: emissions.append(graph) or emit(graph, *rest))
+    found = searched()
+    assert {est.layout.micro_batch for est in found.best} and found.tried > 50
+    assert len(captures) == 1 and sorted(lowerings) == [1, 2, 4, 8]
+    kinds = 4  # The first block, one in the middle, the one before the last, and the last.
+    graphs = 2 * len(lowerings)  # Schedules in two halves have one without `overlap`.
+    assert len(emissions) <= kinds * (2 * graphs + 1)  # With and without recomputation; and for the FLOPs.
+
+
+def test_passes_that_do_not_depend_on_tp_run_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others run once for each number of ranks."""
+    runs = Counter[str]()
+
+    def counted(one: compiler.Pass) -> compiler.Pass:
+        return replace(one, run=lambda program: runs.update([one.name]) or one.run(program))  # type: ignore[func-returns-value]
+
+    for table in ("CANONICALIZE", "PLAN"):
+        monkeypatch.setattr(compiler, table, tuple(map(counted, getattr(compiler, table))))
+    searched()
+    alone = {one.name for one in (*compiler.CANONICALIZE, *compiler.PLAN) if not one.by_tp}
+    assert {runs[name] for name in alone if runs[name]} == {1}
+    assert runs["decouple"] == 1 and runs["match"] == 4
+
+
+def test_shared_passes_and_sizes_change_no_number(found: autotp.Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranked layouts, seconds and bytes are those of a search that shares neither."""
+    planned = compiler.Captures.planned
+    monkeypatch.setattr(compiler.Captures, "planned", lambda self, program: planned(compiler.Captures(), program))
+    monkeypatch.setattr("autotp.tools.estimation.counts.record.call", lambda func, args, kwargs: func(*args, **kwargs))
+    assert searched().to_dict() == found.to_dict()
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v"])
+def test_schedules_in_two_halves_are_tried(schedule: str) -> None:
+    """Their prices are those of `estimate`, which lowers them without the pass `overlap`."""
+    layouts = Layouts(gpt(), hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
+    layout = next(x for x in layouts.legal(8, 32) if (x.schedule, x.tp, x.pp) == (schedule, 2, 2))
+    assert layouts.price(layout).seconds == pytest.approx(
+        autotp.estimate(gpt(), gpu=SMALL_DEVICE, **vars(layout)).seconds
+    )
+    for one in layouts.legal(8, 32):
+        actions_of(engine_of(one.schedule, one.interleave), one.pp, one.microbatches)
+
+
+def test_a_shared_capture_changes_no_number(found: autotp.Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranked layouts, seconds and bytes are those of a search that captures the model for each number of ranks."""
+    monkeypatch.setattr(compiler.Captures, "of", lambda self, key, capture: capture())
+    again = searched()
+    assert again.to_dict() == found.to_dict()
+
+
+def test_a_shared_capture_of_cut_sequences_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One capture serves whole sequences and cut ones."""
+    given: dict[str, Any] = {"gpus": 4, "batch": 8, "gpu": "a100-80gb"}
+    monkeypatch.setattr("autotp.tools.estimation.search.LONG", 1024)
+    captures, capture = list[Any](), compiler.capture
+    monkeypatch.setattr(compiler, "capture", lambda *given: captures.append(given) or capture(*given))
+    found = searched(**given)
+    assert len(captures) == 1
+    assert any("cp=" in str(layout) for layout in [*(est.layout for est in found.best), *found.lost])
+    monkeypatch.setattr(compiler.Captures, "of", lambda self, key, capture: capture())
+    assert searched(**given).to_dict() == found.to_dict()
+
+
+def test_layouts_that_error_bars_do_not_tell_apart(found: autotp.Search) -> None:
+    """The first one's bar reaches to 1.1 of its time; the others' bars may reach down to it."""
+    first = replace(found.best[0], seconds=1.0, layout=replace(found.best[0].layout, zero=0))
+    bar = first.error
+    near, far = replace(first, seconds=1 + bar), replace(first, seconds=1.1 * (1 + bar) / (1 - bar))
+    assert "too close" not in str(replace(found, best=(first, far)))
+    assert "the error bars of 1 of the others overlap" in str(replace(found, best=(first, near, far)))
+    assert "the error bars of all others overlap" in str(replace(found, best=(first, near)))
+
+
+def test_a_wide_error_bar_says_why(found: autotp.Search) -> None:
+    plain, divided = (replace(est, layout=replace(est.layout, zero=z)) for est in found.best[:1] for z in (1, 3))
+    assert "zero=3       published steps took 12 to 48 % longer" in str(replace(found, best=(plain, divided)))
+    assert "published steps" not in str(replace(found, best=(plain,)))
