@@ -105,4 +105,5 @@ def _transformers() -> type[ModelLibrary]:
     return Transformers
 
 
-register(_transformers)
+if importlib.util.find_spec("autotp.integrations"):  # A copy of autotp may be without it.
+    register(_transformers)

@@ -31,7 +31,7 @@ from autotp.torch_internals import (
 )
 
 ROOT = Path(autotp.__file__).parents[1]
-OTHER_LIBRARIES = ROOT / "autotp" / "hf"
+OTHER_LIBRARIES = ROOT / "autotp" / "integrations"
 """Names of transformers and others have tables of their own."""
 PATCHERS = ("patch", "patch.object", "mock.patch", "mock.patch.object", "setattr", "delattr")
 CALLED = [(row, caller) for row in REPLACED for caller in row.callers]

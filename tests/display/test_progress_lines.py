@@ -23,9 +23,10 @@ from torch import Tensor, nn
 import autotp
 from autotp import compiler
 from autotp.checkpoint import read, weights, write
-from autotp.diagnostics import bisect, mesh_proof, verify
+from autotp.diagnostics import mesh_proof, verify
 from autotp.display import progress
 from autotp.options import DEFAULTS
+from autotp.tools import bisect
 
 SECONDS = 30
 """The most that a line may take to be shown."""
