@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from autotp.diagnostics import environment
+from autotp.tools import environment
 from autotp.tools.environment import LIBRARIES, TESTED
 
 
