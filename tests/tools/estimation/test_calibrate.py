@@ -41,7 +41,7 @@ def test_it_says_where_the_device_differs() -> None:
 
 
 def test_the_page_shows_what_is_printed_of_its_numbers() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "estimate.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "estimate.md").read_text()
     shown = page.partition("```\nautotp calibrate --save device.json\n```\n\n```\n")[2].partition("```")[0]
     found = replace(
         AS_KNOWN, half=0.517e12, single=0.1122e12, double=0.05675e12, copy=54.57e9, add=50.51e9, call=21.002e-6,
