@@ -19,8 +19,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autotp.errors import Error
 from autotp.ops.eager_mode import is_plain
+from autotp.passes.capture.python_state.freeze import LARGEST
 from autotp.passes.capture.python_state.guard import HOOKS
-from autotp.passes.capture.python_state.walk import everything, key_of, spelled, walk
+from autotp.passes.capture.python_state.walk import (
+    Path,
+    containers_among_globals,
+    everything,
+    held,
+    key_of,
+    spelled,
+    walk,
+)
 from autotp.passes.capture.pytree import is_dense
 
 WRITTEN_IN_PYTHON = 1 << 9
@@ -140,7 +149,7 @@ def _expect_no_views(model: nn.Module) -> None:
     """Raises Error if a plain tensor is a view of a parameter or buffer: a parallel model has other parameters."""
     tensors_by_id = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     names = {storage_of(tensor): name for name, tensor in tensors_by_id.values()}
-    for path, value in everything(model, "held"):
+    for path, value in _reached(model):
         storage = storage_of(value) if isinstance(value, Tensor) and id(value) not in tensors_by_id else None
         if storage is not None and storage in names:
             raise Error(
@@ -182,6 +191,25 @@ def storage_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata
 
 
+def _reached(model: nn.Module, aside: Sequence[Any] = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields what the attributes of a model lead to, and what functions among this hold, each once, with paths.
+
+    Objects that functions hold are not entered: hooks of `fully_shard` hold its state, with process groups.
+
+    Args:
+        aside: further values, whose path is empty.
+    """
+    visited = set[int]()
+    for path, value in (*everything(model), *(((), value) for value in aside)):
+        queue = [value]
+        while queue and len(visited) <= LARGEST:
+            current = queue.pop()
+            if key_of(current) not in visited:
+                visited.add(key_of(current))
+                yield path, current
+                queue += [*held(current), *containers_among_globals(current)]
+
+
 def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()) -> None:
     """Copies functions that hold a part of the model, so that the copies hold the model's copy.
 
@@ -192,14 +220,14 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
         aside: functions that are not among the model's attributes.
     """
     model_keys = {key_of(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
-    for path, x in everything(model, "held"):
+    for path, x in _reached(model):
         if isinstance(x, weakref.ref) and key_of(x()) in model_keys:
             raise Error(
                 f"`{spelled(path)}` is a weak reference to the model, which a copy of it would not follow",
                 fix="the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`",
             )
     hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
-    functions = {id(x): x for _, x in everything(model, "held", (*hooks, *aside)) if isinstance(x, types.FunctionType)}
+    functions = {id(x): x for _, x in _reached(model, (*hooks, *aside)) if isinstance(x, types.FunctionType)}
     copied_functions = [
         function
         for function in functions.values()
