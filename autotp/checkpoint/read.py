@@ -59,8 +59,8 @@ class ReadState:
 
 def expect_same_files(manifest: Manifest, trainer: Trainer) -> None:
     """Raises Error if ranks see different checkpoints under one name."""
-    seen = Fact("files", manifest.crc32, f"sees another {manifest.folder}", "one folder, that all machines share")
-    compare(trainer.everyone, [seen])
+    files = Fact("files", manifest.crc32, f"sees another {manifest.folder}", "one folder, that all machines share")
+    compare(trainer.everyone, [files])
 
 
 def expect_same_training(

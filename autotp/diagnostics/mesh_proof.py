@@ -193,13 +193,13 @@ def prove(
     names = program.captured.parameters
     tied = _homes(composed, names, first.ranks)
     undivided = {name for name, layout in program.layouts.items() if not layout.shape or 0 in layout.shape}
-    whole = tuple(sorted(_read_twice(composed, names, first.ranks) | undivided))
+    undivided_names = tuple(sorted(_read_twice(composed, names, first.ranks) | undivided))
     sent = tuple((len(values), sum(nbytes_of(value.meta["val"]) for value in values)) for values in composed.sent)
     learning = learning_of(program) if pp > 1 else None
     still = () if learning is None else tuple(name for name in names.values() if name not in learning)
     proof = MeshProof(
         tp, pp, dp, training.schedule, training.microbatches, training.zero, tuple(counts), first, sent,
-        len(names), tied, sum(map(len, order)), training.cp, whole=whole if training.zero else (),
+        len(names), tied, sum(map(len, order)), training.cp, whole=undivided_names if training.zero else (),
         without_gradient=still, interleave=training.interleave,
     )  # fmt: skip
     return program, first_graph, proof

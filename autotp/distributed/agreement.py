@@ -9,7 +9,7 @@ Now, by one sum: all ranks come to the same call.
     what Python reads of values                  each call of a model that branches      `call_consistency.py`
     batch, mode, frozen, steps, random state     each step of a trainer                  `step_consistency.py`
     gradients, writes into parameters            each step of whole matrices             `optim/matrices.py`
-    arguments, files, names, steps               calls that save, load and generate      `checkpoint`, `hf`
+    arguments, files, names, steps               calls that save, load and generate      `checkpoint`, `integrations`
     which public call it is                      in each of these sums                   `mesh.py`
 Now, through the store: a rank may not come, and a collective would pair with that rank's next one.
     parameters, gradients, optimizer's settings  first steps, then every 64th            `optimizer_guard.py`
@@ -22,8 +22,7 @@ In a thread, in a process group of its own: another thread trains, and the defau
 By other rules, as a difference is no Error:
     parts and states that ranks loaded           must differ, so twins are an Error      `call_consistency.py`
     tensors in sums of the user's code           should differ, so twins are a warning   `user_sums.py`
-    files that a checkpoint is read from         ranks of one machine share the reading  `hf/pretrained.py`
-    files that TRL caches                        each rank writes where it reads         `trl_calls.py`
+    files that a checkpoint is read from         ranks of one machine share the reading  `pretrained.py`
     tensors of a checkpoint of Lightning         a rank may lack what the first one has  `lightning.py`
 
 NOTE [Now: one sum, and texts where it is not 0]
@@ -94,7 +93,7 @@ class Fact:
             expected and got. "alone": the problem.
         digested: what of the value is in the sum; None means all of it.
         alike: whether a value may stand beside that of the first rank.
-        behind: what stands behind "than rank 0", as ", in step 4".
+        suffix: what follows "than rank 0", as ", in step 4".
         details: (another rank, its value, the first rank's) -> further facts of the Error. All ranks call it.
     """
 
@@ -106,7 +105,7 @@ class Fact:
     wording: Literal["than", "values", "alone"] = "than"
     digested: Any = None
     alike: Callable[[Any, Any], bool] = eq
-    behind: str = ""
+    suffix: str = ""
     details: Callable[[int, Any, Any], Mapping[str, str]] = lambda other, value, first: {}
 
     def weighted(self, mesh: Mesh) -> int:
@@ -123,15 +122,15 @@ class Fact:
 
     def _expect(self, by_rank: Mapping[int, Any], mesh: Mesh) -> None:
         first, *_ = by_rank
-        others = [rank for rank, value in by_rank.items() if not self.alike(value, by_rank[first])]
-        if not others or not self.problem:
+        differing_ranks = [rank for rank, value in by_rank.items() if not self.alike(value, by_rank[first])]
+        if not differing_ranks or not self.problem:
             return
-        names = mesh.named(others), "rank 0" if self.among is None else mesh.named([first])
-        facts = dict(self.details(others[0], by_rank[others[0]], by_rank[first]))
+        names = mesh.named(differing_ranks), "rank 0" if self.among is None else mesh.named([first])
+        facts = dict(self.details(differing_ranks[0], by_rank[differing_ranks[0]], by_rank[first]))
         if self.wording == "values":
             facts["expected"] = f"{by_rank[first]}, as on {mesh.named([first])}"
-            facts["got"] = f"{by_rank[others[0]]} on {names[0]}"
-        than = f"{names[0]} {self.problem} than {names[1]}{self.behind}"
+            facts["got"] = f"{by_rank[differing_ranks[0]]} on {names[0]}"
+        than = f"{names[0]} {self.problem} than {names[1]}{self.suffix}"
         raise Error(than if self.wording == "than" else self.problem, **facts, fix=self.fix)
 
 
@@ -168,8 +167,8 @@ def compare(
     sums: Sequence[int] = ()
     if exchange is None:
         place = mesh.everyone
-        own = sum(fact.weighted(place) for fact in facts)
-        total, failed, *sums = sum_ints([own, problem is not None, *counts], place)
+        weighted_digests = sum(fact.weighted(place) for fact in facts)
+        total, failed, *sums = sum_ints([weighted_digests, problem is not None, *counts], place)
         looks = bool(total or failed) or differ(sums)
     else:
         digests = exchange(str([problem is not None, _digest([fact.value for fact in facts])]))

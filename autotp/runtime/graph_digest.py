@@ -77,8 +77,8 @@ def same_cards(mesh: Mesh, shares_draws: bool, among: Among | None = None) -> li
     card = torch.cuda.get_device_properties(mesh.device)
     fix = "GPUs of one kind for the ranks of one model, or no dropout"
     result = {"result": "other random numbers for dropout of what all ranks hold"}
-    kind = f"{card.name} {card.multi_processor_count}"
-    return [Fact("card", kind, "has a GPU of another kind", fix, among, details=lambda *ranks: result)]
+    card_text = f"{card.name} {card.multi_processor_count}"
+    return [Fact("card", card_text, "has a GPU of another kind", fix, among, details=lambda *ranks: result)]
 
 
 def order_of(lowered: fx.Graph) -> int:

@@ -48,14 +48,14 @@ class Blame:
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns what a difference comes from as texts: what it is, and its name."""
-        first, *others = self.weights or ("none: the difference stays when nothing is cut",)
-        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        first, *further = self.weights or ("none: the difference stays when nothing is cut",)
+        more = f" and {len(further) - SHOWN} more" if len(further) > SHOWN else ""
         passes = (
             f"{', '.join(self.passes)} (leave it out with --without)" if self.passes else "none that can be left out"
         )
         return [
             ("guilty weight", first),
-            *[("cut with it", f"{', '.join(others[:SHOWN])}{more}  ({self.why})")] * bool(others),
+            *[("cut with it", f"{', '.join(further[:SHOWN])}{more}  ({self.why})")] * bool(further),
             ("guilty pass", passes or "none that can be left out"),
             ("guilty rule", self.rule or "none"),
             ("found by", f"{self.trials} comparisons"),

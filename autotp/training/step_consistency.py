@@ -226,7 +226,7 @@ def _batch(step: int, batch: Sequence[int] | None, replica: Among) -> Fact:
         among=replica,
         digested=None if batch is None else rounded(batch),
         alike=may_be_one_batch,
-        behind=when,
+        suffix=when,
     )
 
 

@@ -216,7 +216,7 @@ def a_problem_goes_before_a_difference(rank: int, n: int) -> None:
 def test_each_group_is_compared_with_its_first_rank() -> None:
     """Ranks that have nothing to compare are left out; another wording may leave out the ranks."""
     place = Mesh("tp", 4, 0)
-    fact = Fact("x", None, "has another x", "the same x", Among([[0, 1], [2, 3]]), behind=", today")
+    fact = Fact("x", None, "has another x", "the same x", Among([[0, 1], [2, 3]]), suffix=", today")
     fact.expect({0: 1, 1: 1, 2: 5, 3: 5}, place)
     fact.expect({0: 1, 1: None, 2: None, 3: 5}, place)
     with pytest.raises(autotp.Error) as raised:

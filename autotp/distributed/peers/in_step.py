@@ -213,7 +213,7 @@ def _difference(progress: Progress, call: int, record: Sequence[Any], first: Seq
     among, batch = Among([[0, place.rank]]), f"got another batch in call {call} of the model"
     facts = (
         Fact("started", None, started, FIX, among, "values"),
-        Fact("batch", None, batch, FIX, among, alike=may_be_one_batch, behind=f": ranks came apart {since}"),
+        Fact("batch", None, batch, FIX, among, alike=may_be_one_batch, suffix=f": ranks came apart {since}"),
     )
     try:
         for fact, value, of_first in zip(facts, record, first, strict=True):

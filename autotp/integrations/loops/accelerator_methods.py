@@ -234,8 +234,8 @@ def _of_file(number: int, value: Any) -> Any:
         "on each rank, as parts of weights have, and accelerate writes the first rank's"
     )
     fix = "let each rank save it to a file of its own"
-    way = {"alternative": "autotp.gather(tensor), or the cut tensor itself, in place of `tensor.to_local()`"}
-    compare(mesh, [Fact("state", repr(digests), problem, fix, wording="alone", details=lambda *ranks: way)])
+    alternative = {"alternative": "autotp.gather(tensor), or the cut tensor itself, in place of `tensor.to_local()`"}
+    compare(mesh, [Fact("state", repr(digests), problem, fix, wording="alone", details=lambda *ranks: alternative)])
     return SimpleNamespace(state_dict=lambda: whole)
 
 

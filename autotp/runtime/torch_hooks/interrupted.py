@@ -88,8 +88,11 @@ def _compare(group: str) -> None:
         raise Error(why, **REMEDY) from error.__cause__
     # So the next comparison of this group meets under another key of the store.
     _compared[_group_key(place)] = _compared.get(_group_key(place), 0) + 1
-    problem, way = "left a forward or backward by an exception at another place", {"alternative": REMEDY["alternative"]}
-    Fact("started", started, problem, REMEDY["fix"], details=lambda *ranks: way).expect(dict(enumerate(texts)), place)
+    problem, alternative = "left a forward or backward by an exception at another place", REMEDY["alternative"]
+    details = {"alternative": alternative}
+    Fact("started", started, problem, REMEDY["fix"], details=lambda *ranks: details).expect(
+        dict(enumerate(texts)), place
+    )
     # All ranks are at one place again, so the exception of this rank is settled.
     take_note_back()
 

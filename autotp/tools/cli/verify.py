@@ -110,8 +110,8 @@ def _verified(model: nn.Module, example_inputs: Any, tp: int, settings: Options)
 def _text(report: Report, blame: Blame | None) -> Iterator[Text]:
     """Yields the lines of a report, the verdict in green or red, and what a difference comes from."""
     yield from rich_lines(report.sheet())
-    for what, name in blame.rows() if blame is not None else ():
-        yield Text(f"  {what:<16}{name}", style="red" if what.startswith("guilty") else "")
+    for label, name in blame.rows() if blame is not None else ():
+        yield Text(f"  {label:<16}{name}", style="red" if label.startswith("guilty") else "")
 
 
 def _data(report: Report, blame: Blame | None) -> dict[str, Any]:

@@ -283,8 +283,7 @@ def memory_of_ranks(prices: Prices, layout: Layout, step: Simulated) -> list[Ran
 
 
 def _together(names: Sequence[frozenset[str]]) -> frozenset[str]:
-    first, *others = names
-    return first.union(*others) if others else first
+    return frozenset[str]().union(*names)
 
 
 def _spent(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
@@ -298,8 +297,8 @@ def _spent(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
     gathers, sums = (sum(part) for part in zip(*waited, strict=True))
     spent["pipeline"] = played.seconds - played.busy[slowest] - gathers - sums
     spent["parameters dp"] = gathers
-    behind = behind_pipeline(prices, layout, step)
-    return {**spent, **behind, "gradients dp": sums + behind["gradients dp"]}
+    after_pipeline = behind_pipeline(prices, layout, step)
+    return {**spent, **after_pipeline, "gradients dp": sums + after_pipeline["gradients dp"]}
 
 
 def behind_pipeline(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:

@@ -285,8 +285,8 @@ class Layouts:
     def _low(self, tp: int, cp: int, which: Recompute) -> ClosedForms:
         """Returns closed forms without the graph of these ranks; their prices are low."""
         self.prices(1, CONTEXTS[1], which)  # Lowers the model for these, if that has not been done.
-        local, cut, whole = (self.closed_forms(n, m, which) for n, m in ((tp, 1), (1, CONTEXTS[1]), (1, 1)))
-        return local.divided(cp, cut, CONTEXTS[1], whole)
+        local, cut, on_one_rank = (self.closed_forms(n, m, which) for n, m in ((tp, 1), (1, CONTEXTS[1]), (1, 1)))
+        return local.divided(cp, cut, CONTEXTS[1], on_one_rank)
 
     def is_lowered(self, tp: int, cp: int) -> bool:
         """True if closed forms of these ranks are those of their graph, whose prices are not low."""
