@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 NAMES = ("examples", "benchmarks")
 NAMED_ONLY = [HERE / name for name in NAMES]
 SYSTEM = [HERE / name for name in ("system", "integrations/transformers", "integrations/loops", *NAMES)]
-LONG = ("system", "checkpoint", "training", "integrations", "distributed", "runtime", "ops")
+LONG = ("system", "checkpoint", "training", "integrations", "experimental", "distributed", "runtime", "ops")
 """The folders whose files take longest, for most of their tests start ranks."""
 NO_CARDS = pytest.StashKey[str]()
 """Why there are none, if `--cards` asks for some."""

@@ -13,7 +13,7 @@ ORDER = (
     "passes.check", "passes.emit", "passes.pipeline",
     "compiler", "deferred_init", "diagnostics.plan", "diagnostics.graph_text", "diagnostics.reasons",
     "diagnostics.report", "runtime",
-    "training", "diagnostics", "checkpoint", "api", "integrations", "tools", "__main__",
+    "training", "diagnostics", "checkpoint", "api", "integrations", "experimental", "tools", "__main__",
 )  # fmt: skip
 ROOT = Path(autotp.__file__).parent.parent
 SCRIPTS = ("examples", "benchmarks")

@@ -51,7 +51,7 @@ def copy_without(folders: Iterable[str], target: Path) -> Path:
             shutil.copy(source, target / name)
     for folder in folders:
         shutil.rmtree(target / "autotp" / folder)
-        shutil.rmtree(target / "tests" / folder)
+        shutil.rmtree(target / "tests" / folder, ignore_errors=True)
     return target
 
 

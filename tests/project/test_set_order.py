@@ -15,7 +15,7 @@ import pytest
 import autotp
 
 ROOT = Path(autotp.__file__).parent
-FOLDERS = ("training", "distributed", "runtime", "checkpoint", "groups", "integrations")
+FOLDERS = ("training", "distributed", "runtime", "checkpoint", "groups", "integrations", "experimental")
 SETS = {"set", "frozenset", "AbstractSet", "Set"}
 NO_ORDER = {"sorted", "set", "frozenset", "sum", "len", "any", "all", "min", "max", "update", "union"}
 """Functions whose result has no order that comes from their argument's."""

@@ -1,0 +1,1 @@
+"""Features that may change, and that the kernel does not need: each plugs into its tables. Nothing else imports this folder."""
