@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autotp.display.progress import progress
@@ -47,6 +47,7 @@ from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.passes.emit.interleave import interleave
 from autotp.passes.emit.late_sums import late_sums
 from autotp.passes.emit.python_calls import call_python
+from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.emit.recompute import recompute
 from autotp.passes.emit.weight_sums import weight_sums
 from autotp.passes.lower.bucket import bucket
@@ -84,7 +85,7 @@ from autotp.passes.plan.sequence.context_parallel import CutSequences, context_p
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
-from autotp.rules.call import operand_nodes, operator_name, returned
+from autotp.rules.call import operand_nodes, operator_name, placeholders, returned
 from autotp.rules.registry import USER_RULES
 from autotp.rules.traits import draws, sparse_argument
 from autotp.sharding.axis import Axis
@@ -985,23 +986,30 @@ def _is_typed(graph: fx.Graph, program: Program, to: Target) -> bool:
     return True
 
 
-def emitted(
+def rank_program(
     graph: fx.Graph, program: Program, settings: Options, device: torch.device, groups: Mapping[str, str | None]
-) -> fx.GraphModule:
-    """Returns a rank's graph, or that of one of its stages, as the module that runs, with blocks as submodules.
+) -> RankProgram:
+    """Returns a rank's graph, or that of one of its stages, as it runs, with the sources of its placeholders.
 
-    `parallelize`, `distribute` and `verify` run this module, so that `verify` sees what each pass does to a graph.
+    There is no other way to make a graph that runs: `verify` sees what each pass does to it.
 
     Args:
         groups: mesh axis -> name of the process group; empty for a simulation.
     """
-    return _emitted(EMIT, graph, program, Site(settings=settings, device=device, groups=groups))
+    module = _emitted(EMIT, graph, program, Site(settings=settings, device=device, groups=groups))
+    captured = program.captured
+    sources = {**captured.parameters, **captured.buffers, **captured.constants}
+    read = {name: sources[name] for name in placeholders(graph) if name in sources}
+    return RankProgram(
+        module=module, parameters=captured.parameters,
+        sources={name: x.to(device) if isinstance(x, Tensor) else x for name, x in read.items()},
+    )  # fmt: skip
 
 
 def emitted_operators(
     graph: fx.Graph, program: Program, settings: Options, device: torch.device, groups: Mapping[str, str | None]
 ) -> fx.GraphModule:
-    """Returns `emitted` before its last pass: for readers, who ask what an operator is. Arguments as there."""
+    """Returns the module of `rank_program` before the last pass: for readers, who ask what an operator is."""
     return _emitted(EMIT[:-1], graph, program, Site(settings=settings, device=device, groups=groups))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from autotp.compiler import Program, emitted
+from autotp.compiler import Program, rank_program
 from autotp.ops import collectives, custom_vjp
 from autotp.ops.async_linear import async_linear, products
 from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
@@ -22,7 +22,8 @@ from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
-from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, attach_parameters, places
+from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, places
+from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.emit.recompute import Recomputed
 from autotp.sharding.partition import chunk_sizes
 from autotp.sharding.strides import laid_out, order_of
@@ -55,14 +56,14 @@ def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], cp: int
 
 def simulated(
     graph: fx.Graph, tensors: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options
-) -> fx.GraphModule:
-    """Returns a rank's graph as a module, as on processes; its blocks read the parameters of the simulated rank.
+) -> RankProgram:
+    """Returns a rank's graph as on processes, but that it reads the parameters of the simulated rank.
 
     Args:
         tensors: the rank's parameters and buffers, by name.
         model: the whole model, whose blocks the graph has.
     """
-    outlined = emitted(graph, program, settings, torch.device("cpu"), {})
+    ready = rank_program(graph, program, settings, torch.device("cpu"), {})
     where = places(model)[1]
     names = {(id(module), key): name for name, (module, key) in where.items()}
     blocks = dict(model.named_modules(remove_duplicate=False))
@@ -72,7 +73,7 @@ def simulated(
     def read(place: ParameterPlace) -> Tensor:
         return tensors[names[id(place[0]), place[1]]]
 
-    return attach_parameters(outlined, program.captured.parameters, where, blocks.get, read)
+    return ready.attached(where, blocks.get, read)
 
 
 def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]], cp: int) -> list[Any]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from autotp.compiler import Program, loss_among
 from autotp.diagnostics.differences import (
     Difference,
-    RankTensors,
     descending,
     difference,
     gradient_differences,
@@ -26,8 +25,8 @@ from autotp.diagnostics.differences import (
 from autotp.diagnostics.lockstep import run_lockstep, simulated
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import flatten, signature_of
+from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Stage
-from autotp.rules.call import placeholders
 from autotp.sharding.layout import Layout
 from autotp.training.microbatches import batch_tensors, counts_of, map_rows, named_totals
 from autotp.training.pipeline.schedules import Training
@@ -58,14 +57,14 @@ def compare_step(
     totals = named_totals(program, torch.stack(defined_counts).sum(0)) if defined_counts else {}
     # The tensor-parallel ranks of each context-parallel rank hold the same parts.
     ranks = [rank_tensors(model, program.layouts, rank % program.tp) for rank in range(len(stages))]
-    modules = [
+    programs = [
         [simulated(stage.graph, local_tensors, program, model, training) for stage in row]
         for row, local_tensors in zip(stages, ranks, strict=True)
     ]
     losses = [torch.zeros_like(loss) for _ in ranks]
     for i in range(dp * parts):
         microbatch = totals | _given(program, _part(whole, places, i, dp * parts))
-        rank_losses = _lockstep(program, stages, modules, ranks, microbatch)
+        rank_losses = _lockstep(stages, programs, microbatch, program.options.cp)
         # One backward for all ranks: a collective is one node of the graph that they share.
         torch.autograd.backward(rank_losses)
         losses = [sofar + rank_loss.detach() for sofar, rank_loss in zip(losses, rank_losses, strict=True)]
@@ -79,22 +78,20 @@ def compare_step(
 
 
 def _lockstep(
-    program: Program,
     stages: Sequence[Sequence[Stage]],
-    modules: Sequence[Sequence[Any]],
-    ranks: Sequence[RankTensors],
+    programs: Sequence[Sequence[RankProgram]],
     microbatch: Mapping[str, Tensor],
+    cp: int,
 ) -> list[Tensor]:
     """Runs the stages one after the other; returns each rank's loss of a microbatch."""
-    names, constants = program.captured.parameters | program.captured.buffers, program.captured.constants
-    sent: list[Sequence[Tensor]] = [()] * len(ranks)
+    sent: list[Sequence[Tensor]] = [()] * len(stages)
     for i in range(len(stages[0])):
-        rows = []
-        for rank, tensors in enumerate(ranks):
-            values = {**constants, **microbatch, **dict(zip(stages[rank][i].received, sent[rank], strict=True))}
-            values |= {place: tensors[name] for place, name in names.items() if name in tensors}
-            rows.append([values[place] for place in placeholders(modules[rank][i].graph)])
-        sent = run_lockstep([row[i] for row in modules], rows, program.options.cp)
+        received = [
+            dict(zip(row[i].received, rank_sent, strict=True)) for row, rank_sent in zip(stages, sent, strict=True)
+        ]
+        of_stage = [row[i] for row in programs]
+        operands = [ready.operands({**microbatch, **own}) for ready, own in zip(of_stage, received, strict=True)]
+        sent = run_lockstep([ready.module for ready in of_stage], operands, cp)
     return [row[0] for row in sent]
 
 

@@ -239,15 +239,17 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
     with all_double(), empty_caches(trial.model), forked():
         model, inputs = copied(trial.model), _inputs(trial)
         ranks = [_rank(trial, i % analysis.tp) for i in range(len(trial.graphs))]
-        modules = [
+        programs = [
             # A copy, as a test changes it.
             simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings)
             for i, graph in enumerate(trial.graphs)
         ]
-        placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
+        names_of_inputs = analysis.captured.inputs
+        given = [{name: rank[f"input {i}"] for i, name in enumerate(names_of_inputs)} for rank in ranks]
+        operands = [program.operands(values) for program, values in zip(programs, given, strict=True)]
         # The same numbers as below, where one device draws.
         seed(0)
-        ran = run_lockstep(modules, placed, analysis.options.cp)
+        ran = run_lockstep([program.module for program in programs], operands, analysis.options.cp)
         outcome_count = len(analysis.call.values.outcomes)
         if (outcomes := contradicted(analysis.captured, ran[0], outcome_count)) is not None:
             other_reads = guesses(analysis.captured, ran[0])
@@ -297,21 +299,6 @@ def _inputs(trial: Trial) -> RankTensors:
 
 def _rank(trial: Trial, rank: int) -> RankTensors:
     return rank_tensors(trial.model, trial.analysis.layouts, rank) | _inputs(trial)
-
-
-def _placed(graph: fx.Graph, tensors: RankTensors, trial: Trial) -> list[Tensor]:
-    """Returns the values of the placeholders of a rank's graph, in order."""
-    captured, row = trial.analysis.captured, []
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.name in captured.parameters:
-            row.append(tensors[captured.parameters[node.name]])
-        elif node.op == "placeholder" and node.name in captured.buffers:
-            row.append(tensors[captured.buffers[node.name]])
-        elif node.op == "placeholder" and node.name in captured.constants:
-            row.append(captured.constants[node.name])
-        elif node.op == "placeholder":
-            row.append(tensors[f"input {captured.inputs.index(node.name)}"])
-    return row
 
 
 def _returned(

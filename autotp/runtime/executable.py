@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetri
 from autotp.passes.emit.attach_parameters import BlockCall, in_places, places, ties, value_at, values_at, works
 from autotp.passes.emit.compiled import compile_blocks
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
-from autotp.runtime.fsdp import dtypes, expect_whole
+from autotp.runtime.fsdp import dtypes
 from autotp.runtime.func_gradients import expect_tied, own_parts
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import AssumedReads, GraphEntry, prepare
@@ -315,8 +316,7 @@ class Executable:
         """Makes the reads of a call one by one; returns the outcomes if the graph assumes others."""
         captured = entry.analysis.captured
         tensors, _ = self._given(captured, called.tensors)
-        values = {name: model_tensors[x] if isinstance(x, str) else x for name, x in entry.sources.items()}
-        values |= zip(captured.inputs, tensors, strict=True)
+        values = entry.ready.values() | dict(zip(captured.inputs, tensors, strict=True))
         with unseen(), called.autocast.off():
             return reads.other(values, len(known_outcomes))
 
@@ -331,10 +331,7 @@ class Executable:
         # After the line above: a caller's tensor on the CPU is written into there, and not in its copy.
         tensors = to_device(tensors, self.mesh.device, entry.on_host)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
-            results = entry.module(
-                *(expect_whole(x, model_tensors[x]) if isinstance(x, str) else x for x in entry.operands),
-                *map(local_part, tensors),
-            )
+            results = entry.ready(dict(zip(entry.analysis.captured.inputs, map(local_part, tensors), strict=True)))
         return _Ran(results, written, shapes, state)
 
     def _contradicted(
@@ -401,7 +398,8 @@ class Executable:
         """
         with torch.no_grad():
             # In reverse: a buffer that was written to and then replaced comes twice, with its final value first.
-            for name, value in reversed(list(zip(entry.updated, results[entry.count :], strict=True))):
+            updated = entry.updated
+            for name, value in reversed(list(zip(updated, results[len(results) - len(updated) :], strict=True))):
                 value_at(self.places[name]).copy_(value)
         results = list(results)
         for index, output in entry.cut.items():
@@ -725,7 +723,8 @@ class Executable:
     def keep(self, key: Key, made: GraphEntry) -> GraphEntry:
         """Keeps a graph for later calls; its blocks read their parameters from this model."""
         parts = dict(self.module.named_modules(remove_duplicate=False))
-        entry = made.on(self.places, lambda block: parts.get(block) if block else None)
+        attached = made.ready.attached(self.places, lambda block: parts.get(block) if block else None)
+        entry = replace(made, ready=attached)
         captured, opened = entry.analysis.captured, entry.analysis.captured.attempt.opened
         # `Part.__setattr__` counts assignments to these names only.
         self.tree.read |= {name for _, name in captured.reads}
@@ -742,12 +741,12 @@ class Executable:
             named(self.module, {name for _, name in captured.reads}, lambda module: original_class(type(module))),
             self.tree.version,
         )
-        for part in entry.module.children():
+        for part in entry.ready.module.children():
             # `fully_shard` may register its hooks on the modules that a graph really calls.
             if isinstance(part, BlockCall) and (state := state_of(part.owner[0])) is not None:
                 state.is_block = True
         if self.tree.compiles is not None:
-            compile_blocks(entry.module, self.tree.compiles, self.tree.fused)
+            compile_blocks(entry.ready.module, self.tree.compiles, self.tree.fused)
         self.entries.append((key, entry))
         # The first graph stays, however old it is; of the others the oldest go.
         del self.entries[1 : max(1, len(self.entries) - MOST + 1)]
@@ -775,7 +774,7 @@ class Executable:
     @property
     def code(self) -> str:
         """The Python code of this rank's latest graph, with each block once."""
-        module = self.latest.module
+        module = self.latest.ready.module
         parts = [
             (f"{name}.{path}".rstrip("."), part)
             for name, work in works(module).items()
@@ -810,7 +809,7 @@ class Executable:
         if self.tree.settings.sequence_parallel or self.mesh.cp > 1:
             options = {"fullgraph": True, **options}  # NOTE [Compiled on all ranks or on none] in compiled.py
         for _, entry in self.entries:
-            compile_blocks(entry.module, options, fused)
+            compile_blocks(entry.ready.module, options, fused)
         self.tree.compiles, self.tree.fused = options, fused
         return fused
 

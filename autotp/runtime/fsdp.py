@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from autotp.errors import Error
 from autotp.sharding.boxes import has_dtensors
 
 
@@ -28,20 +27,6 @@ def dtypes(root: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[torch.dtype,
         cast = policy is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         result.append((policy.param_dtype if cast and policy else None) or tensor.dtype)
     return tuple(result)
-
-
-def expect_whole(name: str, tensor: Tensor) -> Tensor:
-    """Returns the tensor itself.
-
-    Raises:
-        Error: it is sharded. It was not gathered, because the graph reads it outside of its block.
-    """
-    if isinstance(tensor, DTensor):
-        raise Error(
-            f"`{name}` is sharded where the graph reads it outside of its block",
-            fix='parallelize(..., without="overlap"), or no fully_shard on its block',
-        )
-    return tensor
 
 
 def shard(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Program, emitted, rank_graph
+from autotp.compiler import Program, rank_graph, rank_program
 from autotp.distributed.agreement import Fact
 from autotp.distributed.cut_tensors.sharded_tensor import CutOutput, cut_output
 from autotp.distributed.device_arguments import inputs_on_host
@@ -22,8 +22,8 @@ from autotp.passes.builder import ancestors, part_of
 from autotp.passes.capture.captured import Captured, OutputAt
 from autotp.passes.capture.guards.values import Outcome, ValueRead
 from autotp.passes.capture.python_state.guard import Guard
-from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters
 from autotp.passes.emit.bind import bind
+from autotp.passes.emit.rank_program import RankProgram
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
 from autotp.runtime.graph_digest import draws_alike, order_of, same_cards, same_graph, same_order
@@ -35,17 +35,12 @@ class GraphEntry:
 
     Attributes:
         analysis: the program that it was made from; `analysis.captured` tests sizes and rebuilds results.
-        outlined: the bound graph, with each block as a submodule.
-        sources: placeholder before the inputs -> first name of a parameter or buffer, or a constant.
-        updated: names of the buffers whose new values are the last outputs.
-        count: the number of its other outputs.
+        ready: the graph that runs, for one model once it is kept.
         cut: the outputs that stay cut, by position.
         random: whether it draws random numbers.
         numpy_random: whether it draws some from `numpy.random`.
         alike: whether it draws some that must be the same on all ranks.
         order: a checksum of its collectives in order.
-        module: the graph for one model, whose blocks read their own parameters.
-        operands: the first arguments of `module`, before the inputs, as in `sources`.
         calls: the number of calls so far.
         guard: checks the attributes of the model that the graph depends on.
         input_values: makes the tensors that Python reads before a call, if it reads any.
@@ -56,17 +51,12 @@ class GraphEntry:
     """
 
     analysis: Program
-    outlined: fx.GraphModule
-    sources: dict[str, str | Tensor]
-    updated: list[str]
-    count: int
+    ready: RankProgram
     cut: Mapping[int, CutOutput]
     random: bool
     numpy_random: bool = False
     alike: bool = False
     order: int = 0
-    module: fx.GraphModule = field(default_factory=lambda: fx.GraphModule(nn.Module(), fx.Graph()))
-    operands: Sequence[str | Tensor] = ()
     calls: int = 0
     guard: Guard | None = None
     input_values: InputValuesGraph | None = None
@@ -74,6 +64,11 @@ class GraphEntry:
     assumed_reads: AssumedReads | None = None
     warned: bool = False
     on_host: Sequence[bool] = ()
+
+    @property
+    def updated(self) -> list[str]:
+        """Names of the buffers whose new values are the last outputs."""
+        return [self.analysis.captured.buffers[name] for name in self.analysis.updated]
 
     @property
     def assumes(self) -> bool:
@@ -107,13 +102,6 @@ class GraphEntry:
                 # After another outcome Python may go on to other reads, so no later one is told.
                 return (*(earlier.outcome for earlier in reads[:i]), outcome)
         return None
-
-    def on(self, places: Mapping[str, ParameterPlace], owner_of: Callable[[str], nn.Module | None]) -> GraphEntry:
-        """Returns the graph for a model with parameters at these places, whose blocks read their own parameters."""
-        module = attach_parameters(self.outlined, self.analysis.captured.parameters, places, owner_of)
-        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-        # Parameters of blocks are no placeholders any more: each block reads its own.
-        return replace(self, module=module, operands=[self.sources[name] for name in names if name in self.sources])
 
 
 @dataclass(frozen=True)
@@ -211,22 +199,13 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     captured = analysis.captured
     expect_collectives_of_replicas(captured.graph, mesh)
     lowered = rank_graph(analysis, mesh.rank, settings.randomness)
-    module = emitted(lowered, analysis, settings, mesh.device, mesh.groups)
-    names = captured.parameters | captured.buffers
-    sources: dict[str, str | Tensor] = {
-        node.name: names[node.name] if node.name in names else captured.constants[node.name].to(mesh.device)
-        for node in lowered.nodes
-        if node.op == "placeholder" and (node.name in names or node.name in captured.constants)
-    }
-    updated = [captured.buffers[name] for name in analysis.updated]
-    # The new values of buffers are the last outputs.
-    count = len(returned(lowered)) - len(updated)
+    ready = rank_program(lowered, analysis, settings, mesh.device, mesh.groups)
     cut = {index: cut_output(layout, mesh) for index, layout in analysis.local_outputs.items() if mesh.size > 1}
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
     values = input_values_on(captured, mesh.device)
     stay = inputs_on_host(analysis.graph, captured.inputs)
     entry = GraphEntry(
-        analysis, module, sources, updated, count, cut, random, of_numpy, draws_alike(lowered), order_of(lowered),
+        analysis, ready, cut, random, of_numpy, draws_alike(lowered), order_of(lowered),
         input_values=values, on_host=[name in stay for name in captured.inputs],
     )  # fmt: skip
     return replace(entry, assumed_reads=AssumedReads(lowered, captured, mesh)) if entry.assumes else entry

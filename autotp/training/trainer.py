@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from autotp.compiler import Program, emitted, rank_graph, warn_of_whole_sequences
+from autotp.compiler import Program, rank_graph, rank_program, warn_of_whole_sequences
 from autotp.distributed.agreement import Fact, agree, line_sums, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
 from autotp.distributed.cut_tensors.rows_of_parts import rows_of_part
@@ -44,7 +44,7 @@ from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.attach_parameters import Owner, attach_parameters, module_at, place_of, value_at
+from autotp.passes.emit.attach_parameters import Owner, module_at, place_of, value_at
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
@@ -278,9 +278,7 @@ class Trainer(InGraphs, HasHoldings):
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
         readers, self._read = self._readers(stages, analysis), ParameterReader(training.compute_dtype)
-        self._works = {
-            i: StageModule([m for m, some in readers.items() if i in some], self._read) for i in self._my_stages
-        }
+        self._works = {i: StageModule([m for m, some in readers.items() if i in some]) for i in self._my_stages}
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
         self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._several = groups.read_by_several_stages(
@@ -456,7 +454,8 @@ class Trainer(InGraphs, HasHoldings):
         (pipeline,), every = self._pipelines, set(self.parameters())
         empty = {parameter for parameter in every if not parameter.numel()}
         whole = dict(self.named_parameters())
-        outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
+        programs = [stage.ready for stage in pipeline.stages.values()]
+        outside = {x.places[source][0] for x in programs for _, source in x.order if isinstance(source, str)}
         for i, work in self._works.items():
             read = set(parameters_of_stage(stages[i], names)) - self._several
             parameters = {parameter for name in read if (parameter := value_at(place_of(self, name))).dim()} - empty
@@ -501,15 +500,8 @@ class Trainer(InGraphs, HasHoldings):
                 fix="example_inputs, or a first step, in which forward runs all blocks",
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
-        bound = emitted(stage.graph, analysis, self._training, place.device, place.groups)
-        module = attach_parameters(bound, captured.parameters, places, owners.get, self._read)
-        inputs = placeholders(module.graph)
-        return StageGraph(
-            module,
-            stage.received,
-            {x: (names[x], places[names[x]]) for x in inputs if x in names},
-            {x: captured.constants[x].to(place.device) for x in inputs if x in captured.constants},
-        )
+        ready = rank_program(stage.graph, analysis, self._training, place.device, place.groups)
+        return StageGraph(ready.attached(places, owners.get, self._read), stage.received)
 
     def _seed(self) -> None:
         """Seeds each replica and each pipeline rank differently, by a random number of the first rank."""

@@ -18,12 +18,12 @@ from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.looks import without_padding
-from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, ReadParameter
+from autotp.passes.emit.attach_parameters import BlockCall
+from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
 from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.rules.call import placeholders, returned
-from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
@@ -173,16 +173,12 @@ class StageGraph:
     """The graph that a stage runs in one mode, for microbatches of one kind.
 
     Attributes:
-        module: the graph, whose blocks read their parameters themselves.
+        ready: the graph that runs.
         received: the names of the placeholders for tensors from other stages.
-        places: placeholder -> the name of its parameter or buffer, and the module that holds this.
-        constants: placeholder -> its value.
     """
 
-    module: fx.GraphModule
+    ready: RankProgram
     received: tuple[str, ...]
-    places: Mapping[str, tuple[str, ParameterPlace]]
-    constants: Mapping[str, Tensor]
 
 
 class ContiguousGradient(torch.autograd.Function):
@@ -214,10 +210,9 @@ class StageModule(nn.Module):
     totals: Mapping[str, Tensor]
     sums: GradientSums
 
-    def __init__(self, holders: Sequence[nn.Module], read: ReadParameter) -> None:
+    def __init__(self, holders: Sequence[nn.Module]) -> None:
         super().__init__()
         self.holders = nn.ModuleList(holders)
-        self.read = read
 
     def use(self, graph: StageGraph, totals: Mapping[str, Tensor]) -> None:
         """Sets the graph and the totals that the next calls of `forward` use."""
@@ -225,7 +220,7 @@ class StageModule(nn.Module):
 
     def units(self) -> list[FSDPModule]:
         """Returns what of `fully_shard` the graph runs, in order: this module, then each block that it calls."""
-        calls = (part for part in self.graph.module.children() if isinstance(part, BlockCall))
+        calls = (part for part in self.graph.ready.module.children() if isinstance(part, BlockCall))
         units = dict.fromkeys([self, *(call.owner[0] for call in calls)])
         return [unit for unit in units if isinstance(unit, FSDPModule)]
 
@@ -236,18 +231,10 @@ class StageModule(nn.Module):
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         """Returns the tensors that the stage sends, or the loss in shape [1]: the engine concatenates the losses."""
         arrived = [ContiguousGradient.apply(x) for x in received]
-        values = {
-            **self.graph.constants,
-            **self.totals,
-            **inputs,
-            **dict(zip(self.graph.received, arrived, strict=True)),
-        }
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # Inside, the tensors are local parts, in the layouts of the plan.
-            for placeholder, (name, place) in self.graph.places.items():
-                values[placeholder] = expect_whole(name, self.read(place))
-            results = self.graph.module(*(values[name] for name in placeholders(self.graph.module.graph)))
+        given = {**self.totals, **inputs, **dict(zip(self.graph.received, arrived, strict=True))}
+        # Inside, the tensors are local parts, in the layouts of the plan.
+        with torch._C.DisableTorchFunctionSubclass():
+            results = self.graph.ready(given)
         results = tuple(torch.stack([value]) if value.dim() == 0 else value.contiguous() for value in results)
         return results[0] if len(results) == 1 else results
 

@@ -1,0 +1,81 @@
+"""RankProgram: the graph of one rank, or of one of its stages, and where each of its operands comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from autotp.errors import Error
+from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, attach_parameters, value_at
+from autotp.rules.call import placeholders
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgram:
+    """A rank's graph after the stage emit, with its parameters, as `parallelize`, `distribute` and `verify` run it.
+
+    They differ in the process groups, and in what reads a parameter: of this process, or of a simulated rank.
+
+    Attributes:
+        module: the graph, with each block as a submodule.
+        parameters: placeholder -> first name of the parameter.
+        sources: placeholder -> first name of a parameter or buffer, or a constant. A call gives all others.
+        places: first name of a parameter or buffer -> where it is; none before `attached`.
+        read: returns the tensor at a place.
+        order: the placeholders of `module` with their sources, in order; None for what a call gives.
+    """
+
+    module: fx.GraphModule
+    parameters: Mapping[str, str]
+    sources: Mapping[str, str | Tensor]
+    places: Mapping[str, ParameterPlace] = field(default_factory=dict)
+    read: ReadParameter = value_at
+    order: Sequence[tuple[str, str | Tensor | None]] = ()
+
+    def attached(
+        self,
+        places: Mapping[str, ParameterPlace],
+        owner_of: Callable[[str], nn.Module | None],
+        read: ReadParameter = value_at,
+    ) -> RankProgram:
+        """Returns the graph for a model with its tensors at these places; arguments as for `attach_parameters`.
+
+        A parameter that only one block reads is no operand any more: the block reads it when it is called.
+        """
+        module = attach_parameters(self.module, self.parameters, places, owner_of, read)
+        order = [(name, self.sources.get(name)) for name in placeholders(module.graph)]
+        return replace(self, module=module, places=places, read=read, order=order)
+
+    def operands(self, given: Mapping[str, Tensor]) -> list[Tensor]:
+        """Returns the arguments of `module`.
+
+        Args:
+            given: placeholder -> value, of all that is neither a constant nor a parameter or buffer.
+
+        Raises:
+            Error: a parameter is sharded, and nothing has gathered it.
+        """
+        return [given[name] if source is None else self._value(source) for name, source in self.order]
+
+    def values(self) -> dict[str, Tensor]:
+        """Returns the present value of each placeholder that has a source, those inside of blocks included."""
+        return {name: self._value(source) for name, source in self.sources.items()}
+
+    def _value(self, source: str | Tensor) -> Tensor:
+        if not isinstance(source, str):
+            return source
+        tensor = self.read(self.places[source])
+        if isinstance(tensor, DTensor):
+            raise Error(
+                f"`{source}` is sharded where the graph reads it outside of its block",
+                fix='parallelize(..., without="overlap"), or no fully_shard on its block',
+            )
+        return tensor
+
+    def __call__(self, given: Mapping[str, Tensor]) -> Any:
+        """Runs the graph. Arguments and errors as of `operands`."""
+        return self.module(*self.operands(given))
