@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ from autotp.model_library import library
 from autotp.ops.random_state import forked, seed
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
-from autotp.passes.capture.captured import Captured, InputSize, OutputAt, contradicted, guesses
+from autotp.passes.capture.captured import Captured, InputSize, OutputAt
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.gradient_queries import GradientsWanted
@@ -53,6 +54,7 @@ from autotp.passes.pipeline.stages import Stage, expect_enough
 from autotp.rules.traits import draws
 from autotp.runtime.build import expect_usable
 from autotp.runtime.graph_digest import order_of, same_order
+from autotp.runtime.graph_entry import Ran, run_until_right
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.torch_internals import SETS_FLAGS
@@ -215,47 +217,53 @@ def _plan(program: Program, name: str, first: fx.Graph | None = None) -> Plan:
     return replace(report(program, name, first), source=program)
 
 
-class OtherValues(Exception):
-    """Python reads other values of activations than a graph assumes."""
-
-    def __init__(self, values: KnownValues) -> None:
-        super().__init__(values)
-        self.values = values
-
-
 Edit = Callable[[fx.Graph, int], fx.Graph]
 """(graph, rank) -> graph: a test's change of a rank's graph before it runs."""
 
 
-def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
-    """Runs a model, and its ranks in lockstep, with the same random numbers; returns the differences.
+def _unchanged(graph: fx.Graph, rank: int) -> fx.Graph:
+    return graph
 
-    Raises:
-        OtherValues: Python reads other values of activations than the trial assumes.
-    """
-    if not trial.graphs:
-        return Report(trial.plan, (), (), ())
-    analysis = trial.analysis
+
+@contextmanager
+def _in_double(trial: Trial) -> Iterator[None]:
+    """A region in which a trial runs: in float64, each time with the same random numbers."""
     with all_double(), empty_caches(trial.model), forked():
-        model, inputs = copied(trial.model), _inputs(trial)
+        seed(0)
+        yield
+
+
+def run_ranks(trial: Trial, change: Edit = _unchanged) -> Ran[tuple[list[RankTensors], list[list[Any]]]]:
+    """Runs the ranks of a trial in lockstep; returns the first one's outputs, and the tensors and outputs of each."""
+    analysis, inputs = trial.analysis, trial.analysis.captured.inputs
+    with _in_double(trial):
         ranks = [_rank(trial, i % analysis.tp) for i in range(len(trial.graphs))]
         programs = [
             # A copy, as a test changes it.
             simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings)
             for i, graph in enumerate(trial.graphs)
         ]
-        names_of_inputs = analysis.captured.inputs
-        given = [{name: rank[f"input {i}"] for i, name in enumerate(names_of_inputs)} for rank in ranks]
+        given = [{name: rank[f"input {i}"] for i, name in enumerate(inputs)} for rank in ranks]
         operands = [program.operands(values) for program, values in zip(programs, given, strict=True)]
-        # The same numbers as below, where one device draws.
-        seed(0)
-        ran = run_lockstep([program.module for program in programs], operands, analysis.options.cp)
-        outcome_count = len(analysis.call.values.outcomes)
-        if (outcomes := contradicted(analysis.captured, ran[0], outcome_count)) is not None:
-            other_reads = guesses(analysis.captured, ran[0])
-            raise OtherValues(KnownValues(analysis.captured.attempt.values.places, outcomes, guesses=other_reads))
-        rank_outputs = [[_as_tensor(x) for x in row] for row in ran]
-        seed(0)
+        rows = run_lockstep([program.module for program in programs], operands, analysis.options.cp)
+        return rows[0], (ranks, rows)
+
+
+def compare(
+    trial: Trial, change: Edit = _unchanged, ran: tuple[list[RankTensors], list[list[Any]]] | None = None
+) -> Report:
+    """Runs a model, and its ranks in lockstep, with the same random numbers; returns the differences.
+
+    Args:
+        ran: the tensors and outputs of each rank, if they have run.
+    """
+    if not trial.graphs:
+        return Report(trial.plan, (), (), ())
+    ranks, results = ran or run_ranks(trial, change)[1]
+    analysis = trial.analysis
+    with _in_double(trial):
+        model, inputs = copied(trial.model), _inputs(trial)
+        rank_outputs = [[_as_tensor(x) for x in row] for row in results]
         expected, names, differences = _returned(model, trial, inputs)
         outputs = [
             _output(i, names.get(i, f"{i}"), value, [row[i] for row in rank_outputs], analysis)
@@ -611,39 +619,34 @@ def _compared_calls(
     return _joined(first_report, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
 
 
-def _read_by_one_device(trial: Trial) -> KnownValues:
-    """Runs the model on one device, with the random numbers of `compare`; returns what Python reads."""
+def _read_by_one_device(trial: Trial, first: int) -> KnownValues | None:
+    """Runs the model on one device; returns what Python reads, if that are more reads than are known."""
     places = trial.analysis.captured.attempt.values.places
-    with all_double(), empty_caches(trial.model), forked(), Listing(places) as listing:
-        seed(0)
+    with _in_double(trial), Listing(places) as listing:
         _returned(copied(trial.model), trial, _inputs(trial))
-    return KnownValues(places, tuple(listing.outcomes))
+    return KnownValues(places, tuple(listing.outcomes)) if len(listing.outcomes) > first else None
 
 
 def _compared(
     model: nn.Module, inputs: Inputs, tp: int, settings: Options, amend: Amend | None, line: Line | None = None
 ) -> tuple[Trial, Report]:
     """Makes a trial and runs it; again where Python reads other values of activations than the graph assumes."""
-    values, of_inputs, listed = NO_VALUES, True, False
-    while True:
+
+    def prepare(known: KnownValues, of_inputs: bool = True) -> Trial:
         try:
-            trial = make_trial(model, *inputs, tp, settings, amend, values, of_inputs)
+            trial = make_trial(model, *inputs, tp, settings, amend, known, of_inputs)
         except Error as error:
             # A model that sets `requires_grad` of its input cannot take one that has a gradient.
             if not (of_inputs and SETS_FLAGS in str(error)):
                 raise
-            of_inputs = False
-            continue
-        if line is not None and values is NO_VALUES:
+            return prepare(known, of_inputs=False)
+        if line is not None and known is NO_VALUES:
             line.count()
             line.begin("run")
-        try:
-            return trial, compare(trial)
-        except OtherValues as contradiction:
-            values = contradiction.values
-        except (IndexError, RuntimeError, ValueError):  # NOTE [A graph that fails] in graph_entry.py
-            assumes = any(not read.of_inputs for read in trial.analysis.captured.asked)
-            # Once: with what one device reads, a further failure is the model's own.
-            if listed or not assumes:
-                raise
-            values, listed = _read_by_one_device(trial), True
+        return trial
+
+    if _on_meta(model):
+        trial = prepare(NO_VALUES)
+        return trial, compare(trial)
+    trial, (_, ran) = run_until_right(prepare, run_ranks, _read_by_one_device)
+    return trial, compare(trial, ran=ran)

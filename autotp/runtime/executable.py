@@ -30,11 +30,11 @@ from autotp.errors import Error, within
 from autotp.groups.one_thread import one_thread
 from autotp.groups.process_group import backend_of
 from autotp.model_library import BeginAgain, library
-from autotp.ops.eager_mode import alone, is_recorded, unseen
+from autotp.ops.eager_mode import alone, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs, Options
 from autotp.passes.capture.autocast_regions import Autocast, ambient
-from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted, guesses
+from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted
 from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
@@ -54,7 +54,7 @@ from autotp.runtime.call_consistency import agree_on_call, agree_on_values, chec
 from autotp.runtime.fsdp import dtypes
 from autotp.runtime.func_gradients import expect_tied, own_parts
 from autotp.runtime.graph_digest import digest
-from autotp.runtime.graph_entry import AssumedReads, GraphEntry, prepare
+from autotp.runtime.graph_entry import GraphEntry, Ran, prepare, run_until_right
 from autotp.runtime.torch_hooks.interrupted import interrupted
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
 from autotp.sharding.layout import Layout
@@ -95,20 +95,9 @@ class _OtherNumbers(BeginAgain):
     """Other numbers among the arguments have become inputs of graphs, or no longer are."""
 
 
-class _Ran(NamedTuple):
-    """What a graph computed, before any of it reaches the model or the caller.
-
-    Attributes:
-        found: its outputs.
-        mine: the caller's tensors that the model writes into, by the position of the output with their values.
-        shapes: shapes of its inputs.
-        random_state: the random state before the run, if the call may have to run again.
-    """
-
-    found: Sequence[Any]
-    mine: Mapping[int, Tensor]
-    shapes: Shapes
-    random_state: Tensor | None
+_Ran = Ran[tuple[Mapping[int, Tensor], Shapes]]
+"""Beside the outputs: the caller's tensors that the model writes into, by the position of the output with their
+values, and the shapes of the inputs."""
 
 
 class Executable:
@@ -124,7 +113,7 @@ class Executable:
         numbers: structure of the arguments, and positions of the numbers among them that change, which are inputs, too;
             none where each number needs a graph of its own.
         read_places: the places at which Python needs values of tensors.
-        count: number of calls whose graph assumed outcomes of reads.
+        count: how often a graph was found for a call, or made.
         guesses: what the reads gave in the last run that assumed a wrong outcome.
         seen: the tree's version when the following attributes were computed.
         signature: the signature of the module's forward.
@@ -241,18 +230,40 @@ class Executable:
                     in_places({self.places[name]: x for name, x in func_parts.items()}),
                 )
         key = self._key(leaves, spec, called.autocast, model_tensors)
-        known_outcomes: tuple[Outcome, ...] = ()
         with parts:
-            # This ends: each turn knows the outcome of at least one more read.
-            while True:
-                entry = self._entry(key, called, model_tensors, known_outcomes)
-                ran = self._run_or_read(entry, called, model_tensors, known_outcomes)
-                outcomes = self._contradicted(entry, ran, known_outcomes) if isinstance(ran, _Ran) else ran
-                if outcomes is None:
-                    break
-                known_outcomes = outcomes
-            assert isinstance(ran, _Ran)
-            return self._returned(entry, ran.found, states((args, kwargs)), ran.mine, ran.shapes)
+            entry, (outputs, (written, shapes)) = self._run_until_right(key, called, model_tensors)
+            return self._returned(entry, outputs, states((args, kwargs)), written, shapes)
+
+    def _run_until_right(
+        self, key: Key, called: FlatCall, model_tensors: Mapping[str, Tensor]
+    ) -> tuple[GraphEntry, _Ran]:
+        """Returns the graph that is right for a call, and what it computed."""
+        device, state = self.mesh.device, list[Tensor]()
+
+        def prepare(known: KnownValues) -> GraphEntry:
+            if known.guesses:
+                self.guesses = known.guesses
+            entry = self._entry(key, called, model_tensors, known.outcomes)
+            draw_again()
+            if entry.assumes and entry.random and not state:
+                state.append(random_state_of(device))
+            return entry
+
+        def draw_again() -> None:
+            """Has the next run of the call draw the numbers of the first one, however far that came."""
+            if state:
+                set_random_state(device, state[0])
+
+        def read(entry: GraphEntry, first: int) -> KnownValues | None:
+            draw_again()
+            captured, reads = entry.analysis.captured, entry.assumed_reads
+            assert reads is not None
+            tensors, _ = self._given(captured, called.tensors)
+            with unseen(), called.autocast.off():
+                return reads.other(entry.ready.values() | dict(zip(captured.inputs, tensors, strict=True)), first)
+
+        compare = partial(self.uncompiled, contradicted) if torch.compiler.is_compiling() else contradicted
+        return run_until_right(prepare, lambda entry: self._run(entry, called), read, compare)
 
     def _is_recorded(self) -> bool:
         """True while a CUDA graph is recorded."""
@@ -277,85 +288,18 @@ class Executable:
         entry = find(key, called, model_tensors, outcomes)
         return entry or self.uncompiled(self._agreed, entry, called, key, model_tensors, outcomes)
 
-    def _run_or_read(
-        self,
-        entry: GraphEntry,
-        called: FlatCall,
-        model_tensors: Mapping[str, Tensor],
-        known_outcomes: tuple[Outcome, ...],
-    ) -> _Ran | tuple[Outcome, ...]:
-        """Runs a graph. Returns the outcomes of the call's reads if it fails since it assumes others."""
-        if entry.assumed_reads is None or torch.compiler.is_compiling():
-            return self._run(entry, called, model_tensors)
-        if (
-            is_recorded()
-            and (outcomes := self._read(entry.assumed_reads, entry, called, model_tensors, known_outcomes)) is not None
-        ):
-            return outcomes  # A graph that is not right must not be recorded.
-        # A graph that fails may have drawn random numbers before: its successor must draw the same ones.
-        state = random_state_of(self.mesh.device)
-        try:
-            return self._run(entry, called, model_tensors)
-        except Error:  # Of a lost rank, for example.
-            raise
-        except (IndexError, RuntimeError, ValueError):  # NOTE [A graph that fails] in graph_entry.py
-            set_random_state(self.mesh.device, state)
-            outcomes = self._read(entry.assumed_reads, entry, called, model_tensors, known_outcomes)
-            if outcomes is None:
-                raise
-            return outcomes
-
-    def _read(
-        self,
-        reads: AssumedReads,
-        entry: GraphEntry,
-        called: FlatCall,
-        model_tensors: Mapping[str, Tensor],
-        known_outcomes: tuple[Outcome, ...],
-    ) -> tuple[Outcome, ...] | None:
-        """Makes the reads of a call one by one; returns the outcomes if the graph assumes others."""
-        captured = entry.analysis.captured
-        tensors, _ = self._given(captured, called.tensors)
-        values = entry.ready.values() | dict(zip(captured.inputs, tensors, strict=True))
-        with unseen(), called.autocast.off():
-            return reads.other(values, len(known_outcomes))
-
-    def _run(self, entry: GraphEntry, called: FlatCall, model_tensors: Mapping[str, Tensor]) -> _Ran:
+    def _run(self, entry: GraphEntry, called: FlatCall) -> _Ran:
         """Runs a graph on a call's tensors and the model's."""
         if entry.numpy_random:
             follow = self.uncompiled if torch.compiler.is_compiling() else _call
             follow(follow_first_numpy_state, self.mesh)
-        state = random_state_of(self.mesh.device) if entry.assumes and entry.random else None
         tensors, shapes = self._given(entry.analysis.captured, called.tensors)
         written = self._written_into(entry.analysis.captured, tensors)
         # After the line above: a caller's tensor on the CPU is written into there, and not in its copy.
         tensors = to_device(tensors, self.mesh.device, entry.on_host)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
             results = entry.ready(dict(zip(entry.analysis.captured.inputs, map(local_part, tensors), strict=True)))
-        return _Ran(results, written, shapes, state)
-
-    def _contradicted(
-        self, entry: GraphEntry, ran: _Ran, known_outcomes: tuple[Outcome, ...]
-    ) -> tuple[Outcome, ...] | None:
-        """Returns the outcomes of a call's reads if the graph assumed others; None if it is right.
-
-        If it is not, the random state is what it was before the call.
-
-        Args:
-            known_outcomes: outcomes of the first reads, from an earlier run of this call.
-        """
-        if not entry.assumes:
-            return None
-        read = self.uncompiled if torch.compiler.is_compiling() else _call
-        outcomes = read(contradicted, entry.analysis.captured, ran.found, len(known_outcomes))
-        if outcomes is None:
-            self.count += 1
-            entry.last = self.count
-            return None
-        self.guesses = read(guesses, entry.analysis.captured, ran.found)
-        if ran.random_state is not None:
-            set_random_state(self.mesh.device, ran.random_state)
-        return outcomes
+        return results, (written, shapes)
 
     def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
         """Returns a graph's input tensors (those of arguments, then those of attributes), and all shapes."""
@@ -457,7 +401,7 @@ class Executable:
     def _find(
         self, key: Key, called: FlatCall, model_tensors: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
     ) -> GraphEntry | None:
-        """Returns the graph for a call; of those that assume outcomes of activations the one that was right last.
+        """Returns the graph for a call; of those that assume outcomes of activations the one that was used last.
 
         What one graph has read of the call's inputs, the next does not read again: each look at a mask is one wait of
         the host for the device.
@@ -478,12 +422,19 @@ class Executable:
             except Exception:  # After another outcome, later reads may be of nothing, as int() of infinity.
                 continue
             if not entry.assumes and other_outcomes is None:
-                return entry
+                return self._used(entry)
             if not entry.assumes and other_outcomes is not None:
                 input_outcomes = other_outcomes
             elif other_outcomes is None and (best is None or entry.last > best.last):
                 best = entry
-        return best
+        return None if best is None else self._used(best)
+
+    def _used(self, entry: GraphEntry) -> GraphEntry:
+        """Notes that a graph is used now."""
+        if not torch.compiler.is_compiling():  # A counter would have torch compile each call anew.
+            self.count += 1
+            entry.last = self.count
+        return entry
 
     def _given_if_right(
         self,
@@ -748,9 +699,10 @@ class Executable:
         if self.tree.compiles is not None:
             compile_blocks(entry.ready.module, self.tree.compiles, self.tree.fused)
         self.entries.append((key, entry))
-        # The first graph stays, however old it is; of the others the oldest go.
-        del self.entries[1 : max(1, len(self.entries) - MOST + 1)]
-        return entry
+        if len(self.entries) > MOST:
+            # The first graph stays. Of the others, that one goes which was used the longest time ago.
+            del self.entries[min(range(1, MOST), key=lambda i: self.entries[i][1].last)]
+        return self._used(entry)
 
     # ---- attributes for users
 

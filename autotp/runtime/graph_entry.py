@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,12 +15,13 @@ from autotp.distributed.cut_tensors.sharded_tensor import CutOutput, cut_output
 from autotp.distributed.device_arguments import inputs_on_host
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import expect_collectives_of_replicas
-from autotp.ops.eager_mode import unseen
+from autotp.errors import Error
+from autotp.ops.eager_mode import is_recorded, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
 from autotp.passes.builder import ancestors, part_of
-from autotp.passes.capture.captured import Captured, OutputAt
-from autotp.passes.capture.guards.values import Outcome, ValueRead
+from autotp.passes.capture.captured import Captured, OutputAt, contradicted
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, ValueRead
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.rank_program import RankProgram
@@ -44,7 +45,7 @@ class GraphEntry:
         calls: the number of calls so far.
         guard: checks the attributes of the model that the graph depends on.
         input_values: makes the tensors that Python reads before a call, if it reads any.
-        last: the number of the module's call that this graph was right for last.
+        last: `Executable.count` when it was used last.
         assumed_reads: makes what Python reads of activations, each by itself.
         warned: whether a warning said that every cp rank computes the whole of it.
         on_host: for each input, whether an operator wants it on the CPU.
@@ -73,7 +74,7 @@ class GraphEntry:
     @property
     def assumes(self) -> bool:
         """True if outcomes of activations are assumed, which a call compares after its run."""
-        return any(not read.of_inputs for read in self.analysis.captured.asked)
+        return self.analysis.captured.assumes
 
     @property
     def keeps_masks(self) -> bool:
@@ -147,8 +148,8 @@ class AssumedReads:
     captured: Captured
     mesh: Mesh
 
-    def other(self, operands: Mapping[str, Tensor], first: int) -> tuple[Outcome, ...] | None:
-        """Returns the outcomes up to the first read from number `first` on that differs; None if there is none.
+    def other(self, operands: Mapping[str, Tensor], first: int) -> KnownValues | None:
+        """Returns what is known of a call's reads, if one from number `first` on is not the assumed one; else None.
 
         Args:
             operands: placeholder name -> tensor.
@@ -160,7 +161,8 @@ class AssumedReads:
                 # Each read runs the graph from its beginning, and must draw the numbers that the call draws.
                 set_random_state(self.mesh.device, state)
                 if not outcome.is_same(read.outcome):
-                    return (*(earlier.outcome for earlier in reads[:i]), outcome)
+                    outcomes = (*(earlier.outcome for earlier in reads[:i]), outcome)
+                    return KnownValues(self.captured.attempt.values.places, outcomes)
         return None
 
     def _made(self, read: ValueRead, operands: Mapping[str, Tensor]) -> Outcome:
@@ -176,6 +178,54 @@ class AssumedReads:
         with torch.no_grad(), unseen():
             outputs = dict(zip(indices, module(*inputs), strict=True))
         return read.made(lambda x: outputs[x.at] if isinstance(x, OutputAt) else x)
+
+
+class _Assuming(Protocol):
+    @property
+    def analysis(self) -> Program: ...
+
+
+Graph = TypeVar("Graph", bound=_Assuming)
+Rest = TypeVar("Rest")
+Ran = tuple[Sequence[Any], Rest]
+"""The outputs of a graph, and what a caller needs beside them."""
+
+
+def run_until_right(
+    prepare: Callable[[KnownValues], Graph],
+    run: Callable[[Graph], Ran[Rest]],
+    read: Callable[[Graph, int], KnownValues | None],
+    compare: Callable[[Captured, Sequence[Any], int], KnownValues | None] = contradicted,
+) -> tuple[Graph, Ran[Rest]]:
+    """Returns the graph that is right for a call, and what it computed: NOTE [What Python reads of tensors]
+
+    Args:
+        prepare: returns the graph for a call of which this much is known.
+        run: runs a graph.
+        read: makes the reads of a graph's call without it; returns what they give if it is not what the graph assumes.
+            The number is that of the reads whose outcomes are known.
+        compare: `contradicted`, perhaps outside of a compilation.
+    """
+    ran: Ran[Rest] | None = None
+    other: KnownValues | None = NO_VALUES
+    while other is not None:  # This ends: each turn knows the outcome of at least one more read.
+        graph, first = prepare(other), len(other.outcomes)
+        captured = graph.analysis.captured
+        can_read = captured.assumes and not torch.compiler.is_compiling()
+        other = read(graph, first) if can_read and is_recorded() else None
+        if other is not None:
+            continue  # A graph that is not right must not be recorded.
+        try:
+            ran = run(graph)
+        except (IndexError, RuntimeError, ValueError) as error:  # NOTE [A graph that fails]
+            # An Error is of a lost rank, for example.
+            other = read(graph, first) if can_read and not isinstance(error, Error) else None
+            if other is None:
+                raise
+        else:
+            other = compare(captured, ran[0], first) if captured.assumes else None
+    assert ran is not None
+    return graph, ran
 
 
 def input_values_on(captured: Captured, device: torch.device) -> InputValuesGraph | None:

@@ -160,6 +160,11 @@ class Captured:
     input_values: fx.Graph | None = None
 
     @property
+    def assumes(self) -> bool:
+        """True if outcomes of activations are assumed, which a call compares after its run."""
+        return any(not read.of_inputs for read in self.asked)
+
+    @property
     def read_at(self) -> list[int]:
         """Positions of the outputs that Python reads values of, and that nothing else is made of."""
         return [x.at for read in self.asked if not read.of_inputs for x in read.given if isinstance(x, OutputAt)]
@@ -185,24 +190,24 @@ class Captured:
         return frozenset(named | {slot_of(change.path) for change in self.changes if len(change.path) > 1})
 
 
-def contradicted(captured: Captured, outputs: Sequence[Any], first: int = 0) -> tuple[Outcome, ...] | None:
-    """Returns the outcomes of a call's reads up to the first that is not the assumed one; None if there is none.
+def contradicted(captured: Captured, outputs: Sequence[Any], first: int = 0) -> KnownValues | None:
+    """Returns what is known of a call's reads, if one of them is not the assumed one; None if all are.
 
     Args:
         outputs: of the graph in this call.
         first: the number of reads that an earlier graph made in this call. They are not compared: rounding may differ
             between two graphs, and each would name the other for ever.
     """
-
     for i, read in enumerate(captured.asked):
         if i >= first and not read.of_inputs:
             outcome = read.made(partial(_output, outputs))
             if not outcome.is_same(read.outcome):
-                return (*(earlier.outcome for earlier in captured.asked[:i]), outcome)
+                outcomes = (*(earlier.outcome for earlier in captured.asked[:i]), outcome)
+                return KnownValues(captured.attempt.values.places, outcomes, _guesses(captured, outputs))
     return None
 
 
-def guesses(captured: Captured, outputs: Sequence[Any]) -> tuple[Outcome, ...]:
+def _guesses(captured: Captured, outputs: Sequence[Any]) -> tuple[Outcome, ...]:
     """Returns the outcomes of a call's reads in a run that assumed another outcome for one of them."""
     outcomes = list[Outcome]()
     for read in captured.asked:
