@@ -37,7 +37,7 @@ from autotp.passes.capture.capture import ALWAYS, OFF, capture
 from autotp.passes.capture.captured import NOTHING_OPENED, Attempt, Captured, Opened
 from autotp.passes.capture.guards.gradient_queries import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, shown
-from autotp.passes.capture.python_state.attribute_writes import Change, add_hooks, apply_changes
+from autotp.passes.capture.python_state.attribute_writes import AddedHook, AnyChange, make_changes
 from autotp.passes.capture.python_state.walk import Path
 from autotp.passes.capture.unsupported.long_sizes import FEWER, Symbols
 from autotp.passes.check.check import check
@@ -313,8 +313,8 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
             "the model writes into its inputs, and each part of a batch has other inputs",
             fix="write the new value to a new tensor",
         )
-    if written := [*captured.changes, *(name for name, _ in captured.sets)]:
-        names = ", ".join(sorted({f"`{name}`" for name in written}))
+    if written := _changed_by(captured):
+        names = ", ".join(sorted({f"`{change}`" for change in written}))
         raise Error(
             f"the model sets {names} in forward, which parts of a batch cannot share",
             fix="return it as a part of the loss, or compute it in the training loop (trainer.steps counts)",
@@ -344,6 +344,11 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
             "the model's first input has no rows, and so there is no batch",
             fix="the batch as the first dimension of the first argument",
         )
+
+
+def _changed_by(captured: Captured) -> list[AnyChange]:
+    """Returns what a call changes, except hooks of libraries, which parts of a batch can share."""
+    return [change for change in captured.changes if not isinstance(change, AddedHook)]
 
 
 CANONICALIZE = (
@@ -862,14 +867,10 @@ def captured_program(
     def captured() -> Captured:
         first = one_call()
         # Parts of a batch cannot share changes (`_expect_one_batch`), unless a second call no longer makes them.
-        if not options.summed or not (first.changes or first.sets) or first.computes_changes:
+        if not options.summed or not _changed_by(first) or first.computes_changes:
             return first
         # Changes that only a first call makes, for example the kind of labels.
-        changes, modules = [x for x in first.changes if isinstance(x, Change)], dict(skeleton.named_modules())
-        apply_changes(changes, modules, lambda x: x)
-        add_hooks(first.hooks, modules, lambda module, _: vars(module))
-        for name, value in first.sets:
-            name.scope.put(name.name, value)
+        make_changes(first.changes, dict(skeleton.named_modules()), lambda x: x, lambda module, _: vars(module))
         return one_call()
 
     key = skeleton, options.summed, call.autocast, call.wanted, attempt

@@ -610,7 +610,8 @@ def _compared_calls(
 ) -> Report:
     trial, first_report = _compared(model, inputs, tp, settings, amend, line)
     line.count()
-    if not trial.analysis.captured.changes or not trial.graphs:
+    writes = any(isinstance(change, Change | Write) for change in trial.analysis.captured.changes)
+    if not writes or not trial.graphs:
         return first_report
     with all_double(), empty_caches(model):  # The second call reads the attributes that the first has set.
         called, changed = copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))

@@ -38,7 +38,7 @@ from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, 
 from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
-from autotp.passes.capture.python_state.attribute_writes import Change, Write, add_hooks, apply_changes, write_into
+from autotp.passes.capture.python_state.attribute_writes import AnyChange, Change, Write, make_changes, write_into
 from autotp.passes.capture.python_state.code_names import CodeName, named
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.python_state.guard import Guard
@@ -355,13 +355,10 @@ class Executable:
             results[index] = tensor
         if captured.changes:
             self._change(captured.changes, results, shapes)
-        add_hooks(captured.hooks, self.modules, table_of)
-        for name, value in captured.sets:
-            name.scope.put(name.name, value)
         return captured.outputs(results, changed)
 
-    def _change(self, changes: Sequence[Change | Write], results: Sequence[Any], shapes: Shapes) -> None:
-        """Makes the changes that the original forward makes to the model's attributes."""
+    def _change(self, changes: Sequence[AnyChange], results: Sequence[Any], shapes: Shapes) -> None:
+        """Makes the changes that the original forward makes."""
 
         def leaf(x: Any) -> Any:
             if isinstance(x, OutputAt):
@@ -371,8 +368,8 @@ class Executable:
         for change in changes:
             if isinstance(change, Write):
                 self._write(change, results[change.at])
-        apply_changes([change for change in changes if isinstance(change, Change)], self.modules, leaf)
-        if any(change.path[1:] == ("_buffers",) for change in changes):
+        make_changes(changes, self.modules, leaf, table_of)
+        if any(isinstance(change, Change) and change.path[1:] == ("_buffers",) for change in changes):
             self.tree.version += 1  # A buffer has another shape now.
 
     def _write(self, change: Write, value: Tensor) -> None:

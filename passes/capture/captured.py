@@ -14,8 +14,7 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Fits
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, ValueRead
-from autotp.passes.capture.python_state.attribute_writes import Change, Write
-from autotp.passes.capture.python_state.code_names import CodeName
+from autotp.passes.capture.python_state.attribute_writes import AnyChange, Change, Write
 from autotp.passes.capture.python_state.walk import GONE, Path, Slot, slot_of
 from autotp.passes.capture.unsupported.long_sizes import Symbols
 
@@ -116,14 +115,13 @@ class Captured:
         autocast: the settings of autocast during capture; the graph names their `device`.
         reads: the attributes that the model read.
         opened: paths of the tensors and numbers in attributes that are inputs; they follow the arguments' tensors.
-        changes: the changes of a call to the model's attributes; leaves are `OutputAt`, `InputSize` or plain values.
+        changes: what a call changes: attributes of the model (leaves are `OutputAt`, `InputSize` or plain values), of
+            classes and globals, and hooks.
         stays: positions of the outputs that attributes are set to and that are inputs of the next call.
         results: the number of outputs that the model returns; the outputs after them are new values of attributes.
         into: for each argument that the model writes into: its place among the arguments' tensors, and the position of
             the output that holds its new value.
-        sets: the plain values that a call sets attributes of classes and globals to.
         wanted: the answers to the model's questions about gradients: the graph is right only for calls with the same.
-        hooks: forward hooks that the call registers: path of the module and hook; only those of a library of models.
         asked: what Python read of tensors, in order; the tensors are outputs after all that `changes` and `into` name.
         attempt: what the capture tried: the attributes that are inputs, the places at which values are needed.
         symbolic: the places of numbers that sizes in the graph are made of, of which it has no values.
@@ -148,13 +146,11 @@ class Captured:
     reads: frozenset[Slot]
     opened: tuple[Path, ...]
     attempt: Attempt
-    changes: tuple[Change | Write, ...]
+    changes: tuple[AnyChange, ...]
     stays: frozenset[int]
     results: int
     into: tuple[tuple[int, int], ...] = ()
-    sets: tuple[tuple[CodeName, Any], ...] = ()
     wanted: GradientsWanted = NOT_ASKED
-    hooks: tuple[tuple[str, Any], ...] = ()
     asked: tuple[ValueRead, ...] = ()
     symbolic: frozenset[Place] = frozenset()
     input_values: fx.Graph | None = None
@@ -185,9 +181,10 @@ class Captured:
     @property
     def written(self) -> frozenset[Slot]:
         """The attributes that a call sets, or whose contents it changes."""
-        attribute_changes = [change for change in self.changes if isinstance(change, Change) and len(change.path) == 1]
-        named = {(change.path[0], key) for change in attribute_changes for key in change.values}
-        return frozenset(named | {slot_of(change.path) for change in self.changes if len(change.path) > 1})
+        changes = [change for change in self.changes if isinstance(change, Change | Write)]
+        of_modules = [change for change in changes if isinstance(change, Change) and len(change.path) == 1]
+        named = {(change.path[0], key) for change in of_modules for key in change.values}
+        return frozenset(named | {slot_of(change.path) for change in changes if len(change.path) > 1})
 
 
 def contradicted(captured: Captured, outputs: Sequence[Any], first: int = 0) -> KnownValues | None:

@@ -24,7 +24,7 @@ from autotp.passes.capture.captured import Attempt, Captured, InputSize, Opened,
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.sizes import SizeAssumptions
 from autotp.passes.capture.inline import inline
-from autotp.passes.capture.python_state.attribute_writes import Change, Write
+from autotp.passes.capture.python_state.attribute_writes import AnyChange, Change
 from autotp.passes.capture.python_state.code_names import named
 from autotp.passes.capture.python_state.walk import (
     GONE,
@@ -107,8 +107,6 @@ def _facts_of_run(flat: Flat, placeholders: _Placeholders, sizes: SizeAssumption
         "stays": frozenset(returned.stays),
         "results": returned.results,
         "into": tuple(returned.into),
-        "sets": tuple(returned.sets),
-        "hooks": tuple(returned.hooks),
         "asked": tuple(returned.asked),
     }
 
@@ -168,9 +166,9 @@ def _shape(value: Any) -> Sequence[Any]:
     return tuple(value.shape) if isinstance(value, Tensor) else (value,)
 
 
-def _computed(change: Change | Write, sizes: SizeAssumptions) -> Change | Write:
+def _computed(change: AnyChange, sizes: SizeAssumptions) -> AnyChange:
     """Returns a change whose sizes are functions of the shapes of a call."""
-    if isinstance(change, Write):
+    if not isinstance(change, Change):
         return change
 
     def computed(leaf: Any) -> Any:

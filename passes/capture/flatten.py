@@ -18,8 +18,15 @@ from autotp.passes.capture.guards.gradient_queries import GradientQueries
 from autotp.passes.capture.guards.random_numbers import DrewNumber, line_that_draws
 from autotp.passes.capture.guards.values import Reading, ValueRead
 from autotp.passes.capture.patches import around_forward
-from autotp.passes.capture.python_state.attribute_writes import Before, Change, Write, flatten_new_value, is_new
-from autotp.passes.capture.python_state.code_names import CodeName, NamedBefore
+from autotp.passes.capture.python_state.attribute_writes import (
+    AnyChange,
+    Before,
+    Change,
+    Write,
+    flatten_new_value,
+    is_new,
+)
+from autotp.passes.capture.python_state.code_names import NamedBefore
 from autotp.passes.capture.python_state.contents import Contents
 from autotp.passes.capture.python_state.walk import (
     GONE,
@@ -54,14 +61,12 @@ class Returned:
     spec: Any = None
     kept: Sequence[int] = ()
     assigned: Sequence[str] = ()
-    changes: Sequence[Change | Write] = ()
+    changes: Sequence[AnyChange] = ()
     stays: Sequence[int] = ()
     results: int = 0
     into: Sequence[tuple[int, int]] = ()
     before: Opened = NOTHING_OPENED
     moved: frozenset[Path] = frozenset()
-    sets: Sequence[tuple[CodeName, Any]] = ()
-    hooks: Sequence[tuple[str, Any]] = ()
     asked: Sequence[ValueRead] = ()
 
 
@@ -184,9 +189,9 @@ class Flat(nn.Module):
                 (path, {k: _opened(path, k, v, before) for k, v in new_values.items()})
                 for path, new_values in before.changes()
             ]
-            self.returned.hooks = before.hooks_added()
+            self.returned.changes = before.hooks_added()
             assigned = _assigned(buffers, self.model)
-            self.returned.sets = of_names.changes()
+            self.returned.changes = [*self.returned.changes, *of_names.changes()]
         finally:
             before.restore()
             of_names.restore()
@@ -209,8 +214,9 @@ class Flat(nn.Module):
         returned.leaves = [places.get(id(leaf), leaf) for leaf in ran.found]
         returned.kept = [places[key].at for key in of_states if key in places]
         returned.stays = [places[id(x)].at for slot, x in set_to if slot in kept_in]
-        returned.changes = [Write(path, places[id(x)].at) for path, x in ran.moved.items()]
-        returned.changes += [_placed(path, new_values, places) for path, new_values in ran.written]
+        writes = [Write(path, places[id(x)].at) for path, x in ran.moved.items()]
+        changes = [_placed(path, new_values, places) for path, new_values in ran.written]
+        returned.changes = [*writes, *changes, *returned.changes]
         returned.into = [(i, places[id(x)].at) for i, x in ran.into.items()]
         returned.assigned = list(ran.assigned)
         returned.asked, read = self._reads(len(computed))

@@ -495,7 +495,7 @@ def shared_captures(test: Path, folder: Path | None = None) -> Iterator[None]:
 
 
 def _may_be_shared(found: Captured) -> bool:
-    return not (found.owned or found.changes or found.sets or found.into or found.hooks or found.asked)
+    return not (found.owned or found.changes or found.into or found.asked)
 
 
 def _from_folder(key: bytes, folder: Path | None, capture: Callable[[], Captured]) -> Captured:

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import Error
 from autotp.model_library import library
+from autotp.passes.capture.python_state.code_names import Assignment
 from autotp.passes.capture.python_state.contents import Contents
 from autotp.passes.capture.python_state.freeze import PLAIN
 from autotp.passes.capture.python_state.walk import (
@@ -113,6 +114,15 @@ class Write:
         return spelled(self.path)
 
 
+@dataclass(frozen=True)
+class AddedHook:
+    """A forward hook that a call registers on the module at a path: only one of a library of models."""
+
+    path: str
+    hook: Any
+
+
+AnyChange = Change | Write | AddedHook | Assignment
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The tables of a module with its hooks."""
 
@@ -159,8 +169,8 @@ class Before:
             changes += [((path, "_buffers"), values)] if values else []
         return changes
 
-    def hooks_added(self) -> list[tuple[str, Any]]:
-        """Returns the forward hooks that a library of models has registered for itself: path of the module and hook.
+    def hooks_added(self) -> list[AddedHook]:
+        """Returns the forward hooks that a library of models has registered for itself.
 
         Raises:
             Error: forward registers or removes another hook. All attributes are restored then.
@@ -175,7 +185,7 @@ class Before:
                         f"forward registers or removes a hook on `{path or 'the model'}`: later calls would not do so",
                         fix="register the hook before autotp.parallelize",
                     )
-                added += [(path, hook) for hook in hooks]
+                added += [AddedHook(path, hook) for hook in hooks]
         return added
 
     def at(self, path: Path) -> Any:
@@ -225,18 +235,6 @@ def _is_own_method(holder: Any, key: Any, value: Any) -> bool:
     """True for a module's own method, put into its attributes: reading the attribute gave the same before."""
     is_bound = isinstance(value, types.MethodType) and value.__self__ is holder and isinstance(holder, nn.Module)
     return is_bound and getattr(type(holder), key, None) is value.__func__
-
-
-def add_hooks(hooks: Sequence[tuple[str, Any]], modules: Mapping[str, nn.Module], table: Callable[..., Any]) -> None:
-    """Adds forward hooks that a captured call registered.
-
-    Args:
-        hooks: path of a module and hook.
-        table: returns where a module keeps an attribute of a name.
-    """
-    for path, hook in hooks:
-        hook_table = table(modules[path], "_forward_hooks")["_forward_hooks"]
-        hook_table[RemovableHandle(hook_table).id] = hook
 
 
 def is_new(now: Any, then: Any) -> bool:
@@ -312,14 +310,27 @@ def _part_of_call(value: Any, places: Mapping[int, Path]) -> str:
     return ""
 
 
-def apply_changes(changes: Sequence[Change], modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) -> None:
-    """Makes the changes of a call on a model.
+def make_changes(
+    changes: Sequence[AnyChange],
+    modules: Mapping[str, nn.Module],
+    leaf: Callable[[Any], Any],
+    table: Callable[..., Any],
+) -> None:
+    """Makes the changes of a call on a model, except each `Write`.
 
     Args:
         leaf: maps a leaf to its value.
+        table: returns where a module keeps an attribute of a name.
     """
     made: list[tuple[Any, Any, Any]] = []
     for change in changes:
+        if isinstance(change, Assignment):
+            change.make()
+        elif isinstance(change, AddedHook):
+            hook_table = table(modules[change.path], "_forward_hooks")["_forward_hooks"]
+            hook_table[RemovableHandle(hook_table).id] = change.hook
+        if not isinstance(change, Change):
+            continue
         holder = found_at(modules, change.path)
         for key, value in change.values.items():
             leaves = [] if value is GONE else [_then(x, modules, leaf) for x in value[0]]

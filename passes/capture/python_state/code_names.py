@@ -134,6 +134,21 @@ class CodeName:
 
 
 @dataclass(frozen=True)
+class Assignment:
+    """A name that a call sets, and its new, plain value."""
+
+    name: CodeName
+    value: Any
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    def make(self) -> None:
+        """Sets the name."""
+        self.name.scope.put(self.name.name, self.value)
+
+
+@dataclass(frozen=True)
 class Named:
     """The names that a model's code reads, scope by scope."""
 
@@ -238,8 +253,8 @@ class NamedBefore:
             changed += [(CodeName(scope, name), then.get(name, GONE), value) for name, value in pairs]
         return changed
 
-    def changes(self) -> list[tuple[CodeName, Any]]:
-        """Returns the names that were set, each with its new, plain value.
+    def changes(self) -> list[Assignment]:
+        """Returns the names that were set.
 
         Raises:
             Error: a name was set to a value that is not plain, or the contents of a class attribute changed.
@@ -253,12 +268,12 @@ class NamedBefore:
                 f"forward changes `{odd[0]}`, {description}, which a graph cannot do",
                 fix="set an attribute of the module (`self.name = value`), which is put back after each call",
             )
-        return [(name, now) for name, _, now in changed]
+        return [Assignment(name, now) for name, _, now in changed]
 
     def restore(self) -> None:
         """Restores all values and contents."""
         for name, was, _ in self._changed():
-            name.scope.put(name.name, was)
+            Assignment(name, was).make()
         for _, contents in self.contents:
             contents.restore()
 
