@@ -899,47 +899,34 @@ def communication(graph: fx.Graph) -> str:
     )
 
 
-def rank_graph(
-    program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp", checked: bool = True
+def rank_graph(program: Program, rank: int, randomness: Literal["exact", "fast"], checked: bool = True) -> fx.Graph:
+    """Returns the lowered graph of one rank; arguments and errors as of `flat_graph`."""
+    return fuse(flat_graph(program, rank, randomness, checked=checked))
+
+
+def flat_graph(
+    program: Program,
+    rank: int,
+    randomness: Literal["exact", "fast"],
+    axes: Axes | None = None,
+    checked: bool = True,
 ) -> fx.Graph:
-    """Returns the lowered graph of one rank.
+    """Returns the lowered graph of one rank before `fuse`: backwards are not separate graphs.
 
     Args:
+        axes: `infer_axes(program.graph)`, if the caller has it.
         checked: whether its types are checked: only a graph that nobody runs may go without.
 
     Raises:
         Error: the graph's types do not fit; names the value, and the pass after which they do not.
     """
-    if not checked:
-        return fuse(_lowered_graph(program, _target(program, rank, randomness, axis)))
-    return fuse(flat_graph(program, rank, randomness, axis))
-
-
-def flat_graph(program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
-    """Returns the lowered and checked graph of one rank, before `fuse`: backwards are not separate graphs.
-
-    Raises:
-        Error: the graph's types do not fit; names the value, and the pass after which they do not.
-    """
-    return _checked_graph(program, _target(program, rank, randomness, axis))
-
-
-def _target(program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str) -> Target:
-    return Target(axis, program.tp, rank, randomness, frozenset(program.local_outputs))
-
-
-def flat_graphs(program: Program, randomness: Literal["exact", "fast"]) -> Iterator[fx.Graph]:
-    """Yields `flat_graph` of each rank. The check infers the axes of the model once for all."""
-    axes = infer_axes(program.graph)
-    for rank in range(program.tp):
-        yield _checked_graph(program, _target(program, rank, randomness, "tp"), axes)
-
-
-def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx.Graph:
+    to = Target("tp", program.tp, rank, randomness, frozenset(program.local_outputs))
     with uncollected(), _expect_no_assumptions(program.graph):
-        lowered = _lowered_graph(program, to)
+        for _, graph in graphs_after_passes(program, to):
+            lowered = graph
         try:
-            expect_typed(lowered, program, to, axes)
+            if checked:
+                expect_typed(lowered, program, to, axes)
         except Error as error:
             # Only now is the graph after each pass checked, to name the first that does not fit. Until the pass `dce`
             # there are dead operators.
@@ -949,11 +936,10 @@ def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx
     return lowered
 
 
-def _lowered_graph(program: Program, to: Target) -> fx.Graph:
-    with uncollected(), _expect_no_assumptions(program.graph):
-        for _, graph in graphs_after_passes(program, to):
-            lowered = graph
-    return lowered
+def flat_graphs(program: Program, randomness: Literal["exact", "fast"]) -> Iterator[fx.Graph]:
+    """Yields `flat_graph` of each rank. The check infers the axes of the model once for all."""
+    axes = infer_axes(program.graph)
+    yield from (flat_graph(program, rank, randomness, axes) for rank in range(program.tp))
 
 
 def graphs_after_passes(program: Program, to: Target) -> Iterator[tuple[Pass, fx.Graph]]:

@@ -54,6 +54,12 @@ def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], cp: int
     return _run(graphs, ranks, inputs, cp)
 
 
+def run_programs(programs: Sequence[RankProgram], given: Sequence[Mapping[str, Tensor]], cp: int) -> list[Any]:
+    """Returns the outputs of every rank, as `run_lockstep`. given: as for `RankProgram.operands`"""
+    operands = [program.operands(values) for program, values in zip(programs, given, strict=True)]
+    return run_lockstep([program.module for program in programs], operands, cp)
+
+
 def simulated(
     graph: fx.Graph, tensors: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options
 ) -> RankProgram:

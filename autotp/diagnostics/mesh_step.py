@@ -22,7 +22,7 @@ from autotp.diagnostics.differences import (
     rank_tensors,
     step_differences,
 )
-from autotp.diagnostics.lockstep import run_lockstep, simulated
+from autotp.diagnostics.lockstep import run_programs, simulated
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import flatten, signature_of
 from autotp.passes.emit.rank_program import RankProgram
@@ -86,12 +86,8 @@ def _lockstep(
     """Runs the stages one after the other; returns each rank's loss of a microbatch."""
     sent: list[Sequence[Tensor]] = [()] * len(stages)
     for i in range(len(stages[0])):
-        received = [
-            dict(zip(row[i].received, rank_sent, strict=True)) for row, rank_sent in zip(stages, sent, strict=True)
-        ]
-        of_stage = [row[i] for row in programs]
-        operands = [ready.operands({**microbatch, **own}) for ready, own in zip(of_stage, received, strict=True)]
-        sent = run_lockstep([ready.module for ready in of_stage], operands, cp)
+        received = [zip(row[i].received, values, strict=True) for row, values in zip(stages, sent, strict=True)]
+        sent = run_programs([row[i] for row in programs], [{**microbatch, **dict(pairs)} for pairs in received], cp)
     return [row[0] for row in sent]
 
 

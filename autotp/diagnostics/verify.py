@@ -26,7 +26,7 @@ from autotp.diagnostics.differences import (
     step_differences,
 )
 from autotp.diagnostics.double import all_double, copied, doubled, moved
-from autotp.diagnostics.lockstep import run_lockstep, simulated
+from autotp.diagnostics.lockstep import run_programs, simulated
 from autotp.diagnostics.mesh_proof import MeshProof, prove
 from autotp.diagnostics.mesh_step import compare_step
 from autotp.diagnostics.plan import Plan
@@ -244,8 +244,7 @@ def run_ranks(trial: Trial, change: Edit = _unchanged) -> Ran[tuple[list[RankTen
             for i, graph in enumerate(trial.graphs)
         ]
         given = [{name: rank[f"input {i}"] for i, name in enumerate(inputs)} for rank in ranks]
-        operands = [program.operands(values) for program, values in zip(programs, given, strict=True)]
-        rows = run_lockstep([program.module for program in programs], operands, analysis.options.cp)
+        rows = run_programs(programs, given, analysis.options.cp)
         return rows[0], (ranks, rows)
 
 

@@ -39,9 +39,8 @@ from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWa
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
 from autotp.passes.capture.python_state.attribute_writes import AnyChange, Change, Write, make_changes, write_into
-from autotp.passes.capture.python_state.code_names import CodeName, named
+from autotp.passes.capture.python_state.code_names import CodeName
 from autotp.passes.capture.python_state.freeze import freeze_argument
-from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.python_state.walk import Path, everything, found_at, put_at
 from autotp.passes.capture.pytree import computes_by_itself, flatten_call, leaf_names, signature_of, states
 from autotp.passes.capture.replacements.number_arguments import Number, as_length, is_countable
@@ -54,9 +53,9 @@ from autotp.runtime.call_consistency import agree_on_call, agree_on_values, chec
 from autotp.runtime.fsdp import dtypes
 from autotp.runtime.func_gradients import expect_tied, own_parts
 from autotp.runtime.graph_digest import digest
-from autotp.runtime.graph_entry import GraphEntry, Ran, prepare, run_until_right
+from autotp.runtime.graph_entry import GraphEntry, Ran, guard_of, prepare, run_until_right
 from autotp.runtime.torch_hooks.interrupted import interrupted
-from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
+from autotp.runtime.tree import Tree, held_in, original_class, original_of, state_of, table_of
 from autotp.sharding.layout import Layout
 
 CHECKED_CALLS = 2
@@ -673,22 +672,12 @@ class Executable:
         parts = dict(self.module.named_modules(remove_duplicate=False))
         attached = made.ready.attached(self.places, lambda block: parts.get(block) if block else None)
         entry = replace(made, ready=attached)
-        captured, opened = entry.analysis.captured, entry.analysis.captured.attempt.opened
+        captured = entry.analysis.captured
         # `Part.__setattr__` counts assignments to these names only.
         self.tree.read |= {name for _, name in captured.reads}
-        self.opened |= opened
+        self.opened |= captured.attempt.opened
         self.read_places |= captured.attempt.values.places
-        entry.guard = Guard(
-            captured.reads,
-            opened.slots,
-            opened.numbers - opened.fixed,
-            captured.written,
-            self.modules,
-            attribute_of,
-            table_of,
-            named(self.module, {name for _, name in captured.reads}, lambda module: original_class(type(module))),
-            self.tree.version,
-        )
+        entry.guard = guard_of(captured, self.module, self.modules, self.tree.version)
         for part in entry.ready.module.children():
             # `fully_shard` may register its hooks on the modules that a graph really calls.
             if isinstance(part, BlockCall) and (state := state_of(part.owner[0])) is not None:

@@ -21,13 +21,15 @@ from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
 from autotp.passes.builder import ancestors, part_of
 from autotp.passes.capture.captured import Captured, OutputAt, contradicted
-from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, ValueRead
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, ValueRead, first_other
+from autotp.passes.capture.python_state.code_names import named
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
 from autotp.runtime.graph_digest import draws_alike, order_of, same_cards, same_graph, same_order
+from autotp.runtime.tree import attribute_of, original_class, table_of
 
 
 @dataclass
@@ -96,13 +98,12 @@ class GraphEntry:
         """
         if self.input_values is None:
             return None
-        values, reads = self.input_values(tensors), self.analysis.captured.asked
-        for i, read in enumerate(reads):
-            is_due = i >= first and read.of_inputs and (looks or not read.look)
-            if is_due and not (outcome := read.made(values)).is_same(read.outcome):
-                # After another outcome Python may go on to other reads, so no later one is told.
-                return (*(earlier.outcome for earlier in reads[:i]), outcome)
-        return None
+        values = self.input_values(tensors)
+        return first_other(
+            self.analysis.captured.asked,
+            lambda i, read: i >= first and read.of_inputs and (looks or not read.look),
+            lambda read: read.made(values),
+        )
 
 
 @dataclass(frozen=True)
@@ -154,16 +155,16 @@ class AssumedReads:
         Args:
             operands: placeholder name -> tensor.
         """
-        reads, state = self.captured.asked, random_state_of(self.mesh.device)
-        for i, read in enumerate(reads):
-            if i >= first and not read.of_inputs:
-                outcome = self._made(read, operands)
-                # Each read runs the graph from its beginning, and must draw the numbers that the call draws.
-                set_random_state(self.mesh.device, state)
-                if not outcome.is_same(read.outcome):
-                    outcomes = (*(earlier.outcome for earlier in reads[:i]), outcome)
-                    return KnownValues(self.captured.attempt.values.places, outcomes)
-        return None
+        state = random_state_of(self.mesh.device)
+
+        def made(read: ValueRead) -> Outcome:
+            outcome = self._made(read, operands)
+            # Each read runs the graph from its beginning, and must draw the numbers that the call draws.
+            set_random_state(self.mesh.device, state)
+            return outcome
+
+        outcomes = first_other(self.captured.asked, lambda i, read: i >= first and not read.of_inputs, made)
+        return None if outcomes is None else KnownValues(self.captured.attempt.values.places, outcomes)
 
     def _made(self, read: ValueRead, operands: Mapping[str, Tensor]) -> Outcome:
         results = returned(self.graph)
@@ -226,6 +227,21 @@ def run_until_right(
             other = compare(captured, ran[0], first) if captured.assumes else None
     assert ran is not None
     return graph, ran
+
+
+def guard_of(captured: Captured, model: nn.Module, modules: Mapping[str, nn.Module], version: int) -> Guard:
+    """Returns the guard of a graph for a model as it is now.
+
+    Args:
+        modules: the model's modules by path.
+        version: `Tree.version` now.
+    """
+    opened = captured.attempt.opened
+    names = named(model, {name for _, name in captured.reads}, lambda module: original_class(type(module)))
+    numbers = opened.numbers - opened.fixed
+    return Guard(
+        captured.reads, opened.slots, numbers, captured.written, modules, attribute_of, table_of, names, version
+    )
 
 
 def input_values_on(captured: Captured, device: torch.device) -> InputValuesGraph | None:

@@ -15,9 +15,8 @@ from torch import nn
 
 from autotp.errors import Error
 from autotp.passes.capture.captured import Captured
-from autotp.passes.capture.python_state.code_names import named
 from autotp.passes.capture.python_state.guard import HOOKS, Guard
-from autotp.runtime.tree import attribute_of, table_of
+from autotp.runtime.graph_entry import guard_of
 
 UNCHANGED = 0
 """The version of a model that is never compiled: `Guard` compares all values."""
@@ -46,11 +45,7 @@ class OriginalModel:
 
     def guard(self, captured: Captured) -> Guard:
         """Returns the guard of a graph that was captured from the model as it is now."""
-        read, opened = {name for _, name in captured.reads}, captured.attempt.opened
-        return Guard(
-            captured.reads, opened.slots, opened.numbers - opened.fixed, captured.written,
-            self.modules, attribute_of, table_of, named(self.model, read), UNCHANGED,
-        )  # fmt: skip
+        return guard_of(captured, self.model, self.modules, UNCHANGED)
 
     def expect_unchanged(self, guard: Guard) -> None:
         """Raises Error if the model, or what its code reads, is not as it was when a graph was captured."""

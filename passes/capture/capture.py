@@ -36,6 +36,7 @@ from autotp.passes.capture.guards.values import (
     Outcome,
     Place,
     Reading,
+    first_other,
     reads_values,
 )
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
@@ -222,11 +223,11 @@ def _other_looks(captured: Captured, call: _Call, first: int) -> tuple[Outcome, 
     part = part_of(captured.graph, [results[i] for i in positions], nodes)
     inputs = [values[node.name].detach().to(call.autocast.device) for node in part.find_nodes(op="placeholder")]
     made = dict(zip(positions, fx.GraphModule(nn.Module(), part)(*inputs), strict=True))
-    for i in assumed:
-        outcome = captured.asked[i].made(lambda x: made[x.at] if isinstance(x, OutputAt) else x)
-        if not outcome.is_same(captured.asked[i].outcome):
-            return (*(read.outcome for read in captured.asked[:i]), outcome)
-    return None
+    return first_other(
+        captured.asked,
+        lambda i, read: i in assumed,
+        lambda read: read.made(lambda x: made[x.at] if isinstance(x, OutputAt) else x),
+    )
 
 
 def _capture(call: _Call, attempt: Attempt, repeats: Repeats | None) -> Captured | Opened | _NeedsValues:

@@ -13,7 +13,7 @@ from torch import fx
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Fits
-from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, ValueRead
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, ValueRead, first_other
 from autotp.passes.capture.python_state.attribute_writes import AnyChange, Change, Write
 from autotp.passes.capture.python_state.walk import GONE, Path, Slot, slot_of
 from autotp.passes.capture.unsupported.long_sizes import Symbols
@@ -195,13 +195,13 @@ def contradicted(captured: Captured, outputs: Sequence[Any], first: int = 0) -> 
         first: the number of reads that an earlier graph made in this call. They are not compared: rounding may differ
             between two graphs, and each would name the other for ever.
     """
-    for i, read in enumerate(captured.asked):
-        if i >= first and not read.of_inputs:
-            outcome = read.made(partial(_output, outputs))
-            if not outcome.is_same(read.outcome):
-                outcomes = (*(earlier.outcome for earlier in captured.asked[:i]), outcome)
-                return KnownValues(captured.attempt.values.places, outcomes, _guesses(captured, outputs))
-    return None
+    outcomes = first_other(
+        captured.asked,
+        lambda i, read: i >= first and not read.of_inputs,
+        lambda read: read.made(partial(_output, outputs)),
+    )
+    places = captured.attempt.values.places
+    return None if outcomes is None else KnownValues(places, outcomes, _guesses(captured, outputs))
 
 
 def _guesses(captured: Captured, outputs: Sequence[Any]) -> tuple[Outcome, ...]:

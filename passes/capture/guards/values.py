@@ -158,6 +158,23 @@ class ValueRead:
         return Outcome(self.outcome.place, self.function(*args, **kwargs))
 
 
+def first_other(
+    reads: Sequence[ValueRead], is_due: Callable[[int, ValueRead], bool], made: Callable[[ValueRead], Outcome]
+) -> tuple[Outcome, ...] | None:
+    """Returns the outcomes of a call's reads up to the first that is not the assumed one; None if there is none.
+
+    After another outcome Python may go on to other reads, so no later one is told.
+
+    Args:
+        is_due: (its number, the read) -> whether it is compared.
+        made: returns the outcome of a read in this call.
+    """
+    for i, read in enumerate(reads):
+        if is_due(i, read) and not (outcome := made(read)).is_same(read.outcome):
+            return (*(earlier.outcome for earlier in reads[:i]), outcome)
+    return None
+
+
 class _OfTensors(TensorReferenceAnalysis):
     """Operators of numbers, as those of tensors."""
 
