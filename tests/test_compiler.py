@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import Plain
+import torch.distributed as dist
+from graphs import noted_passes
+from small_models import Plain, gpt
 from torch import fx
 
 import autotp
@@ -20,7 +23,6 @@ from autotp.compiler import (
     LOWER,
     PLAN,
     UNKNOWN,
-    Pass,
     Program,
     analyse,
     captured_program,
@@ -41,6 +43,15 @@ AFTERWARDS = {"compiled"}
 NOT_IN_THE_TABLE = {"repeats", "in_place", "outline", *WITHIN}
 """What may be left out of the stage capture, which is one call, and of a row."""
 GIVEN = (skeleton_of(Plain()), (torch.ones(2, 3, 8),), {}, 2)
+SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 60, "n_layer": 2, "n_head": 4, "n_embd": 16}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One process is a world of one; the test leaves no process group."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def names(options: Options) -> list[str]:
@@ -135,24 +146,47 @@ def test_a_model_takes_the_passes_in_table_order() -> None:
     ]
 
 
-@pytest.mark.parametrize("options", [DEFAULTS, Options(overlap="batch"), Options(without=("late_sums",))], ids=str)
-def test_verify_runs_the_emit_passes_of_training(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`verify` runs each row that a training runs, in the same order: a row that is added is on all roads at once."""
-    ran: list[str] = []
+def parallelize(options: Options) -> None:
+    """A call of a parallel model of one rank."""
+    model = gpt(**SIZES)
+    parallel = autotp.parallelize(model, 1, overlap=options.overlap, without=options.without)
+    parallel(**model.dummy_inputs)
 
-    def noted(row: Pass) -> Pass:
-        def run(*given: Any) -> Any:
-            ran.append(row.name)
-            return row.run(*given)
 
-        return replace(row, run=run)
+def distribute(options: Options) -> None:
+    """A step of a training on one rank."""
+    model = gpt(**SIZES)
+    autotp.distribute(model, overlap=options.overlap).step(**model.dummy_inputs)
 
-    monkeypatch.setattr("autotp.compiler.EMIT", tuple(map(noted, EMIT)))
-    assert autotp.verify(
-        Plain(), 2, example_inputs=torch.randn(2, 3, 8), overlap=options.overlap, without=options.without
-    ).ok
-    rows = [row.name for row in EMIT if row.wanted(options)]
-    assert ran == rows * 2  # For each of the two ranks.
+
+def verify(options: Options) -> None:
+    """A call of two ranks in lockstep."""
+    assert autotp.verify(gpt(**SIZES), 2, overlap=options.overlap, without=options.without).ok
+
+
+def verify_step(options: Options) -> None:
+    """A step of two ranks and two replicas in lockstep."""
+    assert autotp.verify(gpt(**SIZES), 2, dp=2, overlap=options.overlap).ok
+
+
+SUMMED, HALVES = Options(summed=True), Options(overlap="batch")
+
+
+@pytest.mark.parametrize(
+    ("road", "options"),
+    [
+        *[(road, options) for road in (parallelize, verify) for options in (DEFAULTS, HALVES)],
+        *[(road, Options(without=("late_sums", "cse"))) for road in (parallelize, verify)],
+        *[(road, options) for road in (distribute, verify_step) for options in (SUMMED, replace(HALVES, summed=True))],
+    ],
+)
+def test_each_road_runs_each_pass_in_table_order(
+    road: Callable[[Options], None], options: Options, alone: None
+) -> None:
+    """A row that is added is on all roads at once: what `verify` ran is what runs in a call, or in a step."""
+    with noted_passes() as ran:
+        road(options)
+    assert ran == [row.name for row in TABLE if row.wanted(options)]
 
 
 def test_program_facts_are_unknown_before_their_pass() -> None:

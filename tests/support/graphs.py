@@ -494,6 +494,25 @@ def shared_captures(test: Path, folder: Path | None = None) -> Iterator[None]:
         compiler.capture = before
 
 
+@contextmanager
+def noted_passes() -> Iterator[list[str]]:
+    """A region in which the names of the compiler's passes are noted, in the order in which they first run."""
+    ran: list[str] = []
+
+    def noted(row: compiler.Pass) -> compiler.Pass:
+        def run(*given: Any) -> Any:
+            ran.extend([row.name] * (row.name not in ran))
+            return row.run(*given)
+
+        return dataclasses.replace(row, run=run)
+
+    with ExitStack() as tables:
+        for table in ("CANONICALIZE", "PLAN", "LOWER", "EMIT"):
+            rows = tuple(map(noted, getattr(compiler, table)))
+            tables.enter_context(patch.object(compiler, table, rows))
+        yield ran
+
+
 def _may_be_shared(found: Captured) -> bool:
     return not (found.owned or found.changes or found.into or found.asked)
 

@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from errors import message
+from graphs import noted_passes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
+from autotp import compiler
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.options import Options
 from autotp.tools.estimation.estimate import call_of
 from autotp.tools.estimation.layout import AUTOTP, FOREACH
 from autotp.tools.estimation.seconds.hardware import KINDS
@@ -61,6 +64,14 @@ def test_more_bandwidth_never_makes_a_step_longer(given: dict[str, Any]) -> None
         assert est.seconds <= before * (1 + 1e-9)
         before = est.seconds
         assert all(saving.seconds < saving.without for saving in est.savings)
+
+
+def test_estimate_runs_each_pass_but_the_last() -> None:
+    """A row that is added to the tables changes what is counted, too. The last row writes Python."""
+    with noted_passes() as ran:
+        estimated(gpt(layers=2, vocab=8192), tp=2)
+    tables = (*compiler.CANONICALIZE, *compiler.PLAN, *compiler.LOWER, *compiler.EMIT[:-1])
+    assert ran == [row.name for row in tables if row.wanted(Options(summed=True))]
 
 
 def test_each_saving_is_the_difference_of_two_estimates() -> None:

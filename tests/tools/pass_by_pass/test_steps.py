@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from graphs import noted_passes
 from torch import Tensor, nn
 
 from autotp import compiler
@@ -43,6 +44,14 @@ def test_each_pass_gets_what_the_one_before_returned() -> None:
     assert cse.was().count("relu(") == 2 and cse.became().count("relu(") == 1
     assert "up.weight: f32[16@tp, 8]" in found[-2].became().splitlines()
     assert "fresh=True" in found[-1].became() and not found[-3].types and len(found[-2].types) > 8
+
+
+def test_steps_run_each_pass_but_the_last() -> None:
+    """A row that is added to the tables is a step, or a part of the step `emit`, too. The last row writes Python."""
+    with noted_passes() as ran:
+        list(run_steps(Twice(), 2, Options(), X))
+    tables = (*compiler.CANONICALIZE, *compiler.PLAN, *compiler.LOWER, *compiler.EMIT[:-1])
+    assert ran == [row.name for row in tables if row.wanted(Options())]
 
 
 def test_seconds_are_those_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
