@@ -60,7 +60,7 @@ from autotp.passes.lower.localize import has_form
 from autotp.passes.lower.lower import lower
 from autotp.passes.lower.overlap import overlap
 from autotp.passes.lower.prove_rules import prove_node
-from autotp.passes.pipeline.loss_totals import loss_totals
+from autotp.passes.pipeline.loss_totals import Totals, loss_totals
 from autotp.passes.pipeline.row_independence import batched, expect_rows, expect_sums, one_batch
 from autotp.passes.plan.candidate import Candidate
 from autotp.passes.plan.choose import Decision, choose, choose_as
@@ -116,6 +116,7 @@ class CallState:
         rows: places, among the arguments' tensors, of those with the rows of a batch; None: those as long as the first.
         values: what is known of the values that Python reads of tensors.
         looks: whether the graph may be one for batches with padding, or without: NOTE [Looks at masks]
+        training: whether the model is in training; the capture notes it.
     """
 
     autocast: Autocast = OFF
@@ -126,9 +127,29 @@ class CallState:
     rows: frozenset[int] | None = None
     values: KnownValues = NO_VALUES
     looks: bool = True
+    training: bool = True
 
 
 FIRST_CALL = CallState()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceFacts:
+    """What `context_parallel` did to a program.
+
+    Attributes:
+        whole: the graph before sequences are cut over the axis `cp`; None if none is cut.
+        operators: the number of operators that are cut.
+        needed: the operators that need whole sequences, and compute on every rank.
+        balanced: the number of causal attentions in which all ranks have equal work.
+        unbalanced: why other causal attentions are not so: a sentence for each reason.
+    """
+
+    whole: fx.Graph | None = None
+    operators: int = 0
+    needed: tuple[fx.Node, ...] = ()
+    balanced: int = 0
+    unbalanced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,21 +162,14 @@ class Program:
         tp: number of ranks.
         options: the user's options.
         cp_rank: the rank on the axis `cp`, whose graph is made, if sequences are cut over this axis.
-        whole: then, the graph before they are cut.
-        in_sequence: then, the number of operators that are cut.
-        needs_sequence: then, the operators that need whole sequences, and compute on every rank.
-        balanced: then, the number of causal attentions in which all ranks have equal work.
-        unbalanced: then, why other causal attentions are not so: a sentence for each reason.
+        sequences: then, what is cut.
         in_halves: the number of operators that compute the batch, or the sequence of its one row, in halves.
         needs_batch: then, the operators that need both halves.
-        training: whether the model was in training.
         call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
-        counts: graph of the contributions of a part of the batch to the totals of a summed loss (loss_totals).
-        by_rows: the source lines of means in the loss that count rows, not elements (loss_totals).
+        totals: how a part of the batch contributes to the totals of a summed loss (loss_totals).
         axes: the axes of `graph` (decouple).
         stay: positions of the outputs that stay cut if they are cut (match).
-        local_inputs: placeholder name -> layout, for inputs that are cut (match).
         candidates: the axes that may be cut, best first (match).
         decision: the decision what is cut (choose).
         differentiable: the values of `graph` that a gradient may flow through (propagate).
@@ -169,22 +183,15 @@ class Program:
     graph: fx.Graph
     tp: int
     options: Options
-    training: bool
     call: CallState
     cp_rank: int = 0
-    whole: fx.Graph | None = None
-    in_sequence: int = 0
-    needs_sequence: tuple[fx.Node, ...] = ()
-    balanced: int = 0
-    unbalanced: tuple[str, ...] = ()
+    sequences: SequenceFacts = SequenceFacts()
     in_halves: int = 0
     needs_batch: tuple[fx.Node, ...] = ()
     updated: Sequence[str] = ()
-    counts: fx.Graph | None = None
-    by_rows: tuple[str, ...] = ()
+    totals: Totals | None = None
     axes: Axes = UNKNOWN
     stay: Sequence[int] = ()
-    local_inputs: dict[str, Layout] = UNKNOWN
     candidates: list[Candidate] = UNKNOWN
     decision: Decision = UNKNOWN
     differentiable: set[fx.Node] = UNKNOWN
@@ -198,6 +205,19 @@ class Program:
         """The names of the inputs that are a batch."""
         inputs, places = self.captured.inputs, self.call.rows
         return batched(inputs, self.captured.example) if places is None else [inputs[i] for i in sorted(places)]
+
+    @property
+    def cut_inputs(self) -> dict[str, Layout]:
+        """Placeholder name -> layout of a cut input, with the sizes of the call that was cut."""
+        names: dict[int | Path, str] = dict(enumerate(self.captured.inputs))
+        names.update(self.captured.input_at)
+        return {names[i]: layout for i, layout in self.call.given.items() if i in names}
+
+    @property
+    def local_inputs(self) -> dict[str, Layout]:
+        """Placeholder name -> layout of a cut input, with its sizes in this graph."""
+        shapes = {n.name: tuple(n.meta["val"].shape) for n in self.graph.find_nodes(op="placeholder")}
+        return {n: replace(how, shape=shapes[n]) for n, how in self.cut_inputs.items() if n in shapes}
 
 
 @dataclass(frozen=True)
@@ -243,7 +263,7 @@ def _functionalize(p: Program) -> Program:
 def _value_reads(p: Program) -> Program:
     if not p.captured.asked:
         return p
-    graph, captured = value_reads(p.graph, p.captured, len(p.updated), _cut_inputs(p))
+    graph, captured = value_reads(p.graph, p.captured, len(p.updated), p.cut_inputs)
     return replace(p, graph=graph, captured=captured)
 
 
@@ -265,7 +285,7 @@ def _loss_totals(p: Program) -> Program:
     totals = loss_totals(graph, loss, rows)
     # Only the loss is returned now, so no cache and no new value of an attribute is.
     alone = replace(p.captured, kept=frozenset(), stays=frozenset(), results=1)
-    return replace(p, captured=alone, graph=totals.graph, counts=totals.counts, by_rows=totals.by_rows)
+    return replace(p, captured=alone, graph=totals.graph, totals=totals)
 
 
 def _loss_of(p: Program) -> fx.Node | None:
@@ -419,11 +439,13 @@ def _context_parallel(p: Program) -> Program:
     return replace(
         p,
         graph=joined_again(lowered),
-        whole=p.graph,
-        in_sequence=len(cut.decision.cuts),
-        needs_sequence=cut.whole,
-        balanced=balanced.balanced,
-        unbalanced=balanced.reasons,
+        sequences=SequenceFacts(
+            whole=p.graph,
+            operators=len(cut.decision.cuts),
+            needed=cut.whole,
+            balanced=balanced.balanced,
+            unbalanced=balanced.reasons,
+        ),
     )
 
 
@@ -441,8 +463,8 @@ def _decouple(p: Program) -> Program:
 
 def _row_independence(p: Program) -> Program:
     expect_rows(p.graph, p.axes, p.rows)
-    if p.counts is not None:
-        expect_sums(p.counts, infer_axes(p.counts), p.rows)
+    if p.totals is not None:
+        expect_sums(p.totals.counts, infer_axes(p.totals.counts), p.rows)
     return p
 
 
@@ -460,7 +482,7 @@ def _two_halves(p: Program) -> Program:
     def sources(graph: fx.Graph) -> frozenset[fx.Node]:
         return _sources_of(p, graph)
 
-    if not p.training:
+    if not p.call.training:
         return p
     cut: CutSequences | None
     if along := batch_axes(p.graph, p.axes, p.rows):
@@ -502,7 +524,7 @@ def _prove_rules(p: Program) -> Program:
 
 def _match(p: Program) -> Program:
     captured, graph, results = p.captured, p.graph, returned(p.graph)
-    stay = positions_that_stay(graph, captured, len(p.updated), p.training, p.options.outputs)
+    stay = positions_that_stay(graph, captured, len(p.updated), p.call.training, p.options.outputs)
     # What a call writes into its arguments is an output, and those outputs are whole (`positions_that_stay`).
     if any(i in p.call.given for i, _ in captured.into):
         raise Error("the model writes into an argument that is cut", fix="autotp.gather it before the call")
@@ -510,7 +532,7 @@ def _match(p: Program) -> Program:
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
     stay_cut = makers(graph, captured.kept) | moved
     candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, stay_cut)
-    return replace(p, stay=stay, candidates=candidates, local_inputs=_local_inputs(p))
+    return replace(p, stay=stay, candidates=candidates)
 
 
 def _choose(p: Program) -> Program:
@@ -589,20 +611,6 @@ def _sources(p: Program) -> frozenset[fx.Node]:
 def _sources_of(p: Program, graph: fx.Graph) -> frozenset[fx.Node]:
     names = {*p.captured.parameters, *p.captured.inputs}
     return frozenset(n for n in graph.nodes if n.op == "placeholder" and n.name in names)
-
-
-def _cut_inputs(p: Program) -> dict[str, Layout]:
-    """Placeholder name -> layout of a cut input, with the sizes of the call that was cut."""
-    names: dict[int | Path, str] = dict(enumerate(p.captured.inputs))
-    names.update(p.captured.input_at)
-    return {names[i]: layout for i, layout in p.call.given.items() if i in names}
-
-
-def _local_inputs(p: Program) -> dict[str, Layout]:
-    """Placeholder name -> layout of a cut input, with its sizes in this graph."""
-    places = {node.name: node for node in p.graph.nodes if node.op == "placeholder"}
-    names = _cut_inputs(p)
-    return {n: replace(how, shape=tuple(places[n].meta["val"].shape)) for n, how in names.items() if n in places}
 
 
 # ---- lower
@@ -827,8 +835,7 @@ def warn_of_whole_sequences(program: Program, call: str) -> bool:
     Args:
         call: the name of the call.
     """
-    # `context_parallel` sets `whole` where it has cut a sequence.
-    whole = program.options.cp > 1 and program.whole is None and torch.is_grad_enabled()
+    whole = program.options.cp > 1 and program.sequences.whole is None and torch.is_grad_enabled()
     if whole:
         warnings.warn(
             f"{call}: no sequence of this call can be cut over cp, so every cp rank computes and keeps the whole call: "
@@ -875,7 +882,8 @@ def captured_program(
 
     key = skeleton, options.summed, call.autocast, call.wanted, attempt
     result = captured() if captures is None else captures.of(key, captured)
-    return Program(captured=result, graph=result.graph, tp=tp, options=options, training=skeleton.training, call=call)
+    call = replace(call, training=skeleton.training)
+    return Program(captured=result, graph=result.graph, tp=tp, options=options, call=call)
 
 
 def programs_after_passes(

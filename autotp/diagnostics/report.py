@@ -64,8 +64,8 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
     everything = (*whole, *_unknown(analysis), *_needs_whole(analysis))
     return Plan(
         model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs,
-        cp=analysis.options.cp, in_sequence=analysis.in_sequence, types=_types_along_sequences(analysis),
-        balanced=analysis.balanced, unbalanced=analysis.unbalanced,
+        cp=analysis.options.cp, in_sequence=analysis.sequences.operators, types=_types_along_sequences(analysis),
+        balanced=analysis.sequences.balanced, unbalanced=analysis.sequences.unbalanced,
         in_halves=analysis.in_halves if analysis.options.overlap == "batch" else None,
     )  # fmt: skip
 
@@ -187,7 +187,7 @@ def _whole(name: str, node: fx.Node, analysis: Program, reasons: Reasons) -> Who
 
 def _needs_whole(analysis: Program) -> Iterator[WholeRow]:
     """Yields the operators that are not cut along the sequence or the batch, although a gradient flows through them."""
-    sequences = [(node, "it needs whole sequences: on every cp rank") for node in analysis.needs_sequence]
+    sequences = [(node, "it needs whole sequences: on every cp rank") for node in analysis.sequences.needed]
     batches = [(node, "it needs both halves: they wait for each other") for node in analysis.needs_batch]
     for node, why in (*sequences, *batches):
         value = node.meta["val"]

@@ -148,8 +148,8 @@ def counts_of(analysis: Program, inputs: Mapping[str, Tensor], holder: nn.Module
     Args:
         inputs, holder: as for `totals_of`.
     """
-    graph = analysis.counts
-    assert graph is not None
+    assert analysis.totals is not None
+    graph = analysis.totals.counts
     device = next(iter(inputs.values())).device
     captured = analysis.captured
     values = {**captured.constants, **inputs}

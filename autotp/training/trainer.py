@@ -401,7 +401,7 @@ class Trainer(InGraphs, HasHoldings):
         """Registers this rank's parts of the tensors that its stages read; a block becomes an `Owner`."""
         names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._my_stages]
         read = {name for stage in stages for name in placeholders(stage.graph)}
-        read |= set(placeholders(analysis.counts)) if analysis.counts is not None else set()
+        read |= set(placeholders(analysis.totals.counts)) if analysis.totals is not None else set()
         unread = set(names) - {name for stage in every for name in placeholders(stage.graph)}
         needed = list(dict.fromkeys(name for placeholder, name in names.items() if placeholder in read | unread))
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -677,8 +677,9 @@ class Trainer(InGraphs, HasHoldings):
             )
             self._keep(pipeline)
         assert pipeline is not None  # Captured above otherwise.
-        if pipeline.analysis.by_rows and not agreed.lengths:
-            warnings.warn(OTHER_LENGTHS.format(pipeline.analysis.by_rows[0]), stacklevel=5)
+        totals = pipeline.analysis.totals
+        if totals is not None and totals.by_rows and not agreed.lengths:
+            warnings.warn(OTHER_LENGTHS.format(totals.by_rows[0]), stacklevel=5)
         return pipeline, batch.tensors
 
     def _as_batch(self, training: bool, args: Any, kwargs: Any) -> Batch:

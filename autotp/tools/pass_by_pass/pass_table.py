@@ -28,8 +28,8 @@ from autotp.tools.pass_by_pass.steps import Step, run_steps
 Sends = tuple[int, int]
 """The number of collectives in forward and in backward."""
 FOUND: dict[str, Callable[[Program], str]] = {
-    "counts": lambda p: "the totals of the loss",
-    "in_sequence": lambda p: f"{_many(p.in_sequence, 'operator')} cut over cp",
+    "totals": lambda p: "the totals of the loss",
+    "sequences": lambda p: f"{_many(p.sequences.operators, 'operator')} cut over cp",
     "in_halves": lambda p: f"{_many(p.in_halves, 'operator')} in halves",
     "axes": lambda p: f"axes of {_many(len(p.axes.dims), 'value')}",
     "candidates": lambda p: f"{_many(len(p.candidates), 'axis', 'axes')} that may be cut",

@@ -154,7 +154,8 @@ def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
 
 def costed(analysis: Program) -> tuple[fx.Graph, Axes]:
     """Returns the graph whose costs divide a model: of whole sequences, as a rank's part may be a position shorter."""
-    return (analysis.graph, analysis.axes) if analysis.whole is None else (analysis.whole, infer_axes(analysis.whole))
+    whole = analysis.sequences.whole
+    return (analysis.graph, analysis.axes) if whole is None else (whole, infer_axes(whole))
 
 
 def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
