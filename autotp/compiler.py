@@ -257,7 +257,7 @@ def _autocast(p: Program) -> Program:
 
 def _functionalize(p: Program) -> Program:
     graph, updated = functionalize(p.graph, p.captured.buffers, p.captured.owned, p.captured.constants)
-    return replace(p, graph=graph, updated=[*p.captured.assigned, *updated])
+    return replace(p, graph=graph, updated=[*p.captured.outputs.assigned, *updated])
 
 
 def _value_reads(p: Program) -> Program:
@@ -284,14 +284,15 @@ def _loss_totals(p: Program) -> Program:
     one_batch(graph, rows)
     totals = loss_totals(graph, loss, rows)
     # Only the loss is returned now, so no cache and no new value of an attribute is.
-    alone = replace(p.captured, kept=frozenset(), stays=frozenset(), results=1)
+    of_loss = replace(p.captured.outputs, kept=frozenset(), stays=frozenset(), results=1)
+    alone = replace(p.captured, outputs=of_loss)
     return replace(p, captured=alone, graph=totals.graph, totals=totals)
 
 
 def _loss_of(p: Program) -> fx.Node | None:
     every = returned(p.graph)
     # Behind the results stand new values of attributes and of buffers, which are no loss.
-    numbers = [node for node in every[: p.captured.results] if isinstance(node, fx.Node) and is_loss(node)]
+    numbers = [node for node in every[: p.captured.outputs.results] if isinstance(node, fx.Node) and is_loss(node)]
     return loss_among(numbers, p.captured.outputs(every, ()) if numbers[1:] else None)
 
 
@@ -328,7 +329,7 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
             fix="torch.where, or a mask",
             alternative="autotp.parallelize(model, tp), which takes the whole batch at once",
         )
-    if captured.into:
+    if captured.outputs.into:
         raise Error(
             "the model writes into its inputs, and each part of a batch has other inputs",
             fix="write the new value to a new tensor",
@@ -526,11 +527,11 @@ def _match(p: Program) -> Program:
     captured, graph, results = p.captured, p.graph, returned(p.graph)
     stay = positions_that_stay(graph, captured, len(p.updated), p.call.training, p.options.outputs)
     # What a call writes into its arguments is an output, and those outputs are whole (`positions_that_stay`).
-    if any(i in p.call.given for i, _ in captured.into):
+    if any(i in p.call.given for i, _ in captured.outputs.into):
         raise Error("the model writes into an argument that is cut", fix="autotp.gather it before the call")
     # The last outputs are the new values of buffers (`functionalize`).
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
-    stay_cut = makers(graph, captured.kept) | moved
+    stay_cut = makers(graph, captured.outputs.kept) | moved
     candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, stay_cut)
     return replace(p, stay=stay, candidates=candidates)
 
@@ -540,7 +541,7 @@ def _choose(p: Program) -> Program:
     if p.call.layouts is None:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
         trainable = needs_grad(graph, _sources(p))
-        local = makers(graph, captured.kept) | makers(graph, p.stay)
+        local = makers(graph, captured.outputs.kept) | makers(graph, p.stay)
         return replace(p, decision=choose(p.axes, p.candidates, trainable, total, p.tp, local))
     # A further graph of a model whose parameters are cut: the cuts have to give each rank the parts that it has.
     stored = {place: p.call.layouts[name] for place, name in captured.parameters.items()} | p.local_inputs

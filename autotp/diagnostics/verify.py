@@ -321,7 +321,7 @@ def _returned(
     arguments = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     captured, modules = trial.analysis.captured, dict(model.named_modules())
     tensors_at = [i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor)]
-    for i, _ in captured.into:
+    for i, _ in captured.outputs.into:
         arguments[tensors_at[i]] = arguments[tensors_at[i]].clone()  # Forward must not write into a leaf.
     args, kwargs = pytree.tree_unflatten(arguments, spec)
     for path in captured.input_at:
@@ -334,12 +334,12 @@ def _returned(
     result_tensors = [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
     keys = leaf_names(of_result)
     names = dict(enumerate(keys[i] for i, leaf in enumerate(result_leaves[: len(keys)]) if isinstance(leaf, Tensor)))
-    tensors = dict(enumerate(result_tensors[: captured.results]))
+    tensors = dict(enumerate(result_tensors[: captured.outputs.results]))
     written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
-    written |= {position: arguments[tensors_at[i]] for i, position in captured.into}
+    written |= {position: arguments[tensors_at[i]] for i, position in captured.outputs.into}
     set_to, differences = _set_to(before, captured, shapes)
-    if len(result_tensors) != captured.results:
-        counts = f"the number of outputs: {captured.results} of a rank, {len(result_tensors)} of one device"
+    if len(result_tensors) != captured.outputs.results:
+        counts = f"the number of outputs: {captured.outputs.results} of a rank, {len(result_tensors)} of one device"
         differences.append(Difference(counts, float("inf")))
     return {**set_to, **written, **tensors}, names, differences
 

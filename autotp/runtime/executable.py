@@ -313,7 +313,7 @@ class Executable:
 
         It replaces them in `tensors` by copies, so that tensors saved for backward do not change.
         """
-        written = {index: tensors[i] for i, index in captured.into}
+        written = {index: tensors[i] for i, index in captured.outputs.into}
         # torch refuses to write into such a tensor on one device, too.
         if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in written.values()):
             raise Error(
@@ -322,8 +322,9 @@ class Executable:
             )
         if written:
             check_apart = self.uncompiled if torch.compiler.is_compiling() else _call
-            check_apart(_expect_apart, self.name, [i for i, _ in captured.into], [*tensors, *self.tensors().values()])
-        for i, _ in captured.into:
+            places = [i for i, _ in captured.outputs.into]
+            check_apart(_expect_apart, self.name, places, [*tensors, *self.tensors().values()])
+        for i, _ in captured.outputs.into:
             tensors[i] = tensors[i].clone()
         return written
 

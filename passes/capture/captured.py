@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from autotp.passes.capture.guards.sizes import Fits
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, ValueRead, first_other
 from autotp.passes.capture.python_state.attribute_writes import AnyChange, Change, Write
 from autotp.passes.capture.python_state.walk import GONE, Path, Slot, slot_of
+from autotp.passes.capture.pytree import Built, builder_of, unflatten_outcome
 from autotp.passes.capture.unsupported.long_sizes import Symbols
 
 
@@ -93,6 +94,46 @@ class Attempt:
 FIRST_ATTEMPT = Attempt()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The meaning of a graph's outputs; called with their values, it rebuilds the model's result.
+
+    Attributes:
+        leaves: leaves of the result, and of the states; `OutputAt` for tensors and sizes.
+        spec: their structure.
+        results: the number of outputs that the model returns; the outputs after them are new values of attributes.
+        kept: positions of the outputs that belong to a state.
+        stays: positions of the outputs that attributes are set to and that are inputs of the next call.
+        into: for each argument that the model writes into: its place among the arguments' tensors, and the position of
+            the output that holds its new value.
+        assigned: placeholder names of the buffers that the model sets anew; their values are the last outputs.
+    """
+
+    leaves: Sequence[Any]
+    spec: Any
+    results: int
+    kept: frozenset[int]
+    stays: frozenset[int]
+    into: tuple[tuple[int, int], ...]
+    assigned: tuple[str, ...]
+
+    def __call__(self, outputs: Sequence[Any], states: Sequence[Any]) -> Any:
+        """Returns the model's result, and puts new values into the states."""
+        leaves = [outputs[leaf.at] if type(leaf) is OutputAt else leaf for leaf in self.leaves]
+        # torch.compile traces pytree's own functions, and not these.
+        builders = None if torch.compiler.is_compiling() else self.builders
+        return unflatten_outcome(leaves, self.spec, states, builders)
+
+    @cached_property
+    def builders(self) -> tuple[Built, Built]:
+        """Build the result, and the states."""
+        return builder_of(self.spec[0]), builder_of(self.spec[1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Functions that are made here cannot be pickled.
+        return {name: value for name, value in vars(self).items() if name != "builders"}
+
+
 @dataclass(frozen=True)
 class Captured:
     """One graph of a model.
@@ -105,10 +146,8 @@ class Captured:
         buffers: placeholder name -> the buffer's first name in the model.
         constants: placeholder name -> a tensor that the model created during capture, or held outside of its buffers.
         inputs: placeholder names of the tensor inputs, in the order of the flattened arguments.
-        assigned: placeholder names of the buffers that the model sets anew; their values are the last outputs.
-        outputs: rebuilds the model's output from the flat list of outputs, and puts the new values into the states.
-        owned: the inputs that the graph may write to: tensors of states and of attributes, and those in `into`.
-        kept: positions of the outputs that belong to a state.
+        outputs: the meaning of the graph's outputs.
+        owned: the inputs that the graph may write to: tensors of states and of attributes, and those in `outputs.into`.
         fits: returns True for shapes of the tensor inputs that the graph is right for.
         example: shapes of the inputs during capture.
         leaves, spec: the flattened arguments, tensors on meta, and their structure.
@@ -117,12 +156,8 @@ class Captured:
         opened: paths of the tensors and numbers in attributes that are inputs; they follow the arguments' tensors.
         changes: what a call changes: attributes of the model (leaves are `OutputAt`, `InputSize` or plain values), of
             classes and globals, and hooks.
-        stays: positions of the outputs that attributes are set to and that are inputs of the next call.
-        results: the number of outputs that the model returns; the outputs after them are new values of attributes.
-        into: for each argument that the model writes into: its place among the arguments' tensors, and the position of
-            the output that holds its new value.
         wanted: the answers to the model's questions about gradients: the graph is right only for calls with the same.
-        asked: what Python read of tensors, in order; the tensors are outputs after all that `changes` and `into` name.
+        asked: what Python read of tensors, in order; the tensors are outputs after those that all else here names.
         attempt: what the capture tried: the attributes that are inputs, the places at which values are needed.
         symbolic: the places of numbers that sizes in the graph are made of, of which it has no values.
         input_values: graph of what Python reads of the inputs' values (canonicalize); None before that pass, or if it
@@ -134,10 +169,8 @@ class Captured:
     buffers: dict[str, str]
     constants: dict[str, torch.Tensor]
     inputs: list[str]
-    assigned: list[str]
-    outputs: Callable[[Sequence[Any], Sequence[Any]], Any]
+    outputs: Outputs
     owned: frozenset[str]
-    kept: frozenset[int]
     fits: Fits
     example: tuple[tuple[int, ...], ...]
     leaves: tuple[Any, ...]
@@ -147,9 +180,6 @@ class Captured:
     opened: tuple[Path, ...]
     attempt: Attempt
     changes: tuple[AnyChange, ...]
-    stays: frozenset[int]
-    results: int
-    into: tuple[tuple[int, int], ...] = ()
     wanted: GradientsWanted = NOT_ASKED
     asked: tuple[ValueRead, ...] = ()
     symbolic: frozenset[Place] = frozenset()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
-from autotp.passes.capture.captured import Attempt, Captured, InputSize, Opened, OutputAt
+from autotp.passes.capture.captured import Attempt, Captured, InputSize, Opened, Outputs
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.sizes import SizeAssumptions
 from autotp.passes.capture.inline import inline
@@ -36,7 +35,7 @@ from autotp.passes.capture.python_state.walk import (
     slot_of,
     spelled,
 )
-from autotp.passes.capture.pytree import Built, builder_of, unflatten_outcome, within_states
+from autotp.passes.capture.pytree import within_states
 from autotp.passes.capture.repeats.unfold import unfold
 from autotp.passes.capture.skeleton import storage_of
 from autotp.rules.call import writes
@@ -99,14 +98,17 @@ def _facts_of_run(flat: Flat, placeholders: _Placeholders, sizes: SizeAssumption
     return {
         "leaves": tuple(like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves),
         "spec": flat.spec,
-        "assigned": [name_of[buffer] for buffer in returned.assigned],
-        "outputs": _Rebuilding(returned.leaves, returned.spec),
+        "outputs": Outputs(
+            leaves=returned.leaves,
+            spec=returned.spec,
+            results=returned.results,
+            kept=frozenset(returned.kept),
+            stays=frozenset(returned.stays),
+            into=tuple(returned.into),
+            assigned=tuple(name_of[buffer] for buffer in returned.assigned),
+        ),
         "owned": _of_states(flat, inputs) | frozenset(placeholders.paths(flat)) | written,
-        "kept": frozenset(returned.kept),
         "changes": tuple(_computed(change, sizes) for change in returned.changes),
-        "stays": frozenset(returned.stays),
-        "results": returned.results,
-        "into": tuple(returned.into),
         "asked": tuple(returned.asked),
     }
 
@@ -304,32 +306,6 @@ def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
             del names[node.name]
-
-
-@dataclass(frozen=True)
-class _Rebuilding:
-    """Rebuilds the model's result from the graph's outputs, and updates the states.
-
-    Attributes:
-        leaves, spec: see `Returned`.
-    """
-
-    leaves: Sequence[Any]
-    spec: Any
-
-    def __call__(self, outputs: Sequence[Any], states: Sequence[Any]) -> Any:
-        leaves = [outputs[leaf.at] if type(leaf) is OutputAt else leaf for leaf in self.leaves]
-        # torch.compile traces pytree's own functions, and not these.
-        builders = None if torch.compiler.is_compiling() else self.builders
-        return unflatten_outcome(leaves, self.spec, states, builders)
-
-    @cached_property
-    def builders(self) -> tuple[Built, Built]:
-        """Build the result, and the states."""
-        return builder_of(self.spec[0]), builder_of(self.spec[1])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"leaves": self.leaves, "spec": self.spec}  # Functions that are made here cannot be pickled.
 
 
 def _environment(graph: fx.Graph) -> Any:

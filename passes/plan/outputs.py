@@ -41,20 +41,20 @@ def positions_that_stay(
     values = returned(graph)[: len(returned(graph)) - updated]
     if outputs == "full":
         return []
-    positions = set(captured.kept | captured.stays)
+    positions = set(captured.outputs.kept | captured.outputs.stays)
     if outputs == "local":
-        positions |= set(range(captured.results))
+        positions |= set(range(captured.outputs.results))
     elif training:
-        losses = [n for n in values[: captured.results] if isinstance(n, fx.Node) and is_loss(n)]
+        losses = [n for n in values[: captured.outputs.results] if isinstance(n, fx.Node) and is_loss(n)]
         before = _ancestors(losses)
-        results = enumerate(values[: captured.results])
+        results = enumerate(values[: captured.outputs.results])
         positions |= {i for i, n in results if isinstance(n, fx.Node) and all(maker(x) in before for x in _parts(n))}
     input_names = set(captured.inputs)
-    for i, node in list(enumerate(values))[captured.results :]:
+    for i, node in list(enumerate(values))[captured.outputs.results :]:
         if isinstance(node, fx.Node) and not any(n.name in input_names for n in (node, *_ancestors([node]))):
             positions.add(i)
     # The caller's tensor that is written into is whole, and Python reads whole values.
-    positions -= {*(position for _, position in captured.into), *captured.read_at}
+    positions -= {*(position for _, position in captured.outputs.into), *captured.read_at}
     return [i for i in sorted(positions) if isinstance(values[i], fx.Node)]
 
 

@@ -514,7 +514,7 @@ def noted_passes() -> Iterator[list[str]]:
 
 
 def _may_be_shared(found: Captured) -> bool:
-    return not (found.owned or found.changes or found.into or found.asked)
+    return not (found.owned or found.changes or found.outputs.into or found.asked)
 
 
 def _from_folder(key: bytes, folder: Path | None, capture: Callable[[], Captured]) -> Captured:
