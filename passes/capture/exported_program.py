@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
-from autotp.passes.capture.captured import Attempt, Captured, InputSize, Opened, Outputs
+from autotp.passes.capture.captured import Attempt, Captured, InputSize, Opened
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.sizes import SizeAssumptions
 from autotp.passes.capture.inline import inline
@@ -72,7 +72,9 @@ def convert_program(
     unread = _drop_unread(graph, {name for name, path in paths.items() if slot_of(path) not in reads})
     inputs = {name: x for name, x in zip(placeholders.inputs, example, strict=True) if name not in unread}
     sizes = SizeAssumptions([sizes_of[name] for name in inputs], _environment(graph), program)
-    ran = _facts_of_run(flat, placeholders, sizes)
+    returned = flat.returned
+    written = {placeholders.inputs[i] for i, _ in returned.outputs.into}
+    name_of = {buffer: name for name, buffer in placeholders.buffers.items()}
     return Captured(
         graph=graph,
         parameters=placeholders.parameters,
@@ -80,37 +82,19 @@ def convert_program(
         # The user's own tensors, and not the copies that stood for them.
         constants={name: flat.originals.get(id(x), x) for name, x in placeholders.constants.items()},
         inputs=[name for name, x in inputs.items() if isinstance(x, Tensor)],
+        outputs=replace(returned.outputs, assigned=tuple(name_of[buffer] for buffer in returned.outputs.assigned)),
+        owned=_of_states(flat, placeholders.inputs) | frozenset(paths) | written,
         fits=sizes.fits(),
         example=tuple(tuple(_shape(x)) for x in inputs.values()),
+        leaves=tuple(like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves),
+        spec=flat.spec,
         autocast=autocast,
         reads=reads,
         opened=tuple(path for name, path in paths.items() if name not in unread),
         attempt=attempt,
-        **ran,
+        changes=tuple(_computed(change, sizes) for change in returned.changes),
+        asked=tuple(returned.asked),
     )
-
-
-def _facts_of_run(flat: Flat, placeholders: _Placeholders, sizes: SizeAssumptions) -> dict[str, Any]:
-    """Returns the fields of `Captured` that follow from the run of the model alone."""
-    returned, inputs = flat.returned, placeholders.inputs
-    name_of = {buffer: name for name, buffer in placeholders.buffers.items()}
-    written = {inputs[i] for i, _ in returned.into}
-    return {
-        "leaves": tuple(like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves),
-        "spec": flat.spec,
-        "outputs": Outputs(
-            leaves=returned.leaves,
-            spec=returned.spec,
-            results=returned.results,
-            kept=frozenset(returned.kept),
-            stays=frozenset(returned.stays),
-            into=tuple(returned.into),
-            assigned=tuple(name_of[buffer] for buffer in returned.assigned),
-        ),
-        "owned": _of_states(flat, inputs) | frozenset(placeholders.paths(flat)) | written,
-        "changes": tuple(_computed(change, sizes) for change in returned.changes),
-        "asked": tuple(returned.asked),
-    }
 
 
 def like(leaf: Tensor, device: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.passes.capture.captured import NOTHING_OPENED, InputSize, Opened, OutputAt
+from autotp.passes.capture.captured import NOTHING_OPENED, InputSize, Opened, OutputAt, Outputs
 from autotp.passes.capture.guards.gradient_queries import GradientQueries
 from autotp.passes.capture.guards.random_numbers import DrewNumber, line_that_draws
 from autotp.passes.capture.guards.values import Reading, ValueRead
@@ -48,26 +48,21 @@ NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Returned:
-    """The facts of the captured run: the fields of `Captured` with the same names, and two more.
+    """The facts of the captured run.
 
     Attributes:
-        leaves: leaves of the result, and of the states; `OutputAt` for tensors and sizes.
-        spec: their structure.
+        spec: structure of the result, and of the states.
+        outputs, changes, asked: as in `Captured`; `outputs.assigned` has names of buffers, not of placeholders.
         before: attributes that the call writes and that must be inputs.
         moved: paths of the attributes' tensors that the call wrote into.
     """
 
-    leaves: Sequence[Any] = ()
-    spec: Any = None
-    kept: Sequence[int] = ()
-    assigned: Sequence[str] = ()
+    spec: Any
+    outputs: Outputs
     changes: Sequence[AnyChange] = ()
-    stays: Sequence[int] = ()
-    results: int = 0
-    into: Sequence[tuple[int, int]] = ()
+    asked: Sequence[ValueRead] = ()
     before: Opened = NOTHING_OPENED
     moved: frozenset[Path] = frozenset()
-    asked: Sequence[ValueRead] = ()
 
 
 @dataclass(frozen=True)
@@ -204,21 +199,25 @@ class Flat(nn.Module):
         sizes = [leaf for leaf in ran.found if isinstance(leaf, NUMBERS)]
         computed: list[Any] = [leaf for leaf in ran.found if isinstance(leaf, Tensor)] + sizes
         returned, set_to = self.returned, ran.set_to()
-        returned.results = len(computed)
+        results = len(computed)
         for x in (*(x for _, x in set_to), *ran.into.values()):
             # A tensor that is returned and assigned is one output, so it is one tensor after a call, too.
             computed += [x] * (position(x, computed) is None)
         places = {id(leaf): OutputAt(i) for i, leaf in enumerate(computed)}
         of_states = [id(leaf) for leaf, inside in zip(ran.found, ran.inside, strict=True) if inside]
         kept_in = set(map(slot_of, self.opened))
-        returned.leaves = [places.get(id(leaf), leaf) for leaf in ran.found]
-        returned.kept = [places[key].at for key in of_states if key in places]
-        returned.stays = [places[id(x)].at for slot, x in set_to if slot in kept_in]
+        returned.outputs = Outputs(
+            leaves=[places.get(id(leaf), leaf) for leaf in ran.found],
+            spec=returned.spec,
+            results=results,
+            kept=frozenset(places[key].at for key in of_states if key in places),
+            stays=frozenset(places[id(x)].at for slot, x in set_to if slot in kept_in),
+            into=tuple((i, places[id(x)].at) for i, x in ran.into.items()),
+            assigned=tuple(ran.assigned),
+        )
         writes = [Write(path, places[id(x)].at) for path, x in ran.moved.items()]
         changes = [_placed(path, new_values, places) for path, new_values in ran.written]
         returned.changes = [*writes, *changes, *returned.changes]
-        returned.into = [(i, places[id(x)].at) for i, x in ran.into.items()]
-        returned.assigned = list(ran.assigned)
         returned.asked, read = self._reads(len(computed))
         return (*computed, *read, *ran.assigned.values())
 
