@@ -583,40 +583,24 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
         return Report(plan, *compare_step(whole, inputs, program, stages, sizes[2], training), mesh=proof)
 
 
-CAPTURED_AND_RUN = 2
-"""The steps of a comparison."""
-
-
-def compare_calls(
-    model: nn.Module,
-    inputs: Inputs,
-    tp: int,
-    settings: Options,
-    amend: Amend | None = None,
-) -> Report:
+def compare_calls(model: nn.Module, inputs: Inputs, tp: int, settings: Options, amend: Amend | None = None) -> Report:
     """Returns the report of `verify`: of a call, and of a second call if the first sets attributes.
 
     Args:
         inputs: positional and keyword arguments.
         amend: as for `make_trial`.
     """
-    with progress(f"verify({type(model).__name__}, tp={tp})", total=CAPTURED_AND_RUN) as line:
-        return _compared_calls(model, inputs, tp, settings, amend, line)
-
-
-def _compared_calls(
-    model: nn.Module, inputs: Inputs, tp: int, settings: Options, amend: Amend | None, line: Line
-) -> Report:
-    trial, first_report = _compared(model, inputs, tp, settings, amend, line)
-    line.count()
-    writes = any(isinstance(change, Change | Write) for change in trial.analysis.captured.changes)
-    if not writes or not trial.graphs:
-        return first_report
-    with all_double(), empty_caches(model):  # The second call reads the attributes that the first has set.
-        called, changed = copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
-        with torch.no_grad(), forked():
-            called(*changed[0], **changed[1])
-    return _joined(first_report, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
+    with progress(f"verify({type(model).__name__}, tp={tp})", total=2) as line:  # The capture, and the run.
+        trial, first_report = _compared(model, inputs, tp, settings, amend, line)
+        line.count()
+        writes = any(isinstance(change, Change | Write) for change in trial.analysis.captured.changes)
+        if not writes or not trial.graphs:
+            return first_report
+        with all_double(), empty_caches(model):  # The second call reads the attributes that the first has set.
+            called, changed = copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
+            with torch.no_grad(), forked():
+                called(*changed[0], **changed[1])
+        return _joined(first_report, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
 
 
 def _read_by_one_device(trial: Trial, first: int) -> KnownValues | None:

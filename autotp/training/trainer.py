@@ -265,11 +265,10 @@ class Trainer(InGraphs, HasHoldings):
             return [same_order(order_of(lowered), groups_of_ranks[REPLICA]), *cards]
 
         lowered = agree(self._ranks, lambda: rank_graph(analysis, self.place.rank, training.randomness), facts)
-        self.plan = self._divide(analysis, lowered)
+        self.plan = division(training, mesh["pp"].size(), analysis, lowered)
         stages = self._cut(analysis, lowered)
-        self._engine(
-            analysis, {i: nn.Identity() for i in self._my_stages}
-        )  # What cannot be is known before we take over.
+        # What cannot be is known before we take over.
+        self._engine(analysis, {i: nn.Identity() for i in self._my_stages})
         self._hold(model, analysis, stages)
         self._original = OriginalModel(model)
         self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
@@ -390,9 +389,6 @@ class Trainer(InGraphs, HasHoldings):
         original = copy.deepcopy(self.skeleton)
         expect_one_mode(original, self.skeleton.train())
         return self._analyse(True, args, kwargs, rows)
-
-    def _divide(self, analysis: Program, lowered: fx.Graph) -> Division:
-        return division(self._training, self.mesh["pp"].size(), analysis, lowered)
 
     def _cut(self, analysis: Program, lowered: fx.Graph) -> list[Stage]:
         return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
