@@ -255,11 +255,11 @@ class Executable:
 
         def read(entry: GraphEntry, first: int) -> KnownValues | None:
             draw_again()
-            captured, reads = entry.analysis.captured, entry.assumed_reads
-            assert reads is not None
-            tensors, _ = self._given(captured, called.tensors)
+            assert entry.other_assumed is not None
+            captured = entry.analysis.captured
+            given = dict(zip(captured.inputs, self._given(captured, called.tensors)[0], strict=True))
             with unseen(), called.autocast.off():
-                return reads.other(entry.ready.values() | dict(zip(captured.inputs, tensors, strict=True)), first)
+                return entry.other_assumed(entry.ready.values() | given, first)
 
         compare = partial(self.uncompiled, contradicted) if torch.compiler.is_compiling() else contradicted
         return run_until_right(prepare, lambda entry: self._run(entry, called), read, compare)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -48,7 +49,7 @@ class GraphEntry:
         guard: checks the attributes of the model that the graph depends on.
         input_values: makes the tensors that Python reads before a call, if it reads any.
         last: `Executable.count` when it was used last.
-        assumed_reads: makes what Python reads of activations, each by itself.
+        other_assumed: makes what Python reads of activations, each by itself; None if it reads nothing of them.
         warned: whether a warning said that every cp rank computes the whole of it.
         on_host: for each input, whether an operator wants it on the CPU.
     """
@@ -64,7 +65,7 @@ class GraphEntry:
     guard: Guard | None = None
     input_values: InputValuesGraph | None = None
     last: int = 0
-    assumed_reads: AssumedReads | None = None
+    other_assumed: Callable[[Mapping[str, Tensor], int], KnownValues | None] | None = None
     warned: bool = False
     on_host: Sequence[bool] = ()
 
@@ -131,54 +132,37 @@ class InputValuesGraph:
         return tensor
 
 
-@dataclass(frozen=True)
-class AssumedReads:
-    """What Python reads of activations, each read as a graph of its own.
+def other_assumed(
+    graph: fx.Graph, captured: Captured, mesh: Mesh, values: Mapping[str, Tensor], first: int
+) -> KnownValues | None:
+    """Makes what Python reads of activations, each read by a part of the graph; returns what they give if it is other.
 
     NOTE [A graph that fails] A graph for an assumed outcome may raise an exception where the model does not: the model
     clamps an index if it is too large, and the graph assumes that it is not. Then the reads are made one after the
     other, without what follows them.
 
-    Attributes:
+    Args:
         graph: the rank's lowered graph.
-        captured: the facts of the graph.
-        mesh: the device and process groups.
+        values: placeholder name -> tensor.
+        first: the number of reads whose outcomes are known.
     """
+    state, results, order = random_state_of(mesh.device), returned(graph), list(graph.nodes)
 
-    graph: fx.Graph
-    captured: Captured
-    mesh: Mesh
-
-    def other(self, operands: Mapping[str, Tensor], first: int) -> KnownValues | None:
-        """Returns what is known of a call's reads, if one from number `first` on is not the assumed one; else None.
-
-        Args:
-            operands: placeholder name -> tensor.
-        """
-        state = random_state_of(self.mesh.device)
-
-        def made(read: ValueRead) -> Outcome:
-            outcome = self._made(read, operands)
-            # Each read runs the graph from its beginning, and must draw the numbers that the call draws.
-            set_random_state(self.mesh.device, state)
-            return outcome
-
-        outcomes = first_other(self.captured.asked, lambda i, read: i >= first and not read.of_inputs, made)
-        return None if outcomes is None else KnownValues(self.captured.attempt.values.places, outcomes)
-
-    def _made(self, read: ValueRead, operands: Mapping[str, Tensor]) -> Outcome:
-        results = returned(self.graph)
+    def made(read: ValueRead) -> Outcome:
         indices = [x.at for x in read.given if isinstance(x, OutputAt)]
         needed = ancestors(results[i] for i in indices)
-        order = list(self.graph.nodes)
         drawn = filter(draws, order[: max(map(order.index, needed))])  # They move the random stream.
-        part = part_of(self.graph, [results[i] for i in indices], needed | ancestors(drawn))
+        part = part_of(graph, [results[i] for i in indices], needed | ancestors(drawn))
         # Later reads run the graph on the same operands, which must not be overwritten.
-        module = fx.GraphModule(nn.Module(), bind(part, self.mesh.device, self.mesh.groups, reuse=False))
-        inputs = [operands[node.name] for node in part.find_nodes(op="placeholder")]
+        module = fx.GraphModule(nn.Module(), bind(part, mesh.device, mesh.groups, reuse=False))
         with torch.no_grad(), unseen():
-            outputs = dict(zip(indices, module(*inputs), strict=True))
-        return read.made(lambda x: outputs[x.at] if isinstance(x, OutputAt) else x)
+            outputs = module(*(values[node.name] for node in part.find_nodes(op="placeholder")))
+        # Each read runs the graph from its beginning, and must draw the numbers that the call draws.
+        set_random_state(mesh.device, state)
+        return read.made(lambda x: outputs[indices.index(x.at)] if isinstance(x, OutputAt) else x)
+
+    outcomes = first_other(captured.asked, lambda i, read: i >= first and not read.of_inputs, made)
+    return None if outcomes is None else KnownValues(captured.attempt.values.places, outcomes)
 
 
 class _Assuming(Protocol):
@@ -274,4 +258,4 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
         analysis, ready, cut, random, of_numpy, draws_alike(lowered), order_of(lowered),
         input_values=values, on_host=[name in stay for name in captured.inputs],
     )  # fmt: skip
-    return replace(entry, assumed_reads=AssumedReads(lowered, captured, mesh)) if entry.assumes else entry
+    return replace(entry, other_assumed=partial(other_assumed, lowered, captured, mesh)) if entry.assumes else entry
