@@ -994,7 +994,7 @@ def rank_program(
     """
     module = _emitted(EMIT, graph, program, Site(settings=settings, device=device, groups=groups))
     captured = program.captured
-    sources = {**captured.parameters, **captured.buffers, **captured.constants}
+    sources: dict[str, str | Tensor] = {**captured.parameters, **captured.buffers, **captured.constants}
     read = {name: sources[name] for name in placeholders(graph) if name in sources}
     return RankProgram(
         module=module, parameters=captured.parameters,
