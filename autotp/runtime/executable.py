@@ -237,7 +237,8 @@ class Executable:
         self, key: Key, called: FlatCall, model_tensors: Mapping[str, Tensor]
     ) -> tuple[GraphEntry, _Ran]:
         """Returns the graph that is right for a call, and what it computed."""
-        device, state = self.mesh.device, list[Tensor]()
+        device = self.mesh.device
+        state: list[Tensor] = []
 
         def prepare(known: KnownValues) -> GraphEntry:
             if known.guesses:
