@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.diagnostics import mesh_step, verify
+from autotp.passes.emit.attach_parameters import ParameterPlace
+from autotp.passes.emit.rank_program import RankProgram
 
 SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 4, "n_head": 4, "n_embd": 16}
 MESHES: list[dict[str, Any]] = [
@@ -111,21 +114,26 @@ def of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stages_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second stage gets what it should get with another sign."""
-    run = mesh_step.run_lockstep
-    monkeypatch.setattr(mesh_step, "run_lockstep", lambda *given: [[-x for x in row] for row in run(*given)])
+    run = mesh_step.run_programs
+    monkeypatch.setattr(mesh_step, "run_programs", lambda *given: [[-x for x in row] for row in run(*given)])
 
 
 def a_tied_part_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last stage's share of the table's gradient."""
-    run, calls = mesh_step.run_lockstep, [0]
+    run, calls = mesh_step.run_programs, [0]
 
-    def detached(modules: Any, rows: Any, cp: int) -> Any:
+    def without_table(program: RankProgram) -> RankProgram:
+        def read(place: ParameterPlace) -> Tensor:
+            tensor = program.read(place)
+            return tensor.detach() if tensor.shape[:1] == (61,) else tensor
+
+        return replace(program, read=read)
+
+    def detached(programs: list[RankProgram], given: Any, cp: int) -> Any:
         calls[0] += 1
-        if calls[0] % 2 == 0:
-            rows = [[x.detach() if x.shape[:1] == (61,) else x for x in row] for row in rows]
-        return run(modules, rows, cp)
+        return run(list(map(without_table, programs)) if calls[0] % 2 == 0 else programs, given, cp)
 
-    monkeypatch.setattr(mesh_step, "run_lockstep", detached)
+    monkeypatch.setattr(mesh_step, "run_programs", detached)
 
 
 @pytest.mark.parametrize("fault", [of_a_part, stages_swapped, a_tied_part_left_out], ids=lambda it: it.__name__)
