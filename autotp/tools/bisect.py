@@ -110,6 +110,7 @@ class _Trials:
         def amend(name: str, program: Program) -> Program:
             if name != "choose":
                 return program
+            # Suspects are numbered as in the first trial, in which nothing is switched off.
             self.program = self.program or program
             return replace(program, decision=_reduced(program, only, stored))
 
@@ -124,6 +125,8 @@ class _Trials:
         try:
             return not self.report(settings, only, stored).ok
         except Error:
+            # Cuts may need each other. A trial that is refused has shown no difference, so its suspects are not guilty
+            # alone.
             return False
 
 

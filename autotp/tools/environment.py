@@ -197,6 +197,7 @@ def examine() -> Environment:
     """
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     started, problems = launch(), problems_of(dict(os.environ), len(gpus))
+    # With a problem the ranks may not meet, and each would wait for the others.
     exchange = None if started is None or problems else _timed()
     enough = bool(gpus) and len(gpus) >= (started.local_size if started is not None else 1)
     return Environment(

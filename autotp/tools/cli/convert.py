@@ -88,6 +88,7 @@ def _named(content: Content, source: Path, form: Format, config: Path | None) ->
     settings = None if config is None else config_in(config / CONFIG if config.is_dir() else config)
     if form == "training" and content.format == "safetensors" and source.is_dir() and content.config is not None:
         return replace(content, tensors=as_in_modules(source))
+    # Those formats have the names of modules; files of transformers may have others, which the configuration decides.
     if form == "safetensors" and config is not None and content.format in ("training", "torch"):
         return replace(content, tensors=as_in_files(content.tensors, config), config=settings)
     return content if settings is None else replace(content, config=settings)

@@ -65,6 +65,7 @@ def estimate_command(
     mesh: dict[str, Any] = {"pp": pp, "dp": dp, "zero": zero, "schedule": schedule.value, "interleave": interleave}
     with arguments_in_use():
         device, computed = hardware_of(gpu), dtype_named(dtype)
+        # These raise before the model is built, which may take long.
         Layout(batch=batch, micro_batch=micro_batch, dtype=computed, tp=tp, cp=chosen["cp"], **mesh)
         engine_of(schedule.value, interleave)
     made, inputs = on_meta(argument), argument.example_inputs()

@@ -147,6 +147,7 @@ def lowered_for(call: Capturing, layout: Layout, without: tuple[str, ...] = (), 
         outputs="local", sequence_parallel=layout.sequence_parallel, recompute=layout.recompute, summed=True,
         schedule=schedule, compute_dtype=layout.dtype, without=without, cp=layout.cp, overlap=overlap,
     )  # fmt: skip
+    # What was asked for is checked as `distribute` checks it, also where a microbatch has one row.
     expect_choices(replace(training, overlap=layout.overlap))
     expect_whole_backward(replace(training, overlap=layout.overlap))
     try:
@@ -185,6 +186,7 @@ def of_length(arguments: Any, length: int | None) -> Any:
 
     def longer(x: Any) -> Any:
         for dim in range(1, x.dim() if isinstance(x, Tensor) else 0):
+            # Values are repeated and not made up: ids stay within the vocabulary, and masks stay masks.
             x = x.index_select(dim, torch.arange(length) % old) if x.shape[dim] == old else x
         return x
 

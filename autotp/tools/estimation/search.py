@@ -165,6 +165,7 @@ def search(
 
     def run() -> Search:
         expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
+        # Raises for a wrong batch or dtype before the model is captured, which takes seconds.
         Layout(batch=batch, dtype=dtype)
         device = expect_search(gpus, gpu, batch, memory)
         layouts = Layouts(model, device, COMPILED if compiled else AUTOTP, dtype, sequence, example_inputs)
@@ -345,8 +346,10 @@ def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, i
     if pp == 1 or microbatches >= pp:
         yield "1F1B", None
     for interleave in INTERLEAVES if pp > 1 else ():
+        # torch plays the microbatches in `microbatches // pp` rounds of equal length.
         if pp * interleave <= blocks and microbatches % max(1, microbatches // pp) == 0:
             yield "interleaved", interleave
+    # Both schedules have two stages on each rank.
     if 1 < pp <= min(microbatches, blocks // 2):
         yield "zero-bubble-v", None
         if microbatches % (microbatches // pp) == 0:
@@ -440,6 +443,7 @@ def _slower(
             continue
         fitting = [pair for pair in variants if pair[1].memory <= limit]
         layout, _ = min(fitting or variants, key=lambda pair: pair[1].seconds if fitting else pair[1].memory)
+        # Two descriptions may have one fastest layout.
         if layout in reported:
             continue
         reported.add(layout)

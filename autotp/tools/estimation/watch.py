@@ -85,6 +85,7 @@ def watch(estimate: Estimate, trainer: Any, steps: int, show: Callable[[Comparis
 
     def before_step() -> bool:
         starts.append(time.perf_counter())
+        # The seconds of a step are known when the next one starts.
         if len(starts) > WARM_UP + 1:
             comparison.seconds.append(starts[-1] - starts[-2])
         if comparison.done:

@@ -123,6 +123,7 @@ def _process_group(name: str, size: int) -> Iterator[None]:
 
 
 def _recorded(module: nn.Module, values: Sequence[tuple[Value, Reads]], on_gpu: bool) -> Record:
+    # Leaves of autograd: backward of a piece ends at what the piece receives, as backward of a stage does.
     arguments = [torch.empty(v.shape, dtype=v.dtype, device=META, requires_grad=v.learns) for v, _ in values]
     _use_fused(module, FUSED if on_gpu else ON_CPU)
     recorder = _Recorder(views=not on_gpu)
@@ -366,6 +367,7 @@ class _Recorder(TorchDispatchMode):
         operand_memory = {x.untyped_storage()._cdata for x in before}
         after = _tensors(results)
         made = [x for x in after if x.untyped_storage()._cdata not in operand_memory]
+        # All results have the memory of an operand, and none is written: a view.
         if not made and not func._schema.is_mutable:
             if self._views:
                 self.ops.append(Op(name=str(packet).partition(".")[2], kind="view", phase=self._now()))
@@ -374,6 +376,7 @@ class _Recorder(TorchDispatchMode):
         reads = [Touch(self.memory_of(x), _bytes(x)) for x in before]
         writes = [Touch(self.memory_of(x, fresh=x in _same(made)), _bytes(x)) for x in written]
         shape, flops, share = work_of(func, args, kwargs, results)
+        # On empty tensors torch starts no kernel.
         if not any(t.bytes for t in (*reads, *writes)):
             return
         self.ops.append(
@@ -400,6 +403,7 @@ class _Recorder(TorchDispatchMode):
                 self._numbers[out.untyped_storage()._cdata] = self.memory_of(x)
             known_memory |= {x.untyped_storage()._cdata for x in after}
         writes = [Touch(self.memory_of(x, x.untyped_storage()._cdata not in known_memory), _bytes(x)) for x in after]
+        # The whole tensor is the result of an all-gather, and the operand of a reduce-scatter.
         whole = max(sum(map(_bytes, before)), sum(map(_bytes, after)))
         for touch in writes:
             self._running[touch.memory] = len(self.ops)

@@ -82,6 +82,7 @@ def _linear(dtype: torch.dtype, device: torch.device, seconds: float, bandwidth:
     """
     rows, inputs, outputs = LAYER[device.type]
     if device.type == "cuda" and dtype == torch.float64:
+        # Many GPUs compute float64 slowly: fewer rows keep the run short.
         rows = rows // 8
     size = dtype.itemsize * (rows * inputs + inputs * outputs + rows * outputs)
     sets = max(1, COLD // size) if device.type == "cpu" else 1
@@ -97,6 +98,7 @@ def _linear(dtype: torch.dtype, device: torch.device, seconds: float, bandwidth:
         torch.mm(gs[i], ws[i])
         torch.mm(gs[i].t(), xs[i])
 
+    # The bandwidth was measured apart, with noise: at least half of the time counts as products.
     moving = 3 * size / bandwidth if device.type == "cpu" else 0.0
     took = typical(run, device, seconds)
     return 6 * rows * inputs * outputs / max(took - moving, took / 2)
@@ -142,6 +144,7 @@ def _memory(device: torch.device) -> float:
 
 def typical(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Returns the median seconds of a function's runs: of five, or of as many as `seconds` allow."""
+    # The first run allocates memory, and a library may choose its kernel.
     run()
     durations, end = list[float](), time.perf_counter() + seconds
     while len(durations) < 5 or time.perf_counter() < end:

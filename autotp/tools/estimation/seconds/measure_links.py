@@ -59,6 +59,8 @@ def fitted(times: Sequence[Timed], ranks: int) -> Link:
     A ring of n ranks takes `rounds (n - 1) (latency + size / n / bandwidth)` seconds (links.py).
     """
     steps = ranks - 1
+    # Each equation is divided by its time: the squares are those of relative errors, so small tensors count as large
+    # ones.
     rows = [(t.rounds * steps / t.seconds, t.rounds * steps * t.size / ranks / t.seconds) for t in times]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)

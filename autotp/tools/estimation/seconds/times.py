@@ -121,6 +121,8 @@ def piece_times(
         else:
             now += beside(op_seconds(op, device), free - now, device)
             spent[WORK.get(op.kind, ELEMENTWISE)] += now - before
+            # Backward reads the gradients of activations further on; what it does not read again is a parameter's
+            # gradient.
             leaves = op.phase == "backward" and all(last.get(t.memory, -1) <= i for t in op.writes)
             weights += (now - before) * (leaves and op.kind == "product")
         phases[op.phase == "forward"] += now - before
