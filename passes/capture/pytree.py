@@ -353,6 +353,7 @@ def _built(below: Any, context: Any, rewritten: Sequence[bool] = ()) -> Any:
         rewritten: `rewrites` of each attribute's name, if it is known.
     """
     cls, names = context
+    # Its constructor may ask for other arguments than its attributes, and may compute.
     state = object.__new__(cls)
     attributes = vars(state)
     for name, value, again in zip(names, below, rewritten or map(library().rewrites, names), strict=True):

@@ -128,6 +128,7 @@ class InputValues(Reading):
         """Returns arguments and keyword arguments with shadows for tensors; None if one has no shadow."""
 
         def real(x: Any) -> Any:
+            # This run's sizes are numbers. A symbol is a number that depends on values, which no shadow tells.
             if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
                 raise _Unknown
             if isinstance(x, slice):
@@ -188,6 +189,7 @@ class InputValues(Reading):
         """Returns a truth value of an activation that is likely."""
         code = linecache.getline(place.file, place.line).strip()
         again = sum(outcome.place == place for outcome in self.outcomes)
+        # A number has no likely value, and a `while` that is always True never ends.
         if func not in PREDICATES or code.startswith("while ") or again == MOST_ROUNDS:
             raise NeedsNumber(place)
         if index in self.turned:

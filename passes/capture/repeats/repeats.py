@@ -175,6 +175,7 @@ class Repeats:
         try:
             with self.patches:
                 self._watch(call.objects)
+                # In a list: `is_shared` counts the references to what a container holds.
                 result = [run()]
                 self.failed |= is_shared(result)  # We return a copy, so changes to it would not reach the original.
                 leaves, spec = pytree.tree_flatten(result[0], is_leaf=lambda x: position(x, call.objects) is not None)
@@ -186,6 +187,7 @@ class Repeats:
             self.patched.clear()
         call.usable &= before == unbacked(call.inside) and call.is_like(call.block)  # Else it changed what it had read.
         places = call.end(leaves, LAST)
+        # A block that makes no tensor leaves no operator that could be repeated.
         call.usable &= any(call.ended.values())
         call.usable &= all(isinstance(x, TensorAt | ObjectAt) or is_plain_value(x) for x in places)
         call.result = spec, places
