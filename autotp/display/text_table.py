@@ -67,6 +67,7 @@ def table_cells(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: i
     """
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     while sum(widths) + 2 * (len(widths) - 1) > width:
+        # One character at a time, from the widest column: narrow ones keep their words in one piece.
         widest = max(range(len(widths)), key=lambda i: widths[i])
         widths[widest] -= 1
     for row in [head, *rows]:

@@ -237,6 +237,7 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
         if any(key_of(value) in model_keys for _, value in walk([((), function)], "held"))
     ]
     for function in copied_functions:
+        # All copies are made first, and filled below: functions may hold each other.
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         function_copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         function_copy.__dict__.update(function.__dict__)

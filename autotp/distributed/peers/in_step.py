@@ -187,6 +187,7 @@ def _look() -> None:
             tell(ranks, TOLD, [key, newest, *records[newest].as_plain_data()])
             progress.told = newest
         elif progress.place.rank > 0 and key in _first:
+            # The first rank may be ahead or behind: only a call that this rank has recorded, too, can be compared.
             call, *first = _first[key]
             if call in records and progress.told < call:
                 progress.apart = _difference(progress, call, records[call].as_plain_data(), first)
