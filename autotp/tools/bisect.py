@@ -141,6 +141,7 @@ def _reduced(program: Program, only: Sequence[int] | None, stored: Collection[st
     if stored is None:
         return decision
     stored_leaves = {node: leaf for node, leaf in decision.held.items() if names.get(node.name, node.name) in stored}
+    # The operators stay cut: each rank takes its part of a whole parameter in the call.
     return replace(decision, held=stored_leaves)
 
 

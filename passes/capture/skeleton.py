@@ -88,6 +88,7 @@ def stand_ins(
             # A detached alias: otherwise autograd would record writes during capture on the user's tensor.
             with unset_fake_temporarily():
                 alias = value.detach() if originals is None else _apart(value, device, storages)
+                # Parameters and buffers have their entries already.
                 memo.setdefault(id(value), alias.requires_grad_(value.requires_grad))
             if originals is not None:
                 originals[id(memo[id(value)])] = value

@@ -76,6 +76,7 @@ def estimate_command(
             sequence=sequence, example_inputs=inputs, **mesh, **chosen,
         )  # fmt: skip
     microbatches = est.layout.microbatches
+    # It may have been built on the CPU. On meta the proof takes no memory for values.
     proof = None if not prove else verify(
         made.to("meta"), tp, microbatches=microbatches, example_inputs=inputs, **mesh, **chosen
     )  # fmt: skip

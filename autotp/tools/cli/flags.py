@@ -142,6 +142,7 @@ def _flag(name: str) -> Parameter:
 
 
 def _choices(name: str, values: Sequence[str]) -> Any:
+    # typer checks a text against an Enum, and lists its values in the help.
     return Enum(name, {value: value for value in values})
 
 

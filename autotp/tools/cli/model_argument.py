@@ -103,6 +103,7 @@ class ModelArgument:
     def _made(self) -> nn.Module:
         published = PUBLISHED.get(self.text.lower())
         if isinstance(published, ConfiguredSize):
+            # A configuration has one way in, from its file, where all of it is checked.
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, CONFIG).write_text(json.dumps(published.configuration))
                 return self._configured(Path(folder))

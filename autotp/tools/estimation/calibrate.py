@@ -193,6 +193,7 @@ def _links(device: torch.device, size: int, node_size: int, seconds: float) -> t
         return timed(dist.group.WORLD, device, seconds), None
     near = far = None
     if node_size > 1:
+        # Launchers give the processes of a node neighbouring ranks, as `new_subgroups` takes them.
         near = timed(dist.new_subgroups(node_size)[0], device, seconds / 2)
     # All ranks create the group, also those that are not in it: torch asks for that.
     firsts = dist.new_group(list(range(0, size, node_size)))
@@ -209,6 +210,7 @@ def compared(base: Hardware, measured: Measured, near: Link | None, far: Link | 
     What is sustained of a peak is measured, and the kind knows its part: so the peak is the measured one divided by it.
     """
     cpu = not base.is_gpu
+    # A collective of all ranks waits for the longer way.
     link = far or near
     device = replace(
         base, name=f"calibrated {base.name}", matrix_flops=measured.half / base.matrix_sustained,

@@ -94,6 +94,7 @@ def estimate(
             sequence_parallel=sequence_parallel, recompute=recompute, overlap=overlap, zero=zero,
             dtype=dtype,
         )  # fmt: skip
+        # Raises for a schedule that there is not, before the model is captured.
         engine_of(schedule, interleave)
         model_for_layout = captured(model, layout, sequence, example_inputs)
         prices = Prices(model_for_layout, device, COMPILED if compiled else AUTOTP)

@@ -77,6 +77,7 @@ class Prices:
     def under(self, practice: Practice) -> Prices:
         """Returns the prices under another practice that records as this one does; what both have is computed once."""
         prices = copy.copy(self)
+        # Records, stages and sizes are the same under both practices; times are not.
         prices.practice, prices._times = practice, {}
         return prices
 

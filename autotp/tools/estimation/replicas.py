@@ -110,6 +110,7 @@ def sums_of_buckets(
         backward: of each piece, the seconds of its backward.
     """
     group, itemsize = replicas_of(layout), prices.practice.gradient
+    # Without both, all gradients are summed at once, behind backward.
     limit = BUCKET if prices.practice.buckets or prices.practice.overlapped else math.inf
     sums, now, filled = list[tuple[float, float]](), 0.0, 0.0
     # The gradient of a weight that several pieces read is complete when backward reaches the first of them.

@@ -317,6 +317,7 @@ class Layouts:
             self.prices(tp, 1, "none")  # Before sequences are cut: see `Captures`.
         for tp, cp in ((n, cp) for n in self.ranks(gpus) for cp in self.contexts(gpus // n)):
             model = self.prices(tp, 1, "none").model
+            # Each stage has a block at least.
             blocks = max(1, len(model.order)) if self.pipelines else 1
             for pp in (n for n in range(1, blocks + 1) if gpus // tp // cp % n == 0):
                 dp = gpus // tp // cp // pp
@@ -396,6 +397,7 @@ def _fastest(
     while len(priced) < PRICED:
         fitting = _fitting(priced.values(), limit)
         enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
+        # A tenth more than the slowest that is shown: so much may a rough price be too high.
         near = itertools.takewhile(lambda pair: pair[1].seconds < 1.1 * enough, ordered)  # noqa: B023  Used up here.
         candidates = [pair for pair in near if pair[0] not in priced and pair[1].memory <= FAR * limit]
         lowered = next((x for x, _ in candidates if layouts.is_lowered(x.tp, x.cp)), None)

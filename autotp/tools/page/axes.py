@@ -147,6 +147,7 @@ def axis_names(subject: Subject) -> dict[int, str]:
         for axis in program.axes.of(node):
             leaf = find(axis)
             if leaf.kind == "leaf" and len(leaf.size.symbols) == 1 and leaf.size.number == 1:
+                # What the plan recognised counts more than the place of an input's dimension.
                 names.setdefault(id(leaf), symbols.get(leaf.size.symbols[0], ""))
             names.update(_head_sizes(axis, names))
     return names | _groups(program.candidates, placeholders, program)

@@ -41,6 +41,7 @@ def block_data(subject: Subject, axes: PageAxes) -> list[dict[str, Any]]:
     regions, entries = regions_of(subject), list[dict[str, Any]]()
     for block, nodes in regions:
         like = [name for name, captured in subject.order if captured == block]
+        # Axes that are met from here on are this block's: those of alike blocks share a name.
         axes.block = block
         rows = [row for row in _rows(nodes, block, subject, axes) if row["learns"] or row["kind"] == "sent"]
         twin = next(

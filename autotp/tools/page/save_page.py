@@ -139,6 +139,7 @@ def _write(path: Path, text: str) -> None:
     """Writes a file under another name, and renames it."""
     temporary = ""
     try:
+        # In the same folder: a rename is one step within one file system only.
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=".autotp-", delete=False
         ) as file:

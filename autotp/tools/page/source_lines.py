@@ -65,6 +65,7 @@ def _note(node: fx.Node, lines: dict[tuple[str, int], Line], subject: Subject, a
         return
     for weight in weights_of(node, subject, axes, block):
         _add(line["weights"], weight)
+    # A value that only its own line reads is a step on the way: of these the last is shown.
     leaves = not node.users or any(place_of(user) != place for user in _readers(node))
     if leaves or not is_quiet(node):
         values = [axes.shape(typed) for typed in subject.types[node]]

@@ -101,6 +101,7 @@ class InputValues(Reading):
         result = func(*args, **kwargs)
         fakes = [x for x in pytree.tree_leaves(result) if isinstance(x, FakeTensor)]
         for x in fakes:
+            # Only such a tensor can become a truth value.
             if x.dim() == 0 or x.dtype == torch.bool:
                 self.made_by[id(x)] = x, self._maker(func, args)
         if shadows is None or not (fakes or result is None):  # None: it may have written into its arguments.

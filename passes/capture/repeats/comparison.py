@@ -108,6 +108,7 @@ def is_harmless(value: Any) -> bool:
 def is_shared(values: Iterable[Any]) -> bool:
     """True if a list or dict among these values, at any depth, has a further reference."""
     for value in values:
+        # Others may change it after the call, and a copy would not follow.
         if isinstance(value, (list, dict)) and sys.getrefcount(value) > HOLDERS:
             return True
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()

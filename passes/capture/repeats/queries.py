@@ -143,6 +143,7 @@ def is_queryable(value: Any) -> bool:
     cls = type(value)
     methods = ("__new__", *ATTRIBUTES)
     return (
+        # Slots and bases of C would hold state that no method call shows.
         cls.__dictoffset__ != 0
         and cls.__basicsize__ == _Bare.__basicsize__
         and all(getattr(cls, name) is getattr(object, name) for name in methods)

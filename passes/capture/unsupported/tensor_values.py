@@ -83,6 +83,7 @@ def refused(error: Exception, model: nn.Module) -> Error:
     """Returns the Error for a model that reads a tensor's values: in a loop, as a number, or in a branch."""
     frames = traceback.extract_tb(error.__traceback__)
     line = user_line(frames)
+    # A line of torch's batch norm, which divides by this count.
     if any(frame.line and "self.num_batches_tracked" in frame.line for frame in frames):
         norm_paths = (p for p, m in model.named_modules() if isinstance(m, _NormBase) and m.momentum is None)
         text = "has momentum=None: its average makes a Python number of a tensor's values"

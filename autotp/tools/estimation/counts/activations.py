@@ -71,6 +71,7 @@ def own_peaks(record: Record) -> Mapping[str, int]:
     changes = [0] * (len(record.ops) + 1)
     for memory, start in first.items():
         is_kept, sent, end = memory in record.kept, memory in record.sent_memory, last[memory]
+        # `stage_memory` counts these by name, as other pieces may have them, too.
         if memory in record.held or memory in record.inputs or (is_kept and sent):
             continue
         if is_kept and end < turn:  # No operator of backward is seen that reads it.

@@ -27,6 +27,8 @@ def shorten(model: nn.Module) -> dict[str, int]:
         inside = any(path.startswith(f"{shortened}.") for shortened in lengths)
         if isinstance(blocks, nn.ModuleList) and len(blocks) > LEAST and not inside and _alike(blocks):
             lengths[path] = len(blocks)
+            # Of the four, the last two stand for the model's last two: all blocks are alike, and so are their
+            # neighbours.
             del blocks[LEAST:]
     return lengths
 

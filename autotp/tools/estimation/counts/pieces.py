@@ -414,6 +414,7 @@ def _run(
 ) -> Record:  # fmt: skip
     stage = divided.stages[i]
     groups = _groups(stage.graph, {"tp": model.program.tp, "cp": model.training.cp})
+    # One module for GPUs, one for CPUs: `record` exchanges operators in the module itself.
     if (i, on_gpu) not in divided.modules:
         graph = _returning_too(stage.graph, divided.shared[i])
         module = emitted_operators(graph, model.program, model.training, META, {axis: axis for axis in groups})

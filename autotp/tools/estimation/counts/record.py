@@ -133,6 +133,7 @@ def _recorded(module: nn.Module, values: Sequence[tuple[Value, Reads]], on_gpu: 
     held_memories = {m for m, (_, reads) in zip(memories, values, strict=True) if reads != "input"}
     hooks = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda x: x)
     try:
+        # Torch functions of classes are off, as where a parallel model runs.
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), recorder:
             with hooks:
                 results = module(*arguments)
@@ -334,6 +335,7 @@ class _Recorder(TorchDispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Notes that autograd keeps a tensor: all of its memory stays."""
+        # What is computed again in backward is needed there only for a moment.
         if self.phase == "forward":
             number = self.memory_of(tensor)
             if self._behind and number not in self.kept:
@@ -393,6 +395,7 @@ class _Recorder(TorchDispatchMode):
             number = self.memory_of(before[0])
             for x in _tensors(results):  # On `meta` the waiting tensor is another one; on a device it is the same.
                 self._numbers[x.untyped_storage()._cdata] = number
+            # Several operators may wait for one collective: only the first one does.
             if (started := self._running.pop(number, -1)) >= 0:
                 self.ops.append(Op(name="wait", kind="wait", phase=self._now(), waits=started))
             return

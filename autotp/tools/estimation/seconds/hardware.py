@@ -214,6 +214,7 @@ def loaded(path: Path) -> Hardware:
         raise Error(f"gpu={str(path)!r} is no JSON", fix=fix) from error
     if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("name"), str):
         raise Error(f"gpu={str(path)!r} is no file of a device, version {VERSION}", fix=fix)
+    # An unknown name may be a misspelled one, whose number would silently be the usual one.
     wrong = sorted({*NUMBERS, "version", "name"} ^ content.keys())
     wrong += [n for n in NUMBERS if n in content and not _is_positive(content[n], n)]
     if wrong:

@@ -64,6 +64,7 @@ def measure_device(device: torch.device, seconds: float) -> Measured:
     part = seconds / 7
     count = COPIED[device.type] // 4
     x, y, out = (torch.ones(count, device=device) for _ in range(3))
+    # An element has four bytes. A copy reads and writes one, a sum reads two and writes one.
     copied = 8 * count / typical(lambda: out.copy_(x), device, part)
     summed = 12 * count / typical(lambda: torch.add(x, y, out=out), device, part)
     half, single, double = (

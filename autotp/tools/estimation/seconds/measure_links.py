@@ -133,6 +133,7 @@ def measured_alone(device_type: str, seconds: float) -> Link | None:
             raise Error("the processes that measure the links do not end", fix="torchrun, with your network") from error
         finally:
             for process in started:
+                # It waits for one that has failed.
                 if process.poll() is None:
                     process.kill()
                     process.communicate()
@@ -140,6 +141,7 @@ def measured_alone(device_type: str, seconds: float) -> Link | None:
     if failed:
         why = (failed[0].decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         raise Error(f"the processes that measure the links fail: {why}", fix="torchrun, with your network")
+    # The last line: a library may have printed others before.
     return Link(**json.loads(outputs[0][0].decode().splitlines()[-1]))
 
 

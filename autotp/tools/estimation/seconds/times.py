@@ -108,6 +108,7 @@ def piece_times(
         before = now
         if op.kind == "collective":
             across = op.axis == "cp"
+            # `tp/4` is a group of four neighbours along the axis `tp`.
             group = Group(size=cp, stride=tp) if across else Group(size=int(op.axis.partition("/")[2] or tp), stride=1)
             free = max(free, now) + collective_seconds(op.name, op.size, group, device)
             ends[i] = free
