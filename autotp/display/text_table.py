@@ -23,6 +23,7 @@ def folded(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]
     """Joins rows that differ in layer numbers only, with the numbers as a range; then `{weight,bias}` and `{q,k,v}`."""
     layers: dict[tuple[str, ...], list[list[int]]] = {}
     for name, rest in rows:
+        # Only rows that are alike in all cells are joined: a layer that is cut otherwise keeps its row.
         layers.setdefault((re.sub(r"\d+", "#", name), *rest), []).append([int(n) for n in re.findall(r"\d+", name)])
     folded = [(_numbered(template, numbers), *cells) for (template, *cells), numbers in layers.items()]
     return _joined(_joined(folded, 1), 2)
