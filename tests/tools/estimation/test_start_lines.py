@@ -34,7 +34,7 @@ EVERYTHING = Layout(
     ],
     ids=["plain", "everything"],
 )  # fmt: skip
-def test_the_call_of_distribute(layout: Layout, expected: dict[str, str]) -> None:
+def test_python_line_calls_distribute_with_all_of_the_layout(layout: Layout, expected: dict[str, str]) -> None:
     (assignment,) = ast.parse(python_line(layout)).body
     assert isinstance(assignment, ast.Assign) and isinstance(assignment.value, ast.Call)
     given = {k.arg: ast.unparse(k.value) for k in assignment.value.keywords}
