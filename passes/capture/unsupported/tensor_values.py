@@ -92,15 +92,15 @@ def refused(error: Exception, model: nn.Module) -> Error:
     if "expert" in code and (instead := library().instead_of_expert_loop(model)):
         text = "the model loops over the experts that are hit: torch.export has no loop whose length depends on values"
         return Error(text, at=line, fix=instead)
-    # # A line of a comprehension with an `if` has read its condition: that is a branch.
+    # A line of a comprehension with an `if` has read its condition: that is a branch.
     if re.match(LOOP, code) and not re.search(r"\bif\b", code):
         text = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
         return Error(text, at=line, fix=f"do all rounds, and mask with torch.where; or one operator: {CUSTOM_OPERATOR}")
-    # # The text of an assert is made only where it fails: what was read is its condition.
+    # The text of an assert is made only where it fails: what was read is its condition.
     if re.search(TEXT, code) and not code.startswith("assert "):
         text = "the model makes text of a tensor's values, which are not known in a graph"
         return Error(text, at=line, fix="return the tensor from forward, and make the text of what the call returns")
-    # # `if int(x) > 3:` is told as a branch below: with the number alone it would still branch.
+    # `if int(x) > 3:` is told as a branch below: with the number alone it would still branch.
     if re.search(NUMBER, code) and not re.match(r"(el)?if |assert ", code):
         text = "the model makes a Python number of a tensor's values, which are not known in a graph"
         item = "x.item(), if it only decides or is computed with; " if re.search(CONVERTED, code) else ""
