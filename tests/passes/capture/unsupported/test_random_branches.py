@@ -83,7 +83,7 @@ def test_layerdrop_verifies_the_layers_that_a_draw_keeps(compare, seed):
 
 
 @pytest.mark.parametrize("compare", ["__lt__", "ge"])
-@pytest.mark.parametrize("layerdrop", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("layerdrop", [0.3, 0.5, 0.7])
 def test_layerdrop_branches_follow_the_draw(compare, layerdrop):
     """In each call layers are left out as on one device, whatever was drawn in the call that was captured."""
     torch.manual_seed(0)
