@@ -129,7 +129,9 @@ def a_tied_part_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [of_a_part, stages_swapped, a_tied_part_left_out], ids=lambda it: it.__name__)
-def test_a_fault_is_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mesh_step_sees_each_fault(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault(monkeypatch)
     report = autotp.verify(gpt(0, **SIZES), 1, pp=2, dp=2, microbatches=2, example_inputs=uneven())
     assert not report.ok and "DIFFERENT" in report.verdict

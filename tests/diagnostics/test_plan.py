@@ -72,7 +72,7 @@ class Masked(nn.Module):
         return self.down(self.up(x[x.sum(-1) > 0]).relu())
 
 
-def test_a_size_that_depends_on_values() -> None:
+def test_plan_says_that_a_size_depends_on_values() -> None:
     """No rule would help."""
     (row,) = (row for row in autotp.explain(Masked(), 2, example_inputs=X).whole if "index" in row.name)
     assert (row.shape, row.reason) == (("?", "?"), "its size depends on values: replicated")

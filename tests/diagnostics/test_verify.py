@@ -136,7 +136,7 @@ def test_verify_sees_heads_in_another_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("trial", [gpt_trial, bert_trial], ids=["gpt", "bert"])
-def test_a_bias_added_on_every_rank(trial: Callable[[], Trial]) -> None:
+def test_verify_sees_a_bias_that_every_rank_adds(trial: Callable[[], Trial]) -> None:
     reduced = [n for n in calls(trial(), collectives.reduce) if is_biased(n)]
     assert len(reduced) >= 2
     assert [str(n) for n in reduced if not red(trial(), on(n.name, bias_before_reduce))] == []
@@ -282,7 +282,7 @@ class OfNumbers(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [([1, 2, 3],), ()])
-def test_a_model_without_tensors_among_its_arguments(rows: tuple[Any, ...]) -> None:
+def test_verify_takes_a_model_without_tensors_among_its_arguments(rows: tuple[Any, ...]) -> None:
     report = autotp.verify(OfNumbers(), 3, example_inputs=rows)
     assert report.ok, report
     assert "20 width" in str(autotp.explain(OfNumbers(), 3, example_inputs=rows))
@@ -300,7 +300,7 @@ class Biased(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, self.bias)
 
 
-def test_a_gradient_that_one_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_sees_a_gradient_that_one_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a difference, even if this rank's part has no elements: ranks would not call the same collectives."""
     x = torch.randn(2, 6, 8)
     assert autotp.verify(Biased(), 3, example_inputs=x).ok
@@ -441,5 +441,5 @@ class ChangesDtypeAndLayout(Plain):
         return self.mlp(x.to(torch.float64, memory_format=torch.contiguous_format))
 
 
-def test_a_cast_with_a_memory_format() -> None:
+def test_verify_takes_a_cast_with_a_memory_format() -> None:
     assert autotp.verify(ChangesDtypeAndLayout(), 2, example_inputs=torch.randn(3, 8)).ok

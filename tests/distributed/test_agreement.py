@@ -326,7 +326,7 @@ def lose_a_peer(rank: int, n: int, when: str) -> str:
 
 @pytest.mark.system
 @pytest.mark.parametrize("when", ["backward", pytest.param("before", marks=pytest.mark.rare)])
-def test_a_peer_dies_in_a_step(when: str) -> None:
+def test_a_peer_that_dies_in_a_step_is_named(when: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         run_ranks(lose_a_peer, 2, when, timeout=60, may_die=[1])
     assert str(raised.value) == (

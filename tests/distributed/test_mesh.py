@@ -234,7 +234,7 @@ def test_mesh_of_a_world_of_four_has_its_place() -> None:
         assert found["same"] == [True] * 8, "bit for bit"
 
 
-def test_errors_in_a_world_of_four() -> None:
+def test_mesh_errors_in_a_world_of_four_say_what_to_write() -> None:
     for rank, found in enumerate(world_of_four()):
         assert found["tp1"] == (
             "4 processes are more than tp=1: without a mesh the replicas would silently drift apart\n"

@@ -228,7 +228,7 @@ def test_adapters_are_cut_by_their_layers_axes(family: str) -> None:
 
 
 @on_both
-def test_one_reduction_for_layer_and_adapter(family: str) -> None:
+def test_lora_needs_one_reduction_for_layer_and_adapter(family: str) -> None:
     """Forward as without adapters; backward one all-reduce more in each of the two layers.
 
     An adapter has one matrix that is whole on every rank, and of which every rank uses a part: a column-parallel

@@ -63,7 +63,7 @@ class Twice(SGD):
 
 
 @pytest.mark.parametrize("kind", [ByAllNorms, BySmallNorms, Drawing])
-def test_parameters_that_depend_on_each_other(kind: type[Optimizer]) -> None:
+def test_whole_matrices_refuses_parameters_that_depend_on_each_other(kind: type[Optimizer]) -> None:
     make: Callable[..., Any] = whole_matrices(kind)
     assert message(lambda: make(parameters(), lr=0.1)) == (
         f"whole_matrices({kind.__name__}): {kind.__name__} steps a parameter in another way beside other parameters "
@@ -74,7 +74,7 @@ def test_parameters_that_depend_on_each_other(kind: type[Optimizer]) -> None:
     )
 
 
-def test_groups_that_depend_on_each_other() -> None:
+def test_whole_matrices_refuses_groups_that_depend_on_each_other() -> None:
     first, second = parameters()
     with pytest.raises(autotp.Error, match="beside other parameters"):
         whole_matrices(ByAllNorms)([{"params": [first]}, {"params": [second], "lr": 0.2}], lr=0.1)

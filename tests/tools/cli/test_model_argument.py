@@ -51,7 +51,7 @@ def test_model_may_be_a_configuration(llama: Path) -> None:
     assert type(on_meta(argument(llama / "config.json"))).__name__ == "LlamaForCausalLM"
 
 
-def test_a_model_that_meta_cannot_build(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_that_meta_cannot_build_is_built_on_the_cpu(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = on_meta(argument(f"{models}:reads_a_value"))
     assert not next(model.parameters()).is_meta
     assert capsys.readouterr().err.startswith("autotp: the model is built on the CPU")

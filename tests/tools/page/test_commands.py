@@ -49,7 +49,7 @@ def test_torchrun_starts_all_nodes(subject: Subject, dp: int, expected: str) -> 
     assert expected in torchrun_line(replace(subject, estimate=replace(subject.estimate, layout=layout)))
 
 
-def test_a_number_of_stages_that_was_chosen(subject: Subject) -> None:
+def test_python_line_has_the_number_of_stages_that_was_chosen(subject: Subject) -> None:
     assert subject.estimate is not None
     layout = replace(subject.estimate.layout, interleave=3)
     line = python_line(replace(subject, estimate=replace(subject.estimate, layout=layout)))

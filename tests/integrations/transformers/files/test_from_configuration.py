@@ -85,7 +85,7 @@ def test_model_from_configuration_refuses_code_hubs_and_wrong_values(
         model_from_configuration(tmp_path, {}, **given)
 
 
-def test_a_model_without_a_number_of_layers(tmp_path: Path) -> None:
+def test_model_from_configuration_refuses_a_model_without_a_number_of_layers(tmp_path: Path) -> None:
     written(tmp_path, "resnet", "ResNetModel", depths=[1, 1], hidden_sizes=[8, 16])
     with pytest.raises(autotp.Error, match="no number of layers"):
         model_from_configuration(tmp_path, {}, layers=2)
