@@ -31,8 +31,7 @@ device, or the error that autotp raises. The tests run all of them. `python docs
 on one day, and much of it is mended by now. What torch and transformers do now is in the
 [last section](#torch-and-transformers-tried); the other libraries were not run. **Here** says what autotp does, and
 where it falls short.""",
-    """The scripts prove arithmetic, on small models: `autotp.verify` runs all ranks in one process in float64, and gloo
-joins two processes on a CPU. None of this has run on a GPU, and nothing here is about speed
+    """The scripts prove arithmetic, on small models and a CPU. Nothing here is about speed
 ([performance.md](performance.md)).""",
 )
 TRIED = "## torch and transformers, tried"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -71,8 +72,9 @@ def test_public_functions_refuse_any_wrong_argument(tmp_path: Path, registry: No
         function = getattr(autotp, name)
         for wrong in set(inspect.signature(function).parameters):
             if f"{name}.{wrong}" not in TAKE_ALL:
-                with pytest.raises(autotp.Error):
+                with pytest.raises(autotp.Error) as raised:
                     function(**{**given, wrong: object()})
+                assert re.search(rf"\b{wrong}\b", str(raised.value)), f"{name}: {raised.value}"
 
 
 def folder_of(path: Any) -> Any:

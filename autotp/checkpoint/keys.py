@@ -42,6 +42,7 @@ def sizes(trainer: Trainer) -> dict[str, int]:
 
 def names_held(parts: Holdings) -> list[str]:
     """Returns the names of this rank's tensors that are in the model's state dict."""
+    # A tied tensor has several names in the state dict, and one entry.
     return [name for name in dict.fromkeys(parts.saved.values()) if name in parts.held]
 
 

@@ -60,6 +60,7 @@ class Optimizers:
 
     def _owns(self, parameter: Tensor) -> bool | None:
         for optimizer in self.each:
+            # `is`: `in` would compare the elements of tensors.
             if isinstance(optimizer, WholeMatrices) and any(
                 parameter is p for g in optimizer.param_groups for p in g["params"]
             ):

@@ -270,12 +270,14 @@ def _expect_options(
 def _can_replace(value: Any, current: Any) -> bool:
     """Whether a value may replace an option: a bool or a number of the same kind, or a sequence of equal length."""
     if isinstance(current, bool):
+        # torch's own flags, such as `foreach`, may be None.
         return value is None or isinstance(value, bool)
     if isinstance(current, list | tuple):
         fits = isinstance(value, list | tuple) and len(value) == len(current)
         return fits and all(map(_can_replace, value, current))
     if isinstance(current, int | float) or (isinstance(current, Tensor) and current.numel() == 1):
         if type(value) is int:
+            # JSON has whole numbers of any length, and torch takes 64 bits.
             return abs(value) < 2**63
         number = type(value) is float or (isinstance(value, Tensor) and value.numel() == 1)
         return number and not math.isnan(float(value))

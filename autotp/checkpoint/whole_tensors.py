@@ -65,6 +65,8 @@ class GatheredTensor:
             if backend_of(group.group_name, elements.device.type) == "gloo":  # It sums on the CPU only.
                 elements = elements.cpu()
             with in_collective("save_pretrained", group.group_name):
+                # As bytes: in floating point -0.0 plus the zero of another rank is 0.0, and not every dtype can be
+                # summed.
                 dist.reduce(elements.view(-1).view(torch.uint8), group=group, group_dst=0)
         return elements
 

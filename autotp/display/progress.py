@@ -93,9 +93,11 @@ def _is_first() -> bool:
 def _show(line: Line, ended: threading.Event, to: TextIO) -> None:
     """Shows a line until the work has ended. All that tqdm does happens in this thread."""
     began = time.time()
+    # A call that ends earlier shows nothing.
     if ended.wait(DELAY):
         return
     try:
+        # Only here, so that the import of autotp and short calls do not load it.
         from tqdm import tqdm
     except ImportError:
         return

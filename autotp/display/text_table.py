@@ -23,6 +23,7 @@ def folded(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]
     """Joins rows that differ in layer numbers only, with the numbers as a range; then `{weight,bias}` and `{q,k,v}`."""
     layers: dict[tuple[str, ...], list[list[int]]] = {}
     for name, rest in rows:
+        # Only rows that are alike in all cells are joined: a layer that is cut otherwise keeps its row.
         layers.setdefault((re.sub(r"\d+", "#", name), *rest), []).append([int(n) for n in re.findall(r"\d+", name)])
     folded = [(_numbered(template, numbers), *cells) for (template, *cells), numbers in layers.items()]
     return _joined(_joined(folded, 1), 2)
@@ -67,6 +68,7 @@ def table_cells(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: i
     """
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     while sum(widths) + 2 * (len(widths) - 1) > width:
+        # One character at a time, from the widest column: narrow ones keep their words in one piece.
         widest = max(range(len(widths)), key=lambda i: widths[i])
         widths[widest] -= 1
     for row in [head, *rows]:

@@ -178,6 +178,7 @@ def compare(
     text = json.dumps([problem_as_text(problem), {fact.key: fact.value for fact in facts}])
     every = list(map(json.loads, exchange(text) if exchange else gather_texts(text, mesh)))
     raise_problem(mesh, problem, [row[0] for row in every])
+    # In order: where an early fact differs, the later ones often differ only for that reason.
     for fact in facts:
         fact.expect({rank: row.get(fact.key) for rank, (_, row) in enumerate(every)}, mesh)
     return sums, [row for _, row in every]
@@ -251,6 +252,7 @@ def on_first_replica(mesh: Mesh, run: Callable[[], None]) -> None:
 def gather_texts(text: str, mesh: Mesh) -> list[str]:
     """Returns every rank's `text`, by rank."""
     encoded = text.encode()
+    # Texts go as whole numbers: `gather_ints` has the frame by which ranks of different calls do not pair.
     words = [
         int.from_bytes(encoded[i : i + 8].ljust(8, b"\0"), "little", signed=True) for i in range(0, len(encoded), 8)
     ]

@@ -31,6 +31,7 @@ class BackgroundExchange:
         """Returns every rank's text, by rank; raises Error on every rank if one was lost."""
         try:
             encoded = text.encode()
+            # An allgather takes tensors of one size.
             lengths = [int(n) for n in self._gather(torch.tensor([len(encoded)]))]
             padded = torch.frombuffer(bytearray(encoded.ljust(max(lengths))), dtype=torch.uint8)
             return [row.numpy().tobytes().decode() for row in self._gather(padded)]

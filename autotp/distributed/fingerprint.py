@@ -112,6 +112,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _signed(tensor: Tensor) -> Tensor:
     """Returns a sum with pseudo-random signs of some of a tensor's elements, and their norm. [...] -> [2]"""
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    # An odd step: one that divides the width of a matrix would meet the same columns in each row.
     flat = flat.detach().flatten()[:: flat.numel() // SAMPLED | 1][:SAMPLED].float()
     return torch.stack([flat @ _signs(flat.device)[: len(flat)], torch.linalg.vector_norm(flat)])
 
@@ -150,6 +151,7 @@ def bits_of_all(tensors: Sequence[Tensor]) -> Tensor:
     """
     sums = [part for tensor in tensors for part in _sums_of_bits(tensor)]
     ends = list(accumulate(map(len, sums)))
+    # Odd weights: modulo 2**64 an odd factor loses no bit of a sum.
     weights = (torch.arange(1, max(map(len, sums)) + 1, device=sums[0].device) * FACTOR) | 1
     totals = (torch.cat(sums) * torch.cat([weights[: len(part)] for part in sums])).cumsum(0)
     return torch.stack([totals[0] * 0, *(totals[end - 1] for end in ends)]).diff().view(-1, 2)
@@ -161,6 +163,7 @@ def _sums_of_bits(tensor: Tensor) -> list[Tensor]:
         return [torch.zeros(1, dtype=torch.int64, device=tensor.device)] * 2
     rows = tensor.contiguous().view(tensor.shape[0] if tensor.dim() else 1, -1)
     bits = rows.view(_INTEGERS[tensor.element_size()])
+    # Elements that are exchanged change the sum of a row or of a column, though not that of all.
     return [bits.sum(dim, dtype=torch.int64) for dim in (0, 1)]
 
 

@@ -30,6 +30,7 @@ def expect_own_ranks(model: nn.Module, mesh: Mesh, tensors: Mapping[str, Tensor]
     wrapper = DistributedDataParallel._get_active_ddp_module()  # It may have wrapped the model before `parallelize`.
     if wrapper is not None and any(module is model for module in wrapper.modules()):
         expect_apart("DistributedDataParallel", dist.get_process_group_ranks(wrapper.process_group), mesh)
+    # Units of `fully_shard` keep DTensors. Only where there are some, a call looks through all modules.
     if not isinstance(model, FSDPModule) and not has_dtensors(tensors.values()):
         return
     for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule)):
@@ -51,6 +52,7 @@ def expect_collectives_of_replicas(graph: fx.Graph, mesh: Mesh) -> None:
         name = str(node.target)
         if not name.startswith("_c10d_functional.") or "wait_tensor" in name or "broadcast" in name:
             continue
+        # The last text among the arguments is the group's name; of a reduction the first one says which.
         texts = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str)]
         ranks = common_ranks(dist.get_process_group_ranks(process_group(texts[-1])), mesh.everyone)
         if len(ranks) > 1 and texts[0] not in SAME_OF_EQUALS:

@@ -71,6 +71,7 @@ def _imported(names: tuple[str, ...]) -> str:
 
 
 def _device() -> torch.device:
+    # A strategy is made before the model is parallel: the launcher alone knows the card.
     number = int(os.environ.get("LOCAL_RANK", 0))
     return torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
 

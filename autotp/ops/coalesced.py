@@ -120,6 +120,7 @@ class WaitTogether(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         wait = ctx.running.waits.pop(torch._C._current_graph_task_id(), None)
+        # Nothing runs: `StartedTogether` has summed at once.
         if wait is None:
             return None, None, *grads
         running_sums().pop(ctx.running, None)

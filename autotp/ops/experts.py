@@ -34,6 +34,7 @@ def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) 
     Raises:
         Error: an index is out of range; raised on all ranks.
     """
+    # Stable: the rows of an expert stay in the order in which one device multiplies them.
     ordered, places = torch.sort(_wrapped(chosen, number, grouped), stable=True)
     experts = torch.arange(number + 1, dtype=ordered.dtype, device=ordered.device)
     begins = torch.searchsorted(ordered, experts).tolist()

@@ -110,6 +110,7 @@ class _Trials:
         def amend(name: str, program: Program) -> Program:
             if name != "choose":
                 return program
+            # Suspects are numbered as in the first trial, in which nothing is switched off.
             self.program = self.program or program
             return replace(program, decision=_reduced(program, only, stored))
 
@@ -124,6 +125,8 @@ class _Trials:
         try:
             return not self.report(settings, only, stored).ok
         except Error:
+            # Cuts may need each other. A trial that is refused has shown no difference, so its suspects are not guilty
+            # alone.
             return False
 
 
@@ -138,6 +141,7 @@ def _reduced(program: Program, only: Sequence[int] | None, stored: Collection[st
     if stored is None:
         return decision
     stored_leaves = {node: leaf for node, leaf in decision.held.items() if names.get(node.name, node.name) in stored}
+    # The operators stay cut: each rank takes its part of a whole parameter in the call.
     return replace(decision, held=stored_leaves)
 
 

@@ -197,6 +197,7 @@ def examine() -> Environment:
     """
     gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     started, problems = launch(), problems_of(dict(os.environ), len(gpus))
+    # With a problem the ranks may not meet, and each would wait for the others.
     exchange = None if started is None or problems else _timed()
     enough = bool(gpus) and len(gpus) >= (started.local_size if started is not None else 1)
     return Environment(
@@ -230,6 +231,7 @@ def problems_of(variables: dict[str, str], gpus: int) -> list[str]:
             f"torch {torch.__version__} is too old: pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'"
         )
     lacking = [name for name in TORCHRUN if name not in variables]
+    # An address alone may be set by a cluster for its own ends.
     if 0 < len(lacking) < len(TORCHRUN) and {"RANK", "WORLD_SIZE"} & variables.keys():
         problems.append(f"some of torchrun's variables are set, but not {', '.join(lacking)}: use torchrun")
     numbers = [name for name in VARIABLES if name.endswith(("RANK", "SIZE", "PROCID", "LOCALID")) and name in variables]

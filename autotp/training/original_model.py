@@ -61,6 +61,7 @@ class OriginalModel:
                 f"hooks of a {class_name} of the original model changed after autotp.distribute",
                 fix="register it on the original model before autotp.distribute",
             )
+        # Its parameters are on meta, but a user who freezes one there means the trainer's.
         now = ((name, parameter.requires_grad) for name, parameter in self.model.named_parameters())
         if frozen := [name for name, learns in now if self.learning.get(name, learns) != learns]:
             raise Error(

@@ -54,6 +54,7 @@ class Sampler(data.Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         step = self.trainer.steps
         while True:
+            # The order of an epoch is drawn once, and not for each batch.
             order, epoch = self.order(step // len(self)), step // len(self)
             while step // len(self) == epoch:
                 start = step % len(self) * self.batch_size

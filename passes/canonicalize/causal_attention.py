@@ -140,6 +140,7 @@ def _is_causal(node: fx.Node, facts: dict[fx.Node, Fact]) -> bool:
     args = arguments_of(node)
     sizes = tuple(Size.of(args[name].meta["val"].shape[-2]) for name in ("query", "key"))
     mask = facts.get(args["attn_mask"]) if isinstance(args["attn_mask"], fx.Node) else None
+    # With fewer queries than keys `is_causal` is another mask: torch lets the first query read the first key only.
     return mask == NoLaterKey(sizes) and not args["is_causal"] and sizes[0] == sizes[1]  # type: ignore[arg-type]
 
 

@@ -35,6 +35,7 @@ class Autocast:
 
 def ambient(device: torch.device) -> Autocast:
     """Returns the settings of autocast that now hold for operators on `device`; for "meta" those of the CPU, off."""
+    # torch has no autocast for this kind of device, and raises.
     if device.type == "meta":
         return Autocast()
     on = torch.is_autocast_enabled(device.type)

@@ -198,6 +198,7 @@ class Captured:
     @property
     def input_at(self) -> dict[Path, str]:
         """Path of a tensor in an attribute that is an input -> name of its placeholder."""
+        # Whole numbers have no placeholders; tensors of attributes come last among the inputs.
         paths = [path for path in self.opened if path not in self.attempt.opened.numbers]
         return dict(zip(paths, self.inputs[len(self.inputs) - len(paths) :], strict=True))
 

@@ -163,6 +163,7 @@ def flatten(tree: Any, known_states: Sequence[Any] = ()) -> tuple[list[Any], Any
         Error: an object holds tensors, and torch does not know how to flatten it.
     """
     leaves, spec = pytree.tree_flatten(_opened(tree, known_states))
+    # Most leaves are of a few classes, and a call is flattened often.
     candidates = [leaf for leaf in leaves if type(leaf) not in PLAIN]
     for leaf in candidates:
         if isinstance(leaf, Iterator):
@@ -353,6 +354,7 @@ def _built(below: Any, context: Any, rewritten: Sequence[bool] = ()) -> Any:
         rewritten: `rewrites` of each attribute's name, if it is known.
     """
     cls, names = context
+    # Its constructor may ask for other arguments than its attributes, and may compute.
     state = object.__new__(cls)
     attributes = vars(state)
     for name, value, again in zip(names, below, rewritten or map(library().rewrites, names), strict=True):

@@ -88,6 +88,7 @@ def stand_ins(
             # A detached alias: otherwise autograd would record writes during capture on the user's tensor.
             with unset_fake_temporarily():
                 alias = value.detach() if originals is None else _apart(value, device, storages)
+                # Parameters and buffers have their entries already.
                 memo.setdefault(id(value), alias.requires_grad_(value.requires_grad))
             if originals is not None:
                 originals[id(memo[id(value)])] = value
@@ -98,6 +99,7 @@ def stand_ins(
 
 def expect_copyable(model: nn.Module) -> None:
     """Raises Error for a module that holds more than its `__dict__`, or that no set can hold, and for some layouts."""
+    # Not `model.modules()`, which puts modules into a set: that fails for one that cannot be hashed.
     queue, visited = deque([("", model)]), set[int]()
     while queue:
         path, module = queue.popleft()
@@ -119,6 +121,7 @@ def expect_copyable(model: nn.Module) -> None:
 def _expect_no_slots(subject: str, cls: type[nn.Module]) -> NoReturn:
     """Raises the Error for a module of a class that lays out more than a `__dict__`."""
     larger = [base for base in cls.__mro__[:-1] if base.__itemsize__ or base.__basicsize__ > nn.Module.__basicsize__]
+    # The deepest of these bases is the one that adds something.
     if not larger[-1].__flags__ & WRITTEN_IN_PYTHON:
         raise Error(
             f"{subject} derives from {larger[-1].__name__}, too: it has contents that are no attributes",
@@ -139,6 +142,7 @@ def _apart(tensor: Tensor, device: str, storages: dict[int, torch.UntypedStorage
         return tensor.detach()
     storage_id = tensor.untyped_storage()._cdata
     if storage_id not in storages:
+        # All of the storage is copied, and once: tensors that share memory in the model share it in the copy.
         content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         storages[storage_id] = content.to(tensor.device if device == "meta" else device, copy=True).untyped_storage()
     copied = torch.empty(0, dtype=tensor.dtype, device=storages[storage_id].device)
@@ -234,6 +238,7 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
         if any(key_of(value) in model_keys for _, value in walk([((), function)], "held"))
     ]
     for function in copied_functions:
+        # All copies are made first, and filled below: functions may hold each other.
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         function_copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         function_copy.__dict__.update(function.__dict__)

@@ -48,6 +48,7 @@ class BlockCall(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Calls the block's module, which calls `run`; an nn.ModuleList cannot be called, so then `run` is called."""
+        # A region of the profiler takes time in each call, also where no profiler runs.
         if torch.autograd.profiler._is_profiler_enabled and not torch.compiler.is_compiling():
             with record_function(self.name):
                 return self._called(inputs)
@@ -139,6 +140,7 @@ def ties(
     return {
         name: ((module, key), first)
         for name, ((module, key), first) in tied.items()
+        # A module with two names is one place, at which nothing is tied.
         if key in module._parameters and (module, key) != places[first]
     }
 

@@ -35,6 +35,7 @@ def fresh(graph: fx.Graph) -> set[fx.Node]:
     """
     nodes = set()
     for node in graph.nodes:
+        # A `copy` overwrites its gradient, and never its input, which may be that of another block.
         if any(block_of(n) != block_of(node) for n in node.all_input_nodes[:1]) and node.target is not collectives.copy:
             continue
         if node.target is collectives.reduce and len(node.args) == 2 and _is_new(node.args[0]):

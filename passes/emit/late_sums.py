@@ -22,6 +22,7 @@ def late_sums(graph: fx.Graph) -> fx.Graph:
     first = next(node for node in graph.nodes if node.op != "placeholder")
     result, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
+        # At the beginning: it notes autograd's count before the first node of this graph.
         if node is first:
             result.call_function(begin_sums)
         env[node] = copied(result, node, env.__getitem__)

@@ -108,6 +108,7 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
                     _narrow(node)
                 if node.target in PYTHON_CALLS:
                     _call_python_function(node)
+            # At the end: by now each slice that can be one is a `narrow`.
             _split(part.graph, returned)
             part.graph.lint()
             part.recompile()

@@ -131,6 +131,7 @@ class _Replay:
     def unpack(self, number: int) -> Tensor:
         """Returns a tensor that autograd wanted."""
         run = torch._C._current_graph_task_id()
+        # In another backward (`retain_graph`), and for a tensor that was handed out before, the graph runs once more.
         if run != self.run or run == NO_RUN or self.values[number] is None:
             self.values, self.run = self._computed(), run
         value = self.values[number]

@@ -31,6 +31,7 @@ def weight_sums(graph: fx.Graph) -> fx.Graph:
     order = {node: i for i, node in enumerate(graph.nodes)}
     first = dict[fx.Node, list[fx.Node]]()
     for w, readers in weights.items():
+        # `read_twice` stands before the first of the two readers.
         first.setdefault(min(readers, key=order.__getitem__), []).append(w)
     for node in graph.nodes:
         for w in first.get(node, ()):

@@ -170,6 +170,8 @@ def _fill(routed: Routed, graph: fx.Graph, axes: Axes, claimed: Collection[fx.No
         user = queue.pop()
         if user in after and user not in needed:
             needed.add(user)
+            # Further on only through views and casts of the weights: an operator with another operand is where they are
+            # used.
             queue += user.users if len(operand_nodes(user)) == 1 else ()
     for node in reversed(graph.nodes):
         if node in needed:

@@ -77,6 +77,7 @@ def layouts_of_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, have: H
     for i in stay:
         node = returned(graph)[i]
         placement = have.get(node, (None,))[0]
+        # A layout has numbers, and only a call knows the length of such an axis.
         if isinstance(placement, Shard) and not find(placement.axis).size.symbols:
             # -1 for a size that only a call knows.
             shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)

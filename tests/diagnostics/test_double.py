@@ -10,7 +10,7 @@ import autotp
 from autotp.diagnostics.double import all_double, copied, doubled, moved
 
 
-def test_casts_are_to_float64() -> None:
+def test_all_double_makes_casts_float64() -> None:
     x = torch.ones(3)
     with all_double():
         assert torch.ones(2).dtype == torch.float64
@@ -26,7 +26,7 @@ def test_casts_are_to_float64() -> None:
     assert torch.ones(2).dtype == x.float().dtype == torch.float32
 
 
-def test_grouped_products() -> None:
+def test_all_double_computes_grouped_products() -> None:
     """torch has none in float64."""
     x, w = torch.randn(4, 3).double(), torch.randn(2, 3, 5).double()
     with all_double():
@@ -34,7 +34,7 @@ def test_grouped_products() -> None:
     torch.testing.assert_close(found, torch.cat([x[:1] @ w[0], x[1:] @ w[1]]))
 
 
-def test_a_copy_is_moved() -> None:
+def test_moved_leaves_no_zeros_and_ones() -> None:
     """Zeros and ones would hide a wrong cut. Computed tensors, which torch cannot copy, become leaves."""
     model = nn.LayerNorm(4)
     model.table = model.weight * 2
@@ -43,11 +43,11 @@ def test_a_copy_is_moved() -> None:
     assert (other.bias != 0).all() and (model.bias == 0).all() and (model.weight == 1).all()
 
 
-def test_doubled() -> None:
+def test_doubled_leaves_whole_numbers() -> None:
     assert doubled(torch.ones(2)).dtype == torch.float64 and doubled(torch.ones(2).long()).dtype == torch.int64
 
 
-def test_modules_in_a_plain_list() -> None:
+def test_moved_converts_modules_in_a_plain_list() -> None:
     """They are converted, so that verify refuses the model by their name, and not for their dtype."""
 
     class Listed(nn.Module):

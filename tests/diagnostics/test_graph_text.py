@@ -29,7 +29,7 @@ def two_blocks(call: Any, x: Any, w: Any, v: Any) -> Any:
     return at("", call(aten.exp.default, x))
 
 
-def test_blocks_that_are_alike() -> None:
+def test_graph_text_prints_blocks_that_are_alike_once() -> None:
     graph = draft(two_blocks, **{**VALUES, "x": some(3, 4)})
     assert graph_text(graph, HELD, {"x": "tokens"}).splitlines() == [
         "tokens: f64[3, 4]",
@@ -43,7 +43,7 @@ def test_blocks_that_are_alike() -> None:
     ]
 
 
-def test_a_block_that_differs() -> None:
+def test_graph_text_prints_a_block_that_differs() -> None:
     def make(call: Any, x: Any, w: Any, v: Any) -> Any:
         x = at("h.0", call(aten.mm.default, x, w))
         x = at("h.1", call(aten.mm.default, x, v))
@@ -71,7 +71,7 @@ def test_items_of_a_tuple_and_names_that_are_taken() -> None:
     ]
 
 
-def test_symbolic_sizes() -> None:
+def test_graph_text_names_symbolic_sizes() -> None:
     """Batch, then sequence, in the order of the inputs; a size that is computed has no line."""
     captured, graph = canonical(Plain(), torch.ones(2, 3, 8))
     text = graph_text(graph, captured.parameters, {captured.inputs[0]: "x"})
@@ -89,11 +89,11 @@ def test_symbolic_sizes() -> None:
         (torch.uint8, "ui8"),
     ],
 )
-def test_types(dtype: torch.dtype, text: str) -> None:
+def test_types_are_printed_with_dtype_and_sizes(dtype: torch.dtype, text: str) -> None:
     assert dtype_text(dtype) == text
     assert type_text(dtype, ["b", "768@tp"]) == f"{text}[b, 768@tp]"
 
 
-def test_sizes() -> None:
+def test_size_text_has_letters_for_symbols() -> None:
     letters = {"s0": "b", "s77": "s"}
     assert [size_text(size, letters) for size in (7, "s0", "s0*s77 + 1", "s1")] == ["7", "b", "b*s + 1", "s1"]

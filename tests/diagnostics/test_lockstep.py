@@ -44,7 +44,9 @@ PARTS = list(WHOLE.split([4, 4, 4], 1))
         ("scatter", (1, 10, 2), [WHOLE[:, :10]] * 3, [WHOLE[:, :4], WHOLE[:, 4:8], WHOLE[:, 8:10]]),
     ],
 )
-def test_forward(kind: str, rest: Any, given: list[Tensor], expected: list[Tensor]) -> None:
+def test_lockstep_forward_gives_the_parts_of_each_rank(
+    kind: str, rest: Any, given: list[Tensor], expected: list[Tensor]
+) -> None:
     """Uneven parts are those of torch.chunk, in whole blocks."""
     for found, want in zip(lockstep(collective(kind, *rest), given), expected, strict=True):
         torch.testing.assert_close(found, want)
@@ -61,7 +63,7 @@ def test_forward(kind: str, rest: Any, given: list[Tensor], expected: list[Tenso
         ("reduce_scatter", (1, 12), (3, 12), lambda grads: [torch.cat(grads, 1)] * 3),
     ],
 )
-def test_backward_is_the_conjugate(kind: str, rest: Any, given: tuple[int, ...], expected: Any) -> None:
+def test_lockstep_backward_is_the_conjugate(kind: str, rest: Any, given: tuple[int, ...], expected: Any) -> None:
     xs = [some(*given).requires_grad_() for _ in range(3)]
     found = lockstep(collective(kind, *rest), xs)
     grads = [some(*y.shape) * (rank + 2) for rank, y in enumerate(found)]
@@ -70,19 +72,19 @@ def test_backward_is_the_conjugate(kind: str, rest: Any, given: tuple[int, ...],
         torch.testing.assert_close(gradient, want)
 
 
-def test_memory_order_does_not_matter() -> None:
+def test_lockstep_joins_parts_in_any_memory_order() -> None:
     """Parts are joined along the dimension that the call names, however they lie in memory."""
     turned = [x.t().contiguous().t() for x in XS]
     assert all(found.equal(WHOLE) for found in lockstep(collective("gather", 1, 12), turned))
 
 
-def test_ranks_draw_alike() -> None:
+def test_lockstep_ranks_draw_alike() -> None:
     torch.manual_seed(1)
     found = lockstep(lambda call, x: call(aten.rand_like.default, call(aten.rand_like.default, x)), XS)
     assert found[0].equal(found[1]) and found[1].equal(found[2])
 
 
-def test_ranks_that_hold_the_same() -> None:
+def test_lockstep_sums_the_gradients_of_ranks_that_hold_the_same() -> None:
     """Of four ranks two and two hold the same rows: their gradients are summed, and other rows are their own."""
     xs = [some(3, 4).requires_grad_() for _ in range(4)]
     graphs = []
@@ -95,7 +97,7 @@ def test_ranks_that_hold_the_same() -> None:
     assert [g[:, 0].tolist() for g in made] == [[11, 11, 1], [10, 11, 11], [1100, 1100, 100], [1000, 1100, 1100]]
 
 
-def test_together() -> None:
+def test_lockstep_together_sums_each_gradient() -> None:
     """Each tensor is copied, and their gradients are summed over the ranks."""
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -28,7 +28,7 @@ def on_meta(**more: Any) -> Any:
         return gpt(**SIZES | {"dropout": 0.1} | more)
 
 
-def test_a_mesh_on_meta() -> None:
+def test_a_mesh_on_meta_is_proved() -> None:
     report = autotp.verify(on_meta(), 3, pp=2, dp=5, microbatches=4, schedule="interleaved", zero=1)
     proof = report.mesh
     assert report.ok and proof is not None and not report.gradients
@@ -47,7 +47,7 @@ def test_a_mesh_on_meta() -> None:
     assert report.to_dict()["mesh"]["ranks"] == 30
 
 
-def test_bytes_across_a_boundary() -> None:
+def test_mesh_proof_counts_bytes_across_a_boundary() -> None:
     model, rows, length = on_meta(), 2, 8
     x = torch.zeros(rows, length, dtype=torch.long)
     proof = autotp.verify(model, 2, pp=2, example_inputs=(x, x)).mesh  # As many microbatches as pipeline ranks.
@@ -55,7 +55,7 @@ def test_bytes_across_a_boundary() -> None:
     assert proof.sent == ((1, rows * length * SIZES["n_embd"] * 4),)
 
 
-def test_more_stages_a_rank() -> None:
+def test_mesh_proof_takes_several_stages_a_rank() -> None:
     report = autotp.verify(on_meta(n_layer=6), 1, pp=2, microbatches=4, schedule="interleaved", interleave=3)
     assert report.mesh is not None and report.mesh.interleave == 3 and report.mesh.actions == 2 * 6 * 4
     assert report.mesh.division.ranks == (0, 1, 0, 1, 0, 1)
@@ -99,7 +99,7 @@ SCHEDULES: dict[Callable[[list[list[Action]]], None], str] = {
 
 
 @pytest.mark.parametrize("fault", SCHEDULES, ids=lambda fault: fault.__name__)
-def test_a_schedule_that_is_not(fault: Callable[[list[list[Action]]], None]) -> None:
+def test_an_incomplete_schedule_is_refused(fault: Callable[[list[list[Action]]], None]) -> None:
     order = [list(row) for row in actions_of(ENGINES["1F1B"], 2, 4)]
     fault(order)
     with pytest.raises(Error, match=SCHEDULES[fault]):
@@ -142,7 +142,7 @@ def test_zero_leaves_whole_what_has_no_elements() -> None:
     assert report.mesh is not None and report.mesh.whole == ("ln_f.shifts",)
 
 
-def test_ranks_that_divide_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_divide_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, division = [0], mesh_proof.division
 
     def other(training: Any, ranks: int, *given: Any) -> Any:
@@ -173,7 +173,7 @@ def test_ranks_that_divide_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be(sizes: dict[str, Any], message: str) -> None:
+def test_verify_refuses_layouts_that_cannot_be(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(Error, match=message):
         autotp.verify(on_meta(), 1, **sizes)
 
@@ -208,7 +208,7 @@ def proved(model: Any, length: int, tp: int, pp: int, dp: int) -> Any:
     return autotp.verify(model, tp, pp=pp, dp=dp, microbatches=pp, example_inputs=given).mesh
 
 
-def test_a_llama_of_few_layers() -> None:
+def test_a_llama_of_few_layers_is_proved() -> None:
     proof = proved(of_llama(4), 8192, 2, 2, 64)
     assert proof.ranks == 256 and proof.tied == {} and proof.sent == ((1, 8192 * 16384 * 4),)
 
@@ -220,7 +220,9 @@ def test_a_llama_of_few_layers() -> None:
     [(of_llama, 126, 405, (8, 16, 64)), (of_deepseek, 61, 671, (8, 16, 8))],
     ids=("llama-405b", "deepseek-671b"),
 )
-def test_at_full_size(make: Callable[[int], Any], layers: int, billions: int, sizes: tuple[int, int, int]) -> None:
+def test_models_at_full_size_are_proved(
+    make: Callable[[int], Any], layers: int, billions: int, sizes: tuple[int, int, int]
+) -> None:
     began, model = time.process_time(), make(layers)
     assert sum(p.numel() for p in model.parameters()) // 10**9 == billions
     proof = proved(model, 4096, *sizes)

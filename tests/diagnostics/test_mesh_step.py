@@ -49,7 +49,7 @@ def test_a_step_is_one_devices(sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name in ("llama", "t5", "gpt2", "bart")])
-def test_models_of_transformers(name: str) -> None:
+def test_a_step_of_models_of_transformers_is_one_devices(name: str) -> None:
     tokens = torch.arange(16).view(2, 8) % 19 + 2
     labels = tokens.masked_fill(torch.tensor([[1] * 5 + [0] * 3, [0] * 8]).bool(), -100)
     report = autotp.verify(
@@ -78,7 +78,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 @pytest.mark.rare
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str) -> None:
+def test_a_step_of_families_is_one_devices(family: str) -> None:
     model, inputs = tiny(family)
     call = functools.partial(autotp.verify, without_dropout(model), 2, pp=2, dp=2, microbatches=2)
     if family in ROWS:
@@ -89,7 +89,7 @@ def test_families(family: str) -> None:
         assert report.ok and report.gradients, report
 
 
-def test_a_model_without_blocks() -> None:
+def test_a_step_of_a_model_without_blocks_is_one_devices() -> None:
     inputs = (torch.randn(6, 4),)
     assert autotp.verify(Regression(), 1, dp=3, microbatches=2, example_inputs=inputs).ok
 
@@ -137,7 +137,9 @@ def a_tied_part_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [of_a_part, stages_swapped, a_tied_part_left_out], ids=lambda it: it.__name__)
-def test_a_fault_is_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mesh_step_sees_each_fault(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault(monkeypatch)
     report = autotp.verify(gpt(0, **SIZES), 1, pp=2, dp=2, microbatches=2, example_inputs=uneven())
     assert not report.ok and "DIFFERENT" in report.verdict

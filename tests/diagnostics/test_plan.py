@@ -49,14 +49,14 @@ forward     2 all-reduce; 640 B for inputs 2x5x8
 backward    1 all-reduce; 320 B for inputs 2x5x8"""
 
 
-def test_a_plan_as_a_table() -> None:
+def test_plan_prints_as_a_table() -> None:
     expected = TABLE
     for mark, text in (("LOOP", "x = x + block(x)"), ("LAST", "return x @ torch.linalg")):
         expected = expected.replace(mark, line_of(__file__, text).split(":")[1].split()[0])
     assert str(autotp.explain(Model(), 2, example_inputs=X)) == expected
 
 
-def test_rows_and_totals_agree() -> None:
+def test_plan_has_rows_that_agree_with_totals() -> None:
     """The first block's input has no gradient, so its product sums none in backward."""
     plan = autotp.explain(Model(), 2, example_inputs=X)
     assert [row.name for row in plan.cuts if row.backward] == ["h.1.0.weight"]
@@ -72,7 +72,7 @@ class Masked(nn.Module):
         return self.down(self.up(x[x.sum(-1) > 0]).relu())
 
 
-def test_a_size_that_depends_on_values() -> None:
+def test_plan_says_that_a_size_depends_on_values() -> None:
     """No rule would help."""
     (row,) = (row for row in autotp.explain(Masked(), 2, example_inputs=X).whole if "index" in row.name)
     assert (row.shape, row.reason) == (("?", "?"), "its size depends on values: replicated")
@@ -83,7 +83,7 @@ def made(names: list[str], tp: int = 2, sends: tuple[Sent, ...] = ()) -> Plan:
     return Plan("Net", tp, cuts, (), 1000, 500, Traffic(sends, ((2, 3), (4,))))
 
 
-def test_what_a_step_sends() -> None:
+def test_plan_counts_what_a_step_sends() -> None:
     """Counts by kind and direction, bytes of all."""
     sends = (
         Sent("all-reduce", "h.0", 300, False, False),
@@ -100,7 +100,7 @@ def test_what_a_step_sends() -> None:
     assert str(made([])).splitlines()[-1] == "backward    no collective; 0 B for inputs 2x3 4"
 
 
-def test_cut_sequences() -> None:
+def test_plan_types_have_the_cuts_of_sequences() -> None:
     """The types of what is cut have both cuts; without cp there are none."""
     model = gpt(n_layer=2, n_head=4, n_embd=16, vocab_size=61)
     plan = autotp.explain(model, 2, cp=2)
@@ -111,7 +111,7 @@ def test_cut_sequences() -> None:
     assert autotp.explain(model, 2).types == {}
 
 
-def test_one_rank_and_the_sequence() -> None:
+def test_plan_of_one_rank_is_whole_and_sequences_are_counted() -> None:
     one = autotp.explain(gpt(), 1)
     assert not one.cuts and {row.reason for row in one.whole} == {"tp=1: weights are whole"}
     assert one.bytes_rank == one.bytes_total and not one.traffic.sends

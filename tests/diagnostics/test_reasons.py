@@ -181,7 +181,7 @@ class One(nn.Module):
     ],
     ids=["whole", "element", "elements", "unweighed", "sent", "small"],
 )
-def test_the_other_causes(kind: str, shape: tuple[int, ...], told: str) -> None:
+def test_reasons_name_the_other_causes(kind: str, shape: tuple[int, ...], told: str) -> None:
     row = row_of(One(kind, *shape), "p")
     assert re.fullmatch(f"its reader {told}", row.reason), row.reason
     assert row.reason.count("test_reasons.py:") == 1 + (kind == "sent")

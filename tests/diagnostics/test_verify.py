@@ -63,32 +63,32 @@ TRIALS = pytest.mark.parametrize("trial", [gpt_trial, bert_trial, alibi], ids=["
 
 
 @TRIALS
-def test_nothing_changed(trial: Callable[[], Trial]) -> None:
+def test_verify_passes_what_nothing_changed(trial: Callable[[], Trial]) -> None:
     assert compare(trial()).ok
 
 
 @TRIALS
-def test_each_conjugate_dropped(trial: Callable[[], Trial]) -> None:
+def test_verify_sees_each_conjugate_that_is_dropped(trial: Callable[[], Trial]) -> None:
     nodes = calls(trial(), *CONJUGATES)
     assert len(nodes) >= 8
     assert [str(n) for n in nodes if not red(trial(), on(n.name, drop))] == []
 
 
 @TRIALS
-def test_each_conjugate_twice(trial: Callable[[], Trial]) -> None:
+def test_verify_sees_each_conjugate_that_runs_twice(trial: Callable[[], Trial]) -> None:
     """The maximum of maxima is the maximum; all others count."""
     nodes = [n for n in calls(trial(), *CONJUGATES) if n.args[2:] != ("max",)]
     assert [str(n) for n in nodes if not red(trial(), on(n.name, repeat))] == []
 
 
 @TRIALS
-def test_each_conjugate_for_the_other(trial: Callable[[], Trial]) -> None:
+def test_verify_sees_each_conjugate_in_place_of_the_other(trial: Callable[[], Trial]) -> None:
     nodes = calls(trial(), collectives.copy, collectives.reduce)
     assert [str(n) for n in nodes if not red(trial(), on(n.name, conjugate))] == []
 
 
 @pytest.mark.parametrize("kind", [collectives.copy, collectives.reduce], ids=["copy", "reduce"])
-def test_a_conjugate_too_many(kind: Any) -> None:
+def test_verify_sees_a_conjugate_too_many(kind: Any) -> None:
     """Behind any value that a gradient flows through."""
     graph, captured = gpt_trial().graphs[0], gpt_trial().analysis.captured
     parameters = frozenset(n for n in graph.nodes if n.name in captured.parameters)
@@ -98,7 +98,7 @@ def test_a_conjugate_too_many(kind: Any) -> None:
     assert [name for name in tensors if not red(gpt_trial(), on(name, behind(kind, "tp")))] == []
 
 
-def test_names_what_is_wrong() -> None:
+def test_verify_names_what_is_wrong_alone() -> None:
     """A dropped copy leaves outputs right; wrong is the gradient of all that stands before it, and nothing else."""
     copies = calls(gpt_trial(), collectives.copy)
     before = [{"wte.weight", "wpe.weight", "h.0.ln_1.weight", "h.0.ln_1.bias"}]
@@ -111,7 +111,7 @@ def test_names_what_is_wrong() -> None:
         assert report.worst.name in expected
 
 
-def test_the_gradient_of_an_input() -> None:
+def test_verify_sees_the_gradient_of_an_input() -> None:
     mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
     trial = apart(make_trial(mlp, (torch.ones(2, 6),), {}, 2))
     (node,) = calls(trial, collectives.copy)
@@ -131,12 +131,12 @@ def test_a_fused_weight_cut_as_one(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["attention.query.weight", "attention.key.weight", "attention.value.bias", "attention.output.weight"]
 )
-def test_heads_in_another_order(name: str) -> None:
+def test_verify_sees_heads_in_another_order(name: str) -> None:
     assert not compare(resliced(bert_trial(), f"layer.0.{name}", [(8, 16), (0, 8)])).ok
 
 
 @pytest.mark.parametrize("trial", [gpt_trial, bert_trial], ids=["gpt", "bert"])
-def test_a_bias_added_on_every_rank(trial: Callable[[], Trial]) -> None:
+def test_verify_sees_a_bias_that_every_rank_adds(trial: Callable[[], Trial]) -> None:
     reduced = [n for n in calls(trial(), collectives.reduce) if is_biased(n)]
     assert len(reduced) >= 2
     assert [str(n) for n in reduced if not red(trial(), on(n.name, bias_before_reduce))] == []
@@ -158,14 +158,14 @@ WRONG = {
 
 @pytest.mark.parametrize("trial", [gpt_trial, bert_trial], ids=["gpt", "bert"])
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_argument(trial: Callable[[], Trial], what: str) -> None:
+def test_verify_sees_a_wrong_argument(trial: Callable[[], Trial], what: str) -> None:
     """The softmax scale, the mask, the heads whose mask is drawn, where a rank's rows of the vocabulary start."""
     function, at, change = WRONG[what]
     (node,) = calls(trial(), function)
     assert not compare(trial(), on(node.name, argument(at, change))).ok
 
 
-def test_a_loss_divided_twice() -> None:
+def test_verify_sees_a_loss_that_is_divided_twice() -> None:
     (node,) = calls(gpt_trial(), torch.ops.aten.div.Tensor)
     report = compare(gpt_trial(), on(node.name, behind(torch.ops.aten.mul.Tensor, 0.5)))
     assert [d.name for d in report.outputs if d.error > report.tolerance] == ["loss"]
@@ -174,7 +174,7 @@ def test_a_loss_divided_twice() -> None:
 # ---- the report
 
 
-def test_report() -> None:
+def test_report_prints_its_verdict_and_differences() -> None:
     gradients = (Difference("w", 3e-16), Difference("b", 0.0))
     good = Report(gpt_trial().plan, (Difference("loss", 2e-16),), gradients, (Difference("w", 1e-17),))
     assert good.ok
@@ -210,7 +210,7 @@ def test_what_is_no_number_is_not_ok() -> None:
     assert str(report.outputs[0]) == "nan  loss"
 
 
-def test_on_meta() -> None:
+def test_verify_on_meta_computes_nothing() -> None:
     with torch.device("meta"):
         big = GPT(GPTConfig(n_layer=2))
     assert str(autotp.verify(big, tp=8)) == (
@@ -219,7 +219,7 @@ def test_on_meta() -> None:
     )
 
 
-def test_the_model_is_not_touched() -> None:
+def test_verify_leaves_the_model_as_it_was() -> None:
     trained = BERT(BERTConfig(**SIZES))
     trained.layer[0].mlp.output.weight.requires_grad_(False)
     inputs = trained.dummy_inputs
@@ -282,7 +282,7 @@ class OfNumbers(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [([1, 2, 3],), ()])
-def test_a_model_without_tensors_among_its_arguments(rows: tuple[Any, ...]) -> None:
+def test_verify_takes_a_model_without_tensors_among_its_arguments(rows: tuple[Any, ...]) -> None:
     report = autotp.verify(OfNumbers(), 3, example_inputs=rows)
     assert report.ok, report
     assert "20 width" in str(autotp.explain(OfNumbers(), 3, example_inputs=rows))
@@ -300,7 +300,7 @@ class Biased(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, self.bias)
 
 
-def test_a_gradient_that_one_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_sees_a_gradient_that_one_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a difference, even if this rank's part has no elements: ranks would not call the same collectives."""
     x = torch.randn(2, 6, 8)
     assert autotp.verify(Biased(), 3, example_inputs=x).ok
@@ -336,7 +336,7 @@ class Sized(nn.Module):
         return self.down(Shaped.apply(self.up(x))) / size.numel()
 
 
-def test_a_size_among_the_arguments() -> None:
+def test_verify_takes_a_size_among_the_arguments() -> None:
     x = torch.randn(3, 8)
     report = autotp.verify(Sized(), 2, example_inputs=(x, x.shape))
     assert report.ok, report
@@ -355,7 +355,7 @@ class Varying(nn.Module):
 
 
 @pytest.mark.parametrize(("fewer", "counts"), [(False, (1, 2)), (True, (2, 1))])
-def test_another_number_of_outputs(fewer: bool, counts: tuple[int, int]) -> None:
+def test_verify_tells_another_number_of_outputs(fewer: bool, counts: tuple[int, int]) -> None:
     """The model looks at the exporter, as libraries may: verify says what differs."""
     report = autotp.verify(Varying(fewer), 2, example_inputs=torch.randn(3, 8))
     told = "the number of outputs: {} of a rank, {} of one device".format(*counts)
@@ -441,5 +441,5 @@ class ChangesDtypeAndLayout(Plain):
         return self.mlp(x.to(torch.float64, memory_format=torch.contiguous_format))
 
 
-def test_a_cast_with_a_memory_format() -> None:
+def test_verify_takes_a_cast_with_a_memory_format() -> None:
     assert autotp.verify(ChangesDtypeAndLayout(), 2, example_inputs=torch.randn(3, 8)).ok

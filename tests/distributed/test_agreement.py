@@ -298,7 +298,7 @@ def in_other_calls(rank: int, n: int, folder: str) -> dict[str, str]:
 AXES = ("global", "tp")  # These ranks are all there are.
 
 
-def test_another_call(tmp_path: Path) -> None:
+def test_ranks_in_other_calls_get_one_error_that_names_both(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(in_other_calls, 2, str(tmp_path), timeout=100)):
         for pair, said in found.items():
             one, other = pair.split()
@@ -326,7 +326,7 @@ def lose_a_peer(rank: int, n: int, when: str) -> str:
 
 @pytest.mark.system
 @pytest.mark.parametrize("when", ["backward", pytest.param("before", marks=pytest.mark.rare)])
-def test_a_peer_dies_in_a_step(when: str) -> None:
+def test_a_peer_that_dies_in_a_step_is_named(when: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         run_ranks(lose_a_peer, 2, when, timeout=60, may_die=[1])
     assert str(raised.value) == (
@@ -340,7 +340,7 @@ def test_a_peer_dies_in_a_step(when: str) -> None:
 # ---- one process
 
 
-def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallelize_without_torchrun_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -352,7 +352,7 @@ def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert autotp.parallelize(copy.deepcopy(model), 1)(*tokens(seq=4)).isfinite()
 
 
-def test_rules_that_do_not_parse() -> None:
+def test_rule_refuses_what_does_not_parse() -> None:
     assert message(lambda: autotp.rule(torch.ops.aten.add.Tensor, "b h")) == (
         'rule(aten.add.Tensor): the rule "b h" does not parse\n'
         "  expected one `->` between operands and outputs\n"
@@ -360,7 +360,7 @@ def test_rules_that_do_not_parse() -> None:
     )
 
 
-def test_an_error_travels() -> None:
+def test_error_keeps_call_and_facts_between_processes() -> None:
     """Pickled, as between processes, an Error keeps its call and its facts."""
     import pickle
 

@@ -31,7 +31,7 @@ def test_a_batch_is_moved_and_one_line_says_so_once() -> None:
         assert to_device(batch, ELSEWHERE, [False, False])[0].device == ELSEWHERE
 
 
-def test_what_stays() -> None:
+def test_to_device_leaves_what_is_wanted_or_there() -> None:
     """A tensor that an operator wants there, one without dimensions, one that is on the device already."""
     given = [torch.ones(2), torch.tensor(3), torch.ones(2, device="meta")]
     with warnings.catch_warnings(action="error"):
@@ -39,7 +39,7 @@ def test_what_stays() -> None:
     assert all(x is y for x, y in zip(found, given, strict=True))
 
 
-def test_on_the_cpu_nothing_happens() -> None:
+def test_to_device_does_nothing_on_the_cpu() -> None:
     given = [torch.ones(2)]
     with warnings.catch_warnings(action="error"):
         assert to_device(given, CPU, [False])[0] is given[0]

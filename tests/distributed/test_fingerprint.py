@@ -41,24 +41,24 @@ TOKENS = torch.arange(12).view(3, 4)
     ],
     ids=["tokens", "mask", "nested", "images", "complex", "scalar", "kind", "none", "position"],
 )
-def test_other_arguments(one: Any, other: Any) -> None:
+def test_fingerprints_of_other_arguments_differ(one: Any, other: Any) -> None:
     assert not alike(one, other)
     assert alike(one, one)
 
 
-def test_round_off() -> None:
+def test_fingerprints_of_round_off_are_alike() -> None:
     x = drawn(0, 3, SAMPLED + 7).half()
     assert alike(x, x + 1e-3 * drawn(1, *x.shape).half())
     assert len(ints_of(x)) == 3
 
 
-def test_what_has_no_numbers() -> None:
+def test_fingerprints_of_what_has_no_numbers_are_alike() -> None:
     assert alike(torch.full((4,), torch.nan), torch.ones(4))
     for one in (torch.empty(0, 3), torch.ones(4, device="meta"), drawn(0, 3).to_sparse()):
         assert alike(one, one)
 
 
-def test_requires_grad_and_transforms() -> None:
+def test_fingerprints_ignore_gradients_and_transforms() -> None:
     x = torch.nn.Parameter(drawn(0, 3))
     assert alike(x, x.detach())
     found = []

@@ -25,11 +25,11 @@ class Hidden(Plain):
         return {"hidden": hidden, "out": self.down(hidden.relu())}
 
 
-def test_sizes_stay_sizes() -> None:
+def test_gather_all_leaves_sizes_as_they_are() -> None:
     assert [type(x) for x in gather_all((torch.Size([2]), 3, torch.ones(2)))] == [torch.Size, int, torch.Tensor]
 
 
-def test_what_is_whole_comes_back() -> None:
+def test_gather_returns_what_is_whole() -> None:
     plain = torch.ones(2, 3)
     assert autotp.gather({"a": plain, "b": [3, "text"]}) == {"a": plain, "b": [3, "text"]}
 

@@ -88,7 +88,7 @@ def _environment() -> Iterator[None]:
         "srun-pmi2", "mpich-in-srun", "torchrun-in-srun", "torchrun-1",
     ],
 )  # fmt: skip
-def test_who_started_it(variables: dict[str, str], expected: Launch | None) -> None:
+def test_launch_reads_who_started_the_process(variables: dict[str, str], expected: Launch | None) -> None:
     put(variables)
     assert launch() == expected
     assert world_size() == (expected.size if expected is not None else 1)
@@ -103,7 +103,7 @@ def test_who_started_it(variables: dict[str, str], expected: Launch | None) -> N
     ],
     ids=["srun", "open-mpi", "mpich"],
 )
-def test_nobody_knows_where(variables: dict[str, str], here: int, line: str) -> None:
+def test_launch_without_an_address_says_what_to_write(variables: dict[str, str], here: int, line: str) -> None:
     put(variables)
     with pytest.raises(autotp.Error) as raised:
         make_mesh(4)
@@ -115,7 +115,7 @@ def test_nobody_knows_where(variables: dict[str, str], here: int, line: str) -> 
     assert not dist.is_initialized()
 
 
-def test_the_folder_is_this_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_launch_refuses_a_folder_that_others_may_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"autotp-{os.getuid()}"
     folder.mkdir()
@@ -148,7 +148,7 @@ def answers(store: dist.Store, buses: Sequence[int], by_default: Sequence[int] =
         return set(threads.map(asked, range(len(buses))))
 
 
-def test_ranks_on_one_card() -> None:
+def test_ranks_on_one_card_are_found() -> None:
     store = dist.HashStore()
     assert answers(store, (5, 7, 9)) == {((), True)}
     assert answers(store, (9, 5, 7), by_default=(1,)) == {((), False)}, "another world in the same store"
@@ -263,7 +263,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("kind", ["srun", "open-mpi"])
-def test_on_one_machine(kind: str, tmp_path: Path) -> None:
+def test_ranks_of_one_machine_meet_in_a_folder(kind: str, tmp_path: Path) -> None:
     """A job of the same name that was killed has left the port of a process that is gone."""
     left = tmp_path / f"autotp-{os.getuid()}"
     left.mkdir(mode=0o700)
@@ -274,7 +274,7 @@ def test_on_one_machine(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["srun", "mpich"])
-def test_at_an_address(kind: str, tmp_path: Path) -> None:
+def test_ranks_meet_at_an_address(kind: str, tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(meet, 2, kind, str(tmp_path), free_port())):
         assert found == (rank, 2, [[0], [7]])
     assert not list(tmp_path.iterdir())
@@ -285,7 +285,7 @@ def test_at_an_address(kind: str, tmp_path: Path) -> None:
     [(0, False, "waiting for clients"), (1, False, "timed out"), (0, True, "EADDRINUSE")],
     ids=["first", "second", "port-taken"],
 )
-def test_the_others_are_missing(rank: int, taken: bool, why: str) -> None:
+def test_a_rank_whose_others_are_missing_is_told(rank: int, taken: bool, why: str) -> None:
     """One process of two, which waits for nobody."""
     dist.destroy_process_group() if dist.is_initialized() else None
     with socket.create_server(("", 0)) as held:
@@ -311,7 +311,7 @@ print(model.mesh, tuple(model[0].weight.shape))
 """
 
 
-def test_a_script(tmp_path: Path) -> None:
+def test_a_script_under_srun_runs_unchanged(tmp_path: Path) -> None:
     """`srun python train.py`, unchanged."""
     started = []
     for rank in range(2):
@@ -327,7 +327,7 @@ def test_a_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "how", ["spawn", pytest.param("notebook", marks=pytest.mark.rare), pytest.param("launch", marks=pytest.mark.rare)]
 )
-def test_started_by_others(how: str, tmp_path: Path) -> None:
+def test_ranks_started_by_other_launchers_find_each_other(how: str, tmp_path: Path) -> None:
     """torch.multiprocessing.spawn, accelerate.notebook_launcher, accelerate launch."""
     script, port = str(HERE / "scripts" / "launched.py"), str(free_port())
     if how != "spawn":

@@ -71,7 +71,7 @@ def test_a_model_around_another_takes_its_place() -> None:
     assert said == ["out"]
 
 
-def test_tensors_by_model() -> None:
+def test_tensors_are_sorted_by_their_models() -> None:
     """In the order of the models, which is the same on all ranks; gradients count, and other tensors are left."""
     one, two, other = watch(nn.Linear(2, 3)), watch(nn.Linear(3, 2)), torch.ones(3)
     two(torch.ones(1, 3)).sum().backward()

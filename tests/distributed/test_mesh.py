@@ -48,7 +48,7 @@ def test_one_process_that_asks_for_all_is_told() -> None:
 
 @pytest.mark.usefixtures("no_torchrun")
 @pytest.mark.parametrize("timeout", [20, timedelta(), "60s"], ids=repr)
-def test_a_timeout_is_a_timedelta(timeout: Any) -> None:
+def test_mesh_refuses_a_timeout_that_is_no_timedelta(timeout: Any) -> None:
     assert message(lambda: make_mesh(1, timeout=timeout)) == (
         f"timeout={timeout!r}\n  expected a datetime.timedelta\n  try      timedelta(seconds=60)"
     )
@@ -57,7 +57,7 @@ def test_a_timeout_is_a_timedelta(timeout: Any) -> None:
 @pytest.mark.usefixtures("no_torchrun")
 @pytest.mark.parametrize("tp", [1, None])
 @pytest.mark.filterwarnings("ignore:there is one process")
-def test_one_process_needs_no_group(tp: int | None) -> None:
+def test_mesh_of_one_process_needs_no_group(tp: int | None) -> None:
     mesh = make_mesh(tp)
     assert mesh == Mesh("tp", 1, 0, None, torch.device("cpu"))
     assert str(mesh) == "tp=1, rank 0 on cpu"
@@ -69,7 +69,7 @@ def test_one_process_needs_no_group(tp: int | None) -> None:
 
 
 @pytest.mark.usefixtures("no_torchrun")
-def test_not_under_torchrun() -> None:
+def test_mesh_of_many_without_torchrun_is_an_error() -> None:
     assert message(lambda: make_mesh(8)) == (
         "tp=8 needs 8 processes, and this is one\n  try      torchrun --nproc-per-node 8 train.py"
     )
@@ -78,12 +78,12 @@ def test_not_under_torchrun() -> None:
 
 @pytest.mark.usefixtures("no_torchrun")
 @pytest.mark.parametrize("tp", [0, -2, 2.0, "2", True], ids=repr)
-def test_tp_is_a_positive_int(tp: Any) -> None:
+def test_mesh_refuses_tp_that_is_no_positive_int(tp: Any) -> None:
     assert message(lambda: make_mesh(tp)) == f"tp={tp!r} is not a whole number of 1 or more\n  try      tp=2"
 
 
 @pytest.mark.usefixtures("no_torchrun")
-def test_mesh_is_a_device_mesh() -> None:
+def test_mesh_refuses_what_is_no_device_mesh() -> None:
     assert message(lambda: make_mesh(4, (1, 4))) == (  # type: ignore[arg-type]
         "mesh is a tuple, not a DeviceMesh\n"
         '  try      mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))'
@@ -91,7 +91,7 @@ def test_mesh_is_a_device_mesh() -> None:
 
 
 @pytest.mark.usefixtures("no_torchrun")
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mesh_takes_the_gpu_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -110,7 +110,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_torchrun")
-def test_devices_of_spawned_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mesh_of_spawned_processes_takes_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.multiprocessing.spawn sets no variables: the rank counts, or the device that the user has set."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -149,7 +149,7 @@ def run_torchrun(rank: int, n: int, port: int) -> tuple[Mesh, str, list[list[int
     return mesh, before, gather_ints([rank, -(2**62) - rank], mesh)
 
 
-def test_torchrun() -> None:
+def test_mesh_follows_the_variables_of_torchrun() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank, (mesh, before, ints) in enumerate(run_ranks(run_torchrun, 3, store.port)):
         assert (mesh.axis, mesh.size, mesh.rank, mesh.device) == ("tp", 3, rank, torch.device("cpu"))
@@ -217,7 +217,7 @@ def world_of_four() -> list[Any]:
     return run_ranks(run_world, 4)
 
 
-def test_world_of_four() -> None:
+def test_mesh_of_a_world_of_four_has_its_place() -> None:
     for rank, found in enumerate(world_of_four()):
         for name, size, place in (("world", 4, rank), ("grid", 2, rank % 2), ("line", 4, rank)):
             mesh = found[name]
@@ -234,7 +234,7 @@ def test_world_of_four() -> None:
         assert found["same"] == [True] * 8, "bit for bit"
 
 
-def test_errors_in_a_world_of_four() -> None:
+def test_mesh_errors_in_a_world_of_four_say_what_to_write() -> None:
     for rank, found in enumerate(world_of_four()):
         assert found["tp1"] == (
             "4 processes are more than tp=1: without a mesh the replicas would silently drift apart\n"
@@ -277,7 +277,7 @@ def two_axes(rank: int, n: int) -> None:
         )
 
 
-def test_a_mesh_with_two_axes() -> None:
+def test_mesh_with_two_axes_is_in_order_or_refused() -> None:
     run_ranks(two_axes, 4, timeout=60)
 
 
@@ -307,7 +307,7 @@ def waits(rank: int, n: int) -> list[timedelta]:
     return [timeout_of(_resolve_process_group(model.mesh.group)) for model in (first, other)]
 
 
-def test_timeouts() -> None:
+def test_mesh_waits_as_long_as_it_is_told() -> None:
     """A model's group waits as long as the default one, or as it is told."""
     assert run_ranks(waits, 2, timeout=41) == [[timedelta(seconds=41), timedelta(seconds=7)]] * 2
 

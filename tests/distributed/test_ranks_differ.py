@@ -47,7 +47,7 @@ def training(rank: int, n: int, folder: str) -> list[str]:
     return found
 
 
-def test_training(tmp_path: Path) -> None:
+def test_checkpoints_of_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(training, 2, str(tmp_path), timeout=100)):
         assert found == [
             f"save_checkpoint: rank 0 does not see what rank 1 wrote: rank-00001.tensors is not in {tmp_path}/of-0",
@@ -82,7 +82,7 @@ def loading(rank: int, n: int) -> list[str]:
     return found
 
 
-def test_load_state_dict() -> None:
+def test_load_state_dict_of_ranks_that_differ_is_refused() -> None:
     """One error on every rank, and nothing is changed."""
     one, other = run_ranks(loading, 2, timeout=60)
     told = (
@@ -181,7 +181,7 @@ def processors_of_the_first_rank(model: Any, rank: int) -> None:
 
 
 @pytest.mark.system
-def test_of_transformers(tmp_path: Path) -> None:
+def test_files_of_transformers_of_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     for found in run_ranks(of_transformers, 2, str(tmp_path), timeout=100):
         assert found == [
             "tp rank 1 sees another checkpoint than rank 0",

@@ -156,7 +156,7 @@ def expect_close(found: Any, expected: Any) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.rare)])
-def test_loop(package: str, tmp_path: Path) -> None:
+def test_lightning_loop_and_files_are_one_devices(package: str, tmp_path: Path) -> None:
     one = trained(0, 1, tmp_path / "one", package)
     two = run_ranks(trained, 2, tmp_path / "two", package, timeout=250, fresh=True)
     assert len(one[1][0]) < len(one[0][0]), "it goes on from the second epoch"
@@ -225,7 +225,7 @@ def refused(rank: int, n: int, folder: Path, package: str) -> dict[str, str]:
 
 @pytest.mark.rare
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_refused(package: str, tmp_path: Path) -> None:
+def test_lightning_refuses_other_strategies(package: str, tmp_path: Path) -> None:
     for found in run_ranks(refused, 2, tmp_path, package, timeout=250, fresh=True):
         for name, strategy in {"single": "SingleDevice", "replicas": "DDP", "in_configure": "SingleDevice"}.items():
             assert found[name].startswith(f"{strategy}Strategy does not know that its processes hold one"), found
@@ -260,7 +260,7 @@ def averaged(rank: int, n: int, folder: Path) -> list[Any]:
 
 
 @pytest.mark.rare
-def test_averages_of_weights(tmp_path: Path) -> None:
+def test_lightning_averages_of_weights_are_one_devices(tmp_path: Path) -> None:
     """They are those of one device, also in checkpoints, and a run goes on from these."""
     expected = averaged(0, 1, tmp_path / "one")
     two = run_ranks(averaged, 2, tmp_path / "two", timeout=250, fresh=True)

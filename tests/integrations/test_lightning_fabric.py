@@ -83,7 +83,7 @@ def trained(rank: int, n: int, folder: Path, package: str) -> Any:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("package", ["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.rare)])
-def test_loop(package: str, tmp_path: Path) -> None:
+def test_fabric_loop_and_files_are_one_devices(package: str, tmp_path: Path) -> None:
     one = trained(0, 1, tmp_path / "one", package)
     assert len(one[0][0]) == 12 and len(one[1][0]) == 6
     expect_close(one[1], (one[0][0][6:], one[0][1]))
@@ -133,7 +133,7 @@ def refused(rank: int, n: int, folder: Path, package: str) -> dict[str, str]:
 
 @pytest.mark.rare
 @pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
-def test_refused(package: str, tmp_path: Path) -> None:
+def test_fabric_refuses_other_strategies(package: str, tmp_path: Path) -> None:
     for errors in run_ranks(refused, 2, tmp_path, package, timeout=250, fresh=True):
         assert errors["single"].startswith("SingleDeviceStrategy does not know that its processes hold one"), errors
         assert "Fabric(strategy=fabric_strategy())" in errors["single"]

@@ -342,7 +342,21 @@ def test_published_sizes_are_all_listed():
     assert [*BERT_SIZES] == ["334M", "1.3B", "3.9B"]
 
 
-@pytest.mark.parametrize("size", GPT_SIZES_2021)
+TABLE_1 = {
+    "1.7B": (24, 2304, 24), "3.6B": (32, 3072, 30), "7.5B": (32, 4096, 36), "18.4B": (48, 6144, 40),
+    "39.1B": (64, 8192, 48), "76.1B": (80, 10240, 60), "145.6B": (96, 12288, 80), "310.1B": (128, 16384, 96),
+    "529.6B": (128, 20480, 105), "1008B": (160, 25600, 128),
+}  # fmt: skip
+"""Narayanan et al. 2021: size -> (attention heads, hidden size, layers)."""
+
+
+def test_gpt_sizes_of_2021_are_those_of_the_table() -> None:
+    sizes = {name: (config.n_head, config.n_embd, config.n_layer) for name, config in GPT_SIZES_2021.items()}
+    assert sizes == TABLE_1
+    assert {(config.block_size, config.vocab_size) for config in GPT_SIZES_2021.values()} == {(2048, 51200)}
+
+
+@pytest.mark.parametrize("size", TABLE_1)
 def test_gpt_sizes_of_2021_have_rounded_parameter_counts(size: str) -> None:
     """Table 1 has them rounded."""
     with torch.device("meta"):

@@ -83,7 +83,7 @@ def inputs():
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_each_command_is_one(line: str) -> None:
+def test_pages_show_commands_that_parse(line: str) -> None:
     """The program reads its arguments; what they name need not be there."""
     name, *rest = shlex.split(line, comments=True)
     get_command(app).commands[name].make_context(name, rest)  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def without_errors(text: str) -> str:
     return re.sub(r"\d\.\de[-+]\d\d  \S+.*", "ERROR", text)
 
 
-def test_the_printed_report(
+def test_page_shows_the_printed_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = "autotp verify model.py:build:inputs --tp 2 3 --layers 2"
@@ -110,7 +110,7 @@ def test_the_printed_report(
     assert without_errors(capsys.readouterr().out) == without_errors(shown(command))
 
 
-def test_the_printed_difference(
+def test_page_shows_the_printed_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], registry: None
 ) -> None:
     """The page has dots for the lines that it leaves out."""
@@ -123,7 +123,9 @@ def test_the_printed_difference(
     assert found.startswith(before) and found.endswith(after)
 
 
-def test_the_printed_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_shows_the_printed_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     transformers = pytest.importorskip("transformers")
     command = "autotp plan llama --tp 8 --layers 2"
     config = transformers.LlamaConfig(
@@ -141,7 +143,7 @@ def without_seconds(text: str) -> str:
     return re.sub(r"\d+\.\d{2,3}(?= s$|  |$)", "SECONDS", text, flags=re.MULTILINE)
 
 
-def test_the_printed_stages(
+def test_page_shows_the_printed_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each part between two `...` is a part of what is printed, in this order."""

@@ -31,13 +31,13 @@ def without_round_off(text: str) -> str:
     return re.sub(r"worst .*", "worst", text)
 
 
-def test_the_worked_example() -> None:
+def test_worked_example_prints_what_is_shown() -> None:
     text = PAGE.read_text()
     shown = [output for _, output in SHOWN.findall(text)]
     assert [without_round_off(output) for output in outputs(text)] == [without_round_off(output) for output in shown]
 
 
-def test_files_that_are_named_exist() -> None:
+def test_contributing_names_files_that_exist() -> None:
     """But for the pass that a reader is told to write."""
     root, text = PAGE.parent, PAGE.read_text()
     named = set(re.findall(r"(?:autotp|passes|tests|examples|benchmarks|docs)/[\w/]+\.(?:py|md)", text))

@@ -85,12 +85,12 @@ def test_the_first_line_is_one_sentence(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*FUNCTIONS, *MEMBERS])
-def test_arguments_are_explained(path: str) -> None:
+def test_docstrings_explain_arguments(path: str) -> None:
     assert labels(section(path, "Args")) == parameters(found(path))
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_attributes_are_explained(name: str) -> None:
+def test_docstrings_explain_attributes(name: str) -> None:
     """Those of a dataclass are its arguments; a class that a user makes has arguments of its own."""
     kind = found(name)
     declared = {key for key in vars(kind).get("__annotations__", {}) if not key.startswith("_")}
@@ -101,7 +101,7 @@ def test_attributes_are_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*FUNCTIONS, *MEMBERS, *CLASSES])
-def test_what_is_raised_is_said(path: str) -> None:
+def test_docstrings_say_what_is_raised(path: str) -> None:
     """A public function raises Error for bad input; of the rest those whose code says `raise`."""
     source = found(path)
     if path in CLASSES:
@@ -112,7 +112,7 @@ def test_what_is_raised_is_said(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", autotp.__all__)
-def test_examples_run(name: str, alone: None) -> None:
+def test_docstrings_have_examples_that_run(name: str, alone: None) -> None:
     names = {"autotp": autotp, "torch": torch, "nn": nn, "Regression": Regression}
     tests = [test for test in FINDER.find(found(name), name, module=False, globs=names) if test.examples]
     assert name in {test.name for test in tests}

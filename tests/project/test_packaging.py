@@ -186,7 +186,7 @@ def test_nobody_imports_the_folders_by_bare_names() -> None:
     assert [file for file in ours if bare.search(file.read_text()) and file.name != Path(__file__).name] == []
 
 
-def test_a_description_for_readers_elsewhere() -> None:
+def test_description_has_absolute_links() -> None:
     """Links to files become absolute, or plain text; code, anchors and addresses stay."""
     page = '[a\nb](docs/a.md) ![p](p.png) [c](#c) [d](https://d/) `x[0](y)`\n```\nx[0](y)\n```\n<img src="q.svg">'
     stays = "[c](#c) [d](https://d/) `x[0](y)`\n```\nx[0](y)\n```\n"
@@ -229,7 +229,7 @@ def test_a_checkout_that_is_not_installed(built: Built, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_an_editable_install(built: Built, tmp_path: Path) -> None:
+def test_editable_install_adds_one_folder_to_the_path(built: Built, tmp_path: Path) -> None:
     """It adds one folder to the path, which editors read, too, and no hook of imports, which they do not run."""
     with zipfile.ZipFile(built.editable) as file:
         (added,) = (name for name in file.namelist() if ".dist-info/" not in name)
@@ -254,7 +254,7 @@ def test_a_source_distribution_is_a_checkout(built: Built) -> None:
 
 
 @pytest.mark.system
-def test_an_unpacked_source_distribution(built: Built, tmp_path: Path) -> None:
+def test_source_distribution_tests_and_builds_itself(built: Built, tmp_path: Path) -> None:
     """Its tests run, and a wheel built from it has the same files."""
     with tarfile.open(built.sdist) as file:
         file.extractall(tmp_path)

@@ -66,7 +66,7 @@ def test_the_picture_is_the_plan_of_today() -> None:
     assert figure.PICTURE.read_text() == figure.drawn()
 
 
-def test_the_first_screen() -> None:
+def test_readme_says_what_other_pages_say() -> None:
     """What it says about other pages is what they say."""
     rows = [line.split("|") for line in (PAGE.parent / "docs" / "coverage.md").read_text().splitlines()]
     errors = [float(row[6]) for row in rows if len(row) > 6 and re.match(r" \d+e-", row[6])]
@@ -88,7 +88,7 @@ def test_the_first_screen() -> None:
     assert told in TEXT
 
 
-def test_adding_an_operator(registry: None) -> None:
+def test_readme_adds_an_operator_that_is_cut(registry: None) -> None:
     printed(block("autotp.rule("))
     op = torch.ops.mylib.scale_rows
 
@@ -106,7 +106,7 @@ def test_adding_an_operator(registry: None) -> None:
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=lambda code: code.strip().splitlines()[0][:30])
-def test_names_of_the_library(code: str) -> None:
+def test_readme_uses_names_that_exist(code: str) -> None:
     """Each `autotp.name` in a block exists."""
     used = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
     assert all(hasattr(autotp, n.attr) for n in used if n.value.id == "autotp")  # type: ignore[attr-defined]

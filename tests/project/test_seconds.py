@@ -39,12 +39,12 @@ def test_shares_take_about_as_long() -> None:
 
 
 @pytest.mark.parametrize("share", ["0/4", "5/4", "1", "a/b", "1/0"])
-def test_no_share(share: str) -> None:
+def test_share_that_is_none_is_wrong_use(share: str) -> None:
     with pytest.raises(pytest.UsageError, match="write --share 2/4"):
         shares(NAMES, share)
 
 
-def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_list_has_what_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a case of `Checks` its CPU counts, of others the longer of both; what is short is left out."""
     monkeypatch.setattr("seconds.LIST", tmp_path / "list")
     (tmp_path / "list").write_text("# head\n3.0 old.py::test_kept\n3.0 b.py::test_on_ranks[2-first one]\n")

@@ -89,7 +89,7 @@ def test_each_module_has_a_test_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("module", ELSEWHERE)
-def test_what_is_tested_elsewhere(module: str) -> None:
+def test_a_module_that_is_tested_elsewhere_has_no_test_of_its_own(module: str) -> None:
     """The module is there, and so is the other test; once it has a test of its own, it needs no line here."""
     assert module in modules() and own_test(module) is None
     assert (TESTS / f"{ELSEWHERE[module]}.py").exists()

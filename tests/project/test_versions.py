@@ -71,23 +71,23 @@ def test_a_python_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert versions.found_python("9.9") is None
 
 
-def test_what_did_not_install() -> None:
+def test_outcome_names_the_command_that_failed() -> None:
     """A failed command is named: it need not be pip, nor versions that do not go together."""
     found = versions.outcome(versions.Row("3.11", "2.13", "5.17"), {"3.11": "/bin/false"})
     assert found == versions.Outcome("not run: `-m venv` ended with status 1")
 
 
-def test_names_of_failed_tests() -> None:
+def test_failed_reads_the_names_of_failed_tests() -> None:
     printed = "FAILED tests/a.py::b[(1, 2)-x y] - Error: no - more\nERROR tests/c.py\n1 failed, 1 error\n"
     assert versions.failed(printed) == ("tests/a.py::b[(1, 2)-x y]", "tests/c.py")
 
 
-def test_what_pip_is_asked_for() -> None:
+def test_requirement_is_what_pip_is_asked_for() -> None:
     assert versions.requirement("torch", "2.12") == "torch==2.12.*"
     assert versions.requirement("torch", versions.NEWEST) == "torch"
 
 
-def test_wheels_for_cpus() -> None:
+def test_cpu_release_is_the_newest_with_a_wheel() -> None:
     """The newest torch is the newest of all: an older one is not run in its name."""
     assert versions.cpu_release(LISTED, "2.13") == "2.13.0+cpu"
     assert versions.cpu_release(LISTED, "2.12") is None
@@ -121,7 +121,7 @@ def test_a_row_may_have_an_older_torch_than_autotp_asks_for(monkeypatch: pytest.
     assert "--no-deps" in second and str(ROOT) in second
 
 
-def test_what_a_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tried_reads_counts_and_failed_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The counts and the tests that failed are read from what pytest prints."""
     test = ROOT / "tests" / "project" / "test_tests.py"
     monkeypatch.setattr(versions, "TESTS", (f"{test}::test_each_module_has_a_test_of_its_name",))

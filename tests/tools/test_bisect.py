@@ -58,7 +58,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "bind", run)
 
 
-def test_the_guilty_weight_and_pass(spoilt: None) -> None:
+def test_bisect_finds_the_guilty_weight_and_pass(spoilt: None) -> None:
     model = gpt(block_size=8, vocab_size=61, n_layer=2, n_head=4, n_embd=16)
     blame = bisect(model, ((), model.dummy_inputs), 2, DEFAULTS)
     assert blame is not None
@@ -103,7 +103,7 @@ def untrue(registry: None) -> Iterator[None]:
     yield
 
 
-def test_the_guilty_rule(untrue: None) -> None:
+def test_bisect_finds_the_guilty_rule(untrue: None) -> None:
     blame = bisect(Centred(), ((torch.randn(3, 4),), {}), 2, DEFAULTS)
     assert blame is not None
     assert blame.rule == "bisect_tests.centred.default" and blame.passes == ()

@@ -25,7 +25,7 @@ def test_the_tested_versions_are_those_that_are_pinned() -> None:
     [("", "1.0", "missing"), ("1.0", "1.0", "tested"), ("1.0+cpu", "1.0", "tested"), ("1.1", "1.0", "untested"),
      ("1.0", "", "untested")],
 )  # fmt: skip
-def test_states(found: str, tested: str, state: str) -> None:
+def test_installed_says_how_a_version_compares(found: str, tested: str, state: str) -> None:
     assert Installed("x", found, tested).state == state
 
 
@@ -47,17 +47,17 @@ def test_states(found: str, tested: str, state: str) -> None:
     ],
     ids=["alone", "torchrun", "gpus", "some", "number", "slurm", "srun", "address"],
 )
-def test_problems(variables: dict[str, str], gpus: int, told: list[str]) -> None:
+def test_problems_of_variables_and_gpus_are_told(variables: dict[str, str], gpus: int, told: list[str]) -> None:
     found = problems_of(variables, gpus)
     assert len(found) == len(told) and all(a.startswith(b) for a, b in zip(found, told, strict=True))
 
 
-def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_have_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1")
     assert problems_of({}, 0) == ["torch 2.9.1 is too old: pip install 'torch>=2.13'"]
 
 
-def test_a_process_alone() -> None:
+def test_examine_of_a_process_alone_finds_no_problem() -> None:
     found = examine()
     assert found.launched is None and found.exchange is None and found.problems == ()
     assert found.packages[0] == Installed("torch", torch.__version__, TESTED["torch"])

@@ -82,6 +82,7 @@ def state_dict_in(file: Path) -> dict[str, Tensor]:
         Error: the file has something else.
     """
     content = read_torch_file(file)
+    # Training loops keep a model's state dict under one of these keys.
     for key in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]

@@ -138,6 +138,7 @@ def write_pieces(
         OSError: the file system fails.
     """
     pieces, start = list[Piece](), 0
+    # "x": a file that is there already is not overwritten. The folder belongs to this save alone.
     with (folder / file_of(rank)).open("xb") as target:
         for offsets, tensor in tensors:
             data = bytes_of(tensor)

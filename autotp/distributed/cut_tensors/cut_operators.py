@@ -36,6 +36,7 @@ class Kind(Enum):
 def kind_of(func: Any) -> Kind:
     """Returns what a function asks for. An unknown one asks for values."""
     name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
+    # An attribute comes as a method of its descriptor, which knows the attribute's name.
     if name in ("__get__", "__set__", "__delete__"):
         return _of_attribute(name, getattr(getattr(func, "__self__", None), "__name__", ""))
     if module.startswith("torch.distributed."):

@@ -91,6 +91,7 @@ def rows_to_set(tensor: DTensor, value: Any, layout: Layout, mesh: Mesh, name: s
     Raises:
         Error: it has not the shape of the whole.
     """
+    # None removes a gradient, and a DTensor is in rows already.
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != layout.shape:

@@ -31,6 +31,7 @@ def choose_interface(store: Any, several_machines: bool) -> None:
         several_machines: whether the ranks are on several machines.
     """
     own_name = addresses_of(socket.gethostname())
+    # On one machine the loopback is right, and what the user has set counts.
     if not several_machines or os.environ.get(GLOO_INTERFACE) or (own_name and not _is_loopback(own_name[0])):
         return
     names = (_interface_of(host) for host in own_hosts(store) if not _is_loopback(host))
@@ -50,6 +51,7 @@ def _interface_of(address: str) -> str | None:
         return None
     for _, name in socket.if_nameindex():
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            # The answer is a `struct ifreq`: 16 bytes of name, then family and port, then the address.
             answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

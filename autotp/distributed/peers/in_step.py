@@ -134,6 +134,7 @@ def _count(counted: str, place: Mesh, started: int, arguments: Any) -> None:
         on_news(APART, _note_apart)
     progress.count += 1
     if progress.count % PERIOD == 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        # The numbers of the last record have arrived from the card by now, if they ever do: else it is dropped.
         _keep(progress)
         progress.pending = progress.count, Record(started, fingerprint(arguments))
         if progress.pending[1].arguments.arrived is None:
@@ -187,6 +188,7 @@ def _look() -> None:
             tell(ranks, TOLD, [key, newest, *records[newest].as_plain_data()])
             progress.told = newest
         elif progress.place.rank > 0 and key in _first:
+            # The first rank may be ahead or behind: only a call that this rank has recorded, too, can be compared.
             call, *first = _first[key]
             if call in records and progress.told < call:
                 progress.apart = _difference(progress, call, records[call].as_plain_data(), first)

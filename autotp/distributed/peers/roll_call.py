@@ -159,6 +159,7 @@ class Node:
 
     def unlinked(self, neighbour: int) -> None:
         """The connection to a neighbour was closed: its process has ended."""
+        # A neighbour that has taken leave has ended as it should.
         if self.heard.pop(neighbour, None) is not None and neighbour not in self.ended:
             self._learn(neighbour, self.notes.get(neighbour, ""))
         self._go_on()
@@ -268,6 +269,8 @@ class Node:
 
     def _call(self, number: str, source: int | None) -> None:
         parent = self.parent if source is None else None
+        # A child that has joined, and is not connected yet, may still answer: it is waited for until it counts as
+        # silent.
         pending = {rank for rank in self.children if rank in self.heard or rank in self.expected} - {*self.ended}
         census = Census(dict(self.lost), dict(self.ended), set(), {self.state(): [[self.rank, self.rank + 1]]})
         self.roll = Roll(number, source, pending - {*self.lost}, census)

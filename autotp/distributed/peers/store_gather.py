@@ -66,6 +66,7 @@ def _wait(
     end = time.monotonic() + timeout.total_seconds()
     while True:
         try:
+            # A short wait again and again: in between this rank asks whether it waits in vain.
             return store.wait(names, timedelta(seconds=max(min(INTERVAL, end - time.monotonic()), 0.001)))
         except RuntimeError:
             if why := unless():

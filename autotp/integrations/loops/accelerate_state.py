@@ -33,6 +33,7 @@ _shown: ContextVar[tuple[int | None, int | None]] = ContextVar("shown", default=
 def show_replicas() -> None:
     """Changes accelerate's state, once it is imported: from then on it shows `replicas()`."""
     state = sys.modules.get("accelerate.state")
+    # accelerate imports its parts one after the other: with the last one all names are there.
     if state is None or "accelerate.accelerator" not in sys.modules:
         return
     partial: Any = state.PartialState
@@ -131,6 +132,7 @@ def _on_first_of_replica(method: Method) -> Method:
     @wraps(method)
     def on_process(self: Any, function: Any = None, process_index: int | None = None) -> Any:
         elsewhere = replicas() is not None and own_ranks().rank > 0
+        # No process has the index -1, so accelerate does not run the function here.
         with showing(index=-1 if elsewhere else None):
             return method(self, function, process_index)
 

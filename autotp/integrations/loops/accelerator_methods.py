@@ -258,6 +258,7 @@ def _seen_by_all(method: Method) -> Method:
     def check_trigger(self: Any) -> bool:
         """A flag of one rank is one of its whole replica."""
         if replicas() is not None:
+            # All ranks take part in the reduction, also those on which nobody has set the flag.
             if self.flag_tensor is None:
                 self.flag_tensor = torch.tensor(0, device=self.device)
             dist.all_reduce(self.flag_tensor, dist.ReduceOp.MAX)

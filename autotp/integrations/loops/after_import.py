@@ -26,6 +26,7 @@ class _Finder(MetaPathFinder):
         """Returns the module's spec, whose loader calls back; None for other modules."""
         if name not in self.names:
             return None
+        # Without this finder, which would ask itself for ever.
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:

@@ -34,6 +34,7 @@ def noisy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noise_of(model: Any, alpha: float) -> Noise:
+    # peft puts its own module around the model.
     adapted = model if "base_model" not in model._modules else model.get_base_model()
     embeddings = adapted.get_input_embeddings()
     embeddings.neftune_noise_alpha = alpha

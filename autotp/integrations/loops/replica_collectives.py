@@ -37,6 +37,7 @@ class TorchOfReplicas:
 
 
 def _gathered(axis: Mesh, outputs: list[Tensor], tensor: Tensor) -> None:
+    # One replica has no process group: `replicas.ALONE`.
     if axis.size == 1:
         outputs[0].copy_(tensor)
     else:

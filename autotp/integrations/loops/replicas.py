@@ -79,6 +79,7 @@ def whole_for_file(state: Any, mesh: Mesh) -> Any:
             return x
         if id(x) not in gathered:
             made = x.full_tensor() if isinstance(x, DTensor) else gather(x)
+            # What is not cut stays the object that it is: ties and views of it are seen by what writes the file.
             gathered[id(x)] = x if made is x else None if mesh.rank else made.cpu()
         return gathered[id(x)]
 

@@ -37,6 +37,7 @@ def watch_torchmetrics() -> None:
         distributed_available: Any = None,
     ) -> None:
         axis = replicas()
+        # A group that the user gave is meant as it is.
         over_replicas = axis is not None and (process_group or it.process_group) is None
         if over_replicas and axis is not None and axis.size > 1:
             process_group = group_of(axis)

@@ -165,6 +165,7 @@ def _opening_repository(method: Method) -> Method:
         done_by_all(partial(method, self, token))
         repository = [self.hub_model_id]
         dist.broadcast_object_list(repository)
+        # On other processes transformers returns before it sets the second attribute, which a push reads.
         self.hub_model_id, self.push_in_progress = repository[0], getattr(self, "push_in_progress", None)
 
     return init_hf_repo

@@ -51,6 +51,7 @@ def shown_attribute(name: str, value: Any) -> Any:
     if name in COUNTS and isinstance(value, int | torch.SymInt):
         # [count], on one byte of memory.
         return torch.zeros((), dtype=torch.bool).expand(value)
+    # A device is no leaf of a graph: `read_attribute` takes it from the cache's tensors.
     return None if isinstance(value, torch.device) else value
 
 

@@ -34,6 +34,7 @@ LOGITS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 @contextmanager
 def _decoding(model: Any, logits: str) -> Iterator[None]:
     """Marks a model as generating, in a `with` block."""
+    # A model may generate while it generates, as its own assistant does.
     before = LOGITS.get(model)
     LOGITS[model] = logits
     try:
@@ -246,6 +247,7 @@ def _on_cut_scores(processor: Any, name: str, tokens: Tensor, scores: CutScores)
     if name == "TopKLogitsWarper" and processor.filter_value == EXCLUDED:
         return scores.top(processor.top_k)
     if name in SCALED:
+        # Where a penalty applies is seen on scores of one: these change there alone.
         tried = processor(tokens, scores.values.new_ones(len(tokens), scores.width))
         return scores.scaled(tried != 1, processor.penalty)
     return None

@@ -86,6 +86,7 @@ class Transformers(ModelLibrary):
 
     def parameter_adapter(self, model: Any) -> str:
         """Returns the name of a module with an adapter for `target_parameters` of peft; "" if there is none."""
+        # `isinstance(x, ())` is False: without peft there is no such module.
         wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
         paths = (path for path, module in model.named_modules() if isinstance(module, wrapper))
         return next(paths, "") or super().parameter_adapter(model)

@@ -398,6 +398,7 @@ def _write_beside(folder: Path, parallel: ParallelModule) -> None:
     """Writes the configurations, and copies the tokenizer's files from the folder that the model was read from."""
     model: Any = parallel
     config = copy.deepcopy(model.config)
+    # The class of the original: `class_of` finds it by this name.
     config.architectures = [type(model).__name__]
     config.dtype = next(p.dtype for p in parallel.parameters() if p.is_floating_point())
     with _error_if_unwritable("config"):

@@ -82,6 +82,7 @@ def _compared_sum(run: Callable[[], Any], group: ProcessGroup, tensors: Sequence
     """Sums, and warns if ranks of one model had the same tensors: NOTE [No collective of our own]."""
     number = _compared[group.group_name] = _compared[group.group_name] + 1
     ranks_of_group = dist.get_process_group_ranks(group)
+    # Of several models, the one that shares most ranks with the group: a warning names these.
     shared = [common_ranks(ranks_of_group, holdings_of(model, "").place) for model in models()]
     ranks = max(shared, key=len, default=[])
     # Zeros are the same on all ranks without any mistake.

@@ -65,6 +65,7 @@ def run(args: Sequence[str]) -> int:
         logging.disable(logging.WARNING)  # Libraries log what no user of a command can act on.
     try:
         with warnings_on_stderr(), full_tracebacks() if debug else nullcontext():
+            # In standalone mode typer would print errors in its own way, and end the process.
             status = app(args=list(args) or ["--help"], prog_name="autotp", standalone_mode=False)
         if status == INTERRUPTED:  # typer has caught it.
             raise KeyboardInterrupt
@@ -72,12 +73,15 @@ def run(args: Sequence[str]) -> int:
         return _failed(error, args)
     finally:
         logging.disable(before)
+    # Without a command the help was printed, and nothing was done.
     return (status if isinstance(status, int) else RIGHT) if args else WRONG_USE
 
 
 def _failed(error: BaseException, args: Sequence[str]) -> int:
     """Prints an error, in JSON as well if that was asked for; returns the exit status."""
+    # Where an Error was wrong use, JSON still has its call and its facts, and not one text of all.
     cause = error.__cause__ if isinstance(error, WrongUse) and isinstance(error.__cause__, Error) else error
+    # Errors of the command line's parser have this method; their class is typer's own copy of click's.
     expected = isinstance(error, Error | WrongUse | KeyboardInterrupt) or hasattr(error, "format_message")
     if "--debug" in args or not expected:
         traceback.print_exception(error)

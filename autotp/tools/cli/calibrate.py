@@ -42,6 +42,7 @@ def calibrate_command(
         raise WrongUse(str(error)) from error
     try:
         calibration = calibrate(gpu=device, seconds=seconds)
+        # While there is a group: afterwards no process knows its rank.
         first = not dist.is_initialized() or dist.get_rank() == 0
     finally:
         if dist.is_initialized():

@@ -72,6 +72,7 @@ def convert(
         complain("warning: no config.json is written, which transformers needs: --config FOLDER")
     if form == "safetensors" and target.suffix:
         raise WrongUse(f"TARGET {target} is a folder for safetensors: leave {target.suffix} out, or use --to torch")
+    # A tokenizer's files belong to the weights, and lie beside them.
     beside = (lambda folder: copy_beside(source, folder)) if source.is_dir() else (lambda folder: None)
     largest = parse_size(max_shard_size)
     within("convert", lambda: write_content(content, target, form, largest=largest, beside=beside))
@@ -88,6 +89,7 @@ def _named(content: Content, source: Path, form: Format, config: Path | None) ->
     settings = None if config is None else config_in(config / CONFIG if config.is_dir() else config)
     if form == "training" and content.format == "safetensors" and source.is_dir() and content.config is not None:
         return replace(content, tensors=as_in_modules(source))
+    # Those formats have the names of modules; files of transformers may have others, which the configuration decides.
     if form == "safetensors" and config is not None and content.format in ("training", "torch"):
         return replace(content, tensors=as_in_files(content.tensors, config), config=settings)
     return content if settings is None else replace(content, config=settings)
@@ -95,6 +97,7 @@ def _named(content: Content, source: Path, form: Format, config: Path | None) ->
 
 def _print_differences(unlike: Sequence[Unlike], json: bool, atol: float) -> None:
     if json:
+        # JSON has no infinity.
         rows = [{**asdict(row), "largest": row.largest if math.isfinite(row.largest) else "inf"} for row in unlike]
         print_json({"ok": not unlike, "atol": atol, "differences": rows})
     else:

@@ -23,6 +23,7 @@ def doctor(json: Json = False, debug: Debug = False) -> None:
         first = not dist.is_initialized() or dist.get_rank() == 0
     finally:
         if dist.is_initialized():
+            # NCCL warns about a group that is still there when the process ends.
             dist.destroy_process_group()
     if first:
         show(environment, json)

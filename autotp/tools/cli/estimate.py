@@ -65,6 +65,7 @@ def estimate_command(
     mesh: dict[str, Any] = {"pp": pp, "dp": dp, "zero": zero, "schedule": schedule.value, "interleave": interleave}
     with arguments_in_use():
         device, computed = hardware_of(gpu), dtype_named(dtype)
+        # These raise before the model is built, which may take long.
         Layout(batch=batch, micro_batch=micro_batch, dtype=computed, tp=tp, cp=chosen["cp"], **mesh)
         engine_of(schedule.value, interleave)
     made, inputs = on_meta(argument), argument.example_inputs()
@@ -75,6 +76,7 @@ def estimate_command(
             sequence=sequence, example_inputs=inputs, **mesh, **chosen,
         )  # fmt: skip
     microbatches = est.layout.microbatches
+    # It may have been built on the CPU. On meta the proof takes no memory for values.
     proof = None if not prove else verify(
         made.to("meta"), tp, microbatches=microbatches, example_inputs=inputs, **mesh, **chosen
     )  # fmt: skip

@@ -62,6 +62,7 @@ def spread(args: Sequence[str]) -> list[str]:
     parsed: list[str] = []
     name = ""
     for arg in args:
+        # The value directly behind the name needs no second one.
         if name and parsed[-1] != name and SEVERAL[name](arg):
             parsed.append(name)
         elif name and parsed[-1] != name:
@@ -116,8 +117,10 @@ def _instead_of(
         made = value_of({flag.name: _value(values.pop(flag.name)) for flag in flags})
         command(**values, **{name: made})
 
+    # Behind parameters with defaults, flags without one may only follow by keyword.
     ordered = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*parameters, *flags)]
     run.__name__, run.__doc__ = command.__name__, command.__doc__
+    # typer reads the flags from the signature, and their types from the annotations.
     run.__signature__ = signature(command).replace(parameters=ordered, return_annotation=None)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in ordered}
     return run
@@ -139,6 +142,7 @@ def _flag(name: str) -> Parameter:
 
 
 def _choices(name: str, values: Sequence[str]) -> Any:
+    # typer checks a text against an Enum, and lists its values in the help.
     return Enum(name, {value: value for value in values})
 
 

@@ -14,6 +14,7 @@ def main() -> int:
     try:
         from autotp.tools.cli.app import run
     except ModuleNotFoundError as error:
+        # Another missing module is a broken installation, which the extra would not repair.
         if (error.name or "").partition(".")[0] not in NEEDED:
             raise
         problem = f"the command line needs {error.name}: pip install 'autotp[cli]'"

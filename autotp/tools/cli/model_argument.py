@@ -103,6 +103,7 @@ class ModelArgument:
     def _made(self) -> nn.Module:
         published = PUBLISHED.get(self.text.lower())
         if isinstance(published, ConfiguredSize):
+            # A configuration has one way in, from its file, where all of it is checked.
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, CONFIG).write_text(json.dumps(published.configuration))
                 return self._configured(Path(folder))
@@ -126,6 +127,7 @@ def literals_of(text: str | None) -> tuple[list[Any], dict[str, Any]]:
         WrongUse: it is no list of arguments, or one of them is no literal.
     """
     try:
+        # Python itself reads the arguments, as those of a call. `(1)(2)` is a call of a call, and `(**x)` has no names.
         call = ast.parse(f"f{text or '()'}", mode="eval").body
         if (
             not isinstance(call, ast.Call)
@@ -210,6 +212,7 @@ def _file(path: Path) -> ModuleType:
     """Imports a file, as `python path` would: files beside it can be imported."""
     if not path.is_file():
         raise WrongUse(f"there is no file {path}")
+    # The example inputs may be in the file of the factory: run twice, its classes would differ from each other.
     if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path.resolve()):
         return sys.modules[path.stem]
     if str(path.resolve().parent) not in sys.path:
@@ -236,6 +239,7 @@ def on_meta(argument: ModelArgument) -> nn.Module:
     try:
         return argument.model(meta=True)
     except WrongUse as first:
+        # Without an exception behind it, the command line itself is wrong, and would be on the CPU.
         if argument.path is not None or not isinstance(first.__cause__, Exception):
             raise
         model = argument.model(meta=False)
@@ -251,6 +255,7 @@ def with_values(argument: ModelArgument) -> nn.Module:
         Error: a comparison needs more memory than this machine has.
     """
     try:
+        # In float64, whatever the model's own dtype is.
         need = COPIES * sum(p.numel() * 8 for p in argument.model(meta=True).parameters())
     except WrongUse:
         need = 0  # It cannot be built on meta.

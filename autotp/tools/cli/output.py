@@ -47,6 +47,7 @@ def console() -> Console:
 
 def json_text(data: Mapping[str, Any]) -> str:
     """Returns plain data as JSON, with `version` and `autotp` before it."""
+    # NaN is no JSON, and strict readers refuse it.
     return json.dumps({"version": DATA_VERSION, "autotp": autotp.__version__, **data}, indent=2, allow_nan=False)
 
 

@@ -59,6 +59,7 @@ def stages_command(
     """
     expect_writable(html)
     options = Options(**chosen)
+    # Before the model is built, which may take long.
     if shown is not None and shown not in (names := names_of_passes(options)):
         raise WrongUse(f"--pass {shown}: no such pass runs with these options; they are {', '.join(names)}")
     table = pass_table(on_meta(argument), tp, options, argument.example_inputs(), shown or "")

@@ -74,12 +74,14 @@ def verify_command(
     training = training_of(settings, parts, schedule.value, cast(Any, zero), interleave)
     with arguments_in_use():
         for size in tp:
+            # A layout that cannot be is found before the model is built.
             expect_layout(settings, training, (size, pp, dp))
     built = on_meta(argument) if meta else with_values(argument)
     with arguments_in_use():
         expect_blocks(built, training, pp)
     results: list[Result] = []
     for size in tp:
+        # Halving compares the ranks of one model: it knows no stages and no replicas.
         if (pp, dp, parts) != (1, 1, 1):
             results.append((verify(built, size, example_inputs=example_inputs, **mesh, **chosen), None))
         else:

@@ -161,6 +161,7 @@ def calibrate(*, gpu: str | Hardware | None = None, seconds: float = 40.0) -> Ca
         together = started is not None and started.size > 1
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         base = hardware_of(gpu) if gpu is not None else _kind_of(device_type)
+        # What is not measured (units, cache, sustained parts) comes from this kind, and a CPU has others.
         if base.is_gpu != (device_type == "cuda"):
             actual = "a GPU" if device_type == "cuda" else "a CPU"
             raise Error(f"gpu={base.name!r}, and this process has {actual}", fix="gpu=None")
@@ -181,6 +182,7 @@ def _kind_of(device_type: str) -> Hardware:
         return CPU_GLOO
     name = torch.cuda.get_device_name().lower()
     memory = torch.cuda.get_device_properties(0).total_memory
+    # Several kinds may share a name: an A100 has 40 GB or 80, which its memory tells.
     named = [device for device in KINDS.values() if device.is_gpu and device.name.partition("-")[0] in name]
     return min(named, key=lambda device: abs(device.memory - memory), default=H100_80GB)
 
@@ -191,10 +193,13 @@ def _links(device: torch.device, size: int, node_size: int, seconds: float) -> t
         return timed(dist.group.WORLD, device, seconds), None
     near = far = None
     if node_size > 1:
+        # Launchers give the processes of a node neighbouring ranks, as `new_subgroups` takes them.
         near = timed(dist.new_subgroups(node_size)[0], device, seconds / 2)
+    # All ranks create the group, also those that are not in it: torch asks for that.
     firsts = dist.new_group(list(range(0, size, node_size)))
     if dist.get_rank() % node_size == 0:
         far = timed(firsts, device, seconds / 2)
+    # The other ranks wait here: what they would do next would disturb the measurement.
     dist.barrier()
     return near, far
 
@@ -205,6 +210,7 @@ def compared(base: Hardware, measured: Measured, near: Link | None, far: Link | 
     What is sustained of a peak is measured, and the kind knows its part: so the peak is the measured one divided by it.
     """
     cpu = not base.is_gpu
+    # A collective of all ranks waits for the longer way.
     link = far or near
     device = replace(
         base, name=f"calibrated {base.name}", matrix_flops=measured.half / base.matrix_sustained,
@@ -214,6 +220,7 @@ def compared(base: Hardware, measured: Measured, near: Link | None, far: Link | 
     )  # fmt: skip
     if near is not None:
         device = replace(device, node=near.ranks, node_bandwidth=near.bandwidth / base.link_sustained)
+        # gloo communicates in a node as it does between nodes. Of a GPU's network, NVLink says nothing.
         device = replace(device, net_bandwidth=device.node_bandwidth) if cpu and far is None else device
     if far is not None:
         per_node = near.ranks if near is not None else 1
@@ -225,6 +232,7 @@ def compared(base: Hardware, measured: Measured, near: Link | None, far: Link | 
 
 
 def _numbers(base: Hardware, measured: Measured, near: Link | None, far: Link | None) -> Sequence[Number]:
+    # What is measured is what a device sustains, so it is compared with that part of the known peaks.
     flops, bandwidth = base.matrix_sustained, base.memory_bandwidth * base.memory_sustained / GIGA
     rows = [
         Number(name="products, bfloat16", measured=measured.half / TERA, known=base.matrix_flops * flops / TERA,
@@ -266,4 +274,5 @@ def expect_json(path: str | os.PathLike[str]) -> Path:
 
 def _short(x: float) -> str:
     """Returns a number with three digits, without an exponent."""
+    # A line for `gpu=` has no exponents, and `.3g` writes 1234 as 1.23e+03.
     return f"{float(f'{x:.3g}'):.12f}".rstrip("0").rstrip(".")

@@ -101,6 +101,7 @@ class ClosedForms:
         engine, microbatches = engine_of(layout.schedule, layout.interleave), layout.microbatches
         rounds = engine.rounds if layout.pp > 1 else 1
         count = math.ceil(self._blocks / (layout.pp * rounds)) * rounds
+        # A stage depends on the number of its pieces, and not on the schedule: layouts that differ in it share a stage.
         stage = self._stage(replace(layout, schedule="1F1B", interleave=None), count)
         half: Half = "W" if engine.halves and layout.pp > 1 else "B"
         first, last = row = Action(0, "F", 0), Action(0, half, microbatches - 1)
@@ -109,6 +110,7 @@ class ClosedForms:
         )
         times, (forward, backward) = stage.times, (Action(0, "F", 1), Action(0, "B", microbatches - 1))
         busy = stage.casts + microbatches * (times.forward + times.backward)
+        # The first forward counts by itself: under ZeRO 1 and 2 only it waits for gathered parameters.
         waited = waits.seconds(first, 0.0) + (microbatches - 1) * waits.seconds(forward, 0.0)
         waited += microbatches * waits.seconds(backward, 0.0)
         seconds = busy + waited + _idle(engine, layout, times) * self._blocks / count / rounds
@@ -126,6 +128,7 @@ class ClosedForms:
             backward=(rows.backward + rows.forward * full) * part + added.backward,
         )  # fmt: skip
         live, kept_bytes = round(rows.live), round((rows.boundaries if full else rows.kept) * part)
+        # One unit more than pieces: that of the parameters outside of blocks, which takes no time of its own.
         gathers, sums = (s / (count + 1) for s in exchanged(self.prices, layout, names, count + 1))
         unit = Unit(forward=times.forward / count, backward=times.backward / count, gather=gathers, sum=sums)
         units = (Unit(gather=gathers, sum=sums), *[unit] * count)

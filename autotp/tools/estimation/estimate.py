@@ -94,6 +94,7 @@ def estimate(
             sequence_parallel=sequence_parallel, recompute=recompute, overlap=overlap, zero=zero,
             dtype=dtype,
         )  # fmt: skip
+        # Raises for a schedule that there is not, before the model is captured.
         engine_of(schedule, interleave)
         model_for_layout = captured(model, layout, sequence, example_inputs)
         prices = Prices(model_for_layout, device, COMPILED if compiled else AUTOTP)
@@ -147,6 +148,7 @@ def lowered_for(call: Capturing, layout: Layout, without: tuple[str, ...] = (), 
         outputs="local", sequence_parallel=layout.sequence_parallel, recompute=layout.recompute, summed=True,
         schedule=schedule, compute_dtype=layout.dtype, without=without, cp=layout.cp, overlap=overlap,
     )  # fmt: skip
+    # What was asked for is checked as `distribute` checks it, also where a microbatch has one row.
     expect_choices(replace(training, overlap=layout.overlap))
     expect_whole_backward(replace(training, overlap=layout.overlap))
     try:
@@ -185,6 +187,7 @@ def of_length(arguments: Any, length: int | None) -> Any:
 
     def longer(x: Any) -> Any:
         for dim in range(1, x.dim() if isinstance(x, Tensor) else 0):
+            # Values are repeated and not made up: ids stay within the vocabulary, and masks stay masks.
             x = x.index_select(dim, torch.arange(length) % old) if x.shape[dim] == old else x
         return x
 

@@ -38,6 +38,7 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("batch", "tp", "pp", "dp", "cp", "micro_batch"):
             size: Any = getattr(self, name)
+            # To Python, True is an int.
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
         if self.batch % (self.dp * self.micro_batch):

@@ -77,6 +77,7 @@ class Prices:
     def under(self, practice: Practice) -> Prices:
         """Returns the prices under another practice that records as this one does; what both have is computed once."""
         prices = copy.copy(self)
+        # Records, stages and sizes are the same under both practices; times are not.
         prices.practice, prices._times = practice, {}
         return prices
 
@@ -92,6 +93,7 @@ class Prices:
 
     def _plain(self, rows: int) -> Recorded:
         """Returns the records without kernels that are joined."""
+        # One row is another case (scale.py), and two and three are what others are made of.
         scaled_records = self._from_two_and_three(rows) if self._scaled and rows > 3 else None
         return scaled_records or recorded(self.model, rows, self.device.is_gpu, self.practice.early_stop)
 
@@ -138,6 +140,7 @@ class Prices:
             )
             places = itertools.accumulate((len(run) for run in plan.blocks), initial=0)
             pairs = itertools.pairwise(places)
+            # A model without numbered blocks is one piece, in one stage.
             self._stages[engine, ranks, flights] = [list(range(a, b)) if b > a else [0] for a, b in pairs]
         return self._stages[engine, ranks, flights]
 
@@ -202,10 +205,13 @@ def simulated(prices: Prices, layout: Layout) -> Simulated:
     engine = engine_of(layout.schedule, layout.interleave)
     order = actions_of(engine, layout.pp, layout.microbatches)
     stages = [_stage(prices, layout, run) for run in prices.stages(engine, layout.pp, layout.microbatches)]
+    # Stages are the outermost axis of the mesh: neighbours are all ranks of a stage apart.
     distance = layout.model_ranks * layout.dp
 
     def sends(start: int, stop: int) -> float:
+        # On the way back goes the gradient of what was sent, which is as large.
         sent = stages[min(start, stop)].memory.sent
+        # With sequence parallelism each rank has only its part of it anyway.
         if practice.scattered and not layout.sequence_parallel:
             whole = collective_seconds("all-gather", sent, Group(size=layout.tp, stride=1), device)
             return send_seconds(sent / layout.tp, distance, device) + whole
@@ -290,6 +296,7 @@ def _spent(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
     """Returns what the seconds of a step are spent on: on the busiest rank, then behind the pipeline."""
     order, stages, played = step.order, step.stages, step.played
     slowest = max(range(layout.pp), key=played.busy.__getitem__)
+    # `spent` is of forward and backward together, so each microbatch of a stage counts once.
     spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
     casts = sum(stages[i].casts for i in {action.stage for action in order[slowest]})
     spent[ELEMENTWISE] = spent.get(ELEMENTWISE, 0.0) + casts
@@ -305,6 +312,7 @@ def behind_pipeline(prices: Prices, layout: Layout, step: Simulated) -> dict[str
     """Returns the seconds of what follows the pipeline, in order: of the sums over replicas what nothing hides."""
     seconds, device = {"tied weights pp": 0.0}, prices.device
     if tied := _tied(prices.model, step.names):
+        # The usual tied weights are the embedding on the first pipeline rank and the head on the last.
         group = Group(size=2, stride=layout.model_ranks * layout.dp * max(1, layout.pp - 1))
         seconds["tied weights pp"] = collective_seconds("all-reduce", tied, group, device)
     ends = [_exchange_ends(prices, layout, step, rank, names) for rank, names in enumerate(step.names)]
@@ -356,6 +364,7 @@ def _stage(prices: Prices, layout: Layout, run: Sequence[int]) -> Stage:
     )
     if layout.dp == 1:
         return stage
+    # `total` also has the time to add up gradients, which the pieces share.
     forward, backward = (_shares([getattr(times[p.kind], half) for p in pieces], getattr(total, half)) for half in
                          ("forward", "backward"))  # fmt: skip
     if not layout.zero:
@@ -402,9 +411,11 @@ def _added_bytes(layout: Layout, wide: int, narrow: int) -> float:
     """
     cast, count = (narrow + wide if narrow != wide else 0), layout.microbatches
     if not layout.zero or layout.dp == 1:
+        # A sum reads two tensors and writes one.
         return cast + 3 * wide * (count > 1)
     if count == 1 or (layout.zero > 1 and layout.pp == 1):
         return narrow + wide
+    # The first gradient is cast, the others are added to it, and the sum is copied to the buffer once.
     return (cast + (count - 1) * (2 * wide + narrow) + 2 * wide) / count
 
 

@@ -110,8 +110,10 @@ def sums_of_buckets(
         backward: of each piece, the seconds of its backward.
     """
     group, itemsize = replicas_of(layout), prices.practice.gradient
+    # Without both, all gradients are summed at once, behind backward.
     limit = BUCKET if prices.practice.buckets or prices.practice.overlapped else math.inf
     sums, now, filled = list[tuple[float, float]](), 0.0, 0.0
+    # The gradient of a weight that several pieces read is complete when backward reaches the first of them.
     first = {name: i for i in reversed(range(len(pieces))) for name in pieces[i].parameters}
 
     def close() -> None:
@@ -131,6 +133,7 @@ def sums_of_buckets(
                 close()
             now += backward[i] * parameter.elements / elements
             filled += size
+        # A piece without parameters that learn takes its time, too.
         start += backward[i]
         now = start
     close()
@@ -179,10 +182,12 @@ class ReplicaWaits:
     def parts(self, action: Action, begin: float) -> tuple[float, float]:
         """Returns the seconds for which an action waits for parameters, and for sums."""
         zero, units = self.layout.zero, self.units[action.stage]
+        # The gradient of a weight is a product of activations and gradients: it needs no gathered weight.
         if self.layout.dp == 1 or not zero or action.half == "W":
             return 0.0, 0.0
         if action.half != "F":
             return self._backward_waits[action.stage]
+        # They stay gathered until the step ends.
         if zero < 3 and action.microbatch:
             return 0.0, 0.0
         total = sum(unit.gather for unit in units)

@@ -139,6 +139,7 @@ class Estimate(Shown):
 
     @property
     def _peak(self) -> float:
+        # The higher peak is that of products in 16 bits.
         wide = self.layout.dtype is None or self.layout.dtype.itemsize > 2
         return self.device.vector_flops if wide else self.device.matrix_flops
 
@@ -233,7 +234,7 @@ class Estimate(Shown):
         return (Table(head, rows, ("", "note", "cut", "", "note")),) if rows else ()
 
     def _ranks(self) -> list[tuple[str, RankMemory]]:
-        """Returns the pipeline ranks; neighbours with equal memory are one row."""
+        """Returns the pipeline ranks with their names; of more than eight the first two and the last two."""
         rows: list[tuple[str, RankMemory]] = []
         for i, rank in enumerate(self.memory):
             if len(self.memory) > 8 and 1 < i < len(self.memory) - 2:

@@ -165,6 +165,7 @@ def search(
 
     def run() -> Search:
         expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
+        # Raises for a wrong batch or dtype before the model is captured, which takes seconds.
         Layout(batch=batch, dtype=dtype)
         device = expect_search(gpus, gpu, batch, memory)
         layouts = Layouts(model, device, COMPILED if compiled else AUTOTP, dtype, sequence, example_inputs)
@@ -316,6 +317,7 @@ class Layouts:
             self.prices(tp, 1, "none")  # Before sequences are cut: see `Captures`.
         for tp, cp in ((n, cp) for n in self.ranks(gpus) for cp in self.contexts(gpus // n)):
             model = self.prices(tp, 1, "none").model
+            # Each stage has a block at least.
             blocks = max(1, len(model.order)) if self.pipelines else 1
             for pp in (n for n in range(1, blocks + 1) if gpus // tp // cp % n == 0):
                 dp = gpus // tp // cp // pp
@@ -345,8 +347,10 @@ def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, i
     if pp == 1 or microbatches >= pp:
         yield "1F1B", None
     for interleave in INTERLEAVES if pp > 1 else ():
+        # torch plays the microbatches in `microbatches // pp` rounds of equal length.
         if pp * interleave <= blocks and microbatches % max(1, microbatches // pp) == 0:
             yield "interleaved", interleave
+    # Both schedules have two stages on each rank.
     if 1 < pp <= min(microbatches, blocks // 2):
         yield "zero-bubble-v", None
         if microbatches % (microbatches // pp) == 0:
@@ -393,6 +397,7 @@ def _fastest(
     while len(priced) < PRICED:
         fitting = _fitting(priced.values(), limit)
         enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
+        # A tenth more than the slowest that is shown: so much may a rough price be too high.
         near = itertools.takewhile(lambda pair: pair[1].seconds < 1.1 * enough, ordered)  # noqa: B023  Used up here.
         candidates = [pair for pair in near if pair[0] not in priced and pair[1].memory <= FAR * limit]
         lowered = next((x for x, _ in candidates if layouts.is_lowered(x.tp, x.cp)), None)
@@ -440,6 +445,7 @@ def _slower(
             continue
         fitting = [pair for pair in variants if pair[1].memory <= limit]
         layout, _ = min(fitting or variants, key=lambda pair: pair[1].seconds if fitting else pair[1].memory)
+        # Two descriptions may have one fastest layout.
         if layout in reported:
             continue
         reported.add(layout)

@@ -63,6 +63,7 @@ class Comparison(Shown):
         est = self.estimate
         more = self.measured / est.seconds - 1
         rows = [("a step", f"{est.seconds:.4g} s", f"±{est.error:.0%}", f"{self.measured:.4g} s", f"{more:+.0%}")]
+        # A step has the same operations whatever time it takes.
         model = est.tflops / (1 + more)
         rows.append(
             ("TFLOP/s a device", f"{est.tflops:.4g}", f"±{est.error:.0%}", f"{model:.4g}", f"{1 / (1 + more) - 1:+.0%}")
@@ -85,6 +86,7 @@ def watch(estimate: Estimate, trainer: Any, steps: int, show: Callable[[Comparis
 
     def before_step() -> bool:
         starts.append(time.perf_counter())
+        # The seconds of a step are known when the next one starts.
         if len(starts) > WARM_UP + 1:
             comparison.seconds.append(starts[-1] - starts[-2])
         if comparison.done:
@@ -92,6 +94,7 @@ def watch(estimate: Estimate, trainer: Any, steps: int, show: Callable[[Comparis
                 comparison.bytes = torch.cuda.max_memory_allocated(device)
             if first:
                 show(comparison)
+        # A trainer forgets what returns False: later steps cost nothing.
         return not comparison.done
 
     trainer.watch(before_step)

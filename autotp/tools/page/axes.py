@@ -76,6 +76,7 @@ class PageAxes:
     def _entry(self, leaf: Axis) -> int:
         """Returns the number of a new leaf: a new axis of the page, or that of an alike block's axis."""
         name, size = self._names.get(id(leaf), ""), self._text(leaf.size)
+        # Two axes of one block that have the same name, or two of different length, are told apart by a number.
         for count in itertools.count(1):
             label = (name or f"axis of {size}") + (f" #{count}" if count > 1 else "")
             entry = next((axis for axis in self._found if axis["label"] == label), None)
@@ -134,6 +135,7 @@ def symbol_names(subject: Subject) -> dict[str, str]:
 def axis_names(subject: Subject) -> dict[int, str]:
     """Returns the id of a leaf axis -> its name: batch, sequence, hidden, heads, kv heads, head size, width, vocab."""
     program, names = subject.program, dict[int, str]()
+    # Where candidates share a leaf, the one with most parameters comes last, and names it.
     for candidate in sorted(program.candidates, key=lambda c: len(c.parameters)):
         names[id(find(candidate.leaf))] = candidate.name.replace("_", " ")
     hubs = [c for c in program.candidates if c.hub]
@@ -145,6 +147,7 @@ def axis_names(subject: Subject) -> dict[int, str]:
         for axis in program.axes.of(node):
             leaf = find(axis)
             if leaf.kind == "leaf" and len(leaf.size.symbols) == 1 and leaf.size.number == 1:
+                # What the plan recognised counts more than the place of an input's dimension.
                 names.setdefault(id(leaf), symbols.get(leaf.size.symbols[0], ""))
             names.update(_head_sizes(axis, names))
     return names | _groups(program.candidates, placeholders, program)

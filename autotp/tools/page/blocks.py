@@ -41,6 +41,7 @@ def block_data(subject: Subject, axes: PageAxes) -> list[dict[str, Any]]:
     regions, entries = regions_of(subject), list[dict[str, Any]]()
     for block, nodes in regions:
         like = [name for name, captured in subject.order if captured == block]
+        # Axes that are met from here on are this block's: those of alike blocks share a name.
         axes.block = block
         rows = [row for row in _rows(nodes, block, subject, axes) if row["learns"] or row["kind"] == "sent"]
         twin = next(
@@ -68,6 +69,7 @@ def regions_of(subject: Subject) -> list[tuple[str, list[fx.Node]]]:
     for i, node in enumerate(subject.graph.nodes):
         if node.op == "call_function" and subject.types.get(node):
             block = _home(node)
+            # What stands between two blocks, such as a mask, is drawn before all of them.
             home = blocks.setdefault(block, []) if block else before if i < last else after
             home.append(node)
     regions.append(("", before))
@@ -94,6 +96,7 @@ def _rows(nodes: Sequence[fx.Node], block: str, subject: Subject, axes: PageAxes
             yield sent_row(node, subject, axes)
             continue
         weights = weights_of(node, subject, axes, block)
+        # A view or a cast at the border of two layers begins no row of its own.
         if not run or (run["name"] != name and (weights or not is_quiet(node))):
             if run and run["ops"]:
                 yield _closed(run)
@@ -142,6 +145,7 @@ def sent_row(node: fx.Node, subject: Subject, axes: PageAxes) -> dict[str, Any]:
     name = operator_text(node)
     typed = subject.types[node]
     read = [t for operand in node.all_input_nodes for t in subject.types.get(operand, ())]
+    # The whole tensor is what an all-gather returns, and what a reduce-scatter reads.
     size = max(sum(bytes_of(t, subject) for t in typed), sum(bytes_of(t, subject) for t in read[: len(typed)]))
     touched = axes.touched(*(axis for t in typed for axis in t.dims), *_moved(node, subject))
     learns = node in subject.learning

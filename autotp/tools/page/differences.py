@@ -57,6 +57,7 @@ def _row(name: str, errors: Mapping[str, float | None], report: Report) -> dict[
 
 def _bar(error: float) -> float:
     """Returns the length of a bar for a difference, from 0 to 1, by its power of ten."""
+    # It has no logarithm.
     if error == 0:
         return 0.0
     return min(max(1 - math.log10(error) / LEAST, 0.0), 1.0) if math.isfinite(error) else 1.0

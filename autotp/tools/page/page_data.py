@@ -131,6 +131,7 @@ def _savings(estimate: Estimate) -> list[dict[str, Any]]:
 
 def _memory(estimate: Estimate) -> dict[str, Any]:
     fullest, ranks = max(estimate.memory, key=lambda rank: rank.total), len(estimate.memory)
+    # Evenly spread, with the first and the last.
     some = {round(i * (ranks - 1) / (BARS - 1)) for i in range(BARS)}
     kinds = [category for category in fullest.kinds if any(vars(rank)[category] for rank in estimate.memory)]
     return {

@@ -120,6 +120,7 @@ def sheets_text(sheets: Sequence[Sheet]) -> str:
 
 def _rendered(template: str, **variables: Any) -> str:
     """Returns a page of a template of this folder, in the style of all pages."""
+    # Names and source lines of a model may contain `<`. A key that the data lacks raises, and is not left blank.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(bytes=bytes_text, gib=lambda size: f"{size / GIB:.1f}")
     return environment.from_string(_file(template)).render(css=Markup(_file("page.css")), **variables)
@@ -138,11 +139,13 @@ def _write(path: Path, text: str) -> None:
     """Writes a file under another name, and renames it."""
     temporary = ""
     try:
+        # In the same folder: a rename is one step within one file system only.
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=".autotp-", delete=False
         ) as file:
             temporary = file.name
             file.write(text)
+        # tempfile makes files that only their owner can read.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except OSError as error:
@@ -153,6 +156,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _umask() -> int:
+    # It can only be read by setting it.
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -54,6 +54,7 @@ def source_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any
 def _note(node: fx.Node, lines: dict[tuple[str, int], Line], subject: Subject, axes: PageAxes, block: str) -> None:
     """Adds what an operator makes, reads and sends to its line."""
     place = place_of(node)
+    # `<stdin>` and the like have no file to read lines from.
     if place is None or not os.path.isabs(place[0]):
         return
     line = lines.setdefault(place[:2], {"values": [], "weights": [], "sent": []})
@@ -64,6 +65,7 @@ def _note(node: fx.Node, lines: dict[tuple[str, int], Line], subject: Subject, a
         return
     for weight in weights_of(node, subject, axes, block):
         _add(line["weights"], weight)
+    # A value that only its own line reads is a step on the way: of these the last is shown.
     leaves = not node.users or any(place_of(user) != place for user in _readers(node))
     if leaves or not is_quiet(node):
         values = [axes.shape(typed) for typed in subject.types[node]]
@@ -101,6 +103,7 @@ def _function(path: str, number: int) -> dict[str, Any]:
             stack.append((child, inside))
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 first, last = child.lineno, child.end_lineno or 0
+                # Of functions around the line, the innermost begins last.
                 if first <= number <= last and first >= _start(best):
                     best = {"name": inside, "first": first, "last": last, "hidden": _docstring(child)}
     return best

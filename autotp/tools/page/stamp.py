@@ -78,6 +78,7 @@ def _open(subject: Subject, report: Report | None = None) -> list[str]:
         gaps.append("The sums of gradients over replicas: autotp verify proves that they are those of the batch.")
     zero = 0 if mesh is None or not mesh.divides else mesh.zero
     if layout is not None:
+        # One replica has nothing to divide.
         zero = layout.zero if layout.dp > 1 else 0
     if zero:
         gaps.append(f"ZeRO {zero}: {NOT_PROVED}.")
@@ -98,6 +99,7 @@ def expect_same_layout(subject: Subject, report: Report) -> None:
         names = (*names, "pp", "dp", "microbatches", "schedule", "stages of a rank")
         got += (1, 1, 1) if mesh is None else (mesh.pp, mesh.dp, mesh.microbatches)
         expected += (layout.pp, layout.dp, layout.microbatches)
+        # Without a pipeline the schedule changes nothing.
         if layout.pp > 1:
             got += (mesh.schedule, engine_of(mesh.schedule, mesh.interleave).rounds) if mesh else ("", 0)
             expected += (layout.schedule, engine_of(layout.schedule, layout.interleave).rounds)

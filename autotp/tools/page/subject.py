@@ -79,6 +79,7 @@ def subject_of(result: Plan | Estimate | Search | Report) -> Subject:
 
 def _subject_of(result: Plan | Estimate | Search, result_type: str) -> Subject:
     estimate = result.best[0] if isinstance(result, Search) else result if isinstance(result, Estimate) else None
+    # A plan keeps its program, an estimate the prices of its captured model.
     source: Program | Prices | None = result.source if estimate is None and isinstance(result, Plan) else None
     source = estimate.source if estimate is not None else source
     if source is None:

@@ -27,6 +27,7 @@ def timeline_data(estimate: Estimate) -> dict[str, Any]:
     rows = []
     for rank in ranks:
         starts = step.played.starts[rank]
+        # Whole numbers: there may be thousands of actions, and the page is one file.
         flat = [[a.stage, a.half, a.microbatch, round(start / tick)] for start, a in starts]
         rows.append({"rank": rank, "actions": flat, "busy": step.played.busy[rank] / step.played.seconds})
     halves = sorted({(a.stage, a.half) for row in step.order for a in row})

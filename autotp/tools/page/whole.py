@@ -49,6 +49,7 @@ def whole_data(subject: Subject) -> list[dict[str, Any]]:
     rows = []
     for row in subject.plan.whole:
         block = block_in(row.name)
+        # The plan is of captured blocks, each of which stands for those that are like it.
         for name in likes.get(block, [""]) if not row.operator else [""]:
             name_of_layer = renamed(row.name, block, name) if name else row.name
             shape, why, place = row.cells()

@@ -249,6 +249,7 @@ def _kind(node: fx.Node) -> tuple[str, str, str]:
     """Returns an operator with its arguments; for an operand stands the operator that makes it."""
 
     def named(argument: fx.Node) -> str:
+        # Names of other nodes change from pass to pass, though the operator is the same.
         return argument.name if argument.op == "placeholder" else operator_text(argument)
 
     args, kwargs = (str(fx.map_arg(values, named)) for values in (node.args, node.kwargs))

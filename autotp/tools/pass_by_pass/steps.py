@@ -142,6 +142,7 @@ def _each_timed(rows: Iterable[T]) -> Iterator[tuple[float, T]]:
     """Yields what an iterator yields, with the seconds that each row took."""
     queue, end = iter(rows), object()
     while True:
+        # The pass runs in the generator, when its result is asked for.
         seconds, row = _timed(lambda: next(queue, end))
         if row is end:
             return

@@ -38,6 +38,7 @@ def actions_of(engine: Engine, ranks: int, microbatches: int) -> tuple[tuple[Act
     """
     if ranks == 1:
         return (tuple(Action(0, half, i) for i in range(microbatches) for half in ("F", "B")),)
+    # It takes a second to import, and most estimates have no pipeline.
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
 
@@ -133,6 +134,8 @@ def play(
             action = row[positions[rank]]
             begin, missing = free[rank], None
             for needed, delay in _needs(action, stages, sends, split):
+                # Ranks are played in turn, each until it reads what is not there yet: its row goes on when that is
+                # done.
                 if needed is not None and (end := _end(done, needed)) is None:
                     missing = needed
                     break

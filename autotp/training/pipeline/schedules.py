@@ -321,6 +321,7 @@ def _torch_stages(schedule: Engine, works: Mapping[int, nn.Module], device: torc
                 if not last_backward or not isinstance(self.submod, FSDPModule):
                     return super().backward_maybe_with_nosync(half, values, last_backward)
                 self.submod.set_is_last_backward(False)  # Nobody waits for the sums here.
+                # What torch's stage does for the last backward of `fully_shard`, but without the wait.
                 self.submod.set_reshard_after_backward(True)
                 self.submod.set_requires_gradient_sync(True)
                 return stage_backward(values["stage_output"], values["output_grads"], values["input_values"]), None

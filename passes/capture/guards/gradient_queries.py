@@ -105,6 +105,7 @@ class GradientQueries(TorchFunctionMode):
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE:
             self.written.append(root)
         for view in result if isinstance(result, (tuple, list)) else (result,):
+            # With the view, which keeps its `id`: another tensor could get it.
             if isinstance(view, FakeTensor) and (view._is_view() or view is x):
                 self.roots[id(view)] = root, view
 
@@ -126,6 +127,7 @@ class GradientQueries(TorchFunctionMode):
             if not is_users(calling_frame()):
                 return bool(real())
             self.modes = True
+            # `real()` is False in a `no_grad` region of the model itself, also where the call wants gradients.
             return bool(self.wanted.inference if is_inference else real() and self.wanted.enabled)
 
         return answer

@@ -101,6 +101,7 @@ class InputValues(Reading):
         result = func(*args, **kwargs)
         fakes = [x for x in pytree.tree_leaves(result) if isinstance(x, FakeTensor)]
         for x in fakes:
+            # Only such a tensor can become a truth value.
             if x.dim() == 0 or x.dtype == torch.bool:
                 self.made_by[id(x)] = x, self._maker(func, args)
         if shadows is None or not (fakes or result is None):  # None: it may have written into its arguments.
@@ -128,6 +129,7 @@ class InputValues(Reading):
         """Returns arguments and keyword arguments with shadows for tensors; None if one has no shadow."""
 
         def real(x: Any) -> Any:
+            # This run's sizes are numbers. A symbol is a number that depends on values, which no shadow tells.
             if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
                 raise _Unknown
             if isinstance(x, slice):
@@ -188,6 +190,7 @@ class InputValues(Reading):
         """Returns a truth value of an activation that is likely."""
         code = linecache.getline(place.file, place.line).strip()
         again = sum(outcome.place == place for outcome in self.outcomes)
+        # A number has no likely value, and a `while` that is always True never ends.
         if func not in PREDICATES or code.startswith("while ") or again == MOST_ROUNDS:
             raise NeedsNumber(place)
         if index in self.turned:

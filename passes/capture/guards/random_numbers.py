@@ -89,6 +89,7 @@ def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:
     before = states()
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
+        # This line has not run yet: the one before it drew.
         if not lines and last_position and states() != before:
             path, number = last_position[-1]
             lines.append(f"{os.path.basename(path)}:{number}  {linecache.getline(path, number).strip()}".rstrip())
@@ -98,6 +99,7 @@ def line_that_draws(model: nn.Module, run: Callable[[], object]) -> str:
     def call(frame: FrameType, event: str, _: Any) -> Any:
         return None if lines or not is_users(frame) or _of_python(frame) else line
 
+    # A debugger or a coverage tool may trace already.
     tracing = sys.gettrace()
     sys.settrace(call)
     try:

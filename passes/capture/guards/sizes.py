@@ -38,15 +38,18 @@ class SizeAssumptions:
             for d, size in enumerate(shape):
                 expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
                 place = f"shapes[{i}][{d}]"
+                # The first dimension of a symbol gives its value. All others are compared with what is computed of it.
                 if expr.is_Symbol and str(expr) not in self.symbols:
                     self.symbols[str(expr)] = place
                 else:
                     self.tests.append(f"{place} == {self.printer.doprint(expr)}")
         for symbol, bounds in program.range_constraints.items():
             if str(symbol) in self.symbols:
+                # A range without an end has torch's infinity there, which is no Integer.
                 self.tests += [f"{symbol} >= {bounds.lower}"] if bounds.lower.is_Integer else []
                 self.tests += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
         expressions = [g.expr for g in environment.guards] if environment is not None else []
+        # A symbol that no shape gives is a number of a tensor's values: nothing can test it before the call.
         expressions = [expr for expr in expressions if {str(s) for s in expr.free_symbols} <= set(self.symbols)]
         self.tests += map(self.printer.doprint, expressions)
 
@@ -150,6 +153,7 @@ class Printer(PythonPrinter):
 
     _print_TruncToFloat = _print_Function
 
+    # torch's printer raises for powers that are roots or fractions.
     def _print_Pow(self, expr: Any) -> str:
         return self.stringify(expr.args, " ** ", PRECEDENCE["Pow"])
 

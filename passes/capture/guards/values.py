@@ -325,6 +325,7 @@ class Reading(TorchFunctionMode):
         return self._given(func, args, kwargs) if self.places else self._plain(func, *args, **kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        # This is asked of each function that the model calls, and few of them can have new symbols.
         inner = (x for arg in (*args, *kwargs.values()) for x in (arg if type(arg) in (tuple, list) else (arg,)))
         if func in READS or func in SIZED or self.symbols or any(map(_is_scalar, inner)):
             self._note_symbols(func, args, kwargs, result)
@@ -337,6 +338,7 @@ class Reading(TorchFunctionMode):
         argument_symbols = _symbols_in([x for x in _with_bounds((args, kwargs)) if not isinstance(x, Tensor)])
         places = {place for symbol in argument_symbols for place in self.symbols.get(symbol, ())}
         if func in NUMBERS and len(new_symbols) == 1:  # A copy: it may be written into before the number decides.
+            # Python's numbers are wide: in int8, `100 * n.item() > 500` would overflow.
             wide = torch.float64 if args[0].is_floating_point() else torch.int64
             self.numbers[next(iter(new_symbols))] = args[0].detach().clone().reshape(()).to(wide)
         if func in READS or any(map(_is_scalar, _with_bounds((args, kwargs)))):
@@ -362,6 +364,7 @@ class Reading(TorchFunctionMode):
             places |= self.symbols.get(symbol, frozenset())
             places |= {self.sized[symbol]} if symbol in self.sized else set()
         if not places and self.failed_at is not None:
+            # The exception names no symbol, so it came from the last function that failed for want of a value.
             places = {self.failed_at}
         return frozenset(places) - self.places
 
@@ -387,6 +390,7 @@ class Reading(TorchFunctionMode):
         if func in READS:
             return self._read(func, args, kwargs, place)
         args, kwargs = self._with_numbers(args, kwargs, place)
+        # `where(condition, x, y)` has the size of its operands; with a condition alone it lists indices.
         if func in SIZED and not (func in (torch.where, Tensor.where) and len(args) > 1):
             return self._counted(func, args, kwargs, place)
         return self._plain(func, *args, **kwargs)
@@ -395,6 +399,7 @@ class Reading(TorchFunctionMode):
         """Returns what a function gives whose result has as many rows as elements are not 0, with a known number."""
         if func in REPEATS and len(args) > 1 and isinstance(args[1], Tensor):
             total = self._read(Tensor.item, (self._plain(Tensor.sum, args[1]),), {}, place)
+            # With `output_size` the operator does not ask for the sum of the repeats itself.
             return self._plain(func, *args, **{**kwargs, "output_size": total})
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -514,6 +519,7 @@ class Answers(Reading):
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]  # It may be written into later.
         self.noted.append((func, copies, spec))
         self.outcomes.append(outcome)
+        # A copy: the model may change the list or array that it gets.
         return copy.deepcopy(outcome.value)
 
 

@@ -164,6 +164,8 @@ class Before:
                 values = {k: x for k, x in contents.changes().items() if not _is_own_method(holder, k, x)}
                 changes += [(path, values)] if values else []
         for path, tables in self.tables.items():
+            # A buffer of the same shape and dtype is written into by each call (`flatten._assigned`), and is no change
+            # here.
             was = tables["_buffers"].then
             values = {key: now for key, now in self.modules[path]._buffers.items() if is_new(now, was.get(key))}
             changes += [((path, "_buffers"), values)] if values else []
@@ -195,6 +197,7 @@ class Before:
     def restore(self) -> None:
         """Restores the contents of all containers."""
         of_tables = (contents for tables in self.tables.values() for contents in tables.values())
+        # Every container keeps its identity: its contents are put back, and no other object takes its place.
         for contents in (*(contents for _, contents in self.contents), *of_tables):
             contents.restore()
         for where, contents in self.aside:
@@ -276,6 +279,7 @@ def flatten_new_value(value: Any, places: Mapping[int, Path]) -> tuple[list[Any]
             captured, which is a copy, or to a tensor of the call.
     """
 
+    # A set has no order by which a later call could tell its tensors apart.
     if isinstance(value, set) and any(isinstance(item, Tensor) for item in value):
         raise Error("a set holds tensors", fix="a list or a dict")
 
@@ -283,6 +287,7 @@ def flatten_new_value(value: Any, places: Mapping[int, Path]) -> tuple[list[Any]
         if key_of(item) in places and type(item) not in PLAIN:
             return At(places[key_of(item)])
         owner = places.get(key_of(item.__self__)) if isinstance(item, METHODS) else None
+        # The method is bound to the copy that is captured: a later call binds it to the model itself.
         return item if owner is None else MethodAt.of(item, owner)
 
     closed_value = pytree.tree_map(closed, value, is_leaf=lambda item: key_of(item) in places or is_node(item))
@@ -344,6 +349,7 @@ def write_into(tensor: Tensor, value: Tensor) -> None:
     if value is tensor:
         return
     if tensor.requires_grad or not value.requires_grad:
+        # autograd refuses writes into a leaf that requires a gradient, unless gradients are off.
         with torch.set_grad_enabled(tensor.requires_grad and not tensor.is_leaf):
             tensor.copy_(value)
     else:

@@ -94,6 +94,7 @@ class Inside(MutableMapping[str, Any]):
     def __init__(self, function: types.FunctionType) -> None:
         self.function = function
         named_cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        # `super()` makes this cell. It holds the class itself, which is a scope of its own.
         self.cells = {name: cell for name, cell in named_cells if name != "__class__"}
 
     def __getitem__(self, name: str) -> Any:
@@ -247,6 +248,8 @@ class NamedBefore:
         """Returns each name that has another object now, with the old and the new object."""
         changed = []
         for scope, then in self.scopes:
+            # A class may get new names during the run. Of a module of Python, which others write into, only the code's
+            # names count.
             names = {*then, *(filter(_is_own, scope.table) if scope.kind is not None else ())}
             now = {name: scope.table.get(name, GONE) for name in names}
             pairs = sorted(difference(then, now).items())
@@ -294,6 +297,7 @@ class _Following:
         for base in cls.__mro__:
             if base not in self.classes and (is_followed(base) or "forward" in vars(base)):
                 self.classes[base] = Scope(base.__qualname__.rpartition("<locals>.")[2], base.__dict__, base)
+                # The metaclass, whose `__call__` and properties a use of the class runs.
                 self.add_class(type(base))
 
     def add_function(self, function: types.FunctionType) -> None:
@@ -347,6 +351,8 @@ class _Following:
         table = function.__globals__
         scope = self.globals.setdefault(id(table), (Scope(str(table.get("__name__", "?")), table), set()))
         for name in of_globals:
+            # A name that is not there yet may be set before a later call. That of a builtin counts where the module
+            # hides it.
             if name in table or name not in vars(sys.modules["builtins"]):
                 scope[1].add(name)
                 if users and name in table:

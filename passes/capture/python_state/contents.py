@@ -107,6 +107,7 @@ def _fill(value: Any, contents: Mapping[Any, Any]) -> None:
 
 def unchanged(value: Any) -> Callable[[], bool]:
     """Returns a function that is True while an object holds the same objects: fast for the most frequent kinds."""
+    # The class itself: a subclass may hold attributes beside its items.
     if type(value) is list:
         items = list(value)
         return lambda: len(value) == len(items) and all(map(operator.is_, value, items))

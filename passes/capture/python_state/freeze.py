@@ -83,6 +83,7 @@ class Equal:
             return False
 
     def __hash__(self) -> int:
+        # Objects that are equal need one hash, and a user's `__hash__` may be missing, or not agree with `==`.
         return 0
 
 
@@ -155,9 +156,11 @@ class Freezer:
         if cls in (dict, types.MappingProxyType):
             return self._form(cls, value.items())
         if cls in (set, frozenset):
+            # A set has no order, and its items may have classes that `<` does not compare.
             return cls, tuple(sorted(map(self, value), key=repr))
         if cls is bytearray:
             return cls, bytes(value)
+        # The bytes of an array of objects are addresses.
         if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             return cls, value.dtype.str, value.shape, value.tobytes()
         if isinstance(value, np.ndarray):

@@ -188,6 +188,8 @@ class Guard:
         same = all(map(operator.is_, map(dict.get, self.tables, self.names, repeat(GONE)), self.objects))
         same = same and self.named.are(self.of_names)
         if not same or not all(is_same() for is_same in self.contents):
+            # Most often the first new object has another value. Where all values are equal, the new objects are
+            # compared from now on.
             if any(self._form(place) != self.forms[place] for place in self._others()) or self.changed():
                 return False
             self.objects, self.of_names, self.contents = self._objects(), self.named.values(), self._contents()

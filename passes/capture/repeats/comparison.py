@@ -24,6 +24,7 @@ HOLDERS = 3
 def structure(module: nn.Module) -> Any:
     """Returns classes, flags, and tensors' shapes and strides of a module: equal for modules that were built alike."""
     module_tensors = tensors_of(module)
+    # Ties are a part of the structure: each tensor has the number of its first name.
     first = {id(t): i for i, t in reversed(list(enumerate(module_tensors)))}
     tensors = [
         (first[id(t)], isinstance(t, nn.Parameter), t.shape, t.stride(), t.dtype, t.requires_grad)
@@ -66,6 +67,7 @@ class SymbolicSizes:
                 continue
             hint = size.node.hint
             if size.node.expr != other_size.node.expr and hint is not None and hint == other_size.node.hint:
+                # The comparison itself makes torch note that they are equal.
                 bool(size == other_size)
 
     def __eq__(self, other: object) -> bool:
@@ -95,6 +97,7 @@ def is_harmless(value: Any) -> bool:
     """True for an argument that a block cannot change and that has no hidden state."""
     if isinstance(value, Tensor):
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+        # What torch itself notes on a fake tensor is no hidden state; what a model notes is.
         noted = {name for name in getattr(value, "__dict__", ()) if "_memo" not in name} - OF_FAKES
         return value.layout is torch.strided and not (isinstance(value, nn.Parameter) or wrapped or noted)
     if type(value) is tuple:
@@ -105,6 +108,7 @@ def is_harmless(value: Any) -> bool:
 def is_shared(values: Iterable[Any]) -> bool:
     """True if a list or dict among these values, at any depth, has a further reference."""
     for value in values:
+        # Others may change it after the call, and a copy would not follow.
         if isinstance(value, (list, dict)) and sys.getrefcount(value) > HOLDERS:
             return True
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()

@@ -143,6 +143,7 @@ def is_queryable(value: Any) -> bool:
     cls = type(value)
     methods = ("__new__", *ATTRIBUTES)
     return (
+        # Slots and bases of C would hold state that no method call shows.
         cls.__dictoffset__ != 0
         and cls.__basicsize__ == _Bare.__basicsize__
         and all(getattr(cls, name) is getattr(object, name) for name in methods)
@@ -165,6 +166,7 @@ def asking(cls: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) -
         if name == "__class__" or not is_asked(self):
             return object.__getattribute__(self, name)
         method = inspect.getattr_static(cls, name, None)
+        # A method is a request when it is called, not when it is read. An instance's own attribute wins over it.
         if isinstance(method, types.FunctionType) and name not in object.__getattribute__(self, "__dict__"):
             return functools.wraps(types.MethodType(method, self))(functools.partial(ask, self, name))
         return ask(self, "__getattribute__", name)
@@ -191,6 +193,7 @@ def _as_integer(cls: Any) -> Any:
         operators = vars(operator) | {"__pow__": pow, "__divmod__": divmod}
         compute = operators.get(name, getattr(int, name))
         reflected = operators.get(f"__{name[3:]}") if name.startswith("__r") else None
+        # `3 - n` is `n.__rsub__(3)`: the operator itself, with the operands in their order.
         if reflected is not None:
             return lambda self, other, *args: reflected(as_integer(other), as_integer(self), *map(as_integer, args))
         return lambda self, *args: compute(as_integer(self), *map(as_integer, args))
@@ -223,6 +226,7 @@ class Number:
         return getattr(as_integer(self), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy is a plain integer, and counts as used: it belongs to no block.
         return int, (as_integer(self),)
 
 

@@ -105,6 +105,7 @@ class RecordedCall:
         numbers = [
             attribute_of(leaf) for request in self.requests for leaf in request.given if isinstance(leaf, Number)
         ]
+        # Their values may differ, but requests are given integers.
         return all(type(attribute(modules[path], name)) is int for path, name in numbers) and all(
             freeze(attribute(modules[path], name)) == value for (path, name), value in self.reads.items()
         )

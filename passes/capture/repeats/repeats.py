@@ -121,6 +121,7 @@ class Repeats:
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_queryable)
         tensors, objects = tensors_in(leaves), list({id(x): x for x in leaves if is_queryable(x)}.values())
+        # Without a tensor no operator could stand for a later call.
         if not tensors:
             return run(*args, **kwargs)
         self.met_objects |= bool(objects)
@@ -130,6 +131,7 @@ class Repeats:
             key = block_kind, spec, [_kind(x, tensors, objects, freeze) for x in leaves], modes()
             first = next((call for call in self.calls if call.usable and call.key == key and call.is_like(block)), None)
         if first is not None:
+            # Its attributes count as read, though its code does not run: `Reads.slots`.
             self.same.append((first.block, block))
             return self._repeated(first, block, tensors, objects)
         call = RecordedCall(len(self.calls), block, key, paths, freeze, objects)
@@ -175,6 +177,7 @@ class Repeats:
         try:
             with self.patches:
                 self._watch(call.objects)
+                # In a list: `is_shared` counts the references to what a container holds.
                 result = [run()]
                 self.failed |= is_shared(result)  # We return a copy, so changes to it would not reach the original.
                 leaves, spec = pytree.tree_flatten(result[0], is_leaf=lambda x: position(x, call.objects) is not None)
@@ -186,6 +189,7 @@ class Repeats:
             self.patched.clear()
         call.usable &= before == unbacked(call.inside) and call.is_like(call.block)  # Else it changed what it had read.
         places = call.end(leaves, LAST)
+        # A block that makes no tensor leaves no operator that could be repeated.
         call.usable &= any(call.ended.values())
         call.usable &= all(isinstance(x, TensorAt | ObjectAt) or is_plain_value(x) for x in places)
         call.result = spec, places

@@ -56,6 +56,7 @@ def _for_users(real: Callable[..., Any], operator: Callable[..., Any]) -> Callab
     def collective(*args: Any, **kwargs: Any) -> Any:
         if not is_users(calling_frame()):
             return real(*args, **kwargs)
+        # By name: users give the group and the operation by place, and by name.
         arguments = signature.bind(*args, **kwargs).arguments
         runs_ahead = arguments.pop("async_op", False)
         operator(**arguments)

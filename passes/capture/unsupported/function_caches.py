@@ -37,6 +37,7 @@ def empty_caches(model: nn.Module) -> Iterator[None]:
 
 def _caches(value: Any) -> list[Any]:
     """Returns the function itself, and those in a decorator around it."""
+    # A decorator may hide the cached function in the closure of its own.
     inside = [value, *(cells_of(value).values() if isinstance(value, types.FunctionType) else ())]
     return [x for x in inside if isinstance(x, CACHED) and str(x.__module__).partition(".")[0] not in LIBRARIES]
 

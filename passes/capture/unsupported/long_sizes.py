@@ -42,6 +42,7 @@ def short_sizes(symbols: Symbols) -> Iterator[None]:
 
     The region raises it, too, if the model caught it.
     """
+    # There are no fewer symbols to begin again with.
     if symbols == "none":
         yield
         return

@@ -175,10 +175,12 @@ class _Watch(TorchFunctionMode):
             raise _lost("torch.inference_mode", "torch.no_grad()")
         if func in REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
             requires_grad = (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True)
+            # What is frozen already may be frozen again.
             if args[0].requires_grad != requires_grad:
                 raise _lost("a change of whether a parameter requires gradients", IN_THE_LOOP)
         if func in GRAD and isinstance(args[0], nn.Parameter):
             raise _lost("what forward reads or writes of a parameter's `.grad`", IN_THE_LOOP)
+        # On a leaf torch itself does nothing.
         if func is Tensor.retain_grad and not args[0].is_leaf:
             raise _lost(
                 "the gradient of an activation (`retain_grad`)",

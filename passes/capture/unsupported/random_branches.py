@@ -25,6 +25,7 @@ class CertainComparisons(TorchFunctionMode):
         self.drawn: list[tuple[Tensor, int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # `draw < 0` calls `__lt__`, `draw.lt(0)` calls `lt`. One by keyword is left to a guard.
         comparison = COMPARISONS.get(getattr(func, "__name__", "").strip("_"))
         if comparison is not None and len(args) == 2 and self._is_drawn(args[0]):
             says, strict = comparison

@@ -83,6 +83,7 @@ def refused(error: Exception, model: nn.Module) -> Error:
     """Returns the Error for a model that reads a tensor's values: in a loop, as a number, or in a branch."""
     frames = traceback.extract_tb(error.__traceback__)
     line = user_line(frames)
+    # A line of torch's batch norm, which divides by this count.
     if any(frame.line and "self.num_batches_tracked" in frame.line for frame in frames):
         norm_paths = (p for p, m in model.named_modules() if isinstance(m, _NormBase) and m.momentum is None)
         text = "has momentum=None: its average makes a Python number of a tensor's values"
@@ -91,12 +92,15 @@ def refused(error: Exception, model: nn.Module) -> Error:
     if "expert" in code and (instead := library().instead_of_expert_loop(model)):
         text = "the model loops over the experts that are hit: torch.export has no loop whose length depends on values"
         return Error(text, at=line, fix=instead)
+    # A line of a comprehension with an `if` has read its condition: that is a branch.
     if re.match(LOOP, code) and not re.search(r"\bif\b", code):
         text = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
         return Error(text, at=line, fix=f"do all rounds, and mask with torch.where; or one operator: {CUSTOM_OPERATOR}")
+    # The text of an assert is made only where it fails: what was read is its condition.
     if re.search(TEXT, code) and not code.startswith("assert "):
         text = "the model makes text of a tensor's values, which are not known in a graph"
         return Error(text, at=line, fix="return the tensor from forward, and make the text of what the call returns")
+    # `if int(x) > 3:` is told as a branch below: with the number alone it would still branch.
     if re.search(NUMBER, code) and not re.match(r"(el)?if |assert ", code):
         text = "the model makes a Python number of a tensor's values, which are not known in a graph"
         item = "x.item(), if it only decides or is computed with; " if re.search(CONVERTED, code) else ""

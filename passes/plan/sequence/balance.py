@@ -104,6 +104,7 @@ def _is_causal(node: fx.Node, axes: Axes, decision: Decision) -> bool:
 
 def _causal(node: fx.Node) -> bool:
     arguments = arguments_of(node)
+    # With dropout, `causal_masks` writes the mask as a value, whose rows are read in any order.
     return bool(arguments.get("is_causal")) and not arguments.get("dropout_p")
 
 

@@ -37,6 +37,7 @@ def causal_masks(graph: fx.Graph) -> fx.Graph:
         if lengths not in masks:
             masks[lengths] = _mask(builder, query, key)
         masked = builder.map(arguments) | {"attn_mask": masks[lengths], "is_causal": False}
+        # The operator takes these two by keyword only.
         named = {name: masked.pop(name) for name in ("scale", "enable_gqa")}
         builder.env[node] = builder.call(ATTENTION, *masked.values(), **named)
     return builder.graph

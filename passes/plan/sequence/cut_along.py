@@ -46,6 +46,7 @@ def computed_whole(
 ) -> Iterator[fx.Node]:
     """Yields the operators on these leaves that a gradient flows through, and that every rank computes whole."""
     for node, bound in axes.bound.items():
+        # An `apart` is there to be whole.
         if node in differentiable and node not in decision.cuts and node.target is not apart:
             read = [axis for operand in bound.operands for axis in axes.of(operand)]
             if any(touches(axis, leaf) for axis in read for leaf in along):

@@ -49,7 +49,7 @@ CASES: list[tuple[Any, Kind]] = [
 
 
 @pytest.mark.parametrize(("func", "kind"), CASES, ids=lambda case: str(getattr(case, "__name__", case)))
-def test_kinds(func: Any, kind: Kind) -> None:
+def test_kind_of_says_what_a_function_asks(func: Any, kind: Kind) -> None:
     assert kind_of(func) is kind
 
 

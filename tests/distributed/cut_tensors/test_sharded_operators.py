@@ -116,7 +116,7 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right(name: str) -> None:
+def test_sharded_operators_equal_one_device(name: str) -> None:
     """The part of one device's result, and of its gradient; also on a rank that holds nothing."""
     for rank in RANKS:
         leaf = WHOLE.clone().requires_grad_()
@@ -367,7 +367,7 @@ def test_new_tensors_are_whole_unless_they_have_the_size_of_the_cut_dimension() 
 
 
 @pytest.mark.parametrize("name", ["float", "last", "shifted", "temperature", "bias", "masked-rows", "reshaped"])
-def test_in_inference_mode(name: str) -> None:
+def test_sharded_operators_are_right_in_inference_mode(name: str) -> None:
     """There torch gives a type composed operators, as `view` of a `reshape`, as they are."""
     with torch.inference_mode():
         found, expected = RIGHT[name](on(1)[1]), RIGHT[name](WHOLE)

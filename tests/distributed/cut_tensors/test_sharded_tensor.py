@@ -57,7 +57,7 @@ def test_a_copy_has_memory_of_its_own() -> None:
     assert (x.part[:, :, 0] == 7).all() and torch.equal(x.part[:, :, 1:], WHOLE[:, :2, 1:])
 
 
-def test_autograd_goes_through_it() -> None:
+def test_sharded_tensor_has_gradients_that_are_cut_as_it_is() -> None:
     """Hooks, leaves, `torch.autograd.grad`, and a second derivative; gradients are cut as the tensor is."""
     part = LAYOUT.take(WHOLE, 1).requires_grad_()
     x, seen = cut(1, part), list[Any]()
@@ -74,7 +74,7 @@ def test_autograd_goes_through_it() -> None:
         assert not cut(1, part).requires_grad
 
 
-def test_maps_of_outputs_keep_it() -> None:
+def test_sharded_tensor_stays_one_in_maps_of_outputs() -> None:
     """As accelerate's, Lightning's and torch's own do."""
     output = {"loss": torch.ones(()), "logits": [cut(1).bfloat16()], "text": "text"}
     mapped: Any = pytree.tree_map_only(Tensor, lambda x: x.detach().to("cpu").float(), output)
@@ -106,7 +106,9 @@ def computed(part: Tensor) -> Any:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("function", [model, cast], ids=lambda f: f.__name__)
-def test_compiled_code_returns_it(function: Callable[[Tensor], dict[str, Any]], backend: str) -> None:
+def test_sharded_tensor_is_returned_by_compiled_code(
+    function: Callable[[Tensor], dict[str, Any]], backend: str
+) -> None:
     """In one graph; a backward of the loss alone, and one of both."""
     torch._dynamo.reset()
     fast, part = torch.compile(function, fullgraph=True, backend=backend), torch.ones(2, 2, 5, 3, requires_grad=True)
@@ -125,7 +127,7 @@ def test_compiled_code_returns_it(function: Callable[[Tensor], dict[str, Any]], 
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_computes_with_it(backend: str) -> None:
+def test_sharded_tensor_is_computed_with_in_compiled_code(backend: str) -> None:
     torch._dynamo.reset()
     part = torch.ones(2, 2, 5, 3, requires_grad=True)
     found = torch.compile(computed, fullgraph=True, backend=backend)(part)

@@ -41,11 +41,11 @@ def chosen(several_machines: bool = True) -> str | None:
     return os.environ.get(GLOO_INTERFACE)
 
 
-def test_an_interface_that_others_reach(reached: str) -> None:
+def test_interface_is_one_that_others_reach(reached: str) -> None:
     assert chosen() == reached
 
 
-def test_a_name_that_leads_nowhere(reached: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_is_chosen_where_the_name_leads_nowhere(reached: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_interface, "addresses_of", lambda name: [])
     assert chosen() == reached
 
@@ -59,12 +59,12 @@ def test_what_gloo_or_the_user_chooses_stays(reached: str, monkeypatch: pytest.M
     assert chosen() == "ib0"
 
 
-def test_no_interface_has_the_address(reached: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_is_none_where_none_has_the_address(reached: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_interface, "own_hosts", lambda store: [ITSELF, "fd00::2", "198.51.100.1"])
     assert chosen() is None
 
 
-def test_a_machine_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_is_never_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loopback is no way to others."""
     monkeypatch.setattr(gloo_interface, "own_hosts", lambda store: [ITSELF, "127.0.0.1"])
     monkeypatch.setattr(gloo_interface, "addresses_of", lambda name: [ITSELF])
@@ -93,7 +93,7 @@ def starts_on_several_machines(rank: int, n: int, port: int) -> tuple[str | None
 
 
 @pytest.mark.parametrize("started", [True, False], ids=["by-autotp", "by-the-user"])
-def test_ranks_start_with_the_interface(started: bool) -> None:
+def test_ranks_start_with_the_chosen_interface(started: bool) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for found in run_ranks(starts_on_several_machines, 2, store.port if started else 0):
         assert found == (LOOPBACK, [0, 1])

@@ -268,7 +268,9 @@ USUAL = [
     [*USUAL, *(pytest.param(*case, marks=pytest.mark.rare) for case in RARE)],
     ids=str,
 )
-def test_the_lost_rank_is_named(phase: str, layout: Layout, lost: int, at: int, how: int, tmp_path: Path) -> None:
+def test_heartbeat_names_the_lost_rank(
+    phase: str, layout: Layout, lost: int, at: int, how: int, tmp_path: Path
+) -> None:
     n = math.prod(layout)
     found = run_ranks(losing, n, phase, layout, lost, at, how, str(tmp_path), None, timeout=100, may_die=[lost])
     expect_named(found, lost, layout)
@@ -383,7 +385,7 @@ def in_another_call(rank: int, n: int) -> str:
 
 @pytest.mark.rare
 @pytest.mark.timeout(120)
-def test_another_call_is_named() -> None:
+def test_heartbeat_names_the_rank_in_another_call() -> None:
     """In groups of two, most of the ranks do not meet the one that makes the other call."""
     *others, _ = run_ranks(in_another_call, 4, timeout=60, alone=True)
     assert all(
@@ -415,7 +417,7 @@ def interrupted(rank: int, n: int, phase: str, folder: str) -> str:
     "phase",
     ["step", *(pytest.param(it, marks=pytest.mark.rare) for it in ("evaluate", "save", "load", "generate", "read"))],
 )
-def test_an_interrupted_call_is_told(phase: str, tmp_path: Path) -> None:
+def test_heartbeat_tells_of_an_interrupted_call(phase: str, tmp_path: Path) -> None:
     """A KeyboardInterrupt is no Exception; the process may live on, or be busy with its end."""
     told, _ = run_ranks(interrupted, 2, phase, str(tmp_path), timeout=60, alone=True)
     assert told.replace(")", "").endswith("rank 1 raised KeyboardInterrupt"), told
@@ -488,7 +490,7 @@ def test_the_store_is_asked_for_nothing_once_ranks_are_connected(monkeypatch: py
 @pytest.mark.rare
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(50))
-def test_in_a_random_call(seed: int, tmp_path: Path) -> None:
+def test_heartbeat_names_the_rank_that_is_lost_in_a_random_call(seed: int, tmp_path: Path) -> None:
     """Real processes, each with a hash seed of its own; a rank ends in any function, one that saves beside it, too."""
     draw = random.Random(seed)
     layout = draw.choice([(2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])

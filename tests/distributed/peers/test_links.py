@@ -45,7 +45,7 @@ def come(links: Links, count: int) -> list[Event]:
     return events
 
 
-def test_messages_arrive_whole(ends: tuple[Links, Links]) -> None:
+def test_link_delivers_messages_whole(ends: tuple[Links, Links]) -> None:
     parent, child = ends
     long = ["census", ["x" * 3_000_000]]
     sent = beside(child, lambda: [parent.send(CHILD, it) for it in (["beat"], long)])
@@ -70,7 +70,7 @@ def test_the_end_of_the_other_side_is_seen(ends: tuple[Links, Links]) -> None:
     parent.send(CHILD, ["beat"])  # To nobody.
 
 
-def test_a_stranger_is_not_heard(ends: tuple[Links, Links]) -> None:
+def test_link_does_not_hear_a_stranger(ends: tuple[Links, Links]) -> None:
     parent, _ = ends
     hosts, port, _ = json.loads(parent.address)
     for greeting in (

@@ -22,11 +22,11 @@ def test_the_ranks_of_a_machine_are_neighbours() -> None:
     assert parent_of(8) == 0 and parent_of(64 + 8) == 64 and parent_of(64 + 9) == 64 + 8
 
 
-def test_no_rank_has_many_neighbours() -> None:
+def test_tree_gives_no_rank_many_neighbours() -> None:
     assert max(len(children_of(rank, 8192)) for rank in range(8192)) == 29
 
 
-def test_news_reaches_each_rank() -> None:
+def test_tree_leads_from_each_rank_to_each_other() -> None:
     draw = random.Random(0)
     for _ in range(1000):
         rank, target, hops = draw.randrange(8192), draw.randrange(8192), 0

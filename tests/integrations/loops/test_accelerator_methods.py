@@ -79,7 +79,7 @@ def loop(rank: int, n: int, folder: Path, accelerator_first: bool, stream: bool)
 @pytest.mark.parametrize(
     ("accelerator_first", "stream"), [(True, False), pytest.param(False, True, marks=pytest.mark.rare)]
 )
-def test_loop(tmp_path: Path, accelerator_first: bool, stream: bool) -> None:
+def test_accelerate_loop_and_files_are_one_devices(tmp_path: Path, accelerator_first: bool, stream: bool) -> None:
     folders = [tmp_path / it for it in ("one", "two")]
     one = loop(0, 1, folders[0], accelerator_first, stream)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -110,7 +110,7 @@ def configured(rank: int, n: int) -> list[str]:
     return [str(raised.value).splitlines()[0], str(accelerate.PartialState().num_processes)]
 
 
-def test_parallelism_config() -> None:
+def test_parallelism_config_must_have_the_models_size() -> None:
     """Only tensor parallelism of the model's size; and without a parallel model accelerate counts processes again."""
     told = "the model is parallel over 2 ranks, all processes, and ParallelismConfig says {'dp_shard': 2}"
     assert run_ranks(configured, 2, timeout=120, fresh=True) == [[told, "2"]] * 2
@@ -193,7 +193,7 @@ def tied(rank: int, n: int, folder: Path) -> dict[str, Any]:
     return torch.load(folder / "second" / "optimizer.bin", weights_only=True)["state"] if rank == 0 else {}
 
 
-def test_saved_twice(tmp_path: Path) -> None:
+def test_tied_models_are_saved_as_on_one_device(tmp_path: Path) -> None:
     expected = run_ranks(tied, 1, tmp_path / "one", timeout=120)[0]
     found = run_ranks(tied, 2, tmp_path / "two", timeout=120, fresh=True)[0]
     expect_close(found, expected)
@@ -201,7 +201,7 @@ def test_saved_twice(tmp_path: Path) -> None:
     assert "model.safetensors" in files[0] & files[1]
 
 
-def test_registered_objects(tmp_path: Path) -> None:
+def test_registered_objects_that_differ_are_refused(tmp_path: Path) -> None:
     for told in run_ranks(registered, 2, tmp_path, timeout=120, fresh=True):
         assert told.startswith("save_state: object 2 of register_for_checkpointing, a Average, has another state")
 
@@ -219,7 +219,7 @@ def random_states(rank: int, n: int, folder: Path) -> tuple[list[str], list[floa
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_random_states(tmp_path: Path, n: int) -> None:
+def test_random_states_are_those_of_each_replica(tmp_path: Path, n: int) -> None:
     """A file for each process; each rank goes on with the state of its replica's first rank."""
     found = run_ranks(random_states, n, tmp_path, timeout=120, fresh=True)
     for rank, (names, _, again) in enumerate(found):

@@ -11,7 +11,7 @@ import pytest
 from autotp.integrations.loops.after_import import after_import, change_all
 
 
-def test_calls_after_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_import_calls_back_after_each_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("watched_one", "watched_two", "other_one"):
         (tmp_path / f"{name}.py").write_text("value = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -31,7 +31,7 @@ def test_calls_after_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert seen[2:] == [[3], [3, 3]]
 
 
-def test_a_module_that_imports_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_import_waits_for_the_outer_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call back while the first one still runs would see a module without its names."""
     (tmp_path / "outer_one.py").write_text("import inner_one\nvalue = 3\n")
     (tmp_path / "inner_one.py").write_text("value = 4\n")

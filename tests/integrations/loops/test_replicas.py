@@ -100,7 +100,7 @@ RARE = [pytest.param(kind, marks=pytest.mark.rare) for kind in ("drop", "stream"
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["even", pytest.param("uneven", marks=pytest.mark.rare), *RARE])
-def test_accelerate_loop(tmp_path: Path, kind: str) -> None:
+def test_accelerate_takes_replicas_for_processes(tmp_path: Path, kind: str) -> None:
     n = 1 if kind == "even" else 2  # Elsewhere accelerate's last batch has rows twice, or is left out.
     expected = run_ranks(loop, n, 1, tmp_path / "plain", kind, timeout=120)[0]
     found = run_ranks(loop, 4, 2, tmp_path / "four", kind, timeout=300)
@@ -150,7 +150,7 @@ def calls(rank: int, n: int) -> dict[str, Any]:
     return found
 
 
-def test_calls() -> None:
+def test_accelerate_calls_go_over_the_replicas() -> None:
     for rank, found in enumerate(run_ranks(calls, 4, timeout=100, fresh=True)):
         mine = [rank % 2, rank % 2 + 2]
         assert found["index"] == (2, rank // 2, rank)
@@ -210,7 +210,7 @@ def trained(rank: int, n: int, tp: int, folder: Path, by_replica: bool) -> dict[
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("by_replica", [False, pytest.param(True, marks=pytest.mark.rare)])
-def test_trainer(tmp_path: Path, by_replica: bool) -> None:
+def test_trainer_takes_replicas_for_processes(tmp_path: Path, by_replica: bool) -> None:
     """A mean over the tokens of all replicas is one device's; a mean of each replica's is that of two processes."""
     n = 2 if by_replica else 1
     expected = run_ranks(trained, n, 1, tmp_path / "plain", by_replica, timeout=120)[0]
@@ -262,7 +262,7 @@ def beside(rank: int, n: int, folder: Path) -> list[Any]:
 
 
 @pytest.mark.rare
-def test_beside(tmp_path: Path) -> None:
+def test_replicas_have_random_states_of_their_own_and_one_error(tmp_path: Path) -> None:
     found = run_ranks(beside, 4, tmp_path, timeout=200)
     for rank, (before, after, *told) in enumerate(found):
         assert before == after == found[rank // 2 * 2][0]

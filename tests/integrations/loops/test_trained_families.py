@@ -106,7 +106,7 @@ def trained(rank: int, n: int, name: str, layout: dict[str, Any]) -> str:
     ],
 )
 @pytest.mark.timeout(200)
-def test_three_steps(name: str, layout: str) -> None:
+def test_three_steps_of_families_are_one_devices(name: str, layout: str) -> None:
     """On ranks that have a hash seed each, as torchrun starts them: sets have another order on each."""
     refused = run_ranks(trained, 2, name, LAYOUTS[layout], timeout=110, fresh=True)
     assert refused[0] == refused[1]

@@ -65,7 +65,7 @@ def trained(rank: int, n: int, folder: Path) -> tuple[Any, ...]:
 
 
 @pytest.mark.timeout(300)
-def test_training_and_its_files(tmp_path: Path) -> None:
+def test_trainer_losses_and_files_are_one_devices(tmp_path: Path) -> None:
     expected = trained(0, 1, tmp_path / "one")
     found = run_ranks(trained, 2, tmp_path / "two", timeout=250, fresh=True)
     for rank in range(2):
@@ -96,7 +96,7 @@ def compiled(rank: int, n: int, folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_compiled(tmp_path: Path) -> None:
+def test_trainer_compiles_the_model_as_on_one_device(tmp_path: Path) -> None:
     """Trainer compiles the model before its first call: each kind of call is captured outside of Dynamo."""
     expected = compiled(0, 1, tmp_path / "one")
     for found in run_ranks(compiled, 2, tmp_path / "two", timeout=250):
@@ -236,7 +236,7 @@ def set_so(rank: int, n: int, folder: Path, names: Sequence[str]) -> dict[str, A
         pytest.param(("adagrad", "rmsprop", "muon"), id="others", marks=pytest.mark.rare),
     ],
 )
-def test_settings(names: Sequence[str], tmp_path: Path) -> None:
+def test_trainer_settings_are_as_on_one_device(names: Sequence[str], tmp_path: Path) -> None:
     """`optim=` that needs no further package, and noise on embeddings."""
     expected = set_so(0, 1, tmp_path / "one", names)
     found = run_ranks(set_so, 2, tmp_path / "two", names, timeout=250, fresh=True)
@@ -263,7 +263,7 @@ def in_backward(rank: int, n: int, folder: Path) -> None:
         trainer_of(model, folder, optim="galore_adamw", optim_target_modules=["mlp"]).train()
 
 
-def test_steps_in_backward_are_refused(tmp_path: Path) -> None:
+def test_trainer_refuses_steps_in_backward(tmp_path: Path) -> None:
     run_ranks(in_backward, 2, tmp_path)
 
 
@@ -320,7 +320,7 @@ def pushed(rank: int, n: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-def test_a_hub(tmp_path: Path) -> None:
+def test_trainer_pushes_to_a_hub_what_one_device_does(tmp_path: Path) -> None:
     """It gets what one device pushes. If it cannot be reached, all ranks are told, when one device is."""
     missing = "there is no network"
     assert pushed(0, 1, tmp_path / "one") == ["pushed", missing, missing]

@@ -20,7 +20,7 @@ KEPT = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "rewards/margins"
 
 
 @pytest.mark.parametrize("given", [{}, {"final_logit_softcapping": 2.0, "logit_scale": 0.5, "temperature": 1.7}])
-def test_formula(given: dict[str, Any]) -> None:
+def test_formula_of_the_head_equals_trls_function(given: dict[str, Any]) -> None:
     """Every output, and the gradients of those two that have one."""
     from trl.kernels import ChunkedLogProbFunction
 
@@ -76,7 +76,7 @@ def trained(
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_trainers(kind: str, tmp_path: Path) -> None:
+def test_trl_trainers_are_one_devices(kind: str, tmp_path: Path) -> None:
     expected = trained(0, 1, tmp_path / "one", kind)
     assert expected[0].keys() >= {"loss", "grad_norm", "mean_token_accuracy"}
     for found in run_ranks(trained, 2, tmp_path / "two", kind, timeout=250, fresh=True):
@@ -99,7 +99,7 @@ def test_the_settings_that_are_trls_own(kind: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_trainers_with_replicas(kind: str, tmp_path: Path) -> None:
+def test_trl_trainers_with_replicas_are_two_processes(kind: str, tmp_path: Path) -> None:
     """Two replicas of two ranks beside two processes under DistributedDataParallel."""
     expected = run_ranks(trained, 2, tmp_path / "two", kind, 1, timeout=120, fresh=True)[0]
     for found in run_ranks(trained, 4, tmp_path / "four", kind, 2, timeout=250, fresh=True):

@@ -156,7 +156,7 @@ def trained(rank: int, n: int, folder: Path, names: Sequence[str]) -> dict[str, 
     "names",
     [pytest.param(names, id=names[0], marks=[pytest.mark.rare] * (names in GROUPS[2:])) for names in GROUPS],
 )
-def test_trainers(names: Sequence[str], tmp_path: Path) -> None:
+def test_trl_trainers_of_each_kind_are_one_devices(names: Sequence[str], tmp_path: Path) -> None:
     """Losses, norms and what else they log, and the adapters after the training."""
     for name in names:
         for folder in ("one", "two"):

@@ -357,7 +357,7 @@ def filed(rank: int, n: int, folder: Path) -> dict[str, Any]:
     return {name: x for name, x in read.items() if "lora_" in name or "modules_to_save" in name}
 
 
-def test_files(tmp_path: Path) -> None:
+def test_files_of_adapters_are_one_devices(tmp_path: Path) -> None:
     found = run_ranks(filed, 2, tmp_path, timeout=100)
     assert len(found[0]) == 2 * 2 * len(TARGETS["llama"]) + 1
     expect_close(found[1], found[0])

@@ -40,7 +40,7 @@ OTHERS: dict[str, tuple[str, str, Inputs]] = {
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.rare)])
-def test_hidden_states_again(name: str) -> None:
+def test_hidden_states_are_returned_in_each_kind_of_call(name: str) -> None:
     """The hooks that collect them are registered in the first such call, and are there in a call of another kind."""
     torch.manual_seed(0)
     model, given = tiny(name)
@@ -57,7 +57,7 @@ def test_hidden_states_again(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["deberta", "phimoe", *(pytest.param(n, marks=pytest.mark.rare) for n in ("xlm", "xlnet"))]
 )
-def test_odd_families(name: str) -> None:
+def test_odd_families_equal_one_device(name: str) -> None:
     config, kind, sizes = OTHERS[name]
     torch.manual_seed(0)
     built = getattr(transformers, config)(vocab_size=99, **sizes)
@@ -69,7 +69,7 @@ def test_odd_families(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.rare)])
-def test_checkpointing(name: str) -> None:
+def test_checkpointed_blocks_equal_one_device(name: str) -> None:
     """What is computed twice is erased from the graph, and in verify the model keeps what it computes once."""
     model, given = tiny(name)
     checkpoint_blocks(model)
@@ -151,7 +151,7 @@ def attentions_of(family: str, call: Call) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("family", "call", "attention"), cases())
-def test_equal_to_one_device(family: str, call: Call, attention: str) -> None:
+def test_calls_of_families_equal_one_device(family: str, call: Call, attention: str) -> None:
     model, given = tiny(family, attention)
     inputs: dict[str, Tensor] = call(model, given)
     report = autotp.verify(model, 2, example_inputs=inputs)

@@ -27,13 +27,13 @@ on_both = pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks
 @pytest.mark.parametrize(
     ("tp", "dropout"), [(2, 0.1), *(pytest.param(tp, 0.0, marks=pytest.mark.rare) for tp in (2, 3))]
 )
-def test_equal_to_one_device(family: str, tp: int, dropout: float) -> None:
+def test_lora_equals_one_device(family: str, tp: int, dropout: float) -> None:
     model, inputs = adapted(family, dropout)
     report = autotp.verify(model, tp, example_inputs=inputs)
     assert report.ok, report
 
 
-def test_names_that_a_call_compares() -> None:
+def test_lora_adds_few_names_that_a_call_compares() -> None:
     """A call compares what the model's code names; the code of peft, outside of its modules, is not the user's."""
     model, _ = adapted("gpt2")
     before, after = (len(list(named(it, {"weight", "config"}))) for it in (tiny("gpt2")[0], model))
@@ -175,7 +175,7 @@ def test_a_trainer_resumes(tmp_path: Path) -> None:
         pytest.param("llama", True, id="llama-merge_adapter", marks=pytest.mark.rare),
     ],
 )
-def test_merged(family: str, kept: bool) -> None:
+def test_merged_lora_costs_nothing_more(family: str, kept: bool) -> None:
     """The product is in the weights: it costs and gives what the model without adapters does."""
     model, inputs = adapted(family)
     model.merge_adapter() if kept else (model := model.merge_and_unload())
@@ -190,7 +190,7 @@ def test_merged(family: str, kept: bool) -> None:
 
 @pytest.mark.rare
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_other_adapters(family: str) -> None:
+def test_lora_of_other_kinds_equals_one_device(family: str) -> None:
     """Of the rank's square root; of embeddings and head; whole modules trained beside; biases too."""
     head = {"gpt2": ["wte"], "llama": ["embed_tokens", "lm_head"]}[family]
     for given in (
@@ -228,7 +228,7 @@ def test_adapters_are_cut_by_their_layers_axes(family: str) -> None:
 
 
 @on_both
-def test_one_reduction_for_layer_and_adapter(family: str) -> None:
+def test_lora_needs_one_reduction_for_layer_and_adapter(family: str) -> None:
     """Forward as without adapters; backward one all-reduce more in each of the two layers.
 
     An adapter has one matrix that is whole on every rank, and of which every rank uses a part: a column-parallel

@@ -95,7 +95,7 @@ def call(model: nn.Module, mask: Tensor | None) -> dict[str, Any]:
 @pytest.mark.system
 @pytest.mark.parametrize("mask", [FULL, PADDED, None], ids=["full", "padded", "none"])
 @pytest.mark.parametrize("make", [umt5, bart, Mixed, doge], ids=["umt5", "bart", "mixed", "doge"])
-def test_equal_to_one_device(make: Any, mask: Tensor | None) -> None:
+def test_masks_equal_one_device(make: Any, mask: Tensor | None) -> None:
     torch.manual_seed(0)
     model = make().eval()
     report = autotp.verify(model, 2, example_inputs=call(model, mask))
@@ -111,7 +111,7 @@ def reads(model: nn.Module, mask: Tensor | None, looks: bool = True) -> list[Any
 
 
 @pytest.mark.parametrize("mask", [FULL, PADDED, None], ids=["full", "padded", "none"])
-def test_no_look_at_the_padding(mask: Tensor | None) -> None:
+def test_masks_of_plain_kinds_need_no_look_at_the_padding(mask: Tensor | None) -> None:
     """Causal masks for causal modules, bidirectional ones for the others: such a graph is right for all padding."""
     assert reads(llama(), mask, looks=False) == []
     assert reads(bert(), mask, looks=False) == []
@@ -155,7 +155,7 @@ class OtherName(nn.Module):
         return self.inner(input_ids=input_ids, attention_mask=seen)[0]
 
 
-def test_a_mask_of_another_name() -> None:
+def test_a_mask_of_another_name_is_read() -> None:
     """Without padding is assumed, and is found wrong."""
     found = analyse(skeleton_of(OtherName().eval()), (IDS, PADDED), {}, 2)
     assert [read.outcome.value for read in found.captured.asked] == [False, False]
@@ -218,7 +218,7 @@ def test_a_model_that_fails_with_a_mask() -> None:
         autotp.verify(Expecting(), 2, example_inputs=(inputs[0], PADDED))
 
 
-def test_the_region_ends() -> None:
+def test_as_on_one_device_puts_the_functions_back() -> None:
     from transformers import masking_utils, modeling_utils
 
     before = masking_utils._ignore_causal_mask_sdpa, modeling_utils.AttentionInterface._global_mapping["sdpa"]

@@ -44,7 +44,7 @@ def edit(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_world_of_one(llama: Path, tmp_path: Path) -> None:
+def test_pretrained_in_a_world_of_one_changes_no_bit(llama: Path, tmp_path: Path) -> None:
     parallel = autotp.from_pretrained(llama)
     autotp.save_pretrained(parallel, tmp_path / "out")
     expect_same(files_of(tmp_path / "out"), files_of(llama))
@@ -57,7 +57,7 @@ def test_another_model_takes_no_memory_to_refuse(copied: Path) -> None:
     assert text.splitlines()[0] == f"from_pretrained({copied}): the tensors are not those of LlamaForCausalLM"
 
 
-def test_configurations_that_make_no_model(copied: Path) -> None:
+def test_from_pretrained_refuses_configurations_that_make_no_model(copied: Path) -> None:
     file = copied / "config.json"
     call = f"from_pretrained({copied})"
     edit(copied, architectures=None)
@@ -87,7 +87,7 @@ def test_configurations_that_make_no_model(copied: Path) -> None:
     )
 
 
-def test_tensors_of_another_kind(copied: Path) -> None:
+def test_from_pretrained_refuses_tensors_of_another_kind(copied: Path) -> None:
     """The header says whole numbers where the model has floating ones: as many bytes, that mean another thing."""
     file = copied / "model.safetensors"
     tensors = load_file(file)
@@ -98,14 +98,14 @@ def test_tensors_of_another_kind(copied: Path) -> None:
         assert "`model.norm.weight` in model.safetensors" in text and " is torch.int32" in text
 
 
-def test_an_adapter(copied: Path) -> None:
+def test_from_pretrained_refuses_an_adapter(copied: Path) -> None:
     (copied / "adapter_config.json").write_text("{}")
     first, *facts = message(lambda: autotp.from_pretrained(copied)).splitlines()
     assert first == f"from_pretrained({copied}): an adapter is beside the model: adapter_config.json"
     assert "peft" in facts[-1]
 
 
-def test_experts_of_different_sizes(tmp_path: Path) -> None:
+def test_from_pretrained_names_experts_of_different_sizes(tmp_path: Path) -> None:
     """What cannot be put together is named, though transformers only logs what went wrong."""
     model, _, given = family("mixtral")
     model.save_pretrained(tmp_path)
@@ -118,7 +118,7 @@ def test_experts_of_different_sizes(tmp_path: Path) -> None:
     )
 
 
-def test_choices(llama: Path) -> None:
+def test_from_pretrained_refuses_other_choices(llama: Path) -> None:
     call = f"from_pretrained({llama})"
     assert message(lambda: autotp.from_pretrained(llama, missing="skip")) == (  # type: ignore[arg-type]
         f"{call}: missing='skip'\n  expected 'error' or 'init'"
@@ -130,7 +130,7 @@ def test_choices(llama: Path) -> None:
     assert " makes no model of LlamaConfig: " in text
 
 
-def test_sizes_that_are_none(llama: Path) -> None:
+def test_save_pretrained_refuses_sizes_that_are_none(llama: Path) -> None:
     parallel, folder = autotp.from_pretrained(llama), llama.parent / "no"
     sizes: tuple[Any, ...] = (0, -5, True, "5", "GB", "0MB", "5 parsecs", None)
     for size in sizes:
@@ -140,7 +140,7 @@ def test_sizes_that_are_none(llama: Path) -> None:
         )
 
 
-def test_no_model_of_transformers(tmp_path: Path) -> None:
+def test_save_pretrained_refuses_other_models(tmp_path: Path) -> None:
     model = autotp.parallelize(gpt())
     assert message(lambda: autotp.save_pretrained(model, tmp_path)) == (
         f"save_pretrained(GPT, {tmp_path}): a GPT is no model of transformers\n"

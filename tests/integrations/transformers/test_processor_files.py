@@ -35,7 +35,7 @@ def names_of_tokenizers() -> set[str]:
     return found
 
 
-def test_what_goes_along(tmp_path: Path) -> None:
+def test_copy_beside_takes_the_files_of_tokenizers_alone(tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "folder"
     expected = {*ALONG, *names_of_tokenizers()}
     assert len(expected) > len(ALONG)
@@ -48,14 +48,14 @@ def test_what_goes_along(tmp_path: Path) -> None:
     assert (folder / "additional_chat_templates" / "tools.jinja").read_text() == "additional_chat_templates/tools.jinja"
 
 
-def test_a_source_that_is_gone(tmp_path: Path) -> None:
+def test_copy_beside_warns_of_a_source_that_is_gone(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="gone is gone: its tokenizer's files are not copied"):
         copy_beside(tmp_path / "gone", tmp_path)
     copy_beside(Path("a-name", "on-a-hub"), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_links(tmp_path: Path) -> None:
+def test_copy_beside_follows_links_within_the_model_only(tmp_path: Path) -> None:
     """Into the folder itself, or the hub's cache of this model; what else is linked is not handed on."""
     cache, folder = tmp_path / "models--a--b", tmp_path / "folder"
     source, blobs, other = cache / "snapshots" / "x", cache / "blobs", tmp_path / "models--c--d" / "blobs"

@@ -65,11 +65,11 @@ def of_torch() -> nn.Module:
     ],
     ids=["torchao", "bitsandbytes", "hqq", "fp8", "torch", "not-packed", "other-package", "plain", "mixin"],
 )  # fmt: skip
-def test_who_quantized_it(model: nn.Module, expected: str) -> None:
+def test_quantized_weight_names_the_weight_and_the_library(model: nn.Module, expected: str) -> None:
     assert quantized_weight(model) == expected
 
 
-def test_each_call_says_so() -> None:
+def test_each_call_refuses_quantized_weights() -> None:
     model = with_parameter("torchao.quantization", "Int8Tensor")
     for call in (autotp.explain, autotp.verify, autotp.stages):
         with pytest.raises(autotp.Error) as raised:

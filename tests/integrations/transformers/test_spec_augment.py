@@ -51,7 +51,7 @@ def test_the_operator_is_the_function_of_the_file() -> None:
 @pytest.mark.parametrize(
     ("name", "padded"), [("Wav2Vec2", False), ("Wav2Vec2", True), ("Hubert", True), ("WavLM", False)]
 )
-def test_equal_to_one_device(name: str, padded: bool) -> None:
+def test_spec_augment_equals_one_device(name: str, padded: bool) -> None:
     torch.manual_seed(0)
     masks = {k: v for k, v in MASKS.items() if name != "WavLM" or "time" in k}  # Its configuration lacks a setting.
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**SIZES, **masks))

@@ -80,6 +80,7 @@ def short_sequences(rank: int, n: int, compiled: str) -> None:
     whole: Any = Relative().double()
     torch.manual_seed(0)
     cut: Any = autotp.parallelize(Relative().double(), 1, cp=n, example_inputs=torch.arange(14).view(2, 7))
+    assert cut.plan.cp == n and cut.plan.in_sequence, "positions are cut"
     called = torch.compile(cut, backend="aot_eager") if compiled == "whole" else cut
     if compiled == "blocks":
         cut.compile_blocks(backend="aot_eager")

@@ -73,7 +73,7 @@ def _places(node: fx.Node) -> set[str]:
     return {one.name for one in found if one.op == "placeholder"}
 
 
-# ---- faults by name: docs/design.md has the table
+# ---- faults by name
 
 MIXED = "Invariant type on axis MeshAxis(2:1) cannot mix with other types. Found types: "
 IN_PRODUCT = f"rules.einsum: '...k,nk->...n': {MIXED}"

@@ -63,7 +63,7 @@ class Twice(SGD):
 
 
 @pytest.mark.parametrize("kind", [ByAllNorms, BySmallNorms, Drawing])
-def test_parameters_that_depend_on_each_other(kind: type[Optimizer]) -> None:
+def test_whole_matrices_refuses_parameters_that_depend_on_each_other(kind: type[Optimizer]) -> None:
     make: Callable[..., Any] = whole_matrices(kind)
     assert message(lambda: make(parameters(), lr=0.1)) == (
         f"whole_matrices({kind.__name__}): {kind.__name__} steps a parameter in another way beside other parameters "
@@ -74,13 +74,13 @@ def test_parameters_that_depend_on_each_other(kind: type[Optimizer]) -> None:
     )
 
 
-def test_groups_that_depend_on_each_other() -> None:
+def test_whole_matrices_refuses_groups_that_depend_on_each_other() -> None:
     first, second = parameters()
     with pytest.raises(autotp.Error, match="beside other parameters"):
         whole_matrices(ByAllNorms)([{"params": [first]}, {"params": [second], "lr": 0.2}], lr=0.1)
 
 
-def test_a_closure_that_is_needed() -> None:
+def test_whole_matrices_refuses_optimizers_that_need_a_closure() -> None:
     make: Any = whole_matrices(Twice)
     assert message(lambda: make(parameters(), lr=0.1)) == (
         "whole_matrices(Twice): Twice does not step a small tensor without a closure: AssertionError: a closure\n"
@@ -89,7 +89,7 @@ def test_a_closure_that_is_needed() -> None:
     )
 
 
-def test_lbfgs() -> None:
+def test_whole_matrices_refuses_lbfgs() -> None:
     """It needs a closure, in which all parameters are as they were."""
     build = partial(whole_matrices(torch.optim.LBFGS), [nn.Parameter(torch.ones(2, 2))])
     assert "LBFGS does not step a small tensor without a closure" in message(build)
@@ -106,7 +106,7 @@ ACCEPTED: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_accepted(name: str) -> None:
+def test_whole_matrices_tries_without_a_trace(name: str) -> None:
     """The trial changes neither the random state nor the parameters."""
     given = parameters()
     values, state = [p.clone() for p in given], torch.get_rng_state()
@@ -115,7 +115,7 @@ def test_accepted(name: str) -> None:
     assert all(torch.equal(a, b) and a.grad is None for a, b in zip(given, values, strict=True))
 
 
-def test_unhooked_step() -> None:
+def test_unhooked_step_is_the_step_of_the_class() -> None:
     """torch's hooks around a step are those of the optimizer that the user has."""
 
     class Own(SGD):
@@ -128,7 +128,7 @@ def test_unhooked_step() -> None:
     assert Own.step is not plain and unhooked_step(Own) is plain
 
 
-def test_of_tensors_with_other_dimensions() -> None:
+def test_trial_has_the_dimensions_of_the_parameters() -> None:
     """Of parameters with four dimensions a trial has four."""
     seen: list[int] = []
 

@@ -78,14 +78,14 @@ def expect_moved(layouts: Mapping[str, Layout], ranks: int) -> Owners:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str) -> None:
+def test_moves_make_up_the_whole_matrices_of_a_case(name: str) -> None:
     ranks, layout = CASES[name]
     expect_moved({"weight": layout}, ranks)
 
 
 @pytest.mark.parametrize("tp", [3, 4])
 @pytest.mark.parametrize("name", USUAL)
-def test_family(name: str, tp: int) -> None:
+def test_moves_make_up_the_whole_matrices_of_a_family(name: str, tp: int) -> None:
     expect_moved(_layouts(name, tp), tp)
 
 
@@ -104,14 +104,14 @@ def _layouts(name: str, tp: int) -> Mapping[str, Layout]:
 @pytest.mark.rare
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
-def test_every_family(tp: int) -> None:
+def test_moves_make_up_the_whole_matrices_of_every_family(tp: int) -> None:
     from support.hf_families import FAMILIES
 
     for name in FAMILIES:
         expect_moved(_layouts(name, tp), tp)
 
 
-def test_work_is_divided() -> None:
+def test_owners_have_like_work() -> None:
     """The largest matrices first, each to the rank with the least work; of a step the ranks have alike."""
     square = Layout((8, 8), 0, tuple(((2 * i, 2 * i + 2),) for i in range(4)))
     layouts = {f"w{i}": square for i in range(8)} | {"norm": Layout((8,))}
@@ -125,7 +125,7 @@ def test_of_two_uneven_parts_the_larger_rank_owns() -> None:
     assert set(expect_moved({f"w{i}": HALVES for i in range(4)}, 2).owners.values()) == {0}
 
 
-def test_owners_stay() -> None:
+def test_owners_stay_where_they_were() -> None:
     every = [[held("a", WHOLE, rank), held("b", WHOLE, rank)] for rank in range(2)]
     assert assign(every, 0, {"b": 0}).owners == {"a": 1, "b": 0}
     assert assign(every, 0).owners == {"a": 0, "b": 1}
@@ -139,7 +139,7 @@ def test_a_replica_has_its_own_part_for_itself() -> None:
     assert plan.from_owner == (Move("w", 0, 1, (0, 0), (3, 4)),)
 
 
-def test_stages_do_not_meet() -> None:
+def test_owners_of_stages_share_only_tied_matrices() -> None:
     """A rank of a pipeline has other parameters; what two stages share has one owner."""
     every = [[held("a", WHOLE, 0), held("tied", WHOLE, 0)], [held("tied", WHOLE, 0), held("b", WHOLE, 0)]]
     plans = [assign(every, rank) for rank in range(2)]
@@ -147,7 +147,7 @@ def test_stages_do_not_meet() -> None:
     assert {move.name for plan in plans for move in plan.from_owner if move.source != move.target} == {"tied"}
 
 
-def test_refused() -> None:
+def test_assign_refuses_ranks_that_differ() -> None:
     other = [[held("w", HALVES, 0)], [held("w", HALVES, 1, group=1)]]
     assert message(lambda: assign(other, 0)) == (
         "`w` is not in the same group of the optimizer on all ranks, or has another shape or dtype there\n"

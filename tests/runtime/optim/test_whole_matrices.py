@@ -233,7 +233,7 @@ RARE = pytest.mark.rare
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "tp", "cp"), [*PARALLEL, *(pytest.param(*one, marks=RARE) for one in PARALLEL_TOO)])
-def test_parallel_model(name: str, tp: int, cp: int) -> None:
+def test_whole_matrices_of_a_parallel_model_equal_one_device(name: str, tp: int, cp: int) -> None:
     (expected,) = run_ranks(on_one_device, 1, name)
     expect_same(run_ranks(parallel, tp * cp, name, tp, cp, timeout=250)[0], expected)
 
@@ -253,7 +253,7 @@ DISTRIBUTED_TOO = [
 @pytest.mark.parametrize(
     ("name", "layout", "zero"), [*DISTRIBUTED, *(pytest.param(*one, marks=RARE) for one in DISTRIBUTED_TOO)]
 )
-def test_trainer(name: str, layout: tuple[int, int, int, int], zero: int) -> None:
+def test_whole_matrices_of_a_trainer_equal_one_device(name: str, layout: tuple[int, int, int, int], zero: int) -> None:
     tp, cp, pp, dp = layout
     (expected,) = run_ranks(on_one_device, 1, name)
     expect_same(run_ranks(distributed, tp * cp * pp * dp, name, layout, zero, timeout=250)[0], expected)

@@ -85,7 +85,9 @@ PAIRS: list[tuple[str, Layout, Layout]] = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "before", "after"), PAIRS)
-def test_another_layout_goes_on(tmp_path: Path, name: str, before: Layout, after: Layout) -> None:
+def test_states_of_whole_matrices_go_on_in_another_layout(
+    tmp_path: Path, name: str, before: Layout, after: Layout
+) -> None:
     kinds = [same if layout == ONE else autotp.whole_matrices for layout in (before, after)]
     processes = [layout[0] * layout[1] * layout[2] for layout in (before, after)]
     with_torchs = zip((saved, resumed), processes, (before, after), kinds, strict=True)
@@ -121,5 +123,5 @@ def refused(rank: int, n: int, folder: Path) -> None:
         autotp.save_checkpoint(folder, trainer, [], 1)
 
 
-def test_other_optimizers(tmp_path: Path) -> None:
+def test_states_of_other_optimizers_are_refused(tmp_path: Path) -> None:
     run_ranks(refused, 2, tmp_path / "ckpt")

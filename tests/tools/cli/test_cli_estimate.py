@@ -66,7 +66,7 @@ def test_a_wrong_argument_is_one_error_with_status_2(autotp_command, factory: st
     [(("--gpus", 0), "gpus=0 is not a whole number"), (("--gpus", 2, "--memory", 2), "memory=2.0 is not a part")],
     ids=["gpus", "memory"],
 )
-def test_a_wrong_argument_of_search(autotp_command, factory: str, given: tuple[object, ...], told: str) -> None:
+def test_search_refuses_a_wrong_argument(autotp_command, factory: str, given: tuple[object, ...], told: str) -> None:
     done = autotp_command("search", factory, "--gpu", "a100-80gb", "--batch", 8, *given)
     assert (done.status, done.out) == (2, "") and told in done.err
     tiny = "312TF 2TB/s 0.0001GB node=8x300GB/s net=25GB/s"
@@ -74,7 +74,7 @@ def test_a_wrong_argument_of_search(autotp_command, factory: str, given: tuple[o
     assert (done.status, done.out) == (2, "") and "no room for its share" in done.err
 
 
-def test_wrong_use_is_one_line(autotp_command, factory: str) -> None:
+def test_estimate_tells_wrong_use_in_one_line(autotp_command, factory: str) -> None:
     assert autotp_command("estimate", factory, "--batch", 8).status == 2
     assert autotp_command("estimate", "no.such:thing", "--gpu", "a100-80gb", "--batch", 8).status == 2
     done = autotp_command("estimate", factory, "--gpu", "a100-80gb", "--batch", 128, "--pp", 64)
@@ -83,7 +83,7 @@ def test_wrong_use_is_one_line(autotp_command, factory: str) -> None:
     assert (done.status, done.out) == (2, "") and "2 x 1 does not divide 7" in done.err
 
 
-def test_a_published_size(autotp_command) -> None:
+def test_estimate_takes_a_published_size(autotp_command) -> None:
     done = autotp_command("estimate", "gpt-355m", "--gpu", "a100-80gb", "--batch", 8, "--layers", 4)
     assert done.status == 0 and "where the time goes" in done.out
 
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_written_is_said_first(autotp_command, factory: st
         assert done.status == 2 and "cannot be written: it is a folder" in done.err
 
 
-def test_prove_stamps_the_page(autotp_command, factory: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_estimate_prove_stamps_the_page(autotp_command, factory: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     given = "--gpu", "a100-80gb", "--batch", 8, "--tp", 2, "--pp", 2, "--html", tmp_path / "plan.html", "--prove"
     done = autotp_command("estimate", factory, *given)
     assert done.status == 0 and "proved on 4 ranks" in done.out

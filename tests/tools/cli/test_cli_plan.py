@@ -17,14 +17,14 @@ from autotp.options import Options
 from autotp.tools.cli.flags import spread
 
 
-def test_a_configuration(autotp_command, llama: Path) -> None:
+def test_plan_takes_a_configuration(autotp_command, llama: Path) -> None:
     """Three quarters of the ranks hold no key/value head of their own."""
     done = autotp_command("plan", llama, "--tp", 8, "--layers", 1, "--dtype", "bfloat16")
     assert (done.status, done.err) == (0, "")
     assert done.out.startswith("LlamaForCausalLM on tp=8\n\ncut ") and "whole on every rank" in done.out
 
 
-def test_json_is_the_plan(autotp_command, models: Path) -> None:
+def test_plan_json_is_that_of_explain(autotp_command, models: Path) -> None:
     done = autotp_command("plan", f"{models}:mlp:inputs", "--tp", 3, "--json")
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)))
     expected = autotp.explain(model, 3, example_inputs=torch.ones(3, 4))
@@ -45,7 +45,7 @@ def test_every_option_of_explain_is_a_flag(autotp_command) -> None:
     assert "Names of passes to leave out" in told
 
 
-def test_sequences_are_cut(autotp_command, llama: Path) -> None:
+def test_plan_cuts_sequences(autotp_command, llama: Path) -> None:
     done = autotp_command("plan", llama, "--tp", 2, "--cp", 2, "--layers", 1, "--json")
     assert done.json["cp"] == 2 and done.json["in_sequence"] > 20
     assert set(done.json["traffic_over_cp"]["backward"]) >= {"reduce-scatter", "all-reduce"}
@@ -69,12 +69,12 @@ def test_options_reach_the_plan(autotp_command, llama: Path) -> None:
         ("--layers 2 3", "--layers 2 3"),
     ],
 )
-def test_several_values_of_one_option(given: str, expected: str) -> None:
+def test_spread_repeats_an_option_for_each_value(given: str, expected: str) -> None:
     assert spread(given.split()) == expected.split()
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_on_a_terminal(in_colours: None, width: int) -> None:
+def test_plan_is_in_colour_on_a_terminal(in_colours: None, width: int) -> None:
     """In colour, and no line is broken by the terminal."""
     plan = autotp.explain(
         nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)), 2, example_inputs=torch.ones(2, 4)

@@ -11,7 +11,7 @@ import autotp
 from autotp.compiler import CANONICALIZE, LOWER, PLAN
 
 
-def test_a_row_for_each_pass(autotp_command, models: Path) -> None:
+def test_stages_prints_a_row_for_each_pass(autotp_command, models: Path) -> None:
     done = autotp_command("stages", f"{models}:mlp:inputs", "--tp", 2)
     assert (done.status, done.err) == (0, "") and done.out.startswith("Sequential on tp=2: 27 passes, ")
     found = [line.split()[:2] for line in done.out.splitlines() if re.match(r"[a-z]+ +[a-z_]+ ", line)]
@@ -21,7 +21,7 @@ def test_a_row_for_each_pass(autotp_command, models: Path) -> None:
     assert [found.index(row) for row in (["capture", "capture"], ["check", "check"], ["emit", "emit"])] == [1, 26, 27]
 
 
-def test_the_code_around_a_pass(autotp_command, models: Path) -> None:
+def test_stages_prints_the_code_around_a_pass(autotp_command, models: Path) -> None:
     done = autotp_command("stages", f"{models}:mlp:inputs", "--tp", 2, "--pass", "fuse_bias")
     _, before, after = re.split("\n(?:before|after) fuse_bias\n", done.out)
     assert done.status == 0 and "add(linear, bias)" in before and "add(linear, bias)" not in after
@@ -30,7 +30,7 @@ def test_the_code_around_a_pass(autotp_command, models: Path) -> None:
     assert done.out.count("before and after choose") == 1 and done.out.count("gelu(x)") == 1
 
 
-def test_changed_lines_are_in_colour(
+def test_stages_colours_changed_lines(
     autotp_command, models: Path, in_colours: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -55,7 +55,7 @@ def test_the_page_has_the_table_and_the_code(autotp_command, models: Path, tmp_p
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".html"] == ["stages.html"]
 
 
-def test_json(autotp_command, models: Path) -> None:
+def test_stages_json_has_the_table_and_the_code(autotp_command, models: Path) -> None:
     given = "--tp", 2, "--json", "--pass", "check", "--without", "bucket", "cse"
     data = autotp_command("stages", f"{models}:mlp:inputs", *given).json
     assert list(data)[:3] == ["version", "autotp", "model"] and data["autotp"] == autotp.__version__

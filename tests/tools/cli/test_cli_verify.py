@@ -13,21 +13,21 @@ from autotp.tools.bisect import Blame
 from autotp.tools.cli import verify as command
 
 
-def test_several_numbers_of_ranks(autotp_command, models: Path) -> None:
+def test_verify_takes_several_numbers_of_ranks(autotp_command, models: Path) -> None:
     done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 2, 3)
     assert (done.status, done.err) == (0, "")
     heads = [line for line in done.out.splitlines() if not line.startswith(" ")]
     assert heads == [f"Sequential on tp={tp}: equal to one device (float64, tolerance 1e-09)" for tp in (2, 3)]
 
 
-def test_a_configuration(autotp_command, llama: Path) -> None:
+def test_verify_takes_a_configuration(autotp_command, llama: Path) -> None:
     done = autotp_command("verify", llama, "--tp", 4, "--layers", 1, "--json", "--recompute", "full")
     (report,) = done.json["reports"]
     assert done.status == 0 and done.json["ok"] and report["ok"] and report["computed"] and report["guilty"] is None
     assert report["tp"] == 4 and report["gradients"][0]["error"] < report["tolerance"] == 1e-9
 
 
-def test_a_mesh(autotp_command, llama: Path) -> None:
+def test_verify_takes_a_mesh(autotp_command, llama: Path) -> None:
     sizes = "--tp", 2, "--pp", 2, "--dp", 3, "--microbatches", 2, "--layers", 2
     done = autotp_command("verify", llama, *sizes, "--json", "--schedule", "GPipe")
     (report,) = done.json["reports"]
@@ -47,7 +47,9 @@ def test_a_mesh(autotp_command, llama: Path) -> None:
     ],
     ids=str,
 )
-def test_a_layout_that_cannot_be(autotp_command, llama: Path, given: tuple[object, ...], said: str) -> None:
+def test_verify_refuses_a_layout_that_cannot_be(
+    autotp_command, llama: Path, given: tuple[object, ...], said: str
+) -> None:
     """It is a wrong argument, as for `autotp estimate`; a model that is refused is not."""
     done = autotp_command("verify", llama, "--tp", 2, "--layers", 2, *given)
     assert done.status == 2 and said in done.err
@@ -67,7 +69,7 @@ def different(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "bisect", lambda *args: blame)
 
 
-def test_a_difference(autotp_command, models: Path, different: None) -> None:
+def test_verify_prints_a_difference(autotp_command, models: Path, different: None) -> None:
     done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 2)
     assert done.status == 1
     assert done.out.splitlines()[0] == "Sequential on tp=2: DIFFERENT from one device (float64, tolerance 1e-09)"
@@ -80,7 +82,7 @@ def test_a_difference(autotp_command, models: Path, different: None) -> None:
     ]
 
 
-def test_a_difference_in_json(autotp_command, models: Path, different: None) -> None:
+def test_verify_json_has_a_difference(autotp_command, models: Path, different: None) -> None:
     done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 2, "--json")
     assert done.status == 1 and not done.json["ok"]
     (report,) = done.json["reports"]
@@ -94,7 +96,7 @@ def test_a_difference_in_json(autotp_command, models: Path, different: None) -> 
     )
 
 
-def test_the_page_of_a_report(autotp_command, models: Path, tmp_path: Path) -> None:
+def test_verify_writes_the_page_of_a_report(autotp_command, models: Path, tmp_path: Path) -> None:
     html = tmp_path / "report.html"
     done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 2, "--html", html)
     text = html.read_text()
@@ -103,7 +105,7 @@ def test_the_page_of_a_report(autotp_command, models: Path, tmp_path: Path) -> N
     assert "guilty</b>" not in text and 'class="wrong"' not in text
 
 
-def test_the_page_of_a_difference(autotp_command, models: Path, different: None, tmp_path: Path) -> None:
+def test_verify_writes_the_page_of_a_difference(autotp_command, models: Path, different: None, tmp_path: Path) -> None:
     """The file is there although the exit status is 1."""
     html = tmp_path / "report.html"
     done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 2, "--html", html)
@@ -126,6 +128,6 @@ def test_the_page_is_of_one_number_of_ranks(autotp_command, models: Path, tmp_pa
     assert not (tmp_path / "report.html").exists()
 
 
-def test_what_verify_refuses(autotp_command, models: Path) -> None:
+def test_verify_prints_a_refusal_in_one_line(autotp_command, models: Path) -> None:
     done = autotp_command("verify", f"{models}:Branches:inputs", "--tp", 2)
     assert done.status == 1 and done.err.startswith("autotp: verify(Branches, tp=2): the model branches")

@@ -40,7 +40,7 @@ def gpt2(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("way", ["torch", "training"])
-def test_there_and_back(autotp_command, gpt2: Path, tmp_path: Path, way: str) -> None:
+def test_convert_there_and_back_changes_no_bit(autotp_command, gpt2: Path, tmp_path: Path, way: str) -> None:
     """Its configuration and tokenizer go along, where the format has a place for them."""
     there, back = tmp_path / ("model.pt" if way == "torch" else way), tmp_path / "back"
     done = autotp_command("convert", gpt2, there, "--to", way)
@@ -58,7 +58,7 @@ def test_there_and_back(autotp_command, gpt2: Path, tmp_path: Path, way: str) ->
     assert type(model).__name__ == "GPT2LMHeadModel"
 
 
-def test_safetensors_with_what_is_beside(autotp_command, gpt2: Path, tmp_path: Path) -> None:
+def test_convert_takes_along_what_is_beside_safetensors(autotp_command, gpt2: Path, tmp_path: Path) -> None:
     given = "--dtype", "bfloat16", "--max-shard-size", "5KB", "--json"
     done = autotp_command("convert", gpt2, tmp_path / "half", *given)
     assert done.json["target"] == "safetensors" and done.json["tensors"] == 28
@@ -103,7 +103,7 @@ def alone() -> Any:
         torch.distributed.destroy_process_group()
 
 
-def test_a_training(autotp_command, tmp_path: Path, alone: None) -> None:
+def test_convert_reads_and_writes_trainings(autotp_command, tmp_path: Path, alone: None) -> None:
     """What a training saved, as a file; and a file, loaded into a training."""
     x, y = torch.randn(2, 4), torch.randn(2, 1)
     model = Regression()
@@ -133,7 +133,7 @@ def test_a_training(autotp_command, tmp_path: Path, alone: None) -> None:
     assert done.status == 1 and "is there already" in done.err
 
 
-def test_what_differs(autotp_command, tmp_path: Path) -> None:
+def test_convert_diff_prints_what_differs(autotp_command, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "1.pt")
     torch.save({"a": torch.tensor([1.0, 1.5]), "c": torch.ones(1)}, tmp_path / "2.pt")
     done = autotp_command("convert", "--diff", tmp_path / "1.pt", tmp_path / "2.pt")
@@ -159,7 +159,9 @@ def test_what_differs(autotp_command, tmp_path: Path) -> None:
     ],
     ids=["nowhere", "suffix", "format", "atol", "dtype", "empty"],
 )
-def test_wrong(autotp_command, tmp_path: Path, monkeypatch: Any, args: tuple[str, ...], status: int, told: str) -> None:
+def test_convert_refuses_wrong_use(
+    autotp_command, tmp_path: Path, monkeypatch: Any, args: tuple[str, ...], status: int, told: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"a": torch.ones(2)}, "model.pt")
     (tmp_path / "empty").mkdir()

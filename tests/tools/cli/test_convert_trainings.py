@@ -73,7 +73,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def test_to_safetensors_and_back(autotp_command, trained: Path, tmp_path: Path) -> None:
+def test_convert_of_two_ranks_changes_no_bit(autotp_command, trained: Path, tmp_path: Path) -> None:
     done = autotp_command("convert", trained / "ckpt", tmp_path / "out", "--config", trained / "hf")
     assert (done.status, done.err) == (0, "autotp: warning: the optimizer's state is not written\n")
     expect_equal(tmp_path / "out", trained / "hf")

@@ -13,7 +13,7 @@ from autotp.tools import environment
 from autotp.tools.environment import LIBRARIES, TESTED
 
 
-def test_alone(autotp_command) -> None:
+def test_doctor_of_one_process_is_ready(autotp_command) -> None:
     done = autotp_command("doctor")
     assert (done.status, done.err) == (0, "") and "no launcher" in done.out and "all-reduce" not in done.out
     last = done.out.splitlines()[-1]
@@ -39,7 +39,7 @@ def column(out: str, name: str) -> dict[str, str]:
     return found
 
 
-def test_what_works_with_each_library(autotp_command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_what_works_with_each_library(autotp_command, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the table, in JSON, and in the variables that say what is not there."""
     version = environment.version
 
@@ -66,7 +66,7 @@ def test_what_works_with_each_library(autotp_command, monkeypatch: pytest.Monkey
     assert (data["tqdm"]["state"], data["torch"]["works"]) == ("untested", "")
 
 
-def test_a_problem(autotp_command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_a_problem_with_status_1(autotp_command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     done = autotp_command("doctor", "--json")
     assert done.status == 1 and not done.json["ok"] and done.json["variables"]["SLURM_JOB_ID"] == "7"
@@ -76,7 +76,7 @@ def test_a_problem(autotp_command, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.system
-def test_two_ranks() -> None:
+def test_doctor_of_two_ranks_prints_once() -> None:
     """Only the first one prints."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, "-m", "autotp", "doctor", "--json"], capture_output=True, text=True)

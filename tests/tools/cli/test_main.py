@@ -18,13 +18,13 @@ from autotp.tools.cli.app import app
 from autotp.tools.cli.main import main
 
 
-def test_without_arguments_it_helps(autotp_command) -> None:
+def test_program_without_arguments_helps(autotp_command) -> None:
     done = autotp_command()
     assert done.status == 2 and "plan" in done.out and "verify" in done.out and done.err == ""
     assert autotp_command("--help").status == 0
 
 
-def test_version(autotp_command) -> None:
+def test_program_prints_its_version(autotp_command) -> None:
     assert autotp_command("--version").out == f"autotp {autotp.__version__}\n"
 
 
@@ -38,7 +38,7 @@ def test_version(autotp_command) -> None:
     ],
     ids=["missing", "command", "range", "choice"],
 )
-def test_wrong_use_is_one_line(autotp_command, args: tuple[str, ...], told: str) -> None:
+def test_program_tells_wrong_use_in_one_line(autotp_command, args: tuple[str, ...], told: str) -> None:
     done = autotp_command(*args)
     assert done.status == 2 and done.out == "" and done.err.startswith(told) and done.err.count("\n") == 1
 
@@ -90,7 +90,7 @@ def test_a_wrong_option_is_an_error_in_json(autotp_command, command: str) -> Non
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "interrupted"])
 @pytest.mark.parametrize("json_", [True, False], ids=["json", "text"])
-def test_what_no_command_expects(
+def test_program_prints_tracebacks_of_bugs_only(
     autotp_command, monkeypatch: pytest.MonkeyPatch, error: BaseException, json_: bool
 ) -> None:
     def fails() -> None:
@@ -115,12 +115,12 @@ def test_an_error_says_what_to_write_and_has_no_traceback(autotp_command, models
     assert [line.split()[0] for line in facts] == ["at", "try"]
 
 
-def test_debug_shows_the_traceback(autotp_command, models: Path) -> None:
+def test_program_with_debug_shows_the_traceback(autotp_command, models: Path) -> None:
     done = autotp_command("plan", f"{models}:Branches:inputs", "--tp", 2, "--debug")
     assert done.status == 1 and "Traceback (most recent call last)" in done.err
 
 
-def test_an_error_in_json(autotp_command, models: Path) -> None:
+def test_program_prints_an_error_as_json(autotp_command, models: Path) -> None:
     done = autotp_command("plan", f"{models}:Branches:inputs", "--tp", 2, "--json")
     assert done.status == 1 and not done.json["ok"]
     assert done.json["error"]["call"] == "explain(Branches, tp=2)" and "try" in done.json["error"]["facts"]
@@ -131,7 +131,7 @@ def test_an_error_in_json(autotp_command, models: Path) -> None:
 
 
 @pytest.mark.parametrize("json_", [True, False], ids=["json", "text"])
-def test_what_is_missing_is_said(
+def test_program_says_what_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], json_: bool
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("typer", "autotp.tools.cli."))]:
@@ -147,7 +147,7 @@ def test_what_is_missing_is_said(
 
 
 @pytest.mark.system
-def test_a_process_of_its_own(models: Path) -> None:
+def test_program_prints_results_alone_on_stdout(models: Path) -> None:
     """As `python -m autotp`: results alone on stdout, plain where it is no terminal."""
     command = [sys.executable, "-m", "autotp", "verify", f"{models}:mlp:inputs", "--tp", "2", "3", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)

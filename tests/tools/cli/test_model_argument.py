@@ -19,7 +19,7 @@ def argument(text: object, **given: Any) -> ModelArgument:
     return ModelArgument(str(text), given.pop("settings", {}), **given)
 
 
-def test_a_factory_in_a_file(models: Path) -> None:
+def test_model_may_be_a_factory_in_a_file(models: Path) -> None:
     model = on_meta(argument(f"{models}:mlp", settings={"width": 8}, layers=3, dtype=torch.bfloat16, evaluation=True))
     assert isinstance(model, nn.Sequential) and len(model) == 3 and not model.training
     assert {(tuple(p.shape), p.dtype, p.is_meta) for p in model[0].parameters()} == {
@@ -28,13 +28,13 @@ def test_a_factory_in_a_file(models: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_factory_in_a_package() -> None:
+def test_model_may_be_a_factory_in_a_package() -> None:
     model = with_values(argument("torch.nn:Linear", settings={"in_features": 3, "out_features": 2}))
     again = with_values(argument("torch.nn:Linear", settings={"in_features": 3, "out_features": 2}))
     assert isinstance(model, nn.Linear) and torch.equal(model.weight, again.weight)
 
 
-def test_a_class_with_literal_arguments(models: Path) -> None:
+def test_model_may_be_a_class_with_literal_arguments(models: Path) -> None:
     model = on_meta(argument("torch.nn:Linear(3, 2, bias=False)"))
     assert isinstance(model, nn.Linear) and (model.in_features, model.out_features, model.bias) == (3, 2, None)
     text = f"{models}:mlp(width=8):inputs"
@@ -42,23 +42,23 @@ def test_a_class_with_literal_arguments(models: Path) -> None:
     assert on_meta(argument(text, settings={"width": 5}))[0][0].out_features == 5
 
 
-def test_a_model_that_is_there(models: Path) -> None:
+def test_model_may_be_a_model_that_is_there(models: Path) -> None:
     assert isinstance(on_meta(argument(f"{models}:made")), nn.Sequential)
 
 
-def test_a_configuration(llama: Path) -> None:
+def test_model_may_be_a_configuration(llama: Path) -> None:
     assert type(on_meta(argument(llama))).__name__ == "LlamaForCausalLM"
     assert type(on_meta(argument(llama / "config.json"))).__name__ == "LlamaForCausalLM"
 
 
-def test_a_model_that_meta_cannot_build(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_that_meta_cannot_build_is_built_on_the_cpu(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = on_meta(argument(f"{models}:reads_a_value"))
     assert not next(model.parameters()).is_meta
     assert capsys.readouterr().err.startswith("autotp: the model is built on the CPU")
 
 
 @pytest.mark.parametrize("inputs", [":inputs", None], ids=["option", "third"])
-def test_example_inputs(models: Path, inputs: str | None) -> None:
+def test_model_may_name_example_inputs(models: Path, inputs: str | None) -> None:
     text = f"{models}:mlp" if inputs else f"{models}:mlp:inputs"
     assert argument(text, inputs=inputs).example_inputs().shape == (3, 4)
     assert argument(f"{models}:mlp").example_inputs() is None
@@ -90,7 +90,9 @@ def test_example_inputs(models: Path, inputs: str | None) -> None:
         "stars", "twice", "open", "made", "attention",
     ],
 )  # fmt: skip
-def test_wrong(models: Path, monkeypatch: pytest.MonkeyPatch, text: str, given: dict[str, Any], told: str) -> None:
+def test_model_that_is_nothing_of_this_is_wrong_use(
+    models: Path, monkeypatch: pytest.MonkeyPatch, text: str, given: dict[str, Any], told: str
+) -> None:
     monkeypatch.chdir(models.parent)
     Path("script.py").write_text("import sys\n\nsys.exit(0)\n")
     with pytest.raises(WrongUse, match=told):

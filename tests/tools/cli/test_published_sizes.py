@@ -19,13 +19,13 @@ def test_it_has_as_many_parameters_as_published(name: str) -> None:
     assert next(model.parameters()).is_meta
 
 
-def test_each_has_its_source() -> None:
+def test_each_published_size_has_its_source() -> None:
     assert len(PUBLISHED) == 5 + 10 + 3 + 3
     assert all("arXiv" in one.source and "table" in one.source for one in PUBLISHED.values())
 
 
 @pytest.mark.parametrize("name", ["gpt-355m", "GPT-355M", "bert-334m", "llama-3-8b"])
-def test_layers_and_other_values(name: str) -> None:
+def test_published_sizes_take_layers_and_other_values(name: str) -> None:
     model = on_meta(ModelArgument(name, {"vocab_size": 128}, layers=2))
     blocks = {
         key.split(".")[i]
@@ -36,7 +36,7 @@ def test_layers_and_other_values(name: str) -> None:
     assert blocks == {"0", "1"} and any(128 in p.shape for p in model.parameters())
 
 
-def test_wrong_settings() -> None:
+def test_published_sizes_refuse_wrong_settings() -> None:
     with pytest.raises(WrongUse, match="unexpected keyword argument 'width'"):
         on_meta(ModelArgument("gpt-8.3b", {"width": 3}))
     with pytest.raises(WrongUse, match="--attention is for models of transformers"):

@@ -75,13 +75,13 @@ def test_the_line_and_the_file_are_devices(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["device.json"]
 
 
-def test_it_is_plain_data() -> None:
+def test_calibration_is_plain_data() -> None:
     data = json.loads(json.dumps(compared(CPU, AS_KNOWN, LINK, None).to_dict()))
     assert data["version"] == 1 and data["known"] == "cpu-gloo" and set(data["device"]) == set(NUMBERS)
     assert len(data["numbers"]) == 9 and data["numbers"][0]["differs"] is False
 
 
-def test_this_machine_is_measured() -> None:
+def test_calibrate_measures_this_machine() -> None:
     found = autotp.calibrate(seconds=1)
     assert found.ranks == 2 and found.known is CPU
     assert all(number.measured > 0 for number in found.numbers)
@@ -96,7 +96,7 @@ def test_this_machine_is_measured() -> None:
         ({"seconds": "1"}, "seconds is '1'"),
     ],
 )
-def test_what_it_refuses(given: dict[str, object], expected: str) -> None:
+def test_calibrate_refuses_wrong_arguments(given: dict[str, object], expected: str) -> None:
     assert message(lambda: autotp.calibrate(**given)).startswith(f"calibrate: {expected}")  # type: ignore[arg-type]
 
 
@@ -107,6 +107,6 @@ def test_what_it_refuses(given: dict[str, object], expected: str) -> None:
         ("no/such/device.json", "does not exist\n  try      device.json"),
     ],
 )
-def test_where_it_cannot_be_saved(tmp_path: Path, name: str, expected: str) -> None:
+def test_calibration_says_where_it_cannot_be_saved(tmp_path: Path, name: str, expected: str) -> None:
     found = compared(CPU, AS_KNOWN, LINK, None)
     assert message(lambda: found.save(tmp_path / name)).endswith(expected)

@@ -278,7 +278,7 @@ def test_values_may_have_another_width_than_keys(gpu: str) -> None:
     assert one.flops == pytest.approx(two.flops) and two.memory[0].activations > 0
 
 
-def test_a_backward_of_the_models_own() -> None:
+def test_estimate_counts_a_backward_of_the_models_own() -> None:
     """Bloom's GeLU is a torch.autograd.Function: FLOPs of one device are counted with it."""
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):

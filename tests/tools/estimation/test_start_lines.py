@@ -34,7 +34,7 @@ EVERYTHING = Layout(
     ],
     ids=["plain", "everything"],
 )  # fmt: skip
-def test_the_call_of_distribute(layout: Layout, expected: dict[str, str]) -> None:
+def test_python_line_calls_distribute_with_all_of_the_layout(layout: Layout, expected: dict[str, str]) -> None:
     (assignment,) = ast.parse(python_line(layout)).body
     assert isinstance(assignment, ast.Assign) and isinstance(assignment.value, ast.Call)
     given = {k.arg: ast.unparse(k.value) for k in assignment.value.keywords}
@@ -49,6 +49,6 @@ def test_torchrun_starts_all_nodes(devices: int, expected: str) -> None:
     assert expected in torchrun_line(devices, node=8)
 
 
-def test_a_number_of_stages_that_was_chosen() -> None:
+def test_python_line_has_the_number_of_stages_that_was_chosen() -> None:
     line = python_line(Layout(batch=8, pp=2, schedule="interleaved", interleave=3))
     assert 'schedule="interleaved", interleave=3)' in line

@@ -53,7 +53,7 @@ def refused(rank: int, n: int) -> list[str]:
     ]
 
 
-def test_what_it_refuses() -> None:
+def test_watch_refuses_another_layout_or_model() -> None:
     (found,) = run_ranks(refused, 1)
     assert found == [
         "watch: the estimate has tp=2, the trainer tp=1\n  try      tp=1",

@@ -15,7 +15,7 @@ from autotp.tools.page.commands import python_line, torchrun_line
 from autotp.tools.page.subject import Subject, subject_of
 
 
-def test_the_call_of_distribute(subject: Subject) -> None:
+def test_python_line_of_an_estimate_calls_distribute(subject: Subject) -> None:
     line = python_line(subject)
     (assignment,) = ast.parse(line).body
     assert isinstance(assignment, ast.Assign) and isinstance(assignment.value, ast.Call)
@@ -27,13 +27,13 @@ def test_the_call_of_distribute(subject: Subject) -> None:
     assert given.keys() <= signature(autotp.distribute).parameters.keys()
 
 
-def test_the_call_of_parallelize(uneven: autotp.Plan) -> None:
+def test_python_line_of_a_plan_calls_parallelize(uneven: autotp.Plan) -> None:
     subject = subject_of(uneven)
     assert python_line(subject) == "model = autotp.parallelize(model, tp=2)"
     assert torchrun_line(subject) == "torchrun --nproc-per-node 2 train.py"
 
 
-def test_the_calls_with_cut_sequences(in_sequence: autotp.Estimate, make_gpt: Callable[..., GPT]) -> None:
+def test_python_line_says_how_sequences_are_cut(in_sequence: autotp.Estimate, make_gpt: Callable[..., GPT]) -> None:
     subject = subject_of(in_sequence)
     assert python_line(subject) == "trainer = autotp.distribute(model, tp=2, pp=1, dp=2, cp=2, microbatches=2)"
     assert torchrun_line(subject) == "torchrun --nproc-per-node 8 train.py"
@@ -49,7 +49,7 @@ def test_torchrun_starts_all_nodes(subject: Subject, dp: int, expected: str) -> 
     assert expected in torchrun_line(replace(subject, estimate=replace(subject.estimate, layout=layout)))
 
 
-def test_a_number_of_stages_that_was_chosen(subject: Subject) -> None:
+def test_python_line_has_the_number_of_stages_that_was_chosen(subject: Subject) -> None:
     assert subject.estimate is not None
     layout = replace(subject.estimate.layout, interleave=3)
     line = python_line(replace(subject, estimate=replace(subject.estimate, layout=layout)))

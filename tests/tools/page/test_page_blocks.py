@@ -22,7 +22,7 @@ def test_blocks_that_are_alike_are_one(blocks: list[dict[str, Any]]) -> None:
     assert blocks[1]["names"] == [f"h.{i}" for i in range(6)]
 
 
-def test_the_rows_of_a_block(blocks: list[dict[str, Any]]) -> None:
+def test_block_has_layers_in_order_with_conjugates_between(blocks: list[dict[str, Any]]) -> None:
     rows = [row["name"] if row["kind"] == "layer" else f"({row['name']})" for row in blocks[1]["rows"]]
     assert rows[:4] == ["ln_1", "(all_gather)", "attn.c_attn", "attn"] or rows[0] == "(together)"
     assert [row for row in rows if row.startswith("(a") or row.startswith("(r")] == [

@@ -17,7 +17,7 @@ from autotp.tools.page.page_data import page_data
 Make = Callable[..., GPT]
 
 
-def test_it_is_plain_data(estimate: autotp.Estimate, uneven: autotp.Plan) -> None:
+def test_page_data_is_plain_data(estimate: autotp.Estimate, uneven: autotp.Plan) -> None:
     for found in (estimate, uneven):
         data = page_data(found)
         assert json.loads(json.dumps(data, allow_nan=False)) == data and data["version"] == 1

@@ -52,7 +52,7 @@ def test_what_is_different_comes_first(report: autotp.Report) -> None:
     assert json.loads(json.dumps(data, allow_nan=False)) == data
 
 
-def test_what_is_guilty(report: autotp.Report) -> None:
+def test_difference_data_names_what_is_guilty(report: autotp.Report) -> None:
     data = difference_data(report, BLAME)
     assert [tuple(row.values()) for row in data["guilty"]] == [
         ("guilty weight", "0.2.weight"),
@@ -79,7 +79,7 @@ def test_the_page_is_that_of_the_report(report: autotp.Report) -> None:
     assert page_data(report.plan)["report"] is None
 
 
-def test_a_mesh(make_gpt: Callable[..., GPT]) -> None:
+def test_difference_data_of_a_mesh_has_no_numbers(make_gpt: Callable[..., GPT]) -> None:
     report = autotp.verify(make_gpt(2), 2, pp=2, dp=3, zero=1, schedule="GPipe")
     data = page_data(report)
     assert data["title"] == "GPT on tp=2, pp=2, dp=3" and not data["report"]["computed"] and data["report"]["ok"]
@@ -91,7 +91,7 @@ def test_a_mesh(make_gpt: Callable[..., GPT]) -> None:
     assert any(line.startswith("ZeRO 1: ") for line in data["proof"]["open"])
 
 
-def test_a_report_of_another_process(report: autotp.Report) -> None:
+def test_page_of_a_report_of_another_process_is_refused(report: autotp.Report) -> None:
     with pytest.raises(autotp.Error, match="this Report has no model with it"):
         page_data(pickle.loads(pickle.dumps(report)))
 

@@ -14,7 +14,7 @@ from autotp.tools.page.ranks import rank_data
 from autotp.tools.page.subject import Subject, subject_of
 
 
-def test_the_grid_and_the_blocks(subject: Subject, estimate: autotp.Estimate) -> None:
+def test_rank_data_has_the_grid_and_the_blocks(subject: Subject, estimate: autotp.Estimate) -> None:
     axes = PageAxes(subject)
     found = rank_data(subject, axes, block_data(subject, axes))
     assert [found[name] for name in ("tp", "dp", "pp", "zero", "node", "even")] == [2, 2, 2, 1, 8, True]
@@ -33,7 +33,7 @@ def test_parameters_have_the_models_own_dtype(subject: Subject) -> None:
     ]
 
 
-def test_cut_sequences(in_sequence: autotp.Estimate) -> None:
+def test_rank_data_has_the_parts_of_sequences(in_sequence: autotp.Estimate) -> None:
     """The part of a sequence has its own length, and is written as such."""
     subject = subject_of(in_sequence)
     axes = PageAxes(subject)

@@ -78,7 +78,7 @@ def test_the_page_of_eighty_layers_is_small(tmp_path: Path) -> None:
     assert (tmp_path / "plan.html").stat().st_size <= 500_000
 
 
-def test_texts_are_escaped(uneven: autotp.Plan) -> None:
+def test_page_escapes_texts(uneven: autotp.Plan) -> None:
     evil = "</script><img src=x onerror=alert(1)>"
     data = page_data(replace(uneven, model=evil))
     data["ranks"]["parameters"][0]["name"] = evil
@@ -104,7 +104,7 @@ def test_an_error_leaves_the_page_before(
         autotp.save_page(estimate, tmp_path / "nowhere" / "plan.html")
 
 
-def test_a_wrong_argument(estimate: autotp.Estimate, uneven: autotp.Plan, tmp_path: Path) -> None:
+def test_save_page_refuses_a_wrong_argument(estimate: autotp.Estimate, uneven: autotp.Plan, tmp_path: Path) -> None:
     with pytest.raises(autotp.Error, match="save_page: found is 'plan'"):
         autotp.save_page("plan", tmp_path / "x")  # type: ignore[arg-type]
     with pytest.raises(autotp.Error, match="save_trace: estimate is a Plan"):
@@ -205,7 +205,9 @@ def asked(browser: str, text: str, folder: Path, width: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("width", [1400, 500])
-def test_an_estimate_in_a_browser(browser: str, estimate: autotp.Estimate, tmp_path: Path, width: int) -> None:
+def test_page_of_an_estimate_runs_in_a_browser(
+    browser: str, estimate: autotp.Estimate, tmp_path: Path, width: int
+) -> None:
     found = asked(browser, page_text(page_data(estimate)), tmp_path, width)
     assert found["wrong"] == [] and found["ready"] == "yes"
     assert found["width"]["weights"] == 1 and found["width"]["sent"] == ["all_gather", "reduce_scatter"]
@@ -218,7 +220,7 @@ def test_an_estimate_in_a_browser(browser: str, estimate: autotp.Estimate, tmp_p
     assert found["overflow"] <= 0, "the page is not wider than the window"
 
 
-def test_a_plan_in_a_browser(browser: str, uneven: autotp.Plan, tmp_path: Path) -> None:
+def test_page_of_a_plan_runs_in_a_browser(browser: str, uneven: autotp.Plan, tmp_path: Path) -> None:
     found = asked(browser, page_text(page_data(uneven)), tmp_path, 1200)
     assert found["wrong"] == [] and found["ready"] == "yes" and found["cells"] == 2
     assert found["width"]["sent"] == ["copy", "reduce"]
@@ -226,7 +228,7 @@ def test_a_plan_in_a_browser(browser: str, uneven: autotp.Plan, tmp_path: Path) 
     assert row == ["attn.c_proj.weight", "48 x 48", "48 x 16", "33.3 %", "3.1 KB x 2"]
 
 
-def test_a_report_in_a_browser(browser: str, tmp_path: Path) -> None:
+def test_page_of_a_report_runs_in_a_browser(browser: str, tmp_path: Path) -> None:
     """The axes light up as on the page of a plan, and a bar is as long as its power of ten says."""
     report = autotp.verify(GPT(GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64)), 2)
     name = "h.0.mlp.c_fc.weight"

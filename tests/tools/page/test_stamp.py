@@ -38,7 +38,7 @@ def test_the_checker_proves_tensor_parallel_ranks(subject: Subject, uneven: auto
     assert len(plan["proved"]) == 2 and len(plan["open"]) == 1
 
 
-def test_verify_proves_the_layout(subject: Subject, report: autotp.Report) -> None:
+def test_stamp_says_what_verify_proved(subject: Subject, report: autotp.Report) -> None:
     found = stamp_data(subject, report)
     rows = [line.partition(":")[0] for line in found["proved"]]
     assert rows == ["types", "stages", "parameters", "schedule", "loss", "ZeRO"] and found["by"] == "by autotp.verify"
@@ -56,7 +56,7 @@ def test_the_proof_of_another_layout_is_refused(
         stamp_data(subject, autotp.verify(make_gpt(), 2, **{**SAME, **other}))
 
 
-def test_each_rank_is_typed(estimate: autotp.Estimate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stamp_needs_the_types_of_each_rank(estimate: autotp.Estimate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph of the second rank is refused, and not only that of the first is looked at."""
     typed = compiler.expect_typed
 
@@ -71,7 +71,7 @@ def test_each_rank_is_typed(estimate: autotp.Estimate, monkeypatch: pytest.Monke
     assert found["proved"] == [] and "tp rank 1 of 2" in found["error"]
 
 
-def test_cut_sequences_are_told(in_sequence: autotp.Estimate, make_gpt: Callable[..., GPT]) -> None:
+def test_stamp_tells_what_is_open_of_cut_sequences(in_sequence: autotp.Estimate, make_gpt: Callable[..., GPT]) -> None:
     subject = subject_of(in_sequence)
     assert "The graphs of the other parts of a sequence" in " ".join(stamp_data(subject)["open"])
     given: dict[str, Any] = {"dp": 2, "microbatches": 2, "example_inputs": (torch.zeros(1, 32, dtype=torch.long),) * 2}
@@ -89,7 +89,7 @@ def test_a_graph_that_is_not_proved_is_not_stamped(estimate: autotp.Estimate, mo
     assert found["proved"] == [] and "rank 1 of 2" in found["error"]
 
 
-def test_a_difference_is_not_stamped(subject: Subject, report: autotp.Report) -> None:
+def test_stamp_is_not_on_a_difference(subject: Subject, report: autotp.Report) -> None:
     equal = replace(report, gradients=(Difference("wte.weight", 1e-16),))
     found = stamp_data(subject, equal)
     assert found["proved"][-1].startswith("numbers: 0 outputs, 1 gradients") and "The numbers" not in str(found["open"])
@@ -98,7 +98,7 @@ def test_a_difference_is_not_stamped(subject: Subject, report: autotp.Report) ->
     assert found["proved"] == [] and "DIFFERENT from one device" in found["error"]
 
 
-def test_the_page_has_the_stamp(estimate: autotp.Estimate, report: autotp.Report, tmp_path: Path) -> None:
+def test_stamp_is_on_the_page(estimate: autotp.Estimate, report: autotp.Report, tmp_path: Path) -> None:
     autotp.save_page(estimate, tmp_path / "plan.html", proof=report)
     text = (tmp_path / "plan.html").read_text()
     assert "Proved by autotp.verify" in text and "add up to the whole batch" in text

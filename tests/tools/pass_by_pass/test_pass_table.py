@@ -39,7 +39,7 @@ def rows(table: PassTable) -> dict[str, PassRow]:
     return {row.name: row for row in table.rows}
 
 
-def test_a_row_for_each_pass(table: PassTable) -> None:
+def test_pass_table_has_a_row_for_each_pass(table: PassTable) -> None:
     assert [row.name for row in table.rows] == names_of_passes(Options())
     assert [row.name for row in table.rows][:2] == ["capture", "relocate"]
     assert "cse" not in names_of_passes(Options(without=("cse",)))
@@ -49,7 +49,7 @@ def test_a_row_for_each_pass(table: PassTable) -> None:
     assert all(row.seconds >= 0 for row in table.rows) and table.rows[0].seconds > 0
 
 
-def test_operators_and_rewrites(rows: dict[str, PassRow]) -> None:
+def test_pass_table_counts_operators_and_rewrites(rows: dict[str, PassRow]) -> None:
     """Two blocks of seven operators each; canonicalize makes two additions of biases, cse takes out one square."""
     assert rows["capture"].operators == (0, 14) and rows["capture"].rewrites == (14, 0)
     assert rows["canonicalize"].operators == (14, 18)
@@ -68,14 +68,14 @@ def test_collectives_are_those_of_the_plan(rows: dict[str, PassRow]) -> None:
     assert rows["check"].collectives == (wanted, wanted) and rows["emit"].collectives is None
 
 
-def test_a_pass_that_joins_collectives() -> None:
+def test_pass_table_counts_collectives_that_a_pass_joins() -> None:
     """Along the sequence the gradients of norms are summed; `bucket` sums several at once."""
     rows = {row.name: row for row in pass_table(gpt(n_layer=2), 2, Options(sequence_parallel=True)).rows}
     sends = rows["bucket"].collectives
     assert sends is not None and sends[0][0] == sends[1][0] and sends[0][1] > sends[1][1]
 
 
-def test_what_was_found(rows: dict[str, PassRow]) -> None:
+def test_pass_table_says_what_was_found(rows: dict[str, PassRow]) -> None:
     found = {name: row.found for name, row in rows.items() if row.found}
     assert found["capture"] == "1 input, 2 sizes that may change"
     assert found["choose"] == "8 operators cut along 2 axes" and found["outputs"] == "6 of 8 parameters cut"
@@ -83,13 +83,13 @@ def test_what_was_found(rows: dict[str, PassRow]) -> None:
     assert "cse" not in found and "hoist" not in found
 
 
-def test_the_code_of_a_pass(table: PassTable) -> None:
+def test_pass_table_has_the_code_around_a_pass(table: PassTable) -> None:
     before, after = table.code["cse"]
     assert before.count("square(x)") == 2 and after.count("square(x)") == 1 and "h.1 is as h.0" in after
     assert pass_table(Twice(), 2, Options(), X).code == {}
 
 
-def test_text_and_data(table: PassTable) -> None:
+def test_pass_table_is_text_and_plain_data(table: PassTable) -> None:
     lines = f"{table}".splitlines()
     assert lines[0].startswith(f"Twice on tp=2: {len(table.rows)} passes, ") and max(map(len, lines)) <= 100
     (cse,) = (line.split() for line in lines if line.startswith("canonicalize  cse "))
@@ -104,6 +104,6 @@ def test_text_and_data(table: PassTable) -> None:
     assert row["collectives"]["after"] == {"forward": 2, "backward": 1}
 
 
-def test_what_is_refused() -> None:
+def test_pass_table_refuses_wrong_arguments() -> None:
     with pytest.raises(autotp.Error, match=r"^stages\(Linear, tp=0\): "):
         pass_table(nn.Linear(4, 4), 0, Options(), torch.ones(2, 4))

@@ -21,7 +21,7 @@ def stages() -> autotp.Stages:
     return autotp.stages(gpt(n_layer=3, n_head=4, n_embd=32, vocab_size=64, dropout=0.1), 2)
 
 
-def test_every_stage_has_a_page(stages: autotp.Stages) -> None:
+def test_stages_has_a_page_for_every_stage(stages: autotp.Stages) -> None:
     assert list(stages.pages) == NAMES
     assert [line for line in str(stages).splitlines() if line.startswith("====")] == [f"==== {name}" for name in NAMES]
 
@@ -34,7 +34,7 @@ def test_blocks_that_are_alike_are_printed_once(stages: autotp.Stages, stage: st
     assert not any("sym_size" in line or "getitem" in line for line in lines)
 
 
-def test_types_have_placements(stages: autotp.Stages) -> None:
+def test_stages_types_have_placements(stages: autotp.Stages) -> None:
     lines = [line.strip() for line in stages["check"].splitlines()]
     assert "mlp.c_fc.weight: f32[128@tp, 32]" in lines
     assert "copy2 = copy(layer_norm2, 'tp'): f32[b, s, 32]{tp}" in lines
@@ -96,7 +96,7 @@ def test_a_block_is_said_to_be_as_the_one_that_it_is_as() -> None:
     assert heads == ["h.0:", "h.1:", "h.2 is as h.0", "h.3 is as h.1", "h.4 is as h.0", "h.5 is as h.1"]
 
 
-def test_without_a_pass() -> None:
+def test_stages_leaves_out_a_pass() -> None:
     found = autotp.stages(Odd(), 2, example_inputs={"batch": {"x": X}}, without=("overlap", "outline"))
     assert "columns" not in found["lower"] and "block" not in found["emit"].replace("h.", "")
     with pytest.raises(autotp.Error, match="there is no such pass"):

@@ -184,6 +184,7 @@ def offline_and_silent() -> Iterator[list[str]]:
     listener = logging.Handler(logging.WARNING)
     listener.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     theirs.disable_progress_bar()
+    # Its warnings may say why it could not build a model: `pretrained._build_model` reads them.
     library.handlers[:], library.propagate = [listener], False
     try:
         yield messages

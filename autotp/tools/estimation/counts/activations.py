@@ -39,6 +39,7 @@ def stage_memory(pieces: Sequence[Piece], recorded: Recorded) -> StageMemory:
     forward = backward = 0  # All bytes at the fullest moment.
     for piece in pieces:
         record = recorded.records[piece.kind]
+        # Each record numbers memory anew. Only the name of a value tells that two pieces keep the same.
         names = {m: piece.reads[i] for m, i in record.inputs.items()}
         names |= dict(zip(record.sent_memory, piece.sends, strict=False))
         named |= {names[m]: n for m, n in record.kept.items() if m in names}
@@ -70,10 +71,12 @@ def own_peaks(record: Record) -> Mapping[str, int]:
     changes = [0] * (len(record.ops) + 1)
     for memory, start in first.items():
         is_kept, sent, end = memory in record.kept, memory in record.sent_memory, last[memory]
+        # `stage_memory` counts these by name, as other pieces may have them, too.
         if memory in record.held or memory in record.inputs or (is_kept and sent):
             continue
         if is_kept and end < turn:  # No operator of backward is seen that reads it.
             end = len(record.ops) - 1
+        # The next piece reads it, so it lives until this piece's forward ends.
         elif sent:
             end = max(end, turn - 1)
         changes[start] += record.bytes[memory]

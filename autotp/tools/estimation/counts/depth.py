@@ -23,9 +23,12 @@ def shorten(model: nn.Module) -> dict[str, int]:
     """Leaves LEAST blocks in each list of blocks that are alike; returns path of a list -> its number of blocks."""
     lengths: dict[str, int] = {}
     for path, blocks in list(model.named_modules()):
+        # A list in a block of a shortened list stays as it is: it is a part of what is repeated.
         inside = any(path.startswith(f"{shortened}.") for shortened in lengths)
         if isinstance(blocks, nn.ModuleList) and len(blocks) > LEAST and not inside and _alike(blocks):
             lengths[path] = len(blocks)
+            # Of the four, the last two stand for the model's last two: all blocks are alike, and so are their
+            # neighbours.
             del blocks[LEAST:]
     return lengths
 
@@ -39,6 +42,7 @@ def _signature(block: nn.Module) -> Iterator[Any]:
     for path, module in block.named_modules():
         tensors = {**module._parameters, **module._buffers}
         shapes = [(name, None if x is None else (x.shape, x.dtype, x.requires_grad)) for name, x in tensors.items()]
+        # A plain attribute alone can make a block compute something else, such as the window of its attention.
         plain = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
         yield path, type(module), shapes, {name: x for name, x in plain.items() if name not in NUMBERS}
 

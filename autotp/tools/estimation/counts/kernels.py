@@ -23,6 +23,7 @@ def fused(record: Record) -> Record:
     last_read: dict[int, int] = {}
     for i, op in enumerate(record.ops):
         last_read.update((touch.memory, i) for touch in op.reads)
+    # Backward or another piece reads these, so a kernel writes them, even if no later operator of the piece reads them.
     stays = {*record.kept, *record.sent_memory}
     places: dict[int, int] = {}  # Place of an operator -> its new place, for waits.
     made: list[Op] = []
@@ -60,6 +61,7 @@ def _joined(ops: Sequence[Op], end: int, last_read: dict[int, int], stays: Colle
     reads, writes = dict[int, Touch](), dict[int, Touch]()
     written: set[int] = set()
     for op in ops:
+        # What the kernel itself has made is in registers; what several of its operators read is read once.
         reads.update((t.memory, t) for t in op.reads if t.memory not in written and t.memory not in reads)
         writes.update((t.memory, t) for t in op.writes)
         written |= {t.memory for t in op.writes}

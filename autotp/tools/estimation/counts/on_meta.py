@@ -69,6 +69,7 @@ def _sizes(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the sizes of an operator's result, or of its results. args, kwargs: as `_key` returns them"""
     operands = _argument(args)
     result = func(*operands, **{name: _argument(value) for name, value in kwargs})
+    # A schema may forget an alias. So each key is tried once: `_new` raises if a result has the memory of an operand.
     memory = {x.untyped_storage()._cdata for x in operands if isinstance(x, Tensor)}
     if isinstance(result, Tensor):
         return _new(result, memory)
@@ -83,6 +84,7 @@ def _new(x: Any, memory: set[int]) -> Sizes:
         raise _NotAlikeError
     memory.add(storage._cdata)
     sizes = _key(x)
+    # A view of larger memory: a tensor that is made anew would take fewer bytes than the operator allocates.
     if sizes.empty().untyped_storage().nbytes() != storage.nbytes():
         raise _NotAlikeError
     return cast(Sizes, sizes)
@@ -92,6 +94,7 @@ def _key(value: Any) -> Any:
     """Returns an argument with sizes for tensors; of arguments with equal keys, results have equal sizes."""
     if isinstance(value, Tensor):
         plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+        # A subclass may have sizes of its own; a lazy conjugate or negative bit changes which operators run.
         if not plain or not value.is_meta or value.is_conj() or value.is_neg():
             raise _NotAlikeError
         return Sizes(tuple(value.shape), value.stride(), value.dtype)

@@ -98,6 +98,7 @@ class Op:
 @cache
 def counter_of(func: OpOverload) -> Callable[..., int] | None:
     """Returns torch's own function for the FLOPs of an operator, or of its functional form; None if it has none."""
+    # torch counts `addmm`, and not `addmm_`.
     packet = _functional(func).overloadpacket
     return flop_registry.get(SAME_WORK.get(packet, packet))
 
@@ -136,6 +137,7 @@ def work_of(func: OpOverload, args: Any, kwargs: Any, results: Any) -> tuple[tup
     if kind == "attention":
         return _attention(func, args, flops)
     name = func.overloadpacket.__name__
+    # The gradient that backward reads has the sizes of the forward result.
     made = args[0] if "backward" in name else results if isinstance(results, Tensor) else results[0]
     if "conv" in name:  # [batch channels ...]: a product for each position.
         batch, rows, columns = 1, made.numel() // max(1, made.shape[1]), made.shape[1]
@@ -163,12 +165,14 @@ def _attention(func: OpOverload, args: Any, computed: float) -> tuple[tuple[int,
     Backward computes the scores again, which does not count. A fused attention leaves out what a causal mask hides.
     """
     backward = "backward" in func.overloadpacket.__name__
+    # Backward reads the gradient of the result first, and then queries and keys.
     query, key = args[backward : backward + 2]
     shape = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
     flops = computed - 2.0 * math.prod(shape) * backward
     places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "is_causal"]
     part = 1.0
     if any(args[i] is True for i in places if i < len(args)):
+        # Of n blocks of keys, whole ones are left out: (n + 1) / 2n is computed. Blocks of a GPU are small: a half.
         blocks = math.ceil(shape[2] / KEYS) if func.overloadpacket in SAME_WORK else math.inf
         part = (1 + 1 / blocks) / 2
     return shape, flops, part * computed / flops if flops else 1.0

@@ -186,6 +186,7 @@ def _lowered(
     call: Capturing, skeleton: nn.Module, lengths: Mapping[str, int], tp: int, training: Training, checked: bool
 ) -> Lowered:
     model, whole = call.model, dict(call.model.named_parameters())
+    # The graph computes in this dtype. What a parameter takes in memory is asked of the model itself, below.
     for tensor in skeleton.parameters() if training.compute_dtype else ():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(training.compute_dtype)
@@ -197,6 +198,7 @@ def _lowered(
     graph = rank_graph(program, 0, training.randomness, checked=checked)
     blocks = blocks_in_order(graph, list(program.captured.parameters))
     order = whole_order(blocks, lengths)
+    # A parameter outside of blocks keeps its name here; a model without blocks has no order, and adds its names below.
     names = {renamed(name, captured, block): name for name in program.layouts for block, captured in order}
     names |= {name: name for name in program.layouts if name in whole} if not order else {}
     parameters = {
@@ -269,6 +271,7 @@ def _divided(model: Lowered, graph: fx.Graph) -> Divided:
     names = model.program.captured.parameters
     learners = {place for place, name in names.items() if model.parameters[name].learns}
     learns = needs_grad(graph, frozenset(n for n in graph.nodes if n.name in learners))
+    # As if each block were a stage: pieces end where stages can. A model without blocks is one piece.
     cut = staged(graph, [[name] for name in model.captured_blocks] or [[]], list(names))
     return Divided(
         stages=tuple(cut), texts=tuple(map(_text, cut)), learns=frozenset(n.name for n in learns),
@@ -285,6 +288,7 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
     inputs = _inputs(model, rows)
     for i, stage in enumerate(divided.stages):
         read = [(n, *_value(n, model, divided.learns, values, inputs)) for n in _placeholders(stage.graph)]
+        # A text has the sizes of the capture. What is read says those of this microbatch, and where gradients flow.
         key = tuple((value, reads) for _, value, reads in read), divided.texts[i]
         if key not in records_by_key:
             records_by_key[key] = len(records)
@@ -306,6 +310,7 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
                     fix="a part of the model whose rows are independent",
                 ) from error
         number = records_by_key[key]
+        # Shared values come last: `boundary` divides what the next piece reads from what it computes again.
         sent = [*(node.name for node in returned(stage.graph)), *divided.shared[i]]
         values.update(zip(sent, records[number].sent, strict=False))
         places = tuple(n.name for n in _placeholders(stage.graph))
@@ -328,6 +333,8 @@ def _whole(pieces: Sequence[Piece], order: Sequence[tuple[str, str]]) -> tuple[P
     for block, captured in order:
         like = pieces[places[captured]]
         before = pieces[places[captured] - 1] if repeated else None
+        # A repeated block reads what the repeated block before it sent. Under one name, 80 residual streams would count
+        # as one.
         received = dict(zip(before.sends[: before.boundary], repeated[-1].sends, strict=False)) if before else {}
         names = {name: f"{name} of {block}" for name in like.sends[: like.boundary]} | received
         repeated.append(
@@ -364,6 +371,7 @@ def _value(
         return inputs[node.name], "input"
     if node.name in captured.parameters:
         name = captured.parameters[node.name]
+        # The example is as large as the whole parameter; the first rank has the largest part of it.
         shape = tuple(model.program.layouts[name].local_shape(0))
         assert isinstance(example, Tensor)
         return Value(shape=shape, dtype=example.dtype, learns=node.name in learns), "parameter"
@@ -371,6 +379,7 @@ def _value(
         constant = captured.constants[node.name]
         return Value(shape=tuple(constant.shape), dtype=constant.dtype, learns=False), "held"
     assert isinstance(example, Tensor), node.name
+    # A total of the loss comes with each microbatch. What is left are buffers.
     reads: Reads = "input" if node.name.startswith(TOTAL) else "held"
     return Value(shape=tuple(int(n) for n in example.shape), dtype=example.dtype, learns=False), reads
 
@@ -405,6 +414,7 @@ def _run(
 ) -> Record:  # fmt: skip
     stage = divided.stages[i]
     groups = _groups(stage.graph, {"tp": model.program.tp, "cp": model.training.cp})
+    # One module for GPUs, one for CPUs: `record` exchanges operators in the module itself.
     if (i, on_gpu) not in divided.modules:
         graph = _returning_too(stage.graph, divided.shared[i])
         module = emitted_operators(graph, model.program, model.training, META, {axis: axis for axis in groups})

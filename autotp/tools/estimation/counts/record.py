@@ -123,6 +123,7 @@ def _process_group(name: str, size: int) -> Iterator[None]:
 
 
 def _recorded(module: nn.Module, values: Sequence[tuple[Value, Reads]], on_gpu: bool) -> Record:
+    # Leaves of autograd: backward of a piece ends at what the piece receives, as backward of a stage does.
     arguments = [torch.empty(v.shape, dtype=v.dtype, device=META, requires_grad=v.learns) for v, _ in values]
     _use_fused(module, FUSED if on_gpu else ON_CPU)
     recorder = _Recorder(views=not on_gpu)
@@ -132,6 +133,7 @@ def _recorded(module: nn.Module, values: Sequence[tuple[Value, Reads]], on_gpu: 
     held_memories = {m for m, (_, reads) in zip(memories, values, strict=True) if reads != "input"}
     hooks = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda x: x)
     try:
+        # Torch functions of classes are off, as where a parallel model runs.
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), recorder:
             with hooks:
                 results = module(*arguments)
@@ -333,6 +335,7 @@ class _Recorder(TorchDispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Notes that autograd keeps a tensor: all of its memory stays."""
+        # What is computed again in backward is needed there only for a moment.
         if self.phase == "forward":
             number = self.memory_of(tensor)
             if self._behind and number not in self.kept:
@@ -366,6 +369,7 @@ class _Recorder(TorchDispatchMode):
         operand_memory = {x.untyped_storage()._cdata for x in before}
         after = _tensors(results)
         made = [x for x in after if x.untyped_storage()._cdata not in operand_memory]
+        # All results have the memory of an operand, and none is written: a view.
         if not made and not func._schema.is_mutable:
             if self._views:
                 self.ops.append(Op(name=str(packet).partition(".")[2], kind="view", phase=self._now()))
@@ -374,6 +378,7 @@ class _Recorder(TorchDispatchMode):
         reads = [Touch(self.memory_of(x), _bytes(x)) for x in before]
         writes = [Touch(self.memory_of(x, fresh=x in _same(made)), _bytes(x)) for x in written]
         shape, flops, share = work_of(func, args, kwargs, results)
+        # On empty tensors torch starts no kernel.
         if not any(t.bytes for t in (*reads, *writes)):
             return
         self.ops.append(
@@ -390,6 +395,7 @@ class _Recorder(TorchDispatchMode):
             number = self.memory_of(before[0])
             for x in _tensors(results):  # On `meta` the waiting tensor is another one; on a device it is the same.
                 self._numbers[x.untyped_storage()._cdata] = number
+            # Several operators may wait for one collective: only the first one does.
             if (started := self._running.pop(number, -1)) >= 0:
                 self.ops.append(Op(name="wait", kind="wait", phase=self._now(), waits=started))
             return
@@ -400,6 +406,7 @@ class _Recorder(TorchDispatchMode):
                 self._numbers[out.untyped_storage()._cdata] = self.memory_of(x)
             known_memory |= {x.untyped_storage()._cdata for x in after}
         writes = [Touch(self.memory_of(x, x.untyped_storage()._cdata not in known_memory), _bytes(x)) for x in after]
+        # The whole tensor is the result of an all-gather, and the operand of a reduce-scatter.
         whole = max(sum(map(_bytes, before)), sum(map(_bytes, after)))
         for touch in writes:
             self._running[touch.memory] = len(self.ops)

@@ -51,4 +51,5 @@ def scaled(two: Record, three: Record, rows: int) -> Record | None:
 
 def _kind(op: Op) -> Any:
     """Returns what two records have in common for an operator: all but its sizes."""
+    # With the same numbers of memory: else the bytes of one tensor would grow with those of another.
     return op.name, op.phase, op.dtype, op.axis, op.waits, [t.memory for t in (*op.reads, *op.writes)]

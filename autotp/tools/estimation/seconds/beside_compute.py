@@ -105,6 +105,7 @@ def run_beside(
             free = max(free, ready) + gathers[i]
             arrived[i] = free
 
+    # Nothing is computed before the first unit, so its gather is never hidden.
     for i in range(len(work) if ahead == math.inf else min(1, len(work))):
         gather(i, 0.0)
     for i, seconds in enumerate(work):

@@ -156,6 +156,7 @@ def _parsed(line: str) -> Hardware:
     base = H100_80GB
     for word in line.split():
         key, text = word.split("=", 1) if "=" in word else ("", word)
+        # A second kind would contradict the first: as an unknown word it is refused below.
         if key == "like" and text in KINDS and base is H100_80GB:
             base = KINDS[text]
             continue
@@ -172,6 +173,7 @@ def _parsed(line: str) -> Hardware:
     lacking = ", ".join(name for name in (*_FIELDS.values(), "node") if name not in numbers)
     if lacking:
         raise Error(f"gpu={line!r} does not say {lacking}", fix=f"gpu={LINE!r}")
+    # A line does not say these peaks: they are taken to grow as that of products does.
     node, faster = int(numbers.pop("node")), numbers["matrix_flops"] / base.matrix_flops
     more = {"vector_flops": base.vector_flops * faster, "cache_bandwidth": base.cache_bandwidth * faster}
     sizes: dict[str, Any] = {**numbers, **more, "node": node}
@@ -212,6 +214,7 @@ def loaded(path: Path) -> Hardware:
         raise Error(f"gpu={str(path)!r} is no JSON", fix=fix) from error
     if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("name"), str):
         raise Error(f"gpu={str(path)!r} is no file of a device, version {VERSION}", fix=fix)
+    # An unknown name may be a misspelled one, whose number would silently be the usual one.
     wrong = sorted({*NUMBERS, "version", "name"} ^ content.keys())
     wrong += [n for n in NUMBERS if n in content and not _is_positive(content[n], n)]
     if wrong:

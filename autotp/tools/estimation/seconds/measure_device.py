@@ -64,6 +64,7 @@ def measure_device(device: torch.device, seconds: float) -> Measured:
     part = seconds / 7
     count = COPIED[device.type] // 4
     x, y, out = (torch.ones(count, device=device) for _ in range(3))
+    # An element has four bytes. A copy reads and writes one, a sum reads two and writes one.
     copied = 8 * count / typical(lambda: out.copy_(x), device, part)
     summed = 12 * count / typical(lambda: torch.add(x, y, out=out), device, part)
     half, single, double = (
@@ -82,6 +83,7 @@ def _linear(dtype: torch.dtype, device: torch.device, seconds: float, bandwidth:
     """
     rows, inputs, outputs = LAYER[device.type]
     if device.type == "cuda" and dtype == torch.float64:
+        # Many GPUs compute float64 slowly: fewer rows keep the run short.
         rows = rows // 8
     size = dtype.itemsize * (rows * inputs + inputs * outputs + rows * outputs)
     sets = max(1, COLD // size) if device.type == "cpu" else 1
@@ -97,6 +99,7 @@ def _linear(dtype: torch.dtype, device: torch.device, seconds: float, bandwidth:
         torch.mm(gs[i], ws[i])
         torch.mm(gs[i].t(), xs[i])
 
+    # The bandwidth was measured apart, with noise: at least half of the time counts as products.
     moving = 3 * size / bandwidth if device.type == "cpu" else 0.0
     took = typical(run, device, seconds)
     return 6 * rows * inputs * outputs / max(took - moving, took / 2)
@@ -142,6 +145,7 @@ def _memory(device: torch.device) -> float:
 
 def typical(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Returns the median seconds of a function's runs: of five, or of as many as `seconds` allow."""
+    # The first run allocates memory, and a library may choose its kernel.
     run()
     durations, end = list[float](), time.perf_counter() + seconds
     while len(durations) < 5 or time.perf_counter() < end:

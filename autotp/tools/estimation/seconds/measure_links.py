@@ -59,6 +59,8 @@ def fitted(times: Sequence[Timed], ranks: int) -> Link:
     A ring of n ranks takes `rounds (n - 1) (latency + size / n / bandwidth)` seconds (links.py).
     """
     steps = ranks - 1
+    # Each equation is divided by its time: the squares are those of relative errors, so small tensors count as large
+    # ones.
     rows = [(t.rounds * steps / t.seconds, t.rounds * steps * t.size / ranks / t.seconds) for t in times]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
@@ -131,6 +133,7 @@ def measured_alone(device_type: str, seconds: float) -> Link | None:
             raise Error("the processes that measure the links do not end", fix="torchrun, with your network") from error
         finally:
             for process in started:
+                # It waits for one that has failed.
                 if process.poll() is None:
                     process.kill()
                     process.communicate()
@@ -138,6 +141,7 @@ def measured_alone(device_type: str, seconds: float) -> Link | None:
     if failed:
         why = (failed[0].decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         raise Error(f"the processes that measure the links fail: {why}", fix="torchrun, with your network")
+    # The last line: a library may have printed others before.
     return Link(**json.loads(outputs[0][0].decode().splitlines()[-1]))
 
 

@@ -98,6 +98,7 @@ def _attention_seconds(op: Op, device: Hardware) -> float:
         computing = op.flops * op.share * (width + device.fill) / width
         return computing / (_peak(op, device) * device.matrix_sustained) + scores / device.vector_flops
     tiles = batch * math.ceil(rows / 128)
+    # The last wave of tiles does not fill all units, and loads do not run ahead at the ends of a tile.
     full = tiles / (math.ceil(tiles / device.units) * device.units)
     filled = width / (width + device.fill)
     return op.flops * op.share / (_peak(op, device) * device.matrix_sustained * full * filled)

@@ -108,6 +108,7 @@ def piece_times(
         before = now
         if op.kind == "collective":
             across = op.axis == "cp"
+            # `tp/4` is a group of four neighbours along the axis `tp`.
             group = Group(size=cp, stride=tp) if across else Group(size=int(op.axis.partition("/")[2] or tp), stride=1)
             free = max(free, now) + collective_seconds(op.name, op.size, group, device)
             ends[i] = free
@@ -121,6 +122,8 @@ def piece_times(
         else:
             now += beside(op_seconds(op, device), free - now, device)
             spent[WORK.get(op.kind, ELEMENTWISE)] += now - before
+            # Backward reads the gradients of activations further on; what it does not read again is a parameter's
+            # gradient.
             leaves = op.phase == "backward" and all(last.get(t.memory, -1) <= i for t in op.writes)
             weights += (now - before) * (leaves and op.kind == "product")
         phases[op.phase == "forward"] += now - before

@@ -36,7 +36,7 @@ def blocks(model: torch.nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 99])
-def test_fewer_layers(tmp_path: Path, layers: int) -> None:
+def test_model_from_configuration_has_fewer_layers(tmp_path: Path, layers: int) -> None:
     file = written(tmp_path, "llama", "LlamaForCausalLM", **TINY)
     with torch.device("meta"):
         model = model_from_configuration(file, {}, layers=layers)
@@ -45,7 +45,7 @@ def test_fewer_layers(tmp_path: Path, layers: int) -> None:
     assert autotp.explain(model, 4).cuts
 
 
-def test_layers_of_each_kind_stay(tmp_path: Path) -> None:
+def test_model_from_configuration_has_a_layer_of_each_kind(tmp_path: Path) -> None:
     written(tmp_path, "gemma2", "Gemma2ForCausalLM", **TINY, head_dim=8, layer_types=KINDS)
     model: Any = model_from_configuration(tmp_path, {}, layers=2)
     assert model.config.layer_types == ["sliding_attention", "full_attention"]
@@ -57,7 +57,7 @@ def test_both_halves_of_an_encoder_and_decoder_get_fewer(tmp_path: Path) -> None
     assert (len(model.encoder.block), len(model.decoder.block)) == (2, 2)
 
 
-def test_settings_dtype_attention_and_class(tmp_path: Path) -> None:
+def test_model_from_configuration_takes_settings_dtype_attention_and_class(tmp_path: Path) -> None:
     file = written(tmp_path, "gpt2", "GPT2LMHeadModel", **GPT2).rename(tmp_path / "small.json")
     given: Any = {"dtype": torch.bfloat16, "attention": "eager", "model_class": "AutoModelForSequenceClassification"}
     model: Any = model_from_configuration(file, {"n_embd": 24}, layers=1, **given)
@@ -77,13 +77,15 @@ def test_settings_dtype_attention_and_class(tmp_path: Path) -> None:
     ],
     ids=["code", "class", "no-class", "attention", "sizes"],
 )
-def test_refused(tmp_path: Path, settings: dict[str, Any], given: dict[str, Any], told: str) -> None:
+def test_model_from_configuration_refuses_code_hubs_and_wrong_values(
+    tmp_path: Path, settings: dict[str, Any], given: dict[str, Any], told: str
+) -> None:
     written(tmp_path, "llama", "LlamaForCausalLM", **{**TINY, **settings})
     with pytest.raises(autotp.Error, match=told):
         model_from_configuration(tmp_path, {}, **given)
 
 
-def test_a_model_without_a_number_of_layers(tmp_path: Path) -> None:
+def test_model_from_configuration_refuses_a_model_without_a_number_of_layers(tmp_path: Path) -> None:
     written(tmp_path, "resnet", "ResNetModel", depths=[1, 1], hidden_sizes=[8, 16])
     with pytest.raises(autotp.Error, match="no number of layers"):
         model_from_configuration(tmp_path, {}, layers=2)

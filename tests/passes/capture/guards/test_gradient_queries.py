@@ -30,19 +30,19 @@ def answered(wanted: GradientsWanted, ask: Callable[[Tensor, Tensor], Any]) -> t
     return found, queries.relevant()
 
 
-def test_the_mode() -> None:
+def test_queries_of_the_mode_are_answered_for_the_call() -> None:
     assert answered(FROZEN, lambda x, y: torch.is_grad_enabled()) == (False, GradientsWanted(False, False, None, None))
     assert answered(GradientsWanted(), lambda x, y: torch.is_grad_enabled())[0] is True
 
 
-def test_flags_of_tensors() -> None:
+def test_queries_of_flags_are_answered_for_the_call() -> None:
     """Without gradients a computed value has none; an input keeps its own flag."""
     found, noted = answered(FROZEN, lambda x, y: (y.requires_grad, y.grad_fn, y.is_leaf, x.requires_grad))
     assert found == (False, None, True, True)
     assert noted == FROZEN
 
 
-def test_no_question() -> None:
+def test_queries_that_are_not_asked_are_not_noted() -> None:
     assert answered(FROZEN, lambda x, y: (y + 1).shape)[1] == NOT_ASKED
 
 
@@ -58,7 +58,7 @@ def test_calls_that_a_graph_is_right_for() -> None:
         assert wanted_now([], []) == GradientsWanted(False, True)
 
 
-def test_a_generator_of_the_model() -> None:
+def test_a_generator_of_the_model_is_refused() -> None:
     generator = torch.Generator()
     text = message(lambda: answered(FROZEN, lambda x, y: torch.rand(2, generator=generator)))
     assert text.startswith("the model draws from a torch.Generator of its own, which a graph cannot use\n  at       ")

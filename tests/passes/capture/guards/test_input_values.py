@@ -54,14 +54,14 @@ def made(x: Tensor, unknown: Tensor) -> None:
 
 
 @pytest.mark.parametrize("function", [in_a_view, in_place, made])
-def test_known(function: Callable[..., Any]) -> None:
+def test_values_that_follow_from_arguments_are_known(function: Callable[..., Any]) -> None:
     """The function's own asserts read what is known, and would fail on another value."""
     reading = read(function)
     assert reading.assumed == []
     assert all(value is True or type(value) is int for value in values(reading))
 
 
-def test_the_caller_keeps_its_values() -> None:
+def test_reading_leaves_the_callers_values() -> None:
     read(in_a_view)
     assert X.tolist() == [[3, 1, 2], [9, 8, 7]]
 
@@ -86,14 +86,14 @@ def drawn(x: Tensor, unknown: Tensor) -> None:
 
 
 @pytest.mark.parametrize("function", [unknown_written, unknown_written_into_a_view, empty, drawn])
-def test_unknown(function: Callable[..., Any]) -> None:
+def test_values_after_an_unknown_write_are_assumed(function: Callable[..., Any]) -> None:
     state = torch.get_rng_state()
     reading = read(function)
     assert (reading.assumed, values(reading)) == ([0], [False])
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_number_of_an_activation() -> None:
+def test_reading_refuses_a_number_of_an_activation() -> None:
     with pytest.raises(NeedsNumber):
         read(lambda x, unknown: range(int(unknown.sum())))
 
@@ -103,7 +103,7 @@ def two_predicates(x: Tensor, unknown: Tensor) -> None:
     bool(unknown.isnan().any())
 
 
-def test_what_is_assumed() -> None:
+def test_reading_assumes_an_earlier_outcome_before_a_likely_one() -> None:
     """What an earlier run gave, else what is likely, else the other value where the likely one failed."""
     assert values(read(two_predicates)) == [True, False]
     assert values(read(two_predicates, turned={1: True})) == [True, True]
@@ -112,7 +112,7 @@ def test_what_is_assumed() -> None:
     assert values(read(two_predicates, known)) == [False, False]
 
 
-def test_places_that_were_listed_before() -> None:
+def test_reading_makes_a_symbol_of_a_place_until_it_is_listed() -> None:
     """A number is a symbol until its place is listed."""
 
     def scaled(x: Tensor, unknown: Tensor) -> None:

@@ -19,7 +19,7 @@ IDS = torch.arange(2, 16).view(2, 7)
 FULL, PADDED = torch.ones_like(IDS), (torch.arange(7) < torch.tensor([[7], [5]])).long()
 
 
-def test_the_region_ends() -> None:
+def test_looking_ends_with_an_exception() -> None:
     with pytest.raises(ValueError, match="inside"), looking():
         assert is_looking()
         raise ValueError("inside")
@@ -123,5 +123,5 @@ def recorded(rank: int, n: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_recorded_graph_keeps_masks() -> None:
+def test_a_recorded_cuda_graph_keeps_masks() -> None:
     run_ranks(recorded, 2, cards=True)

@@ -37,7 +37,7 @@ class Held(nn.Module):
         (lambda model: model.draws["two"].random(), "`draws.two`"),
     ],
 )
-def test_numbers_of_python(draw: Callable[[Held], float], name: str) -> None:
+def test_numbers_of_python_are_refused_and_put_back(draw: Callable[[Held], float], name: str) -> None:
     """Refused, and the generator is where it was."""
     model, expected = Held(), Held()
     random.seed(1), np.random.seed(1)
@@ -92,7 +92,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_line_that_draws(kind: str) -> None:
+def test_line_that_draws_is_the_users(kind: str) -> None:
     """The first one, of the user's code; it is found in a capture, too. Whoever traces goes on to trace."""
     model, tracing = Draws(kind), sys.gettrace()
     wanted = line_of(__file__, KINDS[kind])
@@ -107,7 +107,7 @@ def test_the_line_that_draws(kind: str) -> None:
     assert before == (random.getstate(), repr(np.random.get_state()))
 
 
-def test_no_line_draws() -> None:
+def test_line_that_draws_is_empty_where_none_does() -> None:
     def fails() -> None:
         torch.rand(2)
         raise KeyError
@@ -116,7 +116,7 @@ def test_no_line_draws() -> None:
     assert "at" not in DrewNumber("x").at_line("").facts
 
 
-def test_no_number() -> None:
+def test_without_python_random_allows_torchs_numbers() -> None:
     with without_python_random(Held()):
         torch.rand(2)
 
@@ -149,13 +149,13 @@ def test_seeds_are_refused(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_seed_may_be_read() -> None:
+def test_unseeded_allows_reading_the_seed() -> None:
     with everywhere(unseeded()):
         assert torch.initial_seed() == torch.default_generator.initial_seed()
         torch.get_rng_state(), torch.rand(2)
 
 
-def test_dynamo_may_restore_the_state() -> None:
+def test_unseeded_allows_dynamo_to_restore_the_state() -> None:
     """Dynamo traces functions that operators take, and puts the random state back."""
     with everywhere(unseeded()):
         torch.compile(torch.sin, backend="eager")(torch.ones(2))

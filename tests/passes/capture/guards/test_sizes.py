@@ -86,13 +86,13 @@ class Rest(nn.Module):
         return x + 1 if x.shape[0] % (x.shape[1] - 2) == 0 else x
 
 
-def test_a_root_of_a_size() -> None:
+def test_sizes_guard_follows_a_root() -> None:
     captured = capture(Patches(), (torch.ones(2, 9, 8),), {})
     assert captured.fits([(5, 25, 8)])
     assert not captured.fits([(5, 10, 8)])
 
 
-def test_a_part_of_a_size() -> None:
+def test_sizes_guard_follows_a_part() -> None:
     captured = capture(Part(), (torch.ones(2, 9, 8),), {})
     assert captured.fits([(5, 11, 8)])
     assert not captured.fits([(5, 1, 8)])

@@ -148,7 +148,7 @@ OF_INPUTS = (
 
 @pytest.mark.parametrize("own", OF_INPUTS, ids=lambda own: own.__name__)
 @pytest.mark.parametrize("tp", [2, 3])
-def test_of_inputs(own: Callable[..., Any], tp: int) -> None:
+def test_reads_of_inputs_equal_one_device(own: Callable[..., Any], tp: int) -> None:
     report = autotp.verify(Reading(own), tp, example_inputs=IDS)
     assert report.ok, report
 
@@ -188,13 +188,13 @@ def one_of_two(self: Any, ids: Tensor) -> Any:
 
 @pytest.mark.parametrize("own", [all_is_well, of_parts, of_a_parameter, a_draw, one_of_two], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("seed", range(3))
-def test_of_activations(own: Callable[..., Any], seed: int) -> None:
+def test_reads_of_activations_equal_one_device(own: Callable[..., Any], seed: int) -> None:
     torch.manual_seed(seed)
     report = autotp.verify(Reading(own), 2, example_inputs=IDS)
     assert report.ok, report
 
 
-def test_draws_that_nothing_reads_stay() -> None:
+def test_draws_that_nothing_reads_stay_in_the_graph() -> None:
     """A layer that is not skipped has drawn a number; the masks of dropout after it must be the same."""
 
     def skipping(self: Any, ids: Tensor) -> Any:
@@ -225,14 +225,14 @@ def asked(own: Callable[..., Any], values: KnownValues = NO_VALUES, ids: Tensor 
     return [(read.outcome.place.function, read.outcome.value) for read in found.asked]
 
 
-def test_values_of_the_call() -> None:
+def test_reads_are_noted_with_the_values_of_the_call() -> None:
     assert asked(a_branch) == [("__bool__", True)]
     assert asked(a_branch, ids=IDS % 3) == [("__bool__", False)]
     assert ("__int__", 9) in asked(an_int)
     assert [value for _, value in asked(masked)] == [4]
 
 
-def test_likely_values_of_activations() -> None:
+def test_reads_of_activations_assume_likely_values() -> None:
     assert asked(all_is_well) == [("__bool__", True), ("__bool__", True), ("__bool__", False)]
 
 
@@ -267,7 +267,7 @@ def test_a_number_that_decides_nothing_stays_a_symbol() -> None:
     assert autotp.verify(Reading(scaled), 2, example_inputs=IDS).ok
 
 
-def test_shown() -> None:
+def test_shown_place_has_file_and_line() -> None:
     place = Place(__file__, 1, "item")
     assert shown(place).startswith("test_values.py:1  ")
 
@@ -348,7 +348,7 @@ def an_endless_loop(self: Any, ids: Tensor) -> Any:
         (an_endless_loop, "branches on the values of a tensor", "if (x.abs() > 1).any()"),
     ],
 )  # fmt: skip
-def test_refused(own: Callable[..., Any], what: str, at: str) -> None:
+def test_reads_that_no_graph_can_have_are_refused(own: Callable[..., Any], what: str, at: str) -> None:
     found = message(lambda: autotp.explain(Reading(own), 2, example_inputs=IDS))
     assert what in found
     assert line(at) in found
@@ -384,7 +384,7 @@ class Asked(nn.Module):
         lambda m: m > 1,
     ],
 )
-def test_infinity_and_round_off(ask: Callable[[Any], Any]) -> None:
+def test_reads_of_infinity_and_round_off_equal_one_device(ask: Callable[[Any], Any]) -> None:
     torch.manual_seed(0)
     whole = Asked(ask)
     parallel = autotp.parallelize(copy.deepcopy(whole), 1)
@@ -466,7 +466,7 @@ def is_true(self: Any, hidden: Tensor) -> Tensor:
     [warms_up, reads_before_it_counts, each_second, each_third, starts, is_switched_on, of_an_activation, is_true],
     ids=lambda own: own.__name__,
 )  # fmt: skip
-def test_numbers_that_decide(own: Callable[..., Any]) -> None:
+def test_numbers_that_decide_are_read_in_each_call(own: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     whole = Counted(own)
     parallel = autotp.parallelize(copy.deepcopy(whole), 1)
@@ -492,7 +492,7 @@ def test_numbers_that_decide(own: Callable[..., Any]) -> None:
         lambda self, ids: self.mlp(self.e(ids)) * np.float64(2) * float(np.maximum(ids.shape[1], 3)),
     ],
 )
-def test_functions_of_numpy(own: Callable[..., Any]) -> None:
+def test_functions_of_numpy_are_read_in_each_call(own: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     whole = Reading(own)
     parallel = autotp.parallelize(copy.deepcopy(whole), 1)
@@ -513,7 +513,7 @@ def test_functions_of_numpy(own: Callable[..., Any]) -> None:
         lambda ids: float(ids[0].tolist()[2]),
     ],
 )
-def test_a_read_that_may_fail(read: Callable[[Tensor], float]) -> None:
+def test_a_read_that_a_model_catches_is_still_captured(read: Callable[[Tensor], float]) -> None:
     """Only a capture raises these exceptions, so the model does not go on as if its own read had failed."""
 
     def own(self: Any, ids: Tensor) -> Any:

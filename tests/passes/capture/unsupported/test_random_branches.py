@@ -1,5 +1,7 @@
 """A branch on a random draw is taken where it comes out the same whatever is drawn, and is a guard elsewhere."""
 
+import copy
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -74,8 +76,25 @@ def test_only_a_draw_as_it_was_drawn_is_certain(compare: Callable[[Tensor], Tens
 
 @pytest.mark.parametrize("compare", ["__lt__", "ge"])
 @pytest.mark.parametrize("seed", range(3))
-def test_layerdrop_branches_follow_the_draw(compare, seed):
-    """`verify` captures the layers that this draw keeps."""
+def test_layerdrop_verifies_the_layers_that_a_draw_keeps(compare, seed):
     torch.manual_seed(seed)
     report = autotp.verify(Layers(0.5, compare), 2, example_inputs=torch.randn(3, 6))
     assert report.ok, report
+
+
+@pytest.mark.parametrize("compare", ["__lt__", "ge"])
+@pytest.mark.parametrize("layerdrop", [0.3, 0.5, 0.7])
+def test_layerdrop_branches_follow_the_draw(compare, layerdrop):
+    """In each call layers are left out as on one device, whatever was drawn in the call that was captured."""
+    torch.manual_seed(0)
+    x, whole = torch.randn(3, 6), Layers(layerdrop, compare)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=x)
+    runs = Counter[int]()
+    for i, layer in enumerate(whole.layers):
+        layer.register_forward_hook(lambda *_, i=i: runs.update([i]))
+    for seed in range(8):
+        torch.manual_seed(seed)
+        expected = whole(x)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(parallel(x), expected, msg=f"seed {seed}")
+    assert 0 < runs.total() < 16, "these draws keep and drop layers"

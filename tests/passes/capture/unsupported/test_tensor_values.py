@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -169,8 +170,12 @@ class Named(Plain):
         return self.mlp(x) * {"0.5": 2.0, "1.5": 3.0}[f"{scale:.1f}"]
 
 
-def test_the_text_of_an_argument_is_read() -> None:
+def test_the_text_of_an_argument_is_read_in_each_call() -> None:
     assert all(autotp.verify(Named(), 2, example_inputs=(X, torch.tensor(scale))).ok for scale in (0.51, 1.5))
+    whole = Named()
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=(X, torch.tensor(0.51)))
+    for scale in (0.51, 1.5, 0.49):
+        torch.testing.assert_close(parallel(X, torch.tensor(scale)), whole(X, torch.tensor(scale)), msg=str(scale))
 
 
 class Numpy(Plain):
@@ -196,8 +201,13 @@ class Lengths(Plain):
         return torch.cat([nn.functional.scaled_dot_product_attention(p[None], p[None], p[None])[0] for p in parts])
 
 
-def test_lengths_that_decide_nothing_are_verified() -> None:
-    assert autotp.verify(Lengths(), 2, example_inputs=(X, torch.tensor([0, 1, 3]))).ok
+def test_lengths_of_a_split_are_read_in_each_call() -> None:
+    ends = torch.tensor([0, 1, 3])
+    assert autotp.verify(Lengths(), 2, example_inputs=(X, ends)).ok
+    whole = Lengths()
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=(X, ends))
+    for other_ends in (ends, torch.tensor([0, 2, 3]), torch.tensor([0, 3, 3])):
+        torch.testing.assert_close(parallel(X, other_ends), whole(X, other_ends), msg=str(other_ends))
 
 
 @pytest.mark.system

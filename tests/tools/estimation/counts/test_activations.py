@@ -50,7 +50,7 @@ def test_blocks_that_are_alike_are_recorded_once() -> None:
     assert [piece.kind for piece in pieces.pieces] == [0, 1, 1, 1, 2] and len(pieces.records) == 3
 
 
-def test_logits_stand_for_themselves() -> None:
+def test_logits_are_counted_by_themselves() -> None:
     pieces = found()
     last = stage_memory(pieces.pieces[-1:], pieces)
     assert 2 * SEQ * ROWS * VOCAB / TP <= last.logits < 2 * SEQ * ROWS * (3 * VOCAB / TP + 2 * HIDDEN)

@@ -71,7 +71,7 @@ def test_sizes_are_computed_once_for_operands_that_are_alike() -> None:
     ],
     ids=["view", "written", "views", "not-on-meta", "conjugated"],
 )
-def test_other_operators_run(func: Any, args: tuple[Any, ...]) -> None:
+def test_operators_with_views_or_writes_run(func: Any, args: tuple[Any, ...]) -> None:
     """Views share memory with their operand, and a result that is written is the operand itself."""
     on_meta._sizes.cache_clear()
     found = call(func, args, {})

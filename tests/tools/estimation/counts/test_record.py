@@ -139,7 +139,7 @@ def test_what_waits_reads_the_memory_that_was_sent() -> None:
     assert next(op for op in found.ops if op.name == "exp").reads[0].memory == sent.writes[0].memory
 
 
-def test_the_groups_are_gone_afterwards() -> None:
+def test_groups_of_a_record_are_gone_afterwards() -> None:
     run(lambda x: collectives.copy(x, "autotp_test_group"), (6, 4), groups={"autotp_test_group": 4})
     try:
         torch._C._distributed_c10d._resolve_process_group("autotp_test_group")  # type: ignore[arg-type]

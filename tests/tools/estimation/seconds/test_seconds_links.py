@@ -12,7 +12,7 @@ INSIDE, ACROSS = A100.node_bandwidth * A100.link_sustained, A100.net_bandwidth *
 
 
 @pytest.mark.parametrize(("name", "rounds"), [("all-reduce", 2), ("all-gather", 1), ("reduce-scatter", 1)])
-def test_a_ring_in_a_node(name: str, rounds: int) -> None:
+def test_a_ring_in_a_node_takes_its_bandwidth(name: str, rounds: int) -> None:
     assert collective_seconds(name, 8e9, Group(size=8, stride=1), A100) == pytest.approx(rounds * 7 / 8 * 8e9 / INSIDE)
 
 
