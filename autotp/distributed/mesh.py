@@ -6,7 +6,6 @@ import os
 import secrets
 import sys
 import warnings
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.attached import all_attached, attach, attached_if_any
 from autotp.distributed.launch import Launch, launch, meeting, ranks_on_one_card, store_of
 from autotp.distributed.peers.gloo_interface import choose_interface
 from autotp.distributed.peers.heartbeat import SILENCE, answered
@@ -601,13 +601,9 @@ def _with_runs(mesh: Mesh, group: Any) -> Mesh:
         start = mesh.rank // n * n
         ranks = dist.get_process_group_ranks(group)[start : start + n]
         run = new_group(ranks, timeout_of(group), f"tp/{n}")
-        _numbered[run] = replace(_along(mesh, run, f"tp/{n}"), number=mesh.number)
+        attach(run, replace(_along(mesh, run, f"tp/{n}"), number=mesh.number))
         runs.append((n, run.group_name))
     return replace(mesh, runs=tuple(runs))
-
-
-_numbered: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
-"""Process group -> the first mesh on it. Its number is the same on all ranks of the group."""
 
 
 def with_number(mesh: Mesh) -> Mesh:
@@ -615,7 +611,9 @@ def with_number(mesh: Mesh) -> Mesh:
     number = torch.tensor(secrets.randbits(62), device=mesh.device)  # Does not use torch's random state.
     mesh = replace(mesh, number=int(broadcast_from_first(number, mesh)))
     if mesh.group is not None:
-        _numbered.setdefault(_resolved(mesh.group), mesh)
+        # The first mesh on the group stays. Its number is the same on all ranks of the group.
+        if attached_if_any(group_of(mesh), Mesh) is None:
+            attach(group_of(mesh), mesh)
         count_from_here(mesh.group)
     return mesh
 
@@ -624,7 +622,7 @@ def numbered_groups() -> dict[str, Mesh]:
     """Returns the process groups of several ranks that autotp uses: name -> the first mesh on it."""
     # A destroyed group may live on in user code, and nothing can be sent in it.
     alive: Any = dist.distributed_c10d._world.pg_map
-    return {str(mesh.group): mesh for group, mesh in _numbered.items() if group in alive and mesh.size > 1}
+    return {str(mesh.group): mesh for group, mesh in all_attached(Mesh) if group in alive and mesh.size > 1}
 
 
 def _check_world(tp: int | None, cp: int, world: int) -> None:

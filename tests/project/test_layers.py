@@ -6,8 +6,8 @@ from pathlib import Path
 import autotp
 
 ORDER = (
-    "models", "display", "errors", "torch_internals", "error_file", "arguments", "source_location", "model_library",
-    "sharding", "groups", "ops",
+    "attached", "models", "display", "errors", "torch_internals", "error_file", "arguments", "source_location",
+    "model_library", "sharding", "groups", "ops",
     "rules", "options", "distributed",
     "passes.builder", "passes.fingerprint", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower",
     "passes.check", "passes.emit", "passes.pipeline",

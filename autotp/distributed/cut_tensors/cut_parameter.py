@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from autotp.attached import attach, attached_if_any
 from autotp.distributed.cut_tensors.cut_operators import Kind, kind_of
 from autotp.distributed.cut_tensors.rows_of_parts import rows_to_set, set_rows, whole_of_rows
 from autotp.distributed.cut_tensors.sharded_tensor import (
@@ -435,25 +435,35 @@ def install() -> Undo:
     return register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)).remove
 
 
-_hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = WeakKeyDictionary()
-"""The hooks on each optimizer that follow its other hooks before a step, and that come before those after it."""
+@dataclass(frozen=True)
+class StepHooks:
+    """Our hooks on an optimizer.
+
+    Attributes:
+        last_before: follows its other hooks before a step.
+        first_after: comes before its other hooks after a step.
+    """
+
+    last_before: RemovableHandle
+    first_after: RemovableHandle
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Puts our hooks on an optimizer next to the step. (torch has not begun to go through its hooks.)"""
-    if not is_elementwise(optimizer) and optimizer not in tried_elementwise:
-        if optimizer not in _hooks:
+    hooks = attached_if_any(optimizer, StepHooks)
+    if not is_elementwise(optimizer) and attached_if_any(optimizer, TriedElementwise) is None:
+        if hooks is None:
             after = optimizer.register_step_post_hook(torch.compiler.disable(_after_step))
-            _hooks[optimizer] = after, after
+            attach(optimizer, StepHooks(after, after))
         return
-    if optimizer not in _hooks:
-        before, after = torch.compiler.disable(_plain), torch.compiler.disable(_cut_again)
-        _hooks[optimizer] = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    first, last = _hooks[optimizer]
+    if hooks is None:
+        before = optimizer.register_step_pre_hook(torch.compiler.disable(_plain))
+        after = optimizer.register_step_post_hook(torch.compiler.disable(_cut_again))
+        hooks = attach(optimizer, StepHooks(before, after))
     # The user's hooks before a step run before ours and those after it after ours, so all of them see parts.
     of_step: tuple[Any, Any] = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    of_step[0].move_to_end(first.id)
-    of_step[1].move_to_end(last.id, last=False)
+    of_step[0].move_to_end(hooks.last_before.id)
+    of_step[1].move_to_end(hooks.first_after.id, last=False)
 
 
 def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -488,11 +498,13 @@ def steps_elements(optimizer: Optimizer) -> bool:
     Its own step may call torch's, which makes plain states with the shapes of parts.
     """
     bases = type(optimizer).__mro__
-    return any(base.__module__ in ELEMENTWISE_STEPS for base in bases) or optimizer in tried_elementwise
+    tried = attached_if_any(optimizer, TriedElementwise)
+    return any(base.__module__ in ELEMENTWISE_STEPS for base in bases) or tried is not None
 
 
-tried_elementwise: WeakSet[Optimizer] = WeakSet()
-"""Optimizers of shards of parts that were tried with small tensors, and work element by element."""
+class TriedElementwise:
+    """Belongs to an optimizer of shards of parts that was tried with small tensors, and works element by element."""
+
 
 ELEMENTWISE_STEPS = tuple(
     f"torch.optim.{name}"

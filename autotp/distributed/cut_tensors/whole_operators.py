@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from autotp.attached import first_time
 from autotp.distributed.mesh import broadcast_from_first
 from autotp.errors import Error
 from autotp.ops import collectives
@@ -40,8 +41,6 @@ FILLS = {
 """Operators that overwrite a tensor with random numbers and do not read it, as `rrelu_with_noise_` does."""
 LARGE = 2**28
 """The bytes of a gathered tensor above which the line that needs it is warned of, once."""
-
-_warned: set[tuple[str, int]] = set()
 
 
 def name_of(func: Any) -> str:
@@ -242,14 +241,14 @@ def _expect_small(cut: Any) -> None:
         return
     while frame is not None and not is_users(frame):
         frame = frame.f_back
-    if frame is None or (line := (frame.f_code.co_filename, frame.f_lineno)) in _warned:
+    if frame is None or not first_time(frame.f_code, ("gathers", frame.f_lineno)):
         return
-    _warned.add(line)
     warnings.warn_explicit(
         f"this line gathers a tensor {list(cut.shape)} of {size / 2**30:.1f} GiB, of which each rank holds a part, on "
         "every rank. Elementwise operators, sums and norms need no gather. This warning comes once for a line",
         UserWarning,
-        *line,
+        frame.f_code.co_filename,
+        frame.f_lineno,
         module=str(frame.f_globals.get("__name__")),
     )
 

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autotp.attached import attached
 from autotp.distributed.peers import heartbeat
 from autotp.distributed.peers.heartbeat import lost_ranks, on_each_look, reason, say_what_waits
 from autotp.error_file import write_error
@@ -62,7 +63,7 @@ COMMUNICATE = ("autotp.ops.", "autotp.groups.", "autotp.distributed.", "torch.di
 
 @dataclass
 class Watch:
-    """How this process moves.
+    """How this process moves; it belongs to the default group.
 
     Attributes:
         moves: what tells whether it has moved: collectives started by group, and the place of the main thread.
@@ -83,8 +84,6 @@ class Watch:
     ending: bool = False
 
 
-_watches = weakref.WeakKeyDictionary[Any, Watch]()
-"""The default group -> how this process moves."""
 _cards: list[torch.device] = []
 """The card of this process: each thread has a current one of its own."""
 _captures = weakref.WeakSet[torch.cuda.CUDAGraph]()
@@ -154,7 +153,7 @@ def _started() -> Mapping[str, int]:
 
 def _watch() -> Watch:
     world = dist.group.WORLD
-    return Watch() if world is None else _watches.setdefault(world, Watch())
+    return Watch() if world is None else attached(world, Watch)
 
 
 def _waits_for_the_card() -> bool:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,14 +32,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autotp.attached import attach, attached, attached_if_any
 from autotp.distributed.agreement import Fact, compare
 from autotp.distributed.cut_tensors.cut_parameter import (
     CutDTensor,
     CutTensor,
+    TriedElementwise,
     is_elementwise,
     part_like,
     steps_elements,
-    tried_elementwise,
 )
 from autotp.distributed.fingerprint import bits_of_all, checksum
 from autotp.distributed.live_models import Undo, sorted_by_model
@@ -93,9 +93,6 @@ class Watched:
             warnings.warn(warning, stacklevel=5)
 
 
-_watched: WeakKeyDictionary[Optimizer, Watched] = WeakKeyDictionary()
-
-
 def install() -> Undo:
     """Checks every optimizer before it steps; returns the undo."""
     return register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)).remove
@@ -103,17 +100,16 @@ def install() -> Undo:
 
 def _after_load(optimizer: Optimizer) -> None:
     """Has the next step see a state that was loaded: its `id` may be that of an earlier one."""
-    _watched.setdefault(optimizer, Watched()).state = 0
+    attached(optimizer, Watched).state = 0
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # The thread of the heartbeat has found it, where an Error would reach nobody.
     if are_apart():
         within(f"{type(optimizer).__name__}.step", expect_together)
-    if optimizer not in _watched:
-        _watched[optimizer] = Watched()
+    if attached_if_any(optimizer, Watched) is None:
         optimizer.register_load_state_dict_post_hook(_after_load)
-    watched = _watched[optimizer]
+    watched = attached(optimizer, Watched)
     step, size = watched.steps, sum(len(group["params"]) for group in optimizer.param_groups)
     due = watched.always or step < CHECKED_STEPS or step % EVERY == 0
     watched.steps += 1
@@ -206,7 +202,7 @@ def _expect_seen(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str,
         expect_alone_in_groups(optimizer, "a rank of the pipeline has some of the parameters")
     if sharded := [name for name in cut if type(parameters[name]) is CutDTensor]:
         expect_elementwise(optimizer, f"each rank has a shard of a part of `{sharded[0]}`")
-        tried_elementwise.add(optimizer)
+        attach(optimizer, TriedElementwise())
 
 
 def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: int) -> None:

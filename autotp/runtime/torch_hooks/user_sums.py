@@ -13,8 +13,8 @@ nobody waits for a text.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
+from autotp.attached import attached, first_time
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.fingerprint import checksum
 from autotp.distributed.live_models import Undo, models
@@ -37,9 +38,13 @@ OF_USERS = "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"
 """Modules of torch that call these methods for their caller."""
 COMPARED = 16
 """The number of sums of user code in a group that are compared."""
-_compared: Counter[str] = Counter()
-"""Name of a process group -> number of its sums that were compared."""
-_told: set[tuple[str, int]] = set()
+
+
+@dataclass
+class ComparedSums:
+    """The number of sums of user code in a process group that were compared."""
+
+    number: int = 0
 
 
 def install() -> Undo:
@@ -50,7 +55,7 @@ def install() -> Undo:
 def _compares(method: Any) -> Any:
     def call(group: ProcessGroup, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         user = None
-        if _compared[group.group_name] < COMPARED and _is_sum_at_once((*args, *kwargs.values())):
+        if attached(group, ComparedSums).number < COMPARED and _is_sum_at_once((*args, *kwargs.values())):
             user = _user(calling_frame())
         if user is None or not _can_be_compared(tensors):
             return method(group, tensors, *args, **kwargs)
@@ -80,14 +85,15 @@ def _user(frame: FrameType | None) -> FrameType | None:
 
 def _compared_sum(run: Callable[[], Any], group: ProcessGroup, tensors: Sequence[Tensor], user: FrameType) -> Any:
     """Sums, and warns if ranks of one model had the same tensors: NOTE [No collective of our own]."""
-    number = _compared[group.group_name] = _compared[group.group_name] + 1
+    sums = attached(group, ComparedSums)
+    sums.number += 1
     ranks_of_group = dist.get_process_group_ranks(group)
     shared = [common_ranks(ranks_of_group, holdings_of(model, "").place) for model in models()]
     ranks = max(shared, key=len, default=[])
     # Zeros are the same on all ranks without any mistake.
     if len(ranks) < 2 or not any(bool((x != 0).any()) for x in tensors):
         return run()
-    text, names = str([checksum(x) for x in tensors]), [f"{group.group_name}/{number}/{rank}" for rank in ranks]
+    text, names = str([checksum(x) for x in tensors]), [f"{group.group_name}/{sums.number}/{rank}" for rank in ranks]
     write_text(names[ranks.index(dist.get_rank())], text)
     work = run()
     work.wait()
@@ -100,10 +106,8 @@ def _compared_sum(run: Callable[[], Any], group: ProcessGroup, tensors: Sequence
 
 
 def _tell(ranks: Sequence[int], user: FrameType) -> None:
-    line = user.f_code.co_filename, user.f_lineno
-    if line in _told:
+    if not first_time(user.f_code, ("user_sums", user.f_lineno)):
         return
-    _told.add(line)
     tell_user(
         f"this sum is over ranks {ranks} of one tensor-parallel model, which have the same tensor: it counts each row "
         "once a rank. It is right if you divide by the number of ranks, or if each rank counts what is its own. "
