@@ -46,13 +46,13 @@ def detach(owner: object, kind: type) -> None:
         by_owner.pop(owner, None)
 
 
-class _Done(set[Hashable]):
+class _DoneOnce(set[Hashable]):
     """What was done once for an object."""
 
 
 def first_time(owner: object, what: Hashable) -> bool:
     """Returns True for the first call with this object and this value, and False for later ones."""
-    done = attached(owner, _Done)
+    done = attached(owner, _DoneOnce)
     is_first = what not in done
     done.add(what)
     return is_first

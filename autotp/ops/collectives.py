@@ -72,7 +72,7 @@ def all_gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1
 
 
 def share(x: Tensor, group: str | None, dim: int, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Held -> Shard: returns `x` itself; backward sums over the ranks the positions of `dim` that the group holds."""
+    """StoredShard -> Shard: returns `x` itself; backward sums positions of `dim` over the ranks that hold them."""
     return _convert("share", x, group, dim, ranges)
 
 

@@ -475,7 +475,7 @@ def _kind_of(meta: Any) -> Any:
     first bases. So the original class is the first base. Our classes come before it in the order of methods only.
     """
 
-    class Kind(meta):
+    class ParallelMeta(meta):
         def __new__(mcs, name: str, bases: Any, names: Any, **kwargs: Any) -> Any:
             """Returns a class; the metaclass of the model is not asked about ours, which is no new class to it."""
             if ORIGINAL not in names:
@@ -516,7 +516,7 @@ def _kind_of(meta: Any) -> Any:
             else:
                 delattr(original, name)
 
-    return Kind
+    return ParallelMeta
 
 
 def adopt(

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import torch
 
-from autotp.checkpoint.conversion.content import Content, Format, Held, Saved
+from autotp.checkpoint.conversion.content import Content, Format, InMemory, Saved
 from autotp.checkpoint.conversion.torch_files import state_dict_in
 from autotp.checkpoint.files.atomic_folder import replaced, sync_path
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, read_regular, write_whole
@@ -58,7 +58,7 @@ def read_content(path: Path) -> Content:
         case "training":
             return _training(path)
         case "torch":
-            return Content("torch", {name: Held(tensor) for name, tensor in state_dict_in(path).items()})
+            return Content("torch", {name: InMemory(tensor) for name, tensor in state_dict_in(path).items()})
         case "safetensors":
             tensors = tensors_of_file(path) if path.is_file() else stored_tensors(path)
             beside = (path.parent if path.is_file() else path) / CONFIG

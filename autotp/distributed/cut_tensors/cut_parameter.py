@@ -40,7 +40,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autotp.attached import attach, attached_if_any
-from autotp.distributed.cut_tensors.cut_operators import Kind, kind_of
+from autotp.distributed.cut_tensors.cut_operators import Access, access_of
 from autotp.distributed.cut_tensors.rows_of_parts import rows_to_set, set_rows, whole_of_rows
 from autotp.distributed.cut_tensors.sharded_tensor import (
     CompiledOutput,
@@ -102,11 +102,11 @@ class CutTensor(Tensor):
     @classmethod
     @torch.compiler.disable  # NOTE [Parts in compiled code]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        category = kind_of(func)
+        category = access_of(func)
         frame = calling_frame(2)  # Behind the one of `disable`.
         if func is Tensor.data_ptr and reads_memory(frame):
             raise memory_refused(f"`{args[0].autotp_cut.name}`")
-        if category is Kind.ABOUT or (category in (Kind.GRADIENT, Kind.SET) and _removes(frame)):
+        if category is Access.ABOUT or (category in (Access.GRADIENT, Access.SET) and _removes(frame)):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if frame.f_globals.get("__name__") == "torch.nn.parameter":  # `nn.Parameter(x)` must have the class of x.
             made = part_like(torch._C._disabled_torch_function_impl(func, types, args, kwargs or {}), args[0])
@@ -115,7 +115,7 @@ class CutTensor(Tensor):
             return made
         user_asks = _asks(frame) and not _looks_for_node(frame, args)
         with torch._C.DisableTorchFunctionSubclass():
-            if category is Kind.REPLICAS:
+            if category is Access.REPLICAS:
                 cut, group = _first(args, kwargs or {}).autotp_cut, (kwargs or {}).get("group")
                 expect_replicas(
                     func.__name__, f"`{cut.name}`", torch.distributed.get_process_group_ranks(group), cut.mesh
@@ -369,13 +369,13 @@ def _hook(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0], PartHook(hook, args[0].autotp_cut))
 
 
-FOR_USERS: Mapping[Kind, Callable[[Any, Any, Any], Any]] = {
-    Kind.SIZE: _size,
-    Kind.GRADIENT: _gradient,
-    Kind.GRADIENTS: _gradients,
-    Kind.SET: _set,
-    Kind.HOOK: _hook,
-    Kind.REPLICAS: lambda func, args, kwargs: func(*args, **kwargs),
+FOR_USERS: Mapping[Access, Callable[[Any, Any, Any], Any]] = {
+    Access.SIZE: _size,
+    Access.GRADIENT: _gradient,
+    Access.GRADIENTS: _gradients,
+    Access.SET: _set,
+    Access.HOOK: _hook,
+    Access.REPLICAS: lambda func, args, kwargs: func(*args, **kwargs),
 }
 """Kind of a function -> what user code gets of it; of other kinds it gets what is computed of the wholes."""
 

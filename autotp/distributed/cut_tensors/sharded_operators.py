@@ -45,7 +45,7 @@ Factor = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Plan:
+class OperatorPlan:
     """How an operator runs on parts.
 
     Attributes:
@@ -281,7 +281,7 @@ def _is_mask(index: Any) -> bool:
 # ---- what is cut
 
 
-def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_type: Any) -> Plan | None:
+def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_type: Any) -> OperatorPlan | None:
     """Returns how an operator runs on parts; None if it does not."""
     if func not in MORE_RULES and not has_rule(func) and torch.Tag.pointwise not in func.tags:
         return None
@@ -303,7 +303,7 @@ def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_t
     factor = factors.pop() if len(factors) == 1 else None
     if factor is None or any(x.cut[1] != cuts[0].cut[1] for x in cuts):
         return None
-    plan, size = Plan(cuts[0], rule, factor, results), cuts[0].shape[cuts[0].cut[0]]
+    plan, size = OperatorPlan(cuts[0], rule, factor, results), cuts[0].shape[cuts[0].cut[0]]
     dims = [plan.dim_in(term, x) for term, x in zip(rule.outs, results, strict=True)]
     # A slice of the cut dimension has other parts than its operand.
     fits = all(d is not None and x.shape[d] == size for d, x in zip(dims, results, strict=True))
@@ -380,7 +380,7 @@ def _factors(term: Term, ndim: int) -> list[Factor | None]:
 # ---- on a rank
 
 
-def _local(func: OpOverload, bound: Mapping[str, Any], plan: Plan, cut_type: Any) -> dict[str, Any]:
+def _local(func: OpOverload, bound: Mapping[str, Any], plan: OperatorPlan, cut_type: Any) -> dict[str, Any]:
     """Returns the arguments of a rank's own call."""
     terms = iter(plan.rule.ins)
     part = lambda x: _part(x, next(terms), plan, cut_type)  # noqa: E731
@@ -395,7 +395,7 @@ def _local(func: OpOverload, bound: Mapping[str, Any], plan: Plan, cut_type: Any
     return local
 
 
-def _part(x: Any, term: Term, plan: Plan, cut_type: Any) -> Tensor:
+def _part(x: Any, term: Term, plan: OperatorPlan, cut_type: Any) -> Tensor:
     """Returns this rank's part of an operand."""
     if isinstance(x, cut_type):
         return x.part
@@ -408,7 +408,7 @@ def _part(x: Any, term: Term, plan: Plan, cut_type: Any) -> Tensor:
     return layout.take(x, plan.source.mesh.rank)
 
 
-def _joined(local_result: Any, plan: Plan) -> Any:
+def _joined(local_result: Any, plan: OperatorPlan) -> Any:
     """Returns the rank's results as parts of the wholes."""
     rows = iter(zip(plan.rule.outs, plan.results, strict=True))
 

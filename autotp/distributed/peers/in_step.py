@@ -44,7 +44,7 @@ OWNER = {CALL: "the model", STEP: "its optimizers"}
 
 
 @dataclass(frozen=True)
-class Record:
+class ProgressRecord:
     """What a rank had started before a call or a step, and what it was called with.
 
     Attributes:
@@ -76,8 +76,8 @@ class Progress:
     place: Mesh
     kind: str
     count: int = 0
-    pending: tuple[int, Record] | None = None
-    records: dict[int, Record] = field(default_factory=dict)
+    pending: tuple[int, ProgressRecord] | None = None
+    records: dict[int, ProgressRecord] = field(default_factory=dict)
     told: int = 0
     apart: Error | None = None
 
@@ -135,7 +135,7 @@ def _count(counted: str, place: Mesh, started: int, arguments: Any) -> None:
     progress.count += 1
     if progress.count % PERIOD == 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         _keep(progress)
-        progress.pending = progress.count, Record(started, fingerprint(arguments))
+        progress.pending = progress.count, ProgressRecord(started, fingerprint(arguments))
         if progress.pending[1].arguments.arrived is None:
             _keep(progress)
 

@@ -84,7 +84,7 @@ class Watched:
     models: SteppedModels = field(default_factory=SteppedModels)
     always: bool = False
     warned: bool = False
-    late: list[Comparison] = field(default_factory=list)
+    late: list[OptimizerComparison] = field(default_factory=list)
 
     def warn(self, warning: str) -> None:
         """Warns about round-off, once."""
@@ -150,7 +150,7 @@ def _expect_live(optimizer: Optimizer) -> None:
         )
 
 
-def _compare(watched: Watched, begin: Callable[[], list[Comparison]], step: int) -> None:
+def _compare(watched: Watched, begin: Callable[[], list[OptimizerComparison]], step: int) -> None:
     """Begins comparisons, and ends them: now, or later if their checksums are on their way from a GPU."""
     for comparison in begin():
         if comparison.place.device.type == "cuda" and not watched.always and step >= CHECKED_STEPS:
@@ -170,7 +170,7 @@ def _compare_late(watched: Watched, step: int) -> None:
 
 def _checked(
     optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int, compared: bool
-) -> list[Comparison]:
+) -> list[OptimizerComparison]:
     """Returns the comparisons to make with other ranks; raises Error if the step would not be that of one device."""
     cut = [name for name in parameters if parts.layout(name).dim is not None and parts.place.size > 1]
     foreign = list[str]()
@@ -181,7 +181,7 @@ def _checked(
         for name in cut:
             _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
         foreign = [name for name in cut if _of_another_rank(optimizer, parameters[name], parts.layout(name))]
-    begun = list[Comparison]()
+    begun = list[OptimizerComparison]()
     for place, names in parts.alike if compared else ():
         replicated = {name: p for name, p in parameters.items() if name in names and not p.is_meta}
         # Ranks along tp compare settings also where every parameter is cut; replicas without a parameter here do not.
@@ -190,7 +190,7 @@ def _checked(
             filled = [name for name in cut if place is parts.place and all(parts.layout(name).lengths())]
             parts_of = {name: parameters[name] for name in filled}
             foreign_names = foreign if place is parts.place else []
-            begun.append(Comparison.begun(optimizer, replicated, parts_of, place, step, foreign_names))
+            begun.append(OptimizerComparison.begun(optimizer, replicated, parts_of, place, step, foreign_names))
     return begun
 
 
@@ -329,7 +329,7 @@ class Checksums:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class OptimizerComparison:
     """What a rank compares with others before a step.
 
     Attributes:
@@ -360,7 +360,7 @@ class Comparison:
         place: Mesh,
         step: int,
         foreign: Sequence[str],
-    ) -> Comparison:
+    ) -> OptimizerComparison:
         """Returns a comparison, whose checksums may be on their way.
 
         Args:
@@ -373,7 +373,9 @@ class Comparison:
         tensors |= {(name, "gradients"): p.grad for name, p in compared.items() if p.grad is not None}
         without = frozenset(name for name, p in every_one.items() if p.grad is None)
         settings = _settings_of(optimizer, every_one)
-        return Comparison(place, step, replicated, foreign, settings, tuple(every_one), without, Checksums(tensors))
+        return OptimizerComparison(
+            place, step, replicated, foreign, settings, tuple(every_one), without, Checksums(tensors)
+        )
 
     def facts(self) -> list[Fact]:
         """Returns what the ranks compare."""
@@ -389,7 +391,7 @@ class Comparison:
         ]
 
 
-def _differing(comparison: Comparison, late: bool) -> str:
+def _differing(comparison: OptimizerComparison, late: bool) -> str:
     """Compares ranks; returns a warning about differences by round-off, which it has removed, or "".
 
     Args:

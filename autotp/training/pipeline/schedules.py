@@ -309,7 +309,7 @@ def _torch_stages(schedule: Engine, works: Mapping[int, nn.Module], device: torc
 
     ended: list[Any] = []
 
-    class Stage(PipelineStage):
+    class TrialStage(PipelineStage):
         """A stage whose trial run has valid indices, and whose sums over replicas run beside backward.
 
         To learn the shapes that stages send, torch runs them once on uninitialized memory, where integers may be out of
@@ -355,7 +355,7 @@ def _torch_stages(schedule: Engine, works: Mapping[int, nn.Module], device: torc
             ended.clear()
 
     count = group.size() * schedule.rounds
-    return [Stage(work, i, count, device, group=group) for i, work in works.items()]
+    return [TrialStage(work, i, count, device, group=group) for i, work in works.items()]
 
 
 def expect_whole_backward(training: Training) -> None:

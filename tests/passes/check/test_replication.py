@@ -14,7 +14,7 @@ from autotp.passes.lower.local_sizes import Target
 from autotp.sharding.axis import Axis, Size, product
 from autotp.sharding.grid import grid, same_cut
 from autotp.sharding.layout import Layout, layout_of
-from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard, StoredShard
 
 KV, WIDTH = Axis(Size(2)), Axis(Size(3))
 BOTH = product([KV, WIDTH])
@@ -41,7 +41,7 @@ def test_cut_of_finds_the_cut_of_given_pieces() -> None:
 
 
 def test_stored_is_held_where_several_ranks_hold_it() -> None:
-    assert stored(TWICE, LAYOUT) == Held(TWICE)
+    assert stored(TWICE, LAYOUT) == StoredShard(TWICE)
     assert stored(KV, layout_of((6,), (BOTH,), KV, 2, "w")) == Shard(KV)
 
 
@@ -63,7 +63,7 @@ def test_moved_accepts_only_this_rank_s_ranges(rank: int) -> None:
     mine, dim = to(rank), {"dim": 0}
     ranges = {"ranges": tuple(LAYOUT.first(rank))}
     other = {"ranges": tuple(LAYOUT.first(rank ^ 1))}
-    assert moved(mine, first, typed(Shard(TWICE)), dim | ranges) == (Shard(TWICE), Held(TWICE))
+    assert moved(mine, first, typed(Shard(TWICE)), dim | ranges) == (Shard(TWICE), StoredShard(TWICE))
     assert moved(mine, first, typed(Shard(TWICE)), dim | other) is None
     places = {"places": tuple(LAYOUT.places(rank, LAYOUT.first(rank))), "size": 6}
     assert moved(mine, place, typed(Shard(TWICE)), dim | ranges | places) == (Shard(TWICE), Partial())
@@ -78,16 +78,16 @@ def test_moved_accepts_only_this_rank_s_ranges(rank: int) -> None:
 @pytest.mark.parametrize("rank", range(4))
 def test_shares_sum_over_ranks_that_hold_the_same(rank: int) -> None:
     held: Any = tuple(LAYOUT.shared(rank))
-    assert shares(to(rank), typed(Held(TWICE)), "tp/2", 0, held)
+    assert shares(to(rank), typed(StoredShard(TWICE)), "tp/2", 0, held)
     assert not shares(to(rank), typed(Shard(TWICE)), "tp/2", 0, held)  # Of a part of the work each has its own sum.
-    assert not shares(to(rank), typed(Held(TWICE)), "tp", 0, held)  # Over ranks that hold something else.
-    assert not shares(to(rank), typed(Held(TWICE)), "dp/2", 0, held)
-    assert not shares(to(rank), typed(Held(TWICE)), "tp/2", 0, ())
+    assert not shares(to(rank), typed(StoredShard(TWICE)), "tp", 0, held)  # Over ranks that hold something else.
+    assert not shares(to(rank), typed(StoredShard(TWICE)), "dp/2", 0, held)
+    assert not shares(to(rank), typed(StoredShard(TWICE)), "tp/2", 0, ())
 
 
 def test_shares_refuse_a_sum_over_some_holders() -> None:
     """Of eight ranks, four hold the same: a sum over two of them is no sum."""
     leaf = grid([(KV, 2, 4)], 8)
     held = tuple(layout_of((6,), (BOTH,), leaf, 8, "w").shared(0))
-    assert shares(to(0, 8), typed(Held(leaf)), "tp/4", 0, held)
-    assert not shares(to(0, 8), typed(Held(leaf)), "tp/2", 0, held)
+    assert shares(to(0, 8), typed(StoredShard(leaf)), "tp/4", 0, held)
+    assert not shares(to(0, 8), typed(StoredShard(leaf)), "tp/2", 0, held)

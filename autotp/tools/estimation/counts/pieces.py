@@ -59,7 +59,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ModelPiece:
     """A block of the model, with the operators before the first block or behind the last one.
 
     Attributes:
@@ -127,7 +127,7 @@ class Recorded:
         peaks: of each kind, what `own_peaks` of `activations.py` returns, once it was needed.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ModelPiece, ...]
     records: tuple[Record, ...]
     peaks: dict[int, Mapping[str, int]] = field(default_factory=dict, compare=False)
 
@@ -280,7 +280,7 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
     names = model.program.captured.parameters
     records_by_key: dict[Any, int] = {}
     records: list[Record] = []
-    pieces: list[Piece] = []
+    pieces: list[ModelPiece] = []
     values: dict[str, Value] = {}
     inputs = _inputs(model, rows)
     for i, stage in enumerate(divided.stages):
@@ -311,7 +311,7 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
         places = tuple(n.name for n in _placeholders(stage.graph))
         parameters = tuple(names[place] for place in places if place in names)
         block = next(iter(stage.blocks), "")
-        piece = Piece(
+        piece = ModelPiece(
             name=block, kind=number, parameters=parameters, reads=places, sends=tuple(sent),
             boundary=len(returned(stage.graph)),
         )  # fmt: skip
@@ -319,12 +319,12 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
     return Recorded(pieces=_whole(pieces, model.order), records=tuple(records))
 
 
-def _whole(pieces: Sequence[Piece], order: Sequence[tuple[str, str]]) -> tuple[Piece, ...]:
+def _whole(pieces: Sequence[ModelPiece], order: Sequence[tuple[str, str]]) -> tuple[ModelPiece, ...]:
     """Returns the pieces of the whole model: those of captured blocks, as often as they stand for blocks."""
     if not order:
         return tuple(pieces)
     places = {piece.name: i for i, piece in enumerate(pieces)}
-    repeated: list[Piece] = []
+    repeated: list[ModelPiece] = []
     for block, captured in order:
         like = pieces[places[captured]]
         before = pieces[places[captured] - 1] if repeated else None

@@ -16,7 +16,7 @@ from autotp.tools.estimation.counts.operators import Op
 from autotp.tools.estimation.counts.record import Record
 from autotp.tools.estimation.seconds.beside_compute import CHANNELS
 from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import Group, collective_seconds
+from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
 from autotp.tools.estimation.seconds.roofline import op_seconds
 
 PRODUCTS, ELEMENTWISE = "products", "elementwise"
@@ -108,7 +108,11 @@ def piece_times(
         before = now
         if op.kind == "collective":
             across = op.axis == "cp"
-            group = Group(size=cp, stride=tp) if across else Group(size=int(op.axis.partition("/")[2] or tp), stride=1)
+            group = (
+                RankGroup(size=cp, stride=tp)
+                if across
+                else RankGroup(size=int(op.axis.partition("/")[2] or tp), stride=1)
+            )
             free = max(free, now) + collective_seconds(op.name, op.size, group, device)
             ends[i] = free
             if not beside_kernels:
