@@ -231,7 +231,7 @@ def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
     return reached
 
 
-def part_of(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
+def subgraph(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
     """Returns these nodes of a graph as a graph with these results."""
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:

@@ -24,7 +24,7 @@ from autotp.diagnostics.differences import (
     rank_tensors,
     step_differences,
 )
-from autotp.diagnostics.double import all_double, copied, doubled, moved
+from autotp.diagnostics.double import add_noise, all_double, copied_model, doubled
 from autotp.diagnostics.lockstep import run_lockstep, simulated
 from autotp.diagnostics.mesh_proof import MeshProof, prove
 from autotp.diagnostics.mesh_step import compare_step
@@ -192,7 +192,7 @@ def make_trial(
         analysis = analyse(skeleton_of(model), args, kwargs, tp, settings, amend=amend)
         return Trial(model, args, kwargs, analysis, (), _plan(analysis, name), settings)
     with all_double(), empty_caches(model):
-        whole = moved(copied(model).cpu().double())
+        whole = add_noise(copied_model(model).cpu().double())
         library().keep_activations(whole)
         args, kwargs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, (args, kwargs))
         tensors = [
@@ -227,7 +227,7 @@ Edit = Callable[[fx.Graph, int], fx.Graph]
 """(graph, rank) -> graph: a test's change of a rank's graph before it runs."""
 
 
-def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
+def run_and_compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
     """Runs a model, and its ranks in lockstep, with the same random numbers; returns the differences.
 
     Raises:
@@ -237,7 +237,7 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         return Report(trial.plan, (), (), ())
     analysis = trial.analysis
     with all_double(), empty_caches(trial.model), forked():
-        model, inputs = copied(trial.model), _inputs(trial)
+        model, inputs = copied_model(trial.model), _inputs(trial)
         ranks = [_rank(trial, i % analysis.tp) for i in range(len(trial.graphs))]
         modules = [
             # A copy, as a test changes it.
@@ -578,7 +578,7 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
         return Report(_plan(program, name, first), (), (), (), mesh=proof)
     with all_double(), empty_caches(model), forked():
         seed(0)
-        whole, training = moved(copied(model).cpu().double()).train(), replace(training, randomness="exact")
+        whole, training = add_noise(copied_model(model).cpu().double()).train(), replace(training, randomness="exact")
         library().keep_activations(whole)
         inputs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, inputs)
         program, first, proof = prove(whole, inputs, sizes, training, stages)
@@ -618,18 +618,18 @@ def _compared_calls(
     if not trial.analysis.captured.changes or not trial.graphs:
         return first_report
     with all_double(), empty_caches(model):  # The second call reads the attributes that the first has set.
-        called, changed = copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
+        called, changed = copied_model(trial.model), copy.deepcopy((trial.args, trial.kwargs))
         with torch.no_grad(), forked():
             called(*changed[0], **changed[1])
     return _joined(first_report, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
 
 
 def _read_by_one_device(trial: Trial) -> KnownValues:
-    """Runs the model on one device, with the random numbers of `compare`; returns what Python reads."""
+    """Runs the model on one device, with the random numbers of `run_and_compare`; returns what Python reads."""
     places = trial.analysis.captured.attempt.values.places
     with all_double(), empty_caches(trial.model), forked(), Listing(places) as listing:
         seed(0)
-        _returned(copied(trial.model), trial, _inputs(trial))
+        _returned(copied_model(trial.model), trial, _inputs(trial))
     return KnownValues(places, tuple(listing.outcomes))
 
 
@@ -651,7 +651,7 @@ def _compared(
             line.count()
             line.begin("run")
         try:
-            return trial, compare(trial)
+            return trial, run_and_compare(trial)
         except OtherValues as contradiction:
             values = contradiction.values
         except (IndexError, RuntimeError, ValueError):  # NOTE [A graph that fails] in graph_entry.py

@@ -23,7 +23,7 @@ from autotp.attached import all_attached, attach, attached_if_any
 from autotp.distributed.launch import Launch, launch, meeting, ranks_on_one_card, store_of
 from autotp.distributed.peers.gloo_interface import choose_interface
 from autotp.distributed.peers.heartbeat import SILENCE, answered
-from autotp.distributed.peers.never_ending import begin
+from autotp.distributed.peers.never_ending import begin_watching
 from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
 from autotp.groups.members_only import connecting_late, without_others
@@ -461,7 +461,7 @@ def _from_device_mesh(
     where = _mesh_device(mesh, device)
     # Before a group is made: each rank looks at the whole mesh, so all raise.
     every = _ranks_of_model(mesh) if sizes["cp"] > 1 else []
-    begin(where)
+    begin_watching(where)
     if timeout is not None:  # The caller's groups keep their timeouts.
         # All ranks make the new groups in the same order.
         group, across = _with_timeout(group, timeout, "tp"), _with_timeout(across, timeout, "cp")
@@ -501,7 +501,7 @@ def _ranks_of_model(mesh: DeviceMesh) -> list[int]:
     return sorted(grids[tuple(coordinate[i] for i in range(mesh.ndim) if i not in dims)].flatten().tolist())
 
 
-def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None) -> torch.device:
+def start_distributed(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None) -> torch.device:
     """Initialises torch.distributed, as the launcher says or for a single process; returns this process's device.
 
     On GPUs the default group, and each group that is made after it, sends tensors of the CPU too: over gloo.
@@ -527,7 +527,7 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None
             choose_interface(store, several_machines)
             backend = _backend(local_device, local_device == torch.device(device or "cuda"), store, started)
             dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
-    begin(local_device)
+    begin_watching(local_device)
     return local_device
 
 
@@ -538,7 +538,7 @@ def _backend(local_device: torch.device, asked_for: bool, store: dist.Store, sta
         asked_for: whether the caller named this GPU.
 
     Raises:
-        Error: as `start`.
+        Error: as `start_distributed`.
     """
     if local_device.type != "cuda":
         return "gloo"
@@ -556,7 +556,7 @@ def _backend(local_device: torch.device, asked_for: bool, store: dist.Store, sta
 
 
 def _over_the_world(tp: int, cp: int, device: torch.device | str | None, timeout: timedelta) -> Mesh:
-    local_device = start(timeout, device)
+    local_device = start_distributed(timeout, device)
     count, me = dist.get_world_size(), dist.get_rank()
     # Global rank = (replica * cp + rank along cp) * tp + rank along tp.
     first, row = me // (tp * cp) * (tp * cp), me // tp * tp
@@ -696,7 +696,7 @@ def _own_device(device: torch.device | str | None) -> torch.device:
     device = _usable(own_kind() if device is None else device)
     if device.type != "cuda" or device.index is not None:
         return device
-    if torch.cuda.device_count() == 1:  # Its own, if the launcher shows each process one card; `start` asks the others.
+    if torch.cuda.device_count() == 1:  # Its own, if the launcher shows each process one: `start_distributed` asks.
         return torch.device("cuda", 0)
     if _local_rank() >= torch.cuda.device_count():
         raise Error(

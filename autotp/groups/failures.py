@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from autotp.attached import all_attached, attach, attached_if_any
 from autotp.errors import Error
-from autotp.groups.process_group import axis_of, called, process_group, seat
+from autotp.groups.process_group import axis_of, process_group, rank_name, seat
 from autotp.groups.shared_memory import APART
 
 Informed = Callable[[Callable[[int], str], Sequence[int]], str]
@@ -126,7 +126,7 @@ def peer_error(operation: str, group: str, error: RuntimeError, mesh: Any = None
         return None
 
     def named(rank: int) -> str:
-        return called(rank, group) if mesh is None else mesh.named([rank])
+        return rank_name(rank, group) if mesh is None else mesh.named([rank])
 
     ranks = dist.get_process_group_ranks(process_group(group))
     return lost_error(operation, group, next((answer for ask in _informed if (answer := ask(named, ranks))), reason))

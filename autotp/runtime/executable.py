@@ -36,7 +36,7 @@ from autotp.passes.capture.autocast_regions import Autocast, ambient
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted, guesses
 from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
-from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
+from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, place_text
 from autotp.passes.capture.python_state.attribute_writes import Change, Write, add_hooks, apply_changes, write_into
 from autotp.passes.capture.python_state.code_names import CodeName, named
 from autotp.passes.capture.python_state.freeze import freeze_argument
@@ -674,7 +674,7 @@ class Executable:
         entries = [entry for entry_key, entry in self.entries if entry_key == key and entry.analysis.captured.asked]
         if len(entries) < FEW:
             return
-        place = shown(_other_read(*(entry.analysis.captured.asked for entry in entries[-2:])).place)
+        place = place_text(_other_read(*(entry.analysis.captured.asked for entry in entries[-2:])).place)
         if sum(entry.assumes for entry in entries) >= FEW:
             raise Error(
                 f"Python reads other values of activations in almost every call, and each of {FEW} graphs is right for "

@@ -18,7 +18,7 @@ from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.ops.eager_mode import unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
-from autotp.passes.builder import ancestors, part_of
+from autotp.passes.builder import ancestors, subgraph
 from autotp.passes.capture.captured import Captured, OutputAt
 from autotp.passes.capture.guards.values import Outcome, ValueRead
 from autotp.passes.capture.python_state.guard import Guard
@@ -181,7 +181,7 @@ class AssumedReads:
         needed = ancestors(results[i] for i in indices)
         order = list(self.graph.nodes)
         drawn = filter(draws, order[: max(map(order.index, needed))])  # They move the random stream.
-        part = part_of(self.graph, [results[i] for i in indices], needed | ancestors(drawn))
+        part = subgraph(self.graph, [results[i] for i in indices], needed | ancestors(drawn))
         # Later reads run the graph on the same operands, which must not be overwritten.
         module = fx.GraphModule(nn.Module(), bind(part, self.mesh.device, self.mesh.groups, reuse=False))
         inputs = [operands[node.name] for node in part.find_nodes(op="placeholder")]

@@ -41,7 +41,7 @@ def stored(leaf: Axis, layout: Layout) -> Placement:
     return StoredShard(leaf) if layout.repeated else Shard(leaf)
 
 
-def joined(cuts: Iterable[Axis], tp: int) -> Axis | None:
+def joint_cut(cuts: Iterable[Axis], tp: int) -> Axis | None:
     """Returns the cut that contains all of these cuts; None if two of them cut a leaf differently."""
     cuts = list(cuts)
     if not any(find(leaf).kind == "grid" for leaf in cuts):

@@ -20,7 +20,7 @@ from autotp.errors import REPORT, Error
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
 from autotp.ops.placement_moves import first, place, take
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.passes.lower.exchange import exchange
+from autotp.passes.lower.exchange import write_exchange
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import localize
 from autotp.passes.plan.choose import Decision
@@ -282,7 +282,7 @@ class _Lowering:
 
     def _along(self, node: fx.Node, x: fx.Node, leaf: Axis, conjugate: Callable[..., torch.Tensor]) -> fx.Node:
         dim = self._dim(node, leaf)
-        return exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, conjugate)
+        return write_exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, conjugate)
 
     def _dim(self, node: fx.Node, leaf: Axis) -> int:
         dim = self.axes.dim_of(node, leaf)

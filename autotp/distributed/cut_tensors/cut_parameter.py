@@ -564,7 +564,7 @@ def _become(tensor: Any, cls: type[Tensor]) -> None:
     tensor.__class__ = cls
 
 
-def is_ordinary(tensor: Tensor) -> bool:
+def is_plain_or_cut(tensor: Tensor) -> bool:
     """True for a plain parameter of torch, and for a cut one."""
     return type(tensor) in (nn.Parameter, CutParameter, CutTensor)
 

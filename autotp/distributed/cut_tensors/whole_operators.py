@@ -43,7 +43,7 @@ LARGE = 2**28
 """The bytes of a gathered tensor above which the line that needs it is warned of, once."""
 
 
-def name_of(func: Any) -> str:
+def overload_name(func: Any) -> str:
     """Returns the name of an operator."""
     return str(func._schema.name).partition("::")[2] if isinstance(func, OpOverload) else str(func)
 
@@ -160,7 +160,7 @@ class WholeView(Tensor):
 def on_wholes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns what an operator gives for the wholes of cut tensors, which all ranks gather; writes parts of them."""
     if torch.Tag.inplace_view in func.tags:
-        raise shape_refused(name_of(func))
+        raise shape_refused(overload_name(func))
     wholes: dict[int, Whole] = {}
     # What random numbers fill is overwritten, so it need not be gathered.
     fills = getattr(func, "overloadpacket", None) in FILLS
@@ -256,7 +256,7 @@ def _expect_small(cut: Any) -> None:
 # ---- reductions
 
 
-def compared(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
+def equal_or_close(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
     """Returns whether two tensors are equal or close, on all ranks and in all copies; None for other operators."""
     if func not in (aten.equal.default, aten.allclose.default):
         return None

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import get_process_group_ranks
 
-from autotp.distributed.agreement import Among, Fact, problem_as_text, problem_of
+from autotp.distributed.agreement import Among, Fact, problem_as_text, problem_from_text
 from autotp.distributed.fingerprint import Fingerprint, fingerprint, may_be_one_batch
 from autotp.distributed.mesh import Mesh, numbered_groups
 from autotp.distributed.peers.heartbeat import leave_note, on_each_look, on_news, tell
@@ -198,7 +198,7 @@ def _look() -> None:
 def _note_apart(sender: int, data: Sequence[str]) -> None:
     for progress in list(_progress.values()):
         if progress.key == data[0]:
-            progress.apart = progress.apart or problem_of(data[1])
+            progress.apart = progress.apart or problem_from_text(data[1])
 
 
 def _difference(progress: Progress, call: int, record: Sequence[Any], first: Sequence[Any]) -> Error | None:

@@ -44,7 +44,7 @@ from autotp.errors import Error, calls_in_progress, threads_in_calls
 from autotp.groups.failures import Fatal, lost_error, make_fatal
 from autotp.groups.one_thread import waiting_threads
 from autotp.groups.point_to_point import started_collectives
-from autotp.groups.process_group import axis_of, called
+from autotp.groups.process_group import axis_of, rank_name
 
 GRACE = 3.0
 """Seconds that a process waits after a peer was lost: the collective may have ended before."""
@@ -92,7 +92,7 @@ _card_is_free = threading.Lock()
 """Held while another thread waits for the card, and while a capture begins."""
 
 
-def begin(device: torch.device) -> None:
+def begin_watching(device: torch.device) -> None:
     """Starts the heartbeat of this process, and has it watch for collectives that never end on its device."""
     heartbeat.begin()
     _cards[:] = [device] if device.type == "cuda" else []
@@ -224,7 +224,7 @@ def _end(watch: Watch, group: str, groups: Mapping[str, Any]) -> None:
     """Ends the wait of this process, and the process if it cannot be done otherwise."""
     ranks = dist.get_process_group_ranks(groups[group])
     call = next(iter(calls_in_progress()), "a collective")
-    why = reason(lambda rank: called(rank, group), ranks) or "a peer did not answer within the group's timeout"
+    why = reason(lambda rank: rank_name(rank, group), ranks) or "a peer did not answer within the group's timeout"
     if time.monotonic() - watch.since < STILL:  # It has moved meanwhile.
         watch.ending = False
         return

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from autotp.arguments import expect_arguments
 from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.distributed.launch import launch
-from autotp.distributed.mesh import start
+from autotp.distributed.mesh import start_distributed
 from autotp.errors import Error, within
 from autotp.tools.estimation.seconds.hardware import (
     CPU_GLOO,
@@ -164,7 +164,7 @@ def calibrate(*, gpu: str | Hardware | None = None, seconds: float = 40.0) -> Ca
         if base.is_gpu != (device_type == "cuda"):
             actual = "a GPU" if device_type == "cuda" else "a CPU"
             raise Error(f"gpu={base.name!r}, and this process has {actual}", fix="gpu=None")
-        device = start() if together else torch.device(device_type)
+        device = start_distributed() if together else torch.device(device_type)
         measured = measure_device(device, seconds / 2)
         if together and started is not None:
             near, far = _links(device, started.size, started.local_size, seconds / 2)

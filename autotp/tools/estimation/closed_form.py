@@ -1,4 +1,4 @@
-"""closed_form: the schedule of a layout by formulas, where `price.simulated` plays it action by action.
+"""closed_form: the schedule of a layout by formulas, where `price.timed_schedule` plays it action by action.
 
 It tells which layouts are worth a full price, and is priced by the same functions. All blocks are taken to be alike,
 and all stages; the bubble is the formula's (Narayanan et al. 2021, section 2.2; of the schedules in two halves that of

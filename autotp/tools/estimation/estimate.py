@@ -120,10 +120,10 @@ def captured(
     Raises:
         Error: as `estimate`.
     """
-    return lowered_for(call_of(model, sequence, example_inputs, layout.cp), layout, without)
+    return lowered_for(estimated_call(model, sequence, example_inputs, layout.cp), layout, without)
 
 
-def call_of(model: nn.Module, sequence: int | None, example_inputs: Any = None, cp: int = 1) -> Capturing:
+def estimated_call(model: nn.Module, sequence: int | None, example_inputs: Any = None, cp: int = 1) -> Capturing:
     """Returns the call of a model that is estimated. Arguments and errors as of `captured`.
 
     Args:

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from autotp.passes.pipeline.cost import block_costs
-from autotp.passes.pipeline.stages import divided
+from autotp.passes.pipeline.stages import partition
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.kernels import fused
 from autotp.tools.estimation.counts.pieces import Lowered, Parameter, Recorded, recorded, whole_flops
@@ -30,7 +30,7 @@ from autotp.tools.estimation.result import Estimate, RankMemory, TimeSaving
 from autotp.tools.estimation.seconds.beside_compute import buffer_bytes, link_free, slowed
 from autotp.tools.estimation.seconds.hardware import Hardware
 from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds, send_seconds
-from autotp.tools.estimation.seconds.times import ELEMENTWISE, Times, added, piece_times
+from autotp.tools.estimation.seconds.times import ELEMENTWISE, Times, piece_times, summed_by_row
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action, Played, actions_of, most_held, play
 from autotp.training.pipeline.schedules import Engine, costed, engine_of
@@ -133,7 +133,7 @@ class Prices:
             costs = [cost[captured] for _, captured in model.order] or captured_costs
             homes = {i: rank for rank in range(ranks) for i in (engine.stages(rank, ranks) if ranks > 1 else [0])}
             keeps_activations = model.training.recompute != "full"
-            plan = divided(
+            plan = partition(
                 model.blocks, costs, [homes[i] for i in range(total)], [keeps_activations * n for n in flights]
             )
             places = itertools.accumulate((len(run) for run in plan.blocks), initial=0)
@@ -192,7 +192,7 @@ class Simulated:
         return parts[action.half]
 
 
-def simulated(prices: Prices, layout: StepLayout) -> Simulated:
+def timed_schedule(prices: Prices, layout: StepLayout) -> Simulated:
     """Returns the schedule of a layout with its times.
 
     Raises:
@@ -224,7 +224,7 @@ def price(prices: Prices, layout: StepLayout) -> Estimate:
     """
     device, model = prices.device, prices.model
     engine = engine_of(layout.schedule, layout.interleave)
-    step = simulated(prices, layout)
+    step = timed_schedule(prices, layout)
     order, stages = step.order, step.stages
     spent = _spent(prices, layout, step)
     flops = prices.flops(layout.micro_batch) * layout.microbatches * layout.dp
@@ -267,7 +267,7 @@ def savings(prices: Prices, estimate: Estimate) -> tuple[TimeSaving, ...]:
 
 
 def _seconds(prices: Prices, layout: StepLayout) -> float:
-    return step_seconds(prices, layout, simulated(prices, layout))
+    return step_seconds(prices, layout, timed_schedule(prices, layout))
 
 
 def step_seconds(prices: Prices, layout: StepLayout, step: Simulated) -> float:
@@ -290,7 +290,7 @@ def _spent(prices: Prices, layout: StepLayout, step: Simulated) -> dict[str, flo
     """Returns what the seconds of a step are spent on: on the busiest rank, then behind the pipeline."""
     order, stages, played = step.order, step.stages, step.played
     slowest = max(range(layout.pp), key=played.busy.__getitem__)
-    spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
+    spent = summed_by_row(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
     casts = sum(stages[i].casts for i in {action.stage for action in order[slowest]})
     spent[ELEMENTWISE] = spent.get(ELEMENTWISE, 0.0) + casts
     waited = [step.waits.parts(action, start) for start, action in played.starts[slowest]]

@@ -25,7 +25,7 @@ from autotp.options import Recompute
 from autotp.tools.estimation.closed_form import ClosedForms
 from autotp.tools.estimation.counts.pieces import Lowered, lowered_again
 from autotp.tools.estimation.error_bars import why_zero_3
-from autotp.tools.estimation.estimate import call_of, lowered_for
+from autotp.tools.estimation.estimate import estimated_call, lowered_for
 from autotp.tools.estimation.layout import AUTOTP, COMPILED, Practice, StepLayout
 from autotp.tools.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.tools.estimation.result import Estimate
@@ -205,7 +205,7 @@ class Layouts:
         example_inputs: Any,
     ) -> None:  # fmt: skip
         self.device, self.dtype = device, dtype
-        self._practice, self._call = practice, call_of(model, sequence, example_inputs)
+        self._practice, self._call = practice, estimated_call(model, sequence, example_inputs)
         self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
         self._forms: dict[tuple[int, int, Recompute, bool], ClosedForms] = {}
         self.pipelines = True

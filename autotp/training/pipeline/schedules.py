@@ -20,7 +20,7 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.looks import without_padding
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, ReadParameter
 from autotp.passes.pipeline.cost import block_costs
-from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
+from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, partition
 from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.fsdp import expect_whole
@@ -165,7 +165,7 @@ def division(training: Training, ranks: int, analysis: Program, lowered: fx.Grap
     keeps_activations = training.recompute != "full"  # With "full" a block keeps its inputs only.
     flights = [keeps_activations * schedule.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
     costs = block_costs(*costed(analysis), blocks, names)
-    return divided(blocks, costs, [homes[i] for i in range(len(homes))], flights)
+    return partition(blocks, costs, [homes[i] for i in range(len(homes))], flights)
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from autotp.passes.capture.guards.values import (
     Outcome,
     Place,
     Reading,
-    place_of,
+    place_of_call,
+    place_text,
     reads_values,
-    shown,
 )
 from autotp.passes.capture.python_state.freeze import freeze_argument
 
@@ -90,7 +90,7 @@ class InputValues(Reading):
         try:
             return super()._run(func, args, kwargs)
         except Exception as error:
-            place = place_of(func)
+            place = place_of_call(func)
             if not reads_values(error) or place in self.places or place in self.blocked:
                 raise
             self.places.add(place)
@@ -171,7 +171,7 @@ class InputValues(Reading):
                 raise Error(
                     "an array of .numpy() and its tensor share memory, and forward writes into it, "
                     "which a graph cannot do",
-                    at=shown(outcome.place),
+                    at=place_text(outcome.place),
                     fix="x.numpy().copy()",
                 )
 

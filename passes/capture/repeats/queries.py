@@ -234,6 +234,6 @@ def as_integer(value: Any) -> Any:
     return value._value
 
 
-def attribute_of(number: BlockNumber) -> tuple[str, str]:
+def read_from(number: BlockNumber) -> tuple[str, str]:
     """Returns the attribute that a number was read from: the module's path in the block, and the attribute's name."""
     return number._place

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autotp.ops.placement_moves import first, place, take
-from autotp.passes.check.replication import cut_of, extended, joined, moved, shares, stored
+from autotp.passes.check.replication import cut_of, extended, joint_cut, moved, shares, stored
 from autotp.passes.check.types import Typed
 from autotp.passes.lower.local_sizes import Target
 from autotp.sharding.axis import Axis, Size, product
@@ -49,10 +49,10 @@ def test_joined_combines_cuts_on_different_rank_factors() -> None:
     """On factors of the ranks of their own; one leaf is cut in one way."""
     group = Axis(Size(5))
     heads = grid([(KV, 2, 2), (group, 2, 1)], 4)
-    assert same_cut(joined([TWICE, grid([(group, 2, 1)], 4)], 4), heads)  # type: ignore[arg-type]
-    assert joined([TWICE, grid([(KV, 2, 1)], 4)], 4) is None
-    assert joined([TWICE, grid([(group, 2, 2)], 4)], 4) is None
-    assert joined([KV, KV], 4) is KV and joined([KV, group], 4) is None and joined([], 4) is None
+    assert same_cut(joint_cut([TWICE, grid([(group, 2, 1)], 4)], 4), heads)  # type: ignore[arg-type]
+    assert joint_cut([TWICE, grid([(KV, 2, 1)], 4)], 4) is None
+    assert joint_cut([TWICE, grid([(group, 2, 2)], 4)], 4) is None
+    assert joint_cut([KV, KV], 4) is KV and joint_cut([KV, group], 4) is None and joint_cut([], 4) is None
     assert same_cut(extended(TWICE, group, 4), heads)  # type: ignore[arg-type]
     assert extended(None, group, 4) is group and extended(KV, group, 2) is None
 

@@ -21,14 +21,14 @@ from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import COMMUNICATING
-from autotp.passes.fingerprint import fingerprint
+from autotp.passes.fingerprint import operators_as_text
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.pipeline.stages import Stage, blocks_in_order, staged
 from autotp.passes.plan.propagate import needs_grad
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
 from autotp.sharding.layout import Layout
-from autotp.tools.estimation.counts.depth import renamed, shorten, whole_order
+from autotp.tools.estimation.counts.depth import name_in_block, shorten, whole_order
 from autotp.tools.estimation.counts.record import META, Reads, Record, Value, record
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
@@ -197,7 +197,7 @@ def _lowered(
     graph = rank_graph(program, 0, training.randomness, checked=checked)
     blocks = blocks_in_order(graph, list(program.captured.parameters))
     order = whole_order(blocks, lengths)
-    names = {renamed(name, captured, block): name for name in program.layouts for block, captured in order}
+    names = {name_in_block(name, captured, block): name for name in program.layouts for block, captured in order}
     names |= {name: name for name in program.layouts if name in whole} if not order else {}
     parameters = {
         name: Parameter(
@@ -222,7 +222,7 @@ def _middles_are_alike(model: Lowered, lengths: Mapping[str, int]) -> bool:
 def _text(stage: Stage) -> str:
     """Returns the fingerprint of a piece."""
     nodes = [node for node in stage.graph.nodes if node.op not in ("placeholder", "output")]
-    return fingerprint(_placeholders(stage.graph), nodes, returned(stage.graph))
+    return operators_as_text(_placeholders(stage.graph), nodes, returned(stage.graph))
 
 
 def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = True) -> Recorded:
@@ -332,7 +332,7 @@ def _whole(pieces: Sequence[ModelPiece], order: Sequence[tuple[str, str]]) -> tu
         names = {name: f"{name} of {block}" for name in like.sends[: like.boundary]} | received
         repeated.append(
             replace(
-                like, name=block, parameters=tuple(renamed(name, captured, block) for name in like.parameters),
+                like, name=block, parameters=tuple(name_in_block(name, captured, block) for name in like.parameters),
                 reads=tuple(names.get(name, name) for name in like.reads),
                 sends=tuple(names.get(name, name) for name in like.sends),
             )

@@ -63,7 +63,7 @@ class Times:
         """Returns the times of both, one after the other: `other` comes after in forward, and before in backward."""
         (ahead, back), (next_ahead, next_back) = self.turns, other.turns
         forward, backward = min(ahead.last, next_ahead.first), min(next_back.last, back.first)
-        spent = added(self.spent, other.spent)
+        spent = summed_by_row(self.spent, other.spent)
         if forward + backward:
             spent[SUMS] -= forward + backward
         return Times(
@@ -75,7 +75,7 @@ class Times:
         )  # fmt: skip
 
 
-def added(*parts: Mapping[str, float]) -> dict[str, float]:
+def summed_by_row(*parts: Mapping[str, float]) -> dict[str, float]:
     """Returns the sums of the seconds of each row."""
     total = defaultdict[str, float](float)
     for name, seconds in (item for part in parts for item in part.items()):
