@@ -95,7 +95,7 @@ OF_THE_PROCESS = {
     },
     "of the process as the system sees it: its card, its sockets and locked files": {
         "checkpoint.files.folder_lock.HELD", "distributed.peers.links._open",
-        "distributed.peers.never_ending._captures", "distributed.peers.never_ending._cards",
+        "distributed.peers.never_ending._captures",
     },
     "looked at in each collective or call, so without `attached`; an entry names its group, which is compared": {
         "groups.failures.uncompared", "groups.process_group._backends", "groups.shared_memory._channels",

@@ -66,6 +66,7 @@ class Watch:
     """How this process moves; it belongs to the default group.
 
     Attributes:
+        card: that of this process: each thread has a current one of its own. None on a CPU.
         moves: what tells whether it has moved: collectives started by group, and the place of the main thread.
         group: name of the group in which it last started a collective.
         since: the time since which it has not moved, or the card was last known to have nothing to do.
@@ -75,6 +76,7 @@ class Watch:
         ending: whether the Error is under way.
     """
 
+    card: torch.device | None = None
     moves: tuple[Any, ...] = ()
     group: str = ""
     since: float = field(default_factory=time.monotonic)
@@ -84,8 +86,6 @@ class Watch:
     ending: bool = False
 
 
-_cards: list[torch.device] = []
-"""The card of this process: each thread has a current one of its own."""
 _captures = weakref.WeakSet[torch.cuda.CUDAGraph]()
 """The CUDA graphs that are captured now; one that failed and was dropped is not."""
 _card_is_free = threading.Lock()
@@ -95,8 +95,8 @@ _card_is_free = threading.Lock()
 def begin_watching(device: torch.device) -> None:
     """Starts the heartbeat of this process, and has it watch for collectives that never end on its device."""
     heartbeat.begin()
-    _cards[:] = [device] if device.type == "cuda" else []
-    if _cards:
+    if device.type == "cuda":
+        _watch().card = device
         _know_of_captures()
     on_each_look(_look)
     say_what_waits(_waits_for_the_card, _started)
@@ -128,7 +128,7 @@ def _know_of_captures() -> None:
 
 def _device_groups() -> dict[str, Any]:
     """Returns the process groups of several ranks that use cards, by name."""
-    if not (_cards and dist.is_initialized()):
+    if not dist.is_initialized() or _watch().card is None:
         return {}
     groups = list(dist.distributed_c10d._world.pg_map)
     return {str(group.group_name): group for group in groups if group.size() > 1 and _backend(group) is not None}
@@ -213,7 +213,7 @@ def _wait_for_the_card(watch: Watch) -> None:
     began = time.monotonic()
     with suppress(Exception), _card_is_free:  # Whatever is wrong with the card, its user will be told.
         if not _captures:
-            torch.cuda.synchronize(_cards[0])
+            torch.cuda.synchronize(watch.card)
     watch.looking, watch.looked = None, time.monotonic()
     # The card is done, and the host is in no collective: the process works on something of its own.
     if not _is_in_a_collective():
