@@ -8,6 +8,7 @@ belongs to no object is a name of a module, and tests/test_attached.py lists the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -46,13 +47,17 @@ def detach(owner: object, kind: type) -> None:
         by_owner.pop(owner, None)
 
 
-class _DoneOnce(set[Hashable]):
-    """What was done once for an object."""
+class Marks(set[Hashable]):
+    """What holds of an object, or was done with it, in words: `LOST in attached(group, Marks)`."""
+
+
+class Counts(Counter[Hashable]):
+    """What is counted for an object: `attached(group, Counts)["exchanges"] += 1`."""
 
 
 def first_time(owner: object, what: Hashable) -> bool:
-    """Returns True for the first call with this object and this value, and False for later ones."""
-    done = attached(owner, _DoneOnce)
-    is_first = what not in done
-    done.add(what)
+    """Marks an object; returns whether it did not have this mark."""
+    marks = attached(owner, Marks)
+    is_first = what not in marks
+    marks.add(what)
     return is_first

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
-from autotp.attached import all_attached, attach, attached_if_any
+from autotp.attached import Marks, all_attached, attach, attached, attached_if_any
 from autotp.errors import Error
 from autotp.groups.process_group import axis_of, process_group, rank_name, seat
 from autotp.groups.shared_memory import APART
@@ -24,13 +24,11 @@ Its arguments: a function that returns the name of a global rank; and the global
 _informed: list[Informed] = []
 uncompared: dict[str, weakref.ref[ProcessGroup]] = {}
 """Name of a group whose ranks may be at different collectives, after an exception here -> that group."""
+LOST = "a rank was lost"
+"""The mark of a process group whose collectives fail by themselves."""
 Compare = Callable[[str], None]
 """A function that raises Error if the ranks of a group, given by name, are at different collectives."""
 _comparing: list[Compare] = []
-
-
-class LostRank:
-    """Belongs to a process group of which a rank was lost: its collectives fail by themselves."""
 
 
 @dataclass
@@ -100,12 +98,12 @@ def ask_of_lost_peers(informed: Informed) -> None:
 
 def is_lost(group: str) -> bool:
     """Returns whether a rank of the group was lost."""
-    return attached_if_any(process_group(group), LostRank) is not None
+    return LOST in attached(process_group(group), Marks)
 
 
 def note_lost(group: str) -> None:
     """Notes that a rank of the group was lost."""
-    attach(process_group(group), LostRank())
+    attached(process_group(group), Marks).add(LOST)
 
 
 def peer_error(operation: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any
 
-from autotp.attached import attach, attached_if_any
+from autotp.attached import Marks, attached
 from autotp.errors import Error
 from autotp.groups.failures import compare_if_interrupted, fatal_error, note_lost, peer_error, uncompared
 from autotp.groups.process_group import axis_of, process_group
@@ -14,10 +14,8 @@ _users: dict[str, int] = {}
 """Group -> the thread that uses it, or SHARED. The heartbeat reads it from a thread of its own."""
 SHARED = 0
 """Stands for a thread: two threads have used the group at once."""
-
-
-class SharedByThreads:
-    """Belongs to a process group that two threads have used at once: a later one may have the same name."""
+USED_BY_TWO = "two threads have used it at once"
+"""The mark of such a process group: a later one may have the same name."""
 
 
 def is_waiting() -> bool:
@@ -75,10 +73,10 @@ class one_thread:
     def _refuse_or_begin_anew(self) -> None:
         """Raises Error, unless the group that two threads used was another one of this name."""
         group = process_group(self.group)
-        if _users.get(self.group) == SHARED and attached_if_any(group, SharedByThreads) is None:
+        if _users.get(self.group) == SHARED and USED_BY_TWO not in attached(group, Marks):
             _users[self.group], self.nested = self.thread, False
             return
-        attach(group, SharedByThreads())
+        attached(group, Marks).add(USED_BY_TWO)
         _users[self.group] = SHARED
         raise _two_threads(self.group).within(self.operation)
 

@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from autotp.attached import attach, attached_if_any
+from autotp.attached import Marks, attach, attached, attached_if_any
 from autotp.distributed.cut_tensors.cut_operators import Access, access_of
 from autotp.distributed.cut_tensors.rows_of_parts import rows_to_set, set_rows, whole_of_rows
 from autotp.distributed.cut_tensors.sharded_tensor import (
@@ -451,7 +451,7 @@ class StepHooks:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Puts our hooks on an optimizer next to the step. (torch has not begun to go through its hooks.)"""
     hooks = attached_if_any(optimizer, StepHooks)
-    if not is_elementwise(optimizer) and attached_if_any(optimizer, TriedElementwise) is None:
+    if not is_elementwise(optimizer) and TRIED not in attached(optimizer, Marks):
         if hooks is None:
             after = optimizer.register_step_post_hook(torch.compiler.disable(_after_step))
             attach(optimizer, StepHooks(after, after))
@@ -498,13 +498,11 @@ def steps_elements(optimizer: Optimizer) -> bool:
     Its own step may call torch's, which makes plain states with the shapes of parts.
     """
     bases = type(optimizer).__mro__
-    tried = attached_if_any(optimizer, TriedElementwise)
-    return any(base.__module__ in ELEMENTWISE_STEPS for base in bases) or tried is not None
+    return any(base.__module__ in ELEMENTWISE_STEPS for base in bases) or TRIED in attached(optimizer, Marks)
 
 
-class TriedElementwise:
-    """Belongs to an optimizer of shards of parts that was tried with small tensors, and works element by element."""
-
+TRIED = "tried element by element"
+"""The mark of an optimizer of shards of parts that was tried with small tensors, and works element by element."""
 
 ELEMENTWISE_STEPS = tuple(
     f"torch.optim.{name}"

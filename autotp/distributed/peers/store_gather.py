@@ -7,21 +7,16 @@ the next collective of that rank. Here the others wait for the missing rank by n
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from autotp.attached import attached
+from autotp.attached import Counts, attached
 from autotp.distributed.mesh import Mesh, group_of, timeout_of
 from autotp.distributed.peers.heartbeat import INTERVAL, SILENCE, answered, lost_ranks, reason
 from autotp.errors import Error
-
-
-class Exchanges(Counter[int]):
-    """Number of a mesh on a process group -> number of exchanges so far."""
 
 
 def store_gather(text: str, place: Mesh, unless: Callable[[], str] = lambda: "") -> list[str]:
@@ -33,8 +28,8 @@ def store_gather(text: str, place: Mesh, unless: Callable[[], str] = lambda: "")
     Raises:
         Error: some rank did not make this call within the group's timeout, or will not.
     """
-    exchanges = attached(group_of(place), Exchanges)
-    call = exchanges[place.number] = exchanges[place.number] + 1
+    counts, key = attached(group_of(place), Counts), ("exchanges", place.number)
+    call = counts[key] = counts[key] + 1
     store, names, timeout = _get_default_store(), _names(place, call), timeout_of(group_of(place))
 
     def told() -> list[str]:

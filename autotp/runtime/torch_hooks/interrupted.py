@@ -25,7 +25,6 @@ parallel model exists.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp import torch_internals as internals
-from autotp.attached import attached
+from autotp.attached import Counts, attached
 from autotp.distributed.agreement import Fact
 from autotp.distributed.live_models import Undo, models
 from autotp.distributed.mesh import Mesh, group_of, numbered_groups
@@ -65,13 +64,6 @@ def interrupted(error: BaseException) -> None:
         leave_note(error)
 
 
-@dataclass
-class Comparisons:
-    """The number of comparisons in a process group so far."""
-
-    number: int = 0
-
-
 _waiting: dict[str, dict[int, int]] = {}
 """Key of a comparison -> global rank that waits there -> the number of collectives that it has started."""
 _passed: dict[str, str] = {}
@@ -94,7 +86,7 @@ def _compare(group: str) -> None:
         why = f"an exception left a forward or backward on some ranks only: {error.problem}"
         raise Error(why, **REMEDY) from error.__cause__
     # So the next comparison of this group meets under another key of the store.
-    attached(group_of(place), Comparisons).number += 1
+    attached(group_of(place), Counts)[WAITS] += 1
     problem, alternative = "left a forward or backward by an exception at another place", REMEDY["alternative"]
     details = {"alternative": alternative}
     Fact("started", started, problem, REMEDY["fix"], details=lambda *ranks: details).expect(
@@ -106,7 +98,7 @@ def _compare(group: str) -> None:
 
 def _key(place: Mesh) -> str:
     """Returns the key of the next comparison of a group."""
-    return f"{WAITS}/{place.number}/{place.group}/{attached(group_of(place), Comparisons).number}"
+    return f"{WAITS}/{place.number}/{place.group}/{attached(group_of(place), Counts)[WAITS]}"
 
 
 def _look() -> None:

@@ -32,12 +32,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autotp.attached import attach, attached, attached_if_any
+from autotp.attached import Marks, attached, attached_if_any
 from autotp.distributed.agreement import Fact, compare
 from autotp.distributed.cut_tensors.cut_parameter import (
+    TRIED,
     CutDTensor,
     CutTensor,
-    TriedElementwise,
     is_elementwise,
     part_like,
     steps_elements,
@@ -202,7 +202,7 @@ def _expect_seen(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str,
         expect_alone_in_groups(optimizer, "a rank of the pipeline has some of the parameters")
     if sharded := [name for name in cut if type(parameters[name]) is CutDTensor]:
         expect_elementwise(optimizer, f"each rank has a shard of a part of `{sharded[0]}`")
-        attach(optimizer, TriedElementwise())
+        attached(optimizer, Marks).add(TRIED)
 
 
 def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: int) -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autotp.attached import attach, attached_if_any, detach, first_time
+from autotp.attached import Marks, attached, first_time
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.live_models import sorted_by_model
 from autotp.runtime.holdings import Holdings, holdings_of
@@ -23,9 +23,8 @@ from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.source_location import calling_frame, is_users, reads_for_caller
 from autotp.torch_internals import BETWEEN
 
-
-class ReadsWhole:
-    """Belongs to an optimizer in a region of `not_watched`."""
+WHOLE = "its state dict is whole"
+"""The mark of an optimizer in a region of `not_watched`."""
 
 
 def watch_state(optimizer: Optimizer) -> None:
@@ -37,15 +36,15 @@ def watch_state(optimizer: Optimizer) -> None:
 @contextmanager
 def not_watched(optimizer: Optimizer) -> Iterator[None]:
     """A region in which the state dict of an optimizer is whole, so reading it is no mistake."""
-    attach(optimizer, ReadsWhole())
+    attached(optimizer, Marks).add(WHOLE)
     try:
         yield
     finally:
-        detach(optimizer, ReadsWhole)
+        attached(optimizer, Marks).discard(WHOLE)
 
 
 def _before_state_dict(optimizer: Optimizer) -> None:
-    if attached_if_any(optimizer, ReadsWhole) is not None:
+    if WHOLE in attached(optimizer, Marks):
         return
     frame = _reader(calling_frame())
     if frame is None:

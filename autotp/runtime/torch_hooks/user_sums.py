@@ -14,7 +14,6 @@ nobody waits for a text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
-from autotp.attached import attached, first_time
+from autotp.attached import Counts, attached, first_time
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.fingerprint import checksum
 from autotp.distributed.live_models import Undo, models
@@ -38,13 +37,8 @@ OF_USERS = "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"
 """Modules of torch that call these methods for their caller."""
 COMPARED = 16
 """The number of sums of user code in a group that are compared."""
-
-
-@dataclass
-class ComparedSums:
-    """The number of sums of user code in a process group that were compared."""
-
-    number: int = 0
+SUMS = "sums of user code that were compared"
+"""What is counted for a process group."""
 
 
 def install() -> Undo:
@@ -55,7 +49,7 @@ def install() -> Undo:
 def _compares(method: Any) -> Any:
     def call(group: ProcessGroup, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         user = None
-        if attached(group, ComparedSums).number < COMPARED and _is_sum_at_once((*args, *kwargs.values())):
+        if attached(group, Counts)[SUMS] < COMPARED and _is_sum_at_once((*args, *kwargs.values())):
             user = _user(calling_frame())
         if user is None or not _can_be_compared(tensors):
             return method(group, tensors, *args, **kwargs)
@@ -85,15 +79,14 @@ def _user(frame: FrameType | None) -> FrameType | None:
 
 def _compared_sum(run: Callable[[], Any], group: ProcessGroup, tensors: Sequence[Tensor], user: FrameType) -> Any:
     """Sums, and warns if ranks of one model had the same tensors: NOTE [No collective of our own]."""
-    sums = attached(group, ComparedSums)
-    sums.number += 1
+    number = attached(group, Counts)[SUMS] = attached(group, Counts)[SUMS] + 1
     ranks_of_group = dist.get_process_group_ranks(group)
     shared = [common_ranks(ranks_of_group, holdings_of(model, "").place) for model in models()]
     ranks = max(shared, key=len, default=[])
     # Zeros are the same on all ranks without any mistake.
     if len(ranks) < 2 or not any(bool((x != 0).any()) for x in tensors):
         return run()
-    text, names = str([checksum(x) for x in tensors]), [f"{group.group_name}/{sums.number}/{rank}" for rank in ranks]
+    text, names = str([checksum(x) for x in tensors]), [f"{group.group_name}/{number}/{rank}" for rank in ranks]
     write_text(names[ranks.index(dist.get_rank())], text)
     work = run()
     work.wait()
