@@ -36,7 +36,7 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.capture import ALWAYS, OFF, capture
 from autotp.passes.capture.captured import NOTHING_OPENED, Attempt, Captured, Opened
 from autotp.passes.capture.guards.gradient_queries import GradientsWanted
-from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, shown
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, place_text
 from autotp.passes.capture.python_state.attribute_writes import AddedHook, AnyChange, make_changes
 from autotp.passes.capture.python_state.walk import Path
 from autotp.passes.capture.unsupported.long_sizes import FEWER, Symbols
@@ -325,7 +325,7 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
     if reads := [read for read in captured.asked if not (read.look and read.of_inputs)]:
         raise Error(
             "Python reads values of tensors in forward, which may be others in each part of a batch",
-            at=shown(reads[0].outcome.place),
+            at=place_text(reads[0].outcome.place),
             fix="torch.where, or a mask",
             alternative="autotp.parallelize(model, tp), which takes the whole batch at once",
         )

@@ -21,7 +21,7 @@ _MODELS = os.path.join(_PACKAGE, "models", "")
 """Ordinary models, as users write them: errors name their lines, too."""
 
 
-def is_library(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     """True for a file of torch or autotp; False for autotp's ordinary models."""
     return file.startswith(_LIBRARIES) and not file.startswith(_MODELS)
 
@@ -29,7 +29,7 @@ def is_library(file: str) -> bool:
 def user_line(frames: Sequence[FrameSummary]) -> str:
     """Returns the deepest frame outside of torch and autotp, as `file.py:12  the code`."""
     for frame in reversed(frames):
-        if not is_library(frame.filename) and not frame.filename.startswith("<"):
+        if not is_library_file(frame.filename) and not frame.filename.startswith("<"):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line or ''}".rstrip()
     return "?"
 
@@ -63,14 +63,14 @@ def reads_to_fill(frame: FrameType) -> bool:
 
 def line_of(node: fx.Node) -> str:
     """Returns the source line of a node, as `file.py:12  the code`; for torch's layers the line that calls them."""
-    place = place_of(node)
+    place = source_place(node)
     return "?" if place is None else f"{os.path.basename(place[0])}:{place[1]}  {place[2]}"
 
 
-def place_of(node: fx.Node) -> tuple[str, int, str] | None:
+def source_place(node: fx.Node) -> tuple[str, int, str] | None:
     """Returns file, line number and code of a node's source line, as `line_of` has it; None if it is not known."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
-    user_frames = [row for row in frames if not is_library(row[0])] or frames
+    user_frames = [row for row in frames if not is_library_file(row[0])] or frames
     if not user_frames:
         return None
     # The innermost frame is the last one.

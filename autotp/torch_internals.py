@@ -76,7 +76,7 @@ class Replaced:
     def put(self, value: Any) -> Callable[[], None]:
         """Replaces the name, and returns the function that undoes it; raises Error as `original` does."""
         _expect_called(self)
-        return put(self.resolved_owner(), self.name, value)
+        return set_until_undone(self.resolved_owner(), self.name, value)
 
     @contextmanager
     def replaced_by(self, value: Any) -> Iterator[None]:
@@ -88,7 +88,7 @@ class Replaced:
             undo()
 
 
-def put(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def set_until_undone(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Sets an attribute of a module or a class, and returns the function that undoes it.
 
     A class gets it by `type.__setattr__`: a metaclass of autotp forwards plain assignments (`runtime/module.py`).

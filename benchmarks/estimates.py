@@ -32,7 +32,7 @@ from autotp.options import Overlap, Recompute
 from autotp.tools.estimation.counts.activations import stage_memory
 from autotp.tools.estimation.counts.pieces import Lowered
 from autotp.tools.estimation.estimate import captured
-from autotp.tools.estimation.layout import AUTOTP, Layout, Practice
+from autotp.tools.estimation.layout import AUTOTP, Practice, StepLayout
 from autotp.tools.estimation.price import Prices, price, savings
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.search import search
@@ -114,12 +114,12 @@ def prices_of(
     """Returns the prices of a model on `tp` ranks, captured once."""
     key = size, tp, practice, recompute, sequence_parallel, device
     if key not in _captured:
-        layout = Layout(batch=1, tp=tp, pp=pp, recompute=recompute, sequence_parallel=sequence_parallel, dtype=F16)
+        layout = StepLayout(batch=1, tp=tp, pp=pp, recompute=recompute, sequence_parallel=sequence_parallel, dtype=F16)
         _captured[key] = Prices(model_of(size, layout, practice), device, practice)
     return _captured[key]
 
 
-def model_of(size: Size, layout: Layout, practice: Practice) -> Lowered:
+def model_of(size: Size, layout: StepLayout, practice: Practice) -> Lowered:
     """Returns a model of this size, captured."""
     with torch.device("meta"):
         model = MegatronGPT(size)
@@ -229,7 +229,7 @@ def fig7() -> None:
 def step5(name: str, recompute: Recompute, parallel: bool, dp: int = 1) -> Estimate:
     """Returns the estimate of a row of table 5."""
     pp, interleave, batch, micro, *_ = STEPS[name]
-    layout = Layout(
+    layout = StepLayout(
         batch=batch * dp, tp=8, pp=pp, dp=dp, micro_batch=micro, schedule="interleaved" if interleave else "1F1B",
         interleave=interleave, recompute=recompute, sequence_parallel=parallel, dtype=F16,
     )  # fmt: skip
@@ -307,7 +307,7 @@ AGAINST_ZERO = (  # Table 2: billions, way, pp, batch, GPUs, micro-batch, TFLOP/
 GPT3, GPT530 = Size(96, 12288, 96), Size(105, 20480, 128)
 
 
-def layouts(size: Size, tp: int, pp: int, gpus: int, batch: int) -> Iterator[Layout]:
+def layouts(size: Size, tp: int, pp: int, gpus: int, batch: int) -> Iterator[StepLayout]:
     """Yields a row's layouts: micro-batch and interleaving are not given."""
     dp = gpus // tp // pp
     for micro in (1, 2, 4, 8, 16):
@@ -320,7 +320,7 @@ def layouts(size: Size, tp: int, pp: int, gpus: int, batch: int) -> Iterator[Lay
                 or (interleave == 1 < pp and count < pp)
             ):
                 continue
-            yield Layout(
+            yield StepLayout(
                 batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro, recompute="full", dtype=F16,
                 schedule="interleaved" if interleave > 1 else "1F1B", interleave=interleave if interleave > 1 else None,
             )  # fmt: skip
@@ -383,7 +383,7 @@ def table2() -> None:
     for billions, way, pp, batch, gpus, micro, theirs in AGAINST_ZERO:
         size = GPT3 if billions < 500 else GPT530
         if way == "ZeRO-3":
-            layout = Layout(batch=batch, dp=gpus, micro_batch=micro, zero=3, recompute="full", dtype=F16)
+            layout = StepLayout(batch=batch, dp=gpus, micro_batch=micro, zero=3, recompute="full", dtype=F16)
             est, note = price(prices_of(size, 1, DEEPSPEED, "full", pp=1), layout), ""
         else:
             prices = prices_of(size, 8, NARAYANAN, "full")
@@ -401,7 +401,7 @@ def splits() -> None:
     for batch in (128, 32):
         found = {}
         for tp in (2, 4, 8, 16, 32):
-            layout = Layout(batch=batch, tp=tp, pp=64 // tp, micro_batch=1, recompute="full", dtype=F16)
+            layout = StepLayout(batch=batch, tp=tp, pp=64 // tp, micro_batch=1, recompute="full", dtype=F16)
             found[tp] = price(prices_of(size, tp, NARAYANAN, "full"), layout).hardware_tflops
         best = max(found, key=lambda tp: found[tp])
         ways = ", ".join(f"({64 // tp}, {tp}) {tflops:.0f}" for tp, tflops in found.items())
@@ -451,7 +451,7 @@ def shoeybi(size: Size, tp: int, dp: int = 1, *, rows: int = 8, device: Hardware
     """
     practice = SHOEYBI if device is V100 else NARAYANAN
     prices = prices_of(size, tp, practice, "full", device=device, pp=1)
-    return price(prices, Layout(batch=rows * dp, tp=tp, dp=dp, micro_batch=rows, recompute="full", dtype=F16))
+    return price(prices, StepLayout(batch=rows * dp, tp=tp, dp=dp, micro_batch=rows, recompute="full", dtype=F16))
 
 
 def strong() -> None:
@@ -522,7 +522,7 @@ class CoreGPT(GPT):
         return F.cross_entropy(self.head(self.ln_f(x)).float().flatten(0, 1), labels.flatten())
 
 
-def core_layouts(tp: int, pp: int, layers: int, batch: int, zeros: Sequence[int]) -> Iterator[Layout]:
+def core_layouts(tp: int, pp: int, layers: int, batch: int, zeros: Sequence[int]) -> Iterator[StepLayout]:
     """Yields what `distribute` offers for a row: micro-batch, schedule, ZeRO and overlap are not published."""
     schedules: list[tuple[str, int | None]] = [("1F1B", None)]
     if pp > 1:
@@ -533,13 +533,13 @@ def core_layouts(tp: int, pp: int, layers: int, batch: int, zeros: Sequence[int]
         rest = batch % (REPLICAS * micro) or (schedule == "interleaved" and batch // REPLICAS // micro % pp)
         if rest or (overlap == "batch" and (micro == 1 or schedule == "zero-bubble-v")):
             continue
-        yield Layout(
+        yield StepLayout(
             batch=batch, tp=tp, pp=pp, dp=REPLICAS, micro_batch=micro, schedule=schedule, interleave=interleave,
             overlap=overlap, sequence_parallel=tp > 1 and overlap == "none", zero=zero, dtype=torch.bfloat16,
         )  # fmt: skip
 
 
-def core(size: tuple[int, int, int], layouts: Iterable[Layout], practice: Practice) -> Estimate:
+def core(size: tuple[int, int, int], layouts: Iterable[StepLayout], practice: Practice) -> Estimate:
     """Returns the fastest estimate of a row that fits; of those that do not, if none does.
 
     Args:

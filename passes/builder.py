@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -14,6 +13,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils import _pytree as pytree
 
+from autotp.attached import attached
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_like, zigzag_rows, zigzag_rows_like
 from autotp.ops.channels import conv_transpose, conv_transpose_like, convolution, convolution_like
 
@@ -24,8 +24,8 @@ META = ("val", "stack_trace", "nn_module_stack", HALF)
 """The keys of `node.meta` that passes carry over; `val` is the example value."""
 
 
-RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
-"""Fake mode -> (operator and kinds of its arguments -> result): see `evaluated`."""
+class Results(dict[Any, Any]):
+    """Operator and kinds of its arguments -> result under a fake mode: see `evaluated`."""
 
 
 def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
@@ -84,7 +84,7 @@ def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kw
     returned. Use only its sizes, strides and dtype: several nodes may share one result.
     """
     key = target, _kind(args), _kind(kwargs)
-    results = RESULTS.setdefault(mode, {})
+    results = attached(mode, Results)
     # A size that depends on values has a symbol of its own in each call, so no result is shared.
     if key not in results or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
         with mode, torch.no_grad():
@@ -231,7 +231,7 @@ def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
     return reached
 
 
-def part_of(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
+def subgraph(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
     """Returns these nodes of a graph as a graph with these results."""
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:

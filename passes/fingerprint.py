@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 
-def fingerprint(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
+def operators_as_text(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
     """Returns some operators as text.
 
     Work on other sizes counts as different: a compiler would compile it again, and an estimate counts it again.

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content, sealed, unsealed
-from autotp.checkpoint.files.plain_json import decode, dtype_of, name_of
+from autotp.checkpoint.files.plain_json import decode, dtype_name, dtype_of
 from autotp.checkpoint.files.safetensors_files import nbytes
 from autotp.checkpoint.files.tensor_pieces import Piece, Shape, StoredPieces, file_of, tiled
 from autotp.errors import Error
@@ -99,7 +99,7 @@ class Item:
 
     def row(self) -> list[Any]:
         """Returns the key, the dtype and the whole shape, for the manifest."""
-        return [self.key, name_of(self.tensor.dtype), self.shape]
+        return [self.key, dtype_name(self.tensor.dtype), self.shape]
 
     def choice(self) -> list[Any]:
         """Returns [key, first index, bytes, [dtype, whole shape]]: equal key, index and bytes mean the same part."""

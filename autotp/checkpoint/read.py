@@ -34,7 +34,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
 from autotp.sharding.boxes import local_of
-from autotp.training.model_settings import differences
+from autotp.training.model_settings import differing_settings
 from autotp.training.trainer import Trainer
 
 
@@ -83,7 +83,7 @@ def expect_same_training(
     names = names_of(optimizers, parts)
     _expect_model(manifest, parts)
     # Each rank has the settings of the whole model: one comparison is enough.
-    if trainer.everyone.rank == 0 and (lines := differences(about["model"], trainer.model_settings, changed)):
+    if trainer.everyone.rank == 0 and (lines := differing_settings(about["model"], trainer.model_settings, changed)):
         attributes = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in lines))
         remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={attributes})"
         raise Error(f"{path} is another model's: {names_as_text(lines)}", fix=remedy)
@@ -158,7 +158,7 @@ def read_state(
     # In another layout the checkpoint has no random state for this rank.
     if manifest.about["sizes"] == sizes(trainer):
         for device_type in random_states(trainer.place.device):
-            random[device_type] = random_state(
+            random[device_type] = read_random_state(
                 manifest, entry_key("random", trainer.everyone.rank, device_type), device_type
             )
     names = {name: parameter for parameter, name in names_of(optimizers, parts).items()}
@@ -179,7 +179,7 @@ def read_state(
     return ReadState(model, moments, options, named_states, random)
 
 
-def random_state(manifest: Manifest, key: str, device_type: str) -> Tensor:
+def read_random_state(manifest: Manifest, key: str, device_type: str) -> Tensor:
     """Reads the state of a generator on devices of this kind: [bytes], uint8.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.atomic_folder import replaced
-from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, settings_of, side_file, write_whole
+from autotp.checkpoint.files.atomic_folder import new_folder
+from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, json_values, side_file, write_whole
 from autotp.checkpoint.files.safetensors_files import (
     INDEX,
     ONE_FILE,
@@ -85,7 +85,7 @@ def write_checkpoint(
         return agree(mesh, lambda: _or_error(folder, run) if mesh.rank == 0 else None)
 
     with ExitStack() as stack:
-        target = on_first(lambda: stack.enter_context(replaced(folder, lambda name: bool(WEIGHTS.fullmatch(name)))))
+        target = on_first(lambda: stack.enter_context(new_folder(folder, lambda name: bool(WEIGHTS.fullmatch(name)))))
         on_first(lambda: beside(target))  # First: an error comes before the weights are written.
         with progress("writing", sum(map(nbytes, tensors.values())), "B") as line:
             files = [_write_shard(target, shard, tensors, mesh, line.count) for shard in shards]
@@ -170,7 +170,7 @@ def _write_rest(
             written.append(SummedFile(opened))
             written[-1].write(index_of(shards, sum(map(nbytes, tensors.values()))).encode())
     sums = {Path(file.name).name: (file.size, file.sums) for file in written}
-    write_whole(target / SIDE_FILE, side_file(sums, {name: settings_of(target / name) for name in settings}))
+    write_whole(target / SIDE_FILE, side_file(sums, {name: json_values(target / name) for name in settings}))
 
 
 def _or_error(path: Path | None, run: Callable[[], Any]) -> Any:

@@ -75,13 +75,13 @@ def places_of(model: nn.Module) -> Tied:
     """Returns the places of all parameters and buffers, by tensor."""
     places_by_tensor: dict[int, list[TensorPlace]] = {}
     for prefix, module in model.named_modules():
-        for key, tensor in tensors_of(module).items():
+        for key, tensor in own_tensors(module).items():
             place = TensorPlace(f"{prefix}.{key}" if prefix else key, module, key, tensor)
             places_by_tensor.setdefault(id(tensor), []).append(place)
     return list(places_by_tensor.values())
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Returns a module's own parameters and buffers, without those of its children."""
     return {key: t for key, t in {**module._parameters, **module._buffers}.items() if t is not None}
 
@@ -181,14 +181,14 @@ def _arguments(module: nn.Module, method: str) -> int | None:
 def made_again(module: nn.Module) -> nn.Module | None:
     """Builds a second `module` from its attributes with the names of the constructor's arguments; None if it cannot."""
     needed = set(inspect.signature(type(module)).parameters) - {"device", "dtype"}
-    if not tensors_of(module) or any(module.children()) or not all(hasattr(module, name) for name in needed):
+    if not own_tensors(module) or any(module.children()) or not all(hasattr(module, name) for name in needed):
         return None
     flags = {**module._parameters, **module._buffers}  # For bias=True there is a tensor, for bias=False None.
     try:
         again = type(module)(**{n: flags[n] is not None if n in flags else getattr(module, n) for n in needed})
     except Exception:  # The attribute has another meaning than the argument of its name.
         return None
-    kinds = [[(key, t.shape, t.dtype) for key, t in tensors_of(m).items()] for m in (module, again)]
+    kinds = [[(key, t.shape, t.dtype) for key, t in own_tensors(m).items()] for m in (module, again)]
     return again if kinds[0] == kinds[1] else None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.deferred_init.events import Event, TensorPlace, Tied, empty_like, how_to_fill, made_again, tensors_of
+from autotp.deferred_init.events import Event, TensorPlace, Tied, empty_like, how_to_fill, made_again, own_tensors
 from autotp.errors import Error
 from autotp.ops.random_state import random_state_of, set_random_state
 
@@ -84,8 +84,8 @@ class Replay(TorchFunctionMode):
 
     def _adopt(self, module: nn.Module) -> None:
         """Builds a second `module`, and takes its tensors as stand-ins."""
-        made = tensors_of(made_again(module) or module)
-        for name, tensor in tensors_of(module).items():
+        made = own_tensors(made_again(module) or module)
+        for name, tensor in own_tensors(module).items():
             if id(tensor) == self.pinned:
                 self.live[id(tensor)].tensor.data = made[name].data
             else:

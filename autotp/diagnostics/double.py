@@ -66,7 +66,7 @@ def doubled(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().double() if tensor.is_floating_point() else tensor.detach().cpu()
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copied_model(model: nn.Module) -> nn.Module:
     """Returns a copy of the model. Computed tensors in it, such as those of torch's old weight_norm, become leaves.
 
     torch copies no other tensors; the next call only uses their values. Of sparse ones it copies those of one layout.
@@ -79,7 +79,7 @@ def copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
 
 
-def moved(model: nn.Module) -> nn.Module:
+def add_noise(model: nn.Module) -> nn.Module:
     """Adds noise to every parameter: biases of 0 and norm weights of 1 would hide a wrong cut.
 
     Modules that a plain list or dict holds become float64, too, so that the capture can name them.

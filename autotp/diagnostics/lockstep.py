@@ -26,7 +26,7 @@ from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, plac
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.emit.recompute import Recomputed
 from autotp.sharding.partition import chunk_sizes
-from autotp.sharding.strides import laid_out, order_of
+from autotp.sharding.strides import laid_out, order_of_dimensions
 
 Ranks = tuple[Tensor, ...]
 
@@ -215,7 +215,7 @@ def _conjugate(name: str) -> Callable[..., Ranks]:
             return _Conjugate.apply(name, (), *xs)
         moved = _Conjugate.apply(name, (rest[0] % xs[0].dim(), *rest[1:]), *xs)
         # As the collectives do it: a result lies in memory in its operand's order.
-        return tuple(laid_out(y, order_of(x)) for x, y in zip(xs, moved, strict=True))
+        return tuple(laid_out(y, order_of_dimensions(x)) for x, y in zip(xs, moved, strict=True))
 
     return run
 

@@ -70,7 +70,7 @@ class WholeRow:
 
 
 @dataclass(frozen=True)
-class Sent:
+class StepCollective:
     """One collective of a step.
 
     Attributes:
@@ -94,7 +94,7 @@ class Sent:
 class Traffic:
     """The collectives of one step; their bytes are for inputs of the given `shapes`."""
 
-    sends: tuple[Sent, ...]
+    sends: tuple[StepCollective, ...]
     shapes: tuple[tuple[int, ...], ...]
 
     def over(self, axis: str) -> Traffic:

@@ -21,7 +21,7 @@ from autotp.ops import collectives
 from autotp.passes.plan.candidate import Candidate, contracts, maker
 from autotp.passes.plan.choose import Refusal, refusal
 from autotp.passes.plan.infer_axes import Axes, visit
-from autotp.passes.plan.match import along
+from autotp.passes.plan.match import candidate_at
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, find, leaves
@@ -152,7 +152,7 @@ class Reasons:
         if key not in self._refusals:
             program = self.analysis
             having = [node for node in self.parameters if any(axis is find(leaf) for axis in self._leaves(node))]
-            candidate = along(find(leaf), self._touching.get(key, ()), program.axes, having)
+            candidate = candidate_at(find(leaf), self._touching.get(key, ()), program.axes, having)
             why = refusal(candidate, program.decision, program.axes, program.differentiable, self.total, program.tp)
             self._refusals[key] = candidate, why
         return self._refusals[key]

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autotp.compiler import Program, flat_graph
 from autotp.diagnostics.graph_text import size_text, sizes_of
-from autotp.diagnostics.plan import CutRow, Plan, Sent, Traffic, WholeRow
+from autotp.diagnostics.plan import CutRow, Plan, StepCollective, Traffic, WholeRow
 from autotp.diagnostics.reasons import Reasons, read_by
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
@@ -113,7 +113,7 @@ def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
                 # `tp/4` is a group of neighbours along `tp`.
                 own_axis = str(node.args[1]).partition("/")[0]
                 of_parameters = all(_placeholder(n) in learnt for n in read)
-                sends.append(Sent(table[name], layer_of(node), size, back, of_parameters, own_axis))
+                sends.append(StepCollective(table[name], layer_of(node), size, back, of_parameters, own_axis))
     return Traffic((*sends, *again), analysis.captured.example)
 
 
@@ -135,7 +135,7 @@ def _learning(graph: fx.Graph, analysis: Program) -> tuple[frozenset[fx.Node], s
     return learnt, needs_grad(graph, learnt)
 
 
-def _gathered_again(graph: fx.Graph, analysis: Program) -> list[Sent]:
+def _gathered_again(graph: fx.Graph, analysis: Program) -> list[StepCollective]:
     """Returns the all-gathers in backward of joined products, which gather their input again."""
     (_, graded), sends = _learning(graph, analysis), []
     for node in graph.nodes:
@@ -145,7 +145,7 @@ def _gathered_again(graph: fx.Graph, analysis: Program) -> list[Sent]:
             whole = list(x.meta["val"].shape)
             whole[dim] = length.meta["val"] if isinstance(length, fx.Node) else length
             size = elements_of(whole) * x.meta["val"].dtype.itemsize
-            sends.append(Sent("all-gather", layer_of(node), size, True, False))
+            sends.append(StepCollective("all-gather", layer_of(node), size, True, False))
     return sends
 
 

@@ -25,7 +25,7 @@ from autotp.diagnostics.differences import (
     rank_tensors,
     step_differences,
 )
-from autotp.diagnostics.double import all_double, copied, doubled, moved
+from autotp.diagnostics.double import add_noise, all_double, copied_model, doubled
 from autotp.diagnostics.lockstep import run_programs, simulated
 from autotp.diagnostics.mesh_proof import MeshProof, prove
 from autotp.diagnostics.mesh_step import compare_step
@@ -194,7 +194,7 @@ def make_trial(
         analysis = analyse(skeleton_of(model), args, kwargs, tp, settings, amend=amend)
         return Trial(model, args, kwargs, analysis, (), _plan(analysis, name), settings)
     with all_double(), empty_caches(model):
-        whole = moved(copied(model).cpu().double())
+        whole = add_noise(copied_model(model).cpu().double())
         library().keep_activations(whole)
         args, kwargs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, (args, kwargs))
         tensors = [
@@ -261,7 +261,7 @@ def compare(
     ranks, results = ran or run_ranks(trial, change)[1]
     analysis = trial.analysis
     with _in_double(trial):
-        model, inputs = copied(trial.model), _inputs(trial)
+        model, inputs = copied_model(trial.model), _inputs(trial)
         rank_outputs = [[_as_tensor(x) for x in row] for row in results]
         expected, names, differences = _returned(model, trial, inputs)
         outputs = [
@@ -572,7 +572,7 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
         return Report(_plan(program, name, first), (), (), (), mesh=proof)
     with all_double(), empty_caches(model), forked():
         seed(0)
-        whole, training = moved(copied(model).cpu().double()).train(), replace(training, randomness="exact")
+        whole, training = add_noise(copied_model(model).cpu().double()).train(), replace(training, randomness="exact")
         library().keep_activations(whole)
         inputs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, inputs)
         program, first, proof = prove(whole, inputs, sizes, training, stages)
@@ -597,7 +597,7 @@ def compare_calls(model: nn.Module, inputs: Inputs, tp: int, settings: Options, 
         if not writes or not trial.graphs:
             return first_report
         with all_double(), empty_caches(model):  # The second call reads the attributes that the first has set.
-            called, changed = copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
+            called, changed = copied_model(trial.model), copy.deepcopy((trial.args, trial.kwargs))
             with torch.no_grad(), forked():
                 called(*changed[0], **changed[1])
         return _joined(first_report, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
@@ -607,7 +607,7 @@ def _read_by_one_device(trial: Trial, first: int) -> KnownValues | None:
     """Runs the model on one device; returns what Python reads, if that are more reads than are known."""
     places = trial.analysis.captured.attempt.values.places
     with _in_double(trial), Listing(places) as listing:
-        _returned(copied(trial.model), trial, _inputs(trial))
+        _returned(copied_model(trial.model), trial, _inputs(trial))
     return KnownValues(places, tuple(listing.outcomes)) if len(listing.outcomes) > first else None
 
 

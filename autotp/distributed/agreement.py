@@ -295,7 +295,7 @@ def problem_as_text(problem: Exception | None) -> str:
     return json.dumps([f"{type(problem).__name__}: {problem}", {}])
 
 
-def problem_of(text: str) -> Error:
+def problem_from_text(text: str) -> Error:
     """Returns the problem of which `problem_as_text` made a text."""
     problem, facts = json.loads(text)
     return Error(problem, **facts)
@@ -307,7 +307,7 @@ def raise_problem(mesh: Mesh, problem: Exception | None, texts: Sequence[str]) -
         raise problem
     failed = [rank for rank, text in enumerate(texts) if text]
     if failed:
-        error = problem_of(texts[failed[0]])
+        error = problem_from_text(texts[failed[0]])
         on = error.facts.get("on", mesh.named(failed))  # The error may be of an agreement of other ranks.
         raise Error(error.problem, **{**error.facts, "on": on})
 

@@ -36,7 +36,7 @@ _models: weakref.WeakValueDictionary[_Key, nn.Module] = weakref.WeakValueDiction
 _undo: list[Undo] = []
 
 
-def watch(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
+def watch_model(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
     """Notes that a model is parallel, and returns it.
 
     Args:

@@ -6,7 +6,6 @@ import os
 import secrets
 import sys
 import warnings
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.attached import all_attached, attach, attached_if_any
 from autotp.distributed.launch import Launch, launch, meeting, ranks_on_one_card, store_of
 from autotp.distributed.peers.gloo_interface import choose_interface
 from autotp.distributed.peers.heartbeat import SILENCE, answered
-from autotp.distributed.peers.never_ending import begin
+from autotp.distributed.peers.never_ending import begin_watching
 from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
 from autotp.groups.members_only import connecting_late, without_others
@@ -461,7 +461,7 @@ def _from_device_mesh(
     where = _mesh_device(mesh, device)
     # Before a group is made: each rank looks at the whole mesh, so all raise.
     every = _ranks_of_model(mesh) if sizes["cp"] > 1 else []
-    begin(where)
+    begin_watching(where)
     if timeout is not None:  # The caller's groups keep their timeouts.
         # All ranks make the new groups in the same order.
         group, across = _with_timeout(group, timeout, "tp"), _with_timeout(across, timeout, "cp")
@@ -501,7 +501,7 @@ def _ranks_of_model(mesh: DeviceMesh) -> list[int]:
     return sorted(grids[tuple(coordinate[i] for i in range(mesh.ndim) if i not in dims)].flatten().tolist())
 
 
-def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None) -> torch.device:
+def start_distributed(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None) -> torch.device:
     """Initialises torch.distributed, as the launcher says or for a single process; returns this process's device.
 
     On GPUs the default group, and each group that is made after it, sends tensors of the CPU too: over gloo.
@@ -527,7 +527,7 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | str | None = None
             choose_interface(store, several_machines)
             backend = _backend(local_device, local_device == torch.device(device or "cuda"), store, started)
             dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
-    begin(local_device)
+    begin_watching(local_device)
     return local_device
 
 
@@ -538,7 +538,7 @@ def _backend(local_device: torch.device, asked_for: bool, store: dist.Store, sta
         asked_for: whether the caller named this GPU.
 
     Raises:
-        Error: as `start`.
+        Error: as `start_distributed`.
     """
     if local_device.type != "cuda":
         return "gloo"
@@ -556,7 +556,7 @@ def _backend(local_device: torch.device, asked_for: bool, store: dist.Store, sta
 
 
 def _over_the_world(tp: int, cp: int, device: torch.device | str | None, timeout: timedelta) -> Mesh:
-    local_device = start(timeout, device)
+    local_device = start_distributed(timeout, device)
     count, me = dist.get_world_size(), dist.get_rank()
     # Global rank = (replica * cp + rank along cp) * tp + rank along tp.
     first, row = me // (tp * cp) * (tp * cp), me // tp * tp
@@ -601,13 +601,9 @@ def _with_runs(mesh: Mesh, group: Any) -> Mesh:
         start = mesh.rank // n * n
         ranks = dist.get_process_group_ranks(group)[start : start + n]
         run = new_group(ranks, timeout_of(group), f"tp/{n}")
-        _numbered[run] = replace(_along(mesh, run, f"tp/{n}"), number=mesh.number)
+        attach(run, replace(_along(mesh, run, f"tp/{n}"), number=mesh.number))
         runs.append((n, run.group_name))
     return replace(mesh, runs=tuple(runs))
-
-
-_numbered: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
-"""Process group -> the first mesh on it. Its number is the same on all ranks of the group."""
 
 
 def with_number(mesh: Mesh) -> Mesh:
@@ -615,7 +611,9 @@ def with_number(mesh: Mesh) -> Mesh:
     number = torch.tensor(secrets.randbits(62), device=mesh.device)  # Does not use torch's random state.
     mesh = replace(mesh, number=int(broadcast_from_first(number, mesh)))
     if mesh.group is not None:
-        _numbered.setdefault(_resolved(mesh.group), mesh)
+        # The first mesh on the group stays. Its number is the same on all ranks of the group.
+        if attached_if_any(group_of(mesh), Mesh) is None:
+            attach(group_of(mesh), mesh)
         count_from_here(mesh.group)
     return mesh
 
@@ -624,7 +622,7 @@ def numbered_groups() -> dict[str, Mesh]:
     """Returns the process groups of several ranks that autotp uses: name -> the first mesh on it."""
     # A destroyed group may live on in user code, and nothing can be sent in it.
     alive: Any = dist.distributed_c10d._world.pg_map
-    return {str(mesh.group): mesh for group, mesh in _numbered.items() if group in alive and mesh.size > 1}
+    return {str(mesh.group): mesh for group, mesh in all_attached(Mesh) if group in alive and mesh.size > 1}
 
 
 def _check_world(tp: int | None, cp: int, world: int) -> None:
@@ -698,7 +696,7 @@ def _own_device(device: torch.device | str | None) -> torch.device:
     device = _usable(own_kind() if device is None else device)
     if device.type != "cuda" or device.index is not None:
         return device
-    if torch.cuda.device_count() == 1:  # Its own, if the launcher shows each process one card; `start` asks the others.
+    if torch.cuda.device_count() == 1:  # Its own, if the launcher shows each process one: `start_distributed` asks.
         return torch.device("cuda", 0)
     if _local_rank() >= torch.cuda.device_count():
         raise Error(

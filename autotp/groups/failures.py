@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
+from autotp.attached import Marks, all_attached, attach, attached, attached_if_any
 from autotp.errors import Error
-from autotp.groups.process_group import axis_of, called, process_group, seat
+from autotp.groups.process_group import axis_of, process_group, rank_name, seat
 from autotp.groups.shared_memory import APART
 
 Informed = Callable[[Callable[[int], str], Sequence[int]], str]
@@ -23,8 +24,8 @@ Its arguments: a function that returns the name of a global rank; and the global
 _informed: list[Informed] = []
 uncompared: dict[str, weakref.ref[ProcessGroup]] = {}
 """Name of a group whose ranks may be at different collectives, after an exception here -> that group."""
-_lost: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-"""The groups of which a rank was lost: their collectives fail by themselves."""
+LOST = "a rank was lost"
+"""The mark of a process group whose collectives fail by themselves."""
 Compare = Callable[[str], None]
 """A function that raises Error if the ranks of a group, given by name, are at different collectives."""
 _comparing: list[Compare] = []
@@ -45,14 +46,11 @@ class Fatal:
     cancel: Callable[[], object] = lambda: None
 
 
-_fatal: weakref.WeakKeyDictionary[ProcessGroup, Fatal] = weakref.WeakKeyDictionary()
-
-
 def make_fatal(error: Error, groups: Iterable[ProcessGroup]) -> Fatal:
     """Has the next collective in each of these groups raise an error; returns what is known of that."""
     fatal = Fatal(error)
     for group in groups:
-        _fatal[group] = fatal
+        attach(group, fatal)
         # `one_thread` asks for a fatal Error only where something is noted here.
         uncompared[str(group.group_name)] = weakref.ref(group)
     return fatal
@@ -60,7 +58,7 @@ def make_fatal(error: Error, groups: Iterable[ProcessGroup]) -> Fatal:
 
 def fatal_error(group: str) -> Error | None:
     """Returns the Error with which this process has to end, if there is one; its caller raises it."""
-    fatal = _fatal.get(process_group(group)) if _fatal else None
+    fatal = attached_if_any(process_group(group), Fatal) if all_attached(Fatal) else None
     if fatal is None:
         return None
     # The Error is raised here, so no other thread has to raise it.
@@ -100,12 +98,12 @@ def ask_of_lost_peers(informed: Informed) -> None:
 
 def is_lost(group: str) -> bool:
     """Returns whether a rank of the group was lost."""
-    return process_group(group) in _lost
+    return LOST in attached(process_group(group), Marks)
 
 
 def note_lost(group: str) -> None:
     """Notes that a rank of the group was lost."""
-    _lost.add(process_group(group))
+    attached(process_group(group), Marks).add(LOST)
 
 
 def peer_error(operation: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
@@ -126,7 +124,7 @@ def peer_error(operation: str, group: str, error: RuntimeError, mesh: Any = None
         return None
 
     def named(rank: int) -> str:
-        return called(rank, group) if mesh is None else mesh.named([rank])
+        return rank_name(rank, group) if mesh is None else mesh.named([rank])
 
     ranks = dist.get_process_group_ranks(process_group(group))
     return lost_error(operation, group, next((answer for ask in _informed if (answer := ask(named, ranks))), reason))

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha1
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from autotp.attached import Counts, attached
 from autotp.torch_internals import NAMES_GROUP
 
 MANY = 64
 """In groups of more ranks gloo connects two ranks when the first one sends, and not when the group is made."""
 LATE = "TORCH_GLOO_LAZY_INIT"
 """torch's environment variable for that. With n ranks and without it, each of them asks the store 2n + 1 times."""
-_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-"""The default group -> digest of ranks -> the number of groups of these ranks that this process has made beside it.
-
-After `destroy_process_group()` names begin anew, as torch's do: its caches of device meshes keep names of groups.
-"""
 
 
 @contextmanager
@@ -41,9 +35,10 @@ def without_others(ranks: Sequence[int], axis: str) -> Iterator[None]:
     """
     world: Any = dist.group.WORLD
     digest = sha1(repr(sorted(ranks)).encode(), usedforsecurity=False).hexdigest()
-    made = _made.setdefault(world, Counter())
-    name = f"autotp/{axis}/{digest}/{made[digest]}"
-    made[digest] += 1
+    # After `destroy_process_group()` names begin anew, as torch's do: its caches of device meshes keep names of groups.
+    made = attached(world, Counts)
+    name = f"autotp/{axis}/{digest}/{made['groups', digest]}"
+    made["groups", digest] += 1
     device_before, world.bound_device_id = world.bound_device_id, None
     try:
         with NAMES_GROUP.replaced_by(lambda _: name), connecting_late(len(ranks)):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from threading import get_ident
 from typing import Any
 
-from torch._C._distributed_c10d import ProcessGroup
-
+from autotp.attached import Marks, attached
 from autotp.errors import Error
 from autotp.groups.failures import compare_if_interrupted, fatal_error, note_lost, peer_error, uncompared
 from autotp.groups.process_group import axis_of, process_group
@@ -16,8 +14,8 @@ _users: dict[str, int] = {}
 """Group -> the thread that uses it, or SHARED. The heartbeat reads it from a thread of its own."""
 SHARED = 0
 """Stands for a thread: two threads have used the group at once."""
-_shared: dict[str, weakref.ref[ProcessGroup]] = {}
-"""Name of a group that two threads have used at once -> that group: a later one may have the same name."""
+USED_BY_TWO = "two threads have used it at once"
+"""The mark of such a process group: a later one may have the same name."""
 
 
 def is_waiting() -> bool:
@@ -74,12 +72,12 @@ class one_thread:
 
     def _refuse_or_begin_anew(self) -> None:
         """Raises Error, unless the group that two threads used was another one of this name."""
-        used = _shared.get(self.group)
-        if used is not None and used() is not process_group(self.group):
-            del _shared[self.group]
+        group = process_group(self.group)
+        if _users.get(self.group) == SHARED and USED_BY_TWO not in attached(group, Marks):
             _users[self.group], self.nested = self.thread, False
             return
-        _shared[self.group], _users[self.group] = weakref.ref(process_group(self.group)), SHARED
+        attached(group, Marks).add(USED_BY_TWO)
+        _users[self.group] = SHARED
         raise _two_threads(self.group).within(self.operation)
 
 

@@ -10,21 +10,30 @@ replaced while a parallel model exists.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroup
 
+from autotp.attached import attached
 from autotp.groups.process_group import process_group, replace_methods
 from autotp.groups.shared_memory import started_here
 from autotp.torch_internals import OF_SOME_RANKS
 
-_others = weakref.WeakKeyDictionary[ProcessGroup, int]()
-"""Process group -> number of operations that do not count. (A later group may have the name of one that is gone.)"""
-_within = weakref.WeakKeyDictionary[ProcessGroup, int]()
-"""Process group in such a call -> what it had started before. The heartbeat asks meanwhile."""
+
+@dataclass
+class NotCounted:
+    """What does not count in a process group.
+
+    Attributes:
+        number: number of operations.
+        before: in such a call, what the group had started before it: the heartbeat asks meanwhile.
+    """
+
+    number: int = 0
+    before: int | None = None
 
 
 def started_collectives(group: str) -> int:
@@ -34,13 +43,14 @@ def started_collectives(group: str) -> int:
     It is always 0 for a backend that does not number what it starts.
     """
     counted = process_group(group)
-    return _within.get(counted, _started(counted)) - _others.get(counted, 0)
+    not_counted, started = attached(counted, NotCounted), _started(counted)
+    return (started if not_counted.before is None else not_counted.before) - not_counted.number
 
 
 def count_from_here(group: str) -> None:
     """Sets the number of started collectives to 0: all ranks of the group are at the same collective."""
     counted = process_group(group)
-    _others[counted] = _started(counted)
+    attached(counted, NotCounted).number = _started(counted)
 
 
 def install() -> Callable[[], None]:
@@ -58,11 +68,12 @@ def _started(group: Any) -> int:
 def _counted(method: Any) -> Any:
     @wraps(method)
     def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        _within[group] = started = _started(group)
+        not_counted, started = attached(group, NotCounted), _started(group)
+        not_counted.before = started
         try:
             return method(group, *args, **kwargs)
         finally:
-            _others[group] = _others.get(group, 0) + _started(group) - started
-            _within.pop(group, None)
+            not_counted.number += _started(group) - started
+            not_counted.before = None
 
     return call

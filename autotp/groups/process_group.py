@@ -55,7 +55,7 @@ def axis_of(group: str) -> str:
     return "tp" if description == "default_pg" else description.removeprefix("mesh_")
 
 
-def called(rank: int, group: str) -> str:
+def rank_name(rank: int, group: str) -> str:
     """Returns the name of a global rank, with its place in the group if it belongs to it."""
     ranks, world = dist.get_process_group_ranks(process_group(group)), f"global rank {rank}"
     place = f"{axis_of(group)} rank {ranks.index(rank)}" if rank in ranks else world

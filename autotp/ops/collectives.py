@@ -32,7 +32,7 @@ from autotp.groups.shared_memory import channel_of
 from autotp.ops.eager_mode import apply_plain, is_bare, is_computed, is_kept, is_observed, is_plain
 from autotp.ops.placement_moves import chosen, replaced
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
-from autotp.sharding.strides import inverse, laid_out, order_of
+from autotp.sharding.strides import inverse, laid_out, order_of_dimensions
 
 # No backend supports these dtypes; they are sent as bytes.
 _AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -72,7 +72,7 @@ def all_gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1
 
 
 def share(x: Tensor, group: str | None, dim: int, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Held -> Shard: returns `x` itself; backward sums over the ranks the positions of `dim` that the group holds."""
+    """StoredShard -> Shard: returns `x` itself; backward sums positions of `dim` over the ranks that hold them."""
     return _convert("share", x, group, dim, ranges)
 
 
@@ -164,7 +164,7 @@ def _identity(x: Tensor, *_: Any) -> Tensor:
 def _all_reduce(x: Tensor, group: str, *_: Any) -> Tensor:
     """Returns the sum, in the memory order of `x`, which a convolution and a dropout mask go on with."""
     total = communicate("all_reduce", x, "sum", group)
-    return total if x.is_contiguous() else laid_out(total, order_of(x))
+    return total if x.is_contiguous() else laid_out(total, order_of_dimensions(x))
 
 
 def _all_reduce_in_place(x: Tensor, group: str, *_: Any) -> Tensor:
@@ -186,7 +186,7 @@ def _maximum(x: Tensor, group: str, *_: Any) -> Tensor:
 def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     _expect(x, dim, size, group)
     start, stop = _held(group, size, block)
-    return laid_out(x.narrow(dim, start, stop - start), order_of(x))
+    return laid_out(x.narrow(dim, start, stop - start), order_of_dimensions(x))
 
 
 def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
@@ -196,7 +196,7 @@ def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tenso
     else:
         part = _padded(x, group, dim, size, block)
         joined = communicate("all_gather_into_tensor", _to_send(part, dim), tp, group)
-        whole = _put_together(joined, part, tp, dim, size, block, order_of(x))
+        whole = _put_together(joined, part, tp, dim, size, block, order_of_dimensions(x))
     if torch.compiler.is_compiling() or whole._is_view():  # Writing into a view that a Function returns is an error.
         return torch.ops.aten._unsafe_view(whole, whole.shape)
     return whole
@@ -275,7 +275,7 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
         # gloo's reduce-scatter is an all-reduce inside. Sliced here, it needs no padding; the clone frees the rest.
         start, stop = _held(group, size, block)
         whole = communicate("all_reduce", x, "sum", group)
-        return laid_out(whole.narrow(dim, start, stop - start).clone(), order_of(x))
+        return laid_out(whole.narrow(dim, start, stop - start).clone(), order_of_dimensions(x))
     tp = seat(group)[1]
     if _is_even(x, tp, size // tp, size, block):
         return _of_rows(
@@ -283,7 +283,7 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
         )
     start, stop = _held(group, size, block)
     result = communicate("reduce_scatter_tensor", _in_rows(x, tp, dim, size, block), "sum", tp, group)
-    return laid_out(_of_rows(result, x, dim, stop - start), order_of(x))
+    return laid_out(_of_rows(result, x, dim, stop - start), order_of_dimensions(x))
 
 
 def _in_rows(x: Tensor, tp: int, dim: int, size: int, block: int) -> Tensor:

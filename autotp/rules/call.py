@@ -86,10 +86,10 @@ def operand_nodes(node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 def outputs_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """Returns the example values of a node's output tensors."""
-    return tensors_in(node.meta.get("val"))
+    return result_tensors(node.meta.get("val"))
 
 
-def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
+def result_tensors(value: Any) -> tuple[torch.Tensor, ...]:
     """Returns the tensors of an operator's result."""
     if isinstance(value, torch.Tensor):
         return (value,)

@@ -44,7 +44,7 @@ def same_dtype(call: Call) -> bool:
 # ---- any operator
 
 
-def whole(call: Call) -> Rule:
+def entire(call: Call) -> Rule:
     """Every rank needs all operands whole. For random numbers: so all ranks draw the same."""
     ins = [unread(operand, i) for i, operand in enumerate(present(call))]
     return Rule.of(spell(ins, [[f"y{i}_{d}^" for d in range(out.dim())] for i, out in enumerate(call.outputs)]))

@@ -12,12 +12,12 @@ from autotp.rules.common import letters, pointwise
 from autotp.rules.language import Rule, spell
 
 
-def kept(call: Call) -> Rule | None:
+def one_for_one(call: Call) -> Rule | None:
     """`copy(x, axis)` and `reduce(x, axis, op)`: every position by itself. A maximum is not linear."""
     return pointwise(() if call.get("op") == "max" else "all")(call)
 
 
-def moved(call: Call) -> Rule:
+def another_length(call: Call) -> Rule:
     """`scatter`, `gather`, `all_gather`, `reduce_scatter`, `take` and `place`: `dim` has another length, and is needed
     whole."""
     ns, dim = letters(call.operands[0].dim()), call.dim()
@@ -25,7 +25,7 @@ def moved(call: Call) -> Rule:
     return Rule.of(spell([before], [after]), "all")
 
 
-def divided(call: Call) -> Rule:
+def halves(call: Call) -> Rule:
     """`halves`: `dim` has other lengths, and is needed whole."""
     ns, dim = letters(call.operands[0].dim()), call.dim()
     before, a, b = ([*ns[:dim], name, *ns[dim + 1 :]] for name in ("x^", "y^", "z^"))
@@ -39,7 +39,7 @@ def joined(call: Call) -> Rule:
     return Rule.of(spell([a, b], [after]), "all")
 
 
-def held(call: Call) -> Rule:
+def whole_along(call: Call) -> Rule:
     """`first`: positions of `dim` have a gradient or none, so it is needed whole."""
     names = letters(call.operands[0].dim())
     if names:

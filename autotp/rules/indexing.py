@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from autotp.rules.call import Call
-from autotp.rules.common import letters, present, unread, whole
+from autotp.rules.common import entire, letters, present, unread
 from autotp.rules.language import Rule, spell
 from autotp.sharding.axis import Size
 
@@ -29,7 +29,7 @@ def embedding(call: Call) -> Rule | None:
 
 def one_hot(call: Call) -> Rule:
     """A new dimension of classes; without `num_classes` their number depends on values, and everything stays whole."""
-    return Rule.of("* -> * k^") if call["num_classes"] >= 0 else whole(call)
+    return Rule.of("* -> * k^") if call["num_classes"] >= 0 else entire(call)
 
 
 def gather(call: Call) -> Rule | None:

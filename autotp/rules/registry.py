@@ -123,4 +123,4 @@ def _fits(rule: Rule, call: Call) -> bool:
 
 def unknown(call: Call) -> Rule:
     """Returns the rule that is assumed for an operator without a rule: it needs all operands whole."""
-    return f.whole(call)
+    return f.entire(call)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autotp.rules.call import Call
-from autotp.rules.common import letters, present, same_dtype, unread, whole
+from autotp.rules.common import entire, letters, present, same_dtype, unread
 from autotp.rules.language import Rule, spell
 from autotp.sharding.axis import ONE, Size
 
@@ -257,7 +257,7 @@ def repeat_interleave(call: Call) -> Rule | None:
 def pad(call: Call) -> Rule:
     """Pads dimensions, the last one first; a padded dimension is needed whole. Other modes refuse empty tensors."""
     if call.get("mode", "constant") != "constant":
-        return whole(call)
+        return entire(call)
     ns, amounts = letters(call.operands[0].dim()), call["pad"]
     padded = {len(ns) - 1 - i // 2 for i, n in enumerate(amounts) if not isinstance(n, int) or n}
     ins, outs = ([f"{side}{n}^" if i in padded else n for i, n in enumerate(ns)] for side in "xy")

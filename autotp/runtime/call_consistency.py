@@ -101,7 +101,7 @@ def _printed(leaves: Sequence[Any]) -> int:
     return zlib.crc32(repr([_print(leaf) for leaf in leaves]).encode())
 
 
-def shown(leaf: Any) -> Any:
+def compared_part(leaf: Any) -> Any:
     """Returns the compared part of an argument, without a tensor's values: shape and dtype, plain value, or class."""
     if isinstance(leaf, Tensor) and not is_dense(leaf):
         return str(leaf.layout), str(leaf.dtype)
@@ -119,5 +119,5 @@ def _print(leaf: Any) -> Any:
     itself, and the sign of a zero among them may differ.
     """
     if not isinstance(leaf, Tensor) or not is_dense(leaf) or isinstance(leaf, Sharded):
-        return shown(leaf)
-    return *shown(leaf), checksum(leaf.detach() + 0 if leaf.dtype in COMPUTED else leaf)
+        return compared_part(leaf)
+    return *compared_part(leaf), checksum(leaf.detach() + 0 if leaf.dtype in COMPUTED else leaf)

@@ -37,13 +37,13 @@ from autotp.passes.capture.autocast_regions import Autocast, ambient
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted
 from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
-from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
+from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, place_text
 from autotp.passes.capture.python_state.attribute_writes import AnyChange, Change, Write, make_changes, write_into
 from autotp.passes.capture.python_state.code_names import CodeName
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.python_state.walk import Path, everything, found_at, put_at
 from autotp.passes.capture.pytree import computes_by_itself, flatten_call, leaf_names, signature_of, states
-from autotp.passes.capture.replacements.number_arguments import Number, as_length, is_countable
+from autotp.passes.capture.replacements.number_arguments import NumberArgument, as_length, is_countable
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetric_memory, expect_async_tp
@@ -621,7 +621,7 @@ class Executable:
         entries = [entry for entry_key, entry in self.entries if entry_key == key and entry.analysis.captured.asked]
         if len(entries) < FEW:
             return
-        place = shown(_other_read(*(entry.analysis.captured.asked for entry in entries[-2:])).place)
+        place = place_text(_other_read(*(entry.analysis.captured.asked for entry in entries[-2:])).place)
         if sum(entry.assumes for entry in entries) >= FEW:
             raise Error(
                 f"Python reads other values of activations in almost every call, and each of {FEW} graphs is right for "
@@ -801,13 +801,13 @@ def _other_numbers(earlier: Key, key: Key) -> list[int]:
         return []
     positions = [i for i, (before, after) in enumerate(zip(earlier[1], key[1], strict=True)) if before != after]
     kinds = [(earlier[1][i][0], key[1][i][0]) for i in positions]
-    return positions if all(pair in ((int, int), (float, float), (Number, int)) for pair in kinds) else []
+    return positions if all(pair in ((int, int), (float, float), (NumberArgument, int)) for pair in kinds) else []
 
 
 def _kind(tensor: Tensor) -> Any:
     """Returns the facts of a tensor that select a graph, except sizes."""
-    if isinstance(tensor, Number):
-        return (Number,)
+    if isinstance(tensor, NumberArgument):
+        return (NumberArgument,)
     cut = tensor.cut if isinstance(tensor, Sharded) else None
     by_itself = not torch.compiler.is_compiling() and computes_by_itself(type(tensor))
     return tensor.dim(), tensor.dtype, cut, tensor.layout, tensor.is_nested, by_itself

@@ -16,7 +16,7 @@ from autotp.distributed.fingerprint import checksum, random_state
 from autotp.distributed.mesh import Mesh
 from autotp.ops.dropout import fast_attention, fast_dropout
 from autotp.passes.capture.captured import Captured
-from autotp.passes.capture.guards.values import shown
+from autotp.passes.capture.guards.values import place_text
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.rules.call import outputs_of
 from autotp.rules.traits import draws
@@ -36,7 +36,7 @@ def digest(analysis: Program) -> str:
     nodes = [_line(node, number, analysis.captured, symbols) for node in graph.nodes]
     text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
     outcomes = (read.outcome for read in analysis.captured.asked)
-    reads = (f"{freeze_argument(outcome.value)}{SOURCE}{shown(outcome.place)}" for outcome in outcomes)
+    reads = (f"{freeze_argument(outcome.value)}{SOURCE}{place_text(outcome.place)}" for outcome in outcomes)
     return "\n".join([text, *reads, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
 
 

@@ -20,7 +20,7 @@ from autotp.errors import Error
 from autotp.ops.eager_mode import is_recorded, unseen
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
-from autotp.passes.builder import ancestors, part_of
+from autotp.passes.builder import ancestors, subgraph
 from autotp.passes.capture.captured import Captured, OutputAt, contradicted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, ValueRead, first_other
 from autotp.passes.capture.python_state.code_names import named
@@ -152,7 +152,7 @@ def other_assumed(
         indices = [x.at for x in read.given if isinstance(x, OutputAt)]
         needed = ancestors(results[i] for i in indices)
         drawn = filter(draws, order[: max(map(order.index, needed))])  # They move the random stream.
-        part = part_of(graph, [results[i] for i in indices], needed | ancestors(drawn))
+        part = subgraph(graph, [results[i] for i in indices], needed | ancestors(drawn))
         # Later reads run the graph on the same operands, which must not be overwritten.
         module = fx.GraphModule(nn.Module(), bind(part, mesh.device, mesh.groups, reuse=False))
         with torch.no_grad(), unseen():

@@ -24,11 +24,18 @@ from torch.nn.utils import parametrize
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.agreement import agree
-from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, own_parameter, part_like
+from autotp.distributed.cut_tensors.cut_parameter import (
+    Cut,
+    CutTensor,
+    as_cut,
+    is_plain_or_cut,
+    own_parameter,
+    part_like,
+)
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.cut_tensors.whole_operators import WholeView
 from autotp.distributed.gather import gather_all
-from autotp.distributed.live_models import models, watch, watch_instead
+from autotp.distributed.live_models import models, watch_instead, watch_model
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.distributed.peers.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.replica_check import common_ranks, ranks_of
@@ -43,7 +50,7 @@ from autotp.passes.emit.attach_parameters import BlockCall, in_places
 from autotp.passes.plan.choose import OtherCut
 from autotp.runtime.executable import Executable
 from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
-from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, give_state, original_class, state_of
+from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copy_as, give_state, original_class, state_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import calling_frame, reads_for_caller, reads_to_fill
 
@@ -199,7 +206,7 @@ class Part(nn.Module):
         return ", ".join(text for text in (super().extra_repr(), *layouts) if text)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
-        return copied(self, type(self), vars(self), memo)
+        return copy_as(self, type(self), vars(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Error(
@@ -327,7 +334,7 @@ class ParallelModule(Part):
         return ", ".join(text for text in (super().extra_repr(), place) if text)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
-        return watch(super().__deepcopy__(memo))
+        return watch_model(super().__deepcopy__(memo))
 
 
 OURS: dict[str, Callable[[Executable], Any]] = {
@@ -475,7 +482,7 @@ def _kind_of(meta: Any) -> Any:
     first bases. So the original class is the first base. Our classes come before it in the order of methods only.
     """
 
-    class Kind(meta):
+    class ParallelMeta(meta):
         def __new__(mcs, name: str, bases: Any, names: Any, **kwargs: Any) -> Any:
             """Returns a class; the metaclass of the model is not asked about ours, which is no new class to it."""
             if ORIGINAL not in names:
@@ -516,7 +523,7 @@ def _kind_of(meta: Any) -> Any:
             else:
                 delattr(original, name)
 
-    return Kind
+    return ParallelMeta
 
 
 def adopt(
@@ -680,7 +687,7 @@ def _expect_unparametrized(path: str, module: nn.Module) -> None:
 
 def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) -> Layout:
     """Returns the layout of a parameter that was put into a parallel model."""
-    if not is_ordinary(tensor):
+    if not is_plain_or_cut(tensor):
         raise Error(
             f"`{name}` was replaced by a {type(tensor).__name__} when its model was parallel already",
             fix="the parameter as it was: quantized weights cannot be cut, before autotp.parallelize or after",

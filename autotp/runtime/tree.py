@@ -143,7 +143,7 @@ def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
                 attributes.pop("forward", None)
                 # Hooks that were registered on the parallel model run around its graph, and not in it.
                 attributes |= {key: OrderedDict() for key in attributes if key.endswith("_hooks")} | state.own
-            copied(module, cls, attributes, memo)
+            copy_as(module, cls, attributes, memo)
     return clones[model]
 
 
@@ -152,7 +152,7 @@ def _is_torchs(key: str) -> bool:
     return key.startswith("__composable_api_state_key")
 
 
-def copied(module: nn.Module, cls: type[nn.Module], attributes: Mapping[str, Any], memo: dict[Any, Any]) -> nn.Module:
+def copy_as(module: nn.Module, cls: type[nn.Module], attributes: Mapping[str, Any], memo: dict[Any, Any]) -> nn.Module:
     """Returns a deep copy of a module with these attributes, as an instance of `cls`."""
     if id(module) not in memo:
         memo[id(module)] = object.__new__(cls)

@@ -76,7 +76,7 @@ def boxes(tensor: Tensor, layout: Layout, rank: int, first: bool = True) -> list
     return [box for box in result if all(size > 0 for size in box.sizes)]
 
 
-def inner(outer_boxes: Sequence[Box], whole: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+def inner_box(outer_boxes: Sequence[Box], whole: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
     """Returns a box of the whole tensor that is within one of `outer_boxes`, with its place in the rank's part."""
     for box in outer_boxes:
         start = [position - low for position, low in zip(whole, box.whole, strict=True)]

@@ -71,7 +71,7 @@ def is_full(leaf: Axis) -> bool:
     return leaf.kind != "grid" or total == leaf.tp
 
 
-def part_of(axis: Axis, leaf: Axis, tp: int, rank: int) -> tuple[Size, int]:
+def positions_of_part(axis: Axis, leaf: Axis, tp: int, rank: int) -> tuple[Size, int]:
     """Returns the number of positions of the cut leaves in `axis`, and the number that this rank holds."""
     whole, local = ONE, 1
     for cut in slices_of(leaf, tp):

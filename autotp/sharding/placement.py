@@ -55,7 +55,7 @@ class Shard:
     axis: Axis
 
     def __eq__(self, other: object) -> bool:
-        # Not `isinstance`: a Held value and a Shard of the same axis have gradients of different placements.
+        # Not `isinstance`: a StoredShard and a Shard of the same axis have gradients of different placements.
         return type(other) is type(self) and same_cut(self.axis, other.axis)
 
     def __hash__(self) -> int:
@@ -67,7 +67,7 @@ class Shard:
 
 
 @dataclass(frozen=True, eq=False)
-class Held(Shard):
+class StoredShard(Shard):
     """A stored parameter that is cut by a grid. Among the ranks that hold the same part, the part is Replicate.
 
     For a Shard by a grid it is Copied among them: each rank does a part of the work that reads it.

@@ -31,7 +31,7 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def order_of(x: Tensor) -> list[int]:
+def order_of_dimensions(x: Tensor) -> list[int]:
     """Returns the same, but of a contiguous tensor the dimensions' own order: one position may have any stride."""
     return list(range(x.dim())) if x.is_contiguous() else memory_order(x)
 

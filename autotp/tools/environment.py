@@ -18,7 +18,7 @@ import torch.distributed as dist
 import autotp
 from autotp.display.sheet import Code, Kind, Sheet, Shown, Table
 from autotp.distributed.launch import TORCHRUN, Launch, launch
-from autotp.distributed.mesh import start
+from autotp.distributed.mesh import start_distributed
 
 TESTED = {
     "torch": "2.13.0", "numpy": "2.4.6", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0",
@@ -270,7 +270,7 @@ def advice_of(variables: dict[str, str], generations: Sequence[int]) -> list[str
 
 def _timed() -> Exchange:
     """Times an all-reduce of BYTES among all ranks: the median, after one that is not counted."""
-    device = start()
+    device = start_distributed()
     tensor = torch.ones(BYTES // 4, device=device)
     seconds = []
     for _ in range(TIMES + 1):

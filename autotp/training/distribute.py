@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.arguments import expect_arguments
-from autotp.distributed.mesh import TIMEOUT, expect_timeout, start, world_size
+from autotp.distributed.mesh import TIMEOUT, expect_timeout, start_distributed, world_size
 from autotp.errors import Error, within
 from autotp.options import Overlap, Recompute, expect_choices
 from autotp.runtime.build import expect_ordinary
@@ -128,4 +128,4 @@ def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
     if count != world:
         cp = "cp * " * ("cp" in sizes)
         raise Error(f"tp * {cp}pp * dp is {count}, and the world has {world}", fix=f"torchrun --nproc-per-node {count}")
-    return mesh_of(sizes, start(timeout), timeout)
+    return mesh_of(sizes, start_distributed(timeout), timeout)

@@ -17,7 +17,7 @@ from autotp.errors import Error
 from autotp.passes.capture.guards.looks import without_padding
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import flatten, map_leaves
-from autotp.passes.emit.attach_parameters import place_of, value_at
+from autotp.passes.emit.attach_parameters import place_in, value_at
 from autotp.passes.emit.bind import bind
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.rules.call import placeholders
@@ -89,12 +89,12 @@ def places_of_rows(tensors: Sequence[Tensor], programs: Iterable[Program]) -> fr
     ]
     places = {i for i, x in enumerate(tensors) if x.dim() and len(x) == size}
     if earlier:
-        places |= frozenset.intersection(*(rows for _, rows in earlier))  # `rows_of` raises if they differ now.
+        places |= frozenset.intersection(*(rows for _, rows in earlier))  # `row_count` raises if they differ now.
     without_rows = {i for i in places for shapes, rows in earlier if i not in rows and (shapes[i][0] > 1 or size == 1)}
     return frozenset(places - without_rows)
 
 
-def rows_of(tensors: Sequence[Tensor], parts: int, places: Iterable[int]) -> int:
+def row_count(tensors: Sequence[Tensor], parts: int, places: Iterable[int]) -> int:
     """Returns the number of rows of a batch.
 
     Args:
@@ -154,7 +154,7 @@ def counts_of(analysis: Program, inputs: Mapping[str, Tensor], holder: nn.Module
     captured = analysis.captured
     values = {**captured.constants, **inputs}
     names = {x: name for x, name in (captured.parameters | captured.buffers).items() if x in placeholders(graph)}
-    values |= {x: value_at(place_of(holder, name)) for x, name in names.items()}
+    values |= {x: value_at(place_in(holder, name)) for x, name in names.items()}
     counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(values[x] for x in placeholders(graph)))
     # In float64 counts are exact up to 2**53, and one tensor is one sum over replicas.
     return torch.stack([count.to(torch.float64) for count in counts]) if counts else None

@@ -46,7 +46,7 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
     return {key: values[0] if values.count(values[0]) == len(values) else values for key, values in entries.items()}
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any], changed: Collection[str]) -> list[str]:
+def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any], changed: Collection[str]) -> list[str]:
     """Returns a text for each attribute that both models have with different values, except those in `changed`."""
     names = [key for key in saved if key in current and not {key, key.rpartition(".")[2]} & set(changed)]
     pairs = ((key, json.dumps(saved[key]), json.dumps(current[key])) for key in names)

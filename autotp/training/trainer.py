@@ -44,7 +44,7 @@ from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.attach_parameters import Owner, module_at, place_of, value_at
+from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
@@ -66,7 +66,7 @@ from autotp.training.microbatches import (
     expect_values,
     map_rows,
     places_of_rows,
-    rows_of,
+    row_count,
     structure_of,
     totals_of,
 )
@@ -454,7 +454,7 @@ class Trainer(InGraphs, HasHoldings):
         outside = {x.places[source][0] for x in programs for _, source in x.order if isinstance(source, str)}
         for i, work in self._works.items():
             read = set(parameters_of_stage(stages[i], names)) - self._several
-            parameters = {parameter for name in read if (parameter := value_at(place_of(self, name))).dim()} - empty
+            parameters = {parameter for name in read if (parameter := value_at(place_in(self, name))).dim()} - empty
             # A block of which the graph reads something by itself is no unit: it is gathered for the block's call only.
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
             blocks = [block for block in blocks if empty.union(parameters).issuperset(block.parameters())]
@@ -489,7 +489,7 @@ class Trainer(InGraphs, HasHoldings):
         captured, place = analysis.captured, self.place
         expect_collectives_of_replicas(captured.graph, place)
         names = captured.parameters | captured.buffers
-        places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
+        places = {name: place_in(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         if lacking := [name for name in places if name not in dict(self._every_tensor())]:
             raise Error(
                 f"a batch of another kind needs `{lacking[0]}` in a stage whose rank does not have it",
@@ -697,7 +697,7 @@ class Trainer(InGraphs, HasHoldings):
         places = places_of_rows(
             tensors, [pipeline.analysis for pipeline in self._pipelines if pipeline.key[-1] == structure]
         )
-        size = rows_of(tensors, self._training.microbatches, places) // self._training.microbatches
+        size = row_count(tensors, self._training.microbatches, places) // self._training.microbatches
         micro, key = map_rows((args, kwargs), places, lambda x: x[:size]), (training, places, structure)
         return Batch((args, kwargs), micro, tensors, places, key, [x.shape for x in batch_tensors(*micro)])
 
@@ -818,7 +818,7 @@ class Trainer(InGraphs, HasHoldings):
     def _sum_gradients(self, sums: GradientSums) -> None:
         """Sums gradients: of shared parameters over their stages, and of unsharded parameters over the replicas."""
         for name, (_, group) in self.shared.items():
-            parameter = value_at(place_of(self, name))
+            parameter = value_at(place_in(self, name))
             if parameter.requires_grad:
                 # All holders take part in the sum, also one whose stage has no gradient for it.
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from autotp.passes.builder import ancestors, part_of
+from autotp.passes.builder import ancestors, subgraph
 from autotp.passes.capture.captured import Captured, OutputAt
 from autotp.passes.capture.guards.values import ValueRead
 from autotp.rules.call import returned
@@ -45,12 +45,12 @@ def value_reads(graph: fx.Graph, captured: Captured, updated: int, cut: Collecti
     facts = replace(
         captured,
         asked=tuple(map(moved, captured.asked)),
-        input_values=part_of(
+        input_values=subgraph(
             graph, [results[index] for index in before], ancestors(results[index] for index in before)
         ),
         owned=frozenset() if after else captured.owned,  # A call whose outcomes are others runs again.
     )
-    return part_of(graph, outputs, set(graph.nodes)), facts  # Draws stay, read or not: they move the random stream.
+    return subgraph(graph, outputs, set(graph.nodes)), facts  # Draws stay, read or not: they move the random stream.
 
 
 def _positions(read: ValueRead) -> list[int]:

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autotp.errors import Error
 from autotp.model_library import NeedsExactCapture
-from autotp.passes.builder import ancestors, part_of
+from autotp.passes.builder import ancestors, subgraph
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import FIRST_ATTEMPT, Attempt, Captured, Opened, OutputAt
 from autotp.passes.capture.exported_program import convert_program, like
@@ -40,7 +40,7 @@ from autotp.passes.capture.guards.values import (
     reads_values,
 )
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
-from autotp.passes.capture.python_state.walk import spelled, values_at
+from autotp.passes.capture.python_state.walk import spelled, values_by_path
 from autotp.passes.capture.pytree import computes_by_itself, flatten, is_dense
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
@@ -220,7 +220,7 @@ def _other_looks(captured: Captured, call: _Call, first: int) -> tuple[Outcome, 
     values = captured.constants | dict(zip(captured.inputs, tensors, strict=False))
     if not assumed or not all(name in values and has_values(values[name]) for name in needed):
         return None
-    part = part_of(captured.graph, [results[i] for i in positions], nodes)
+    part = subgraph(captured.graph, [results[i] for i in positions], nodes)
     inputs = [values[node.name].detach().to(call.autocast.device) for node in part.find_nodes(op="placeholder")]
     made = dict(zip(positions, fx.GraphModule(nn.Module(), part)(*inputs), strict=True))
     return first_other(
@@ -269,7 +269,7 @@ def _flat(call: _Call, attempt: Attempt, reading: Reading) -> tuple[Flat, tuple[
     originals: dict[int, Tensor] = {}
     model = copy_on(call.skeleton, call.autocast.device, originals)
     opened = attempt.opened
-    attributes = values_at(model, opened.slots, opened.numbers - opened.fixed)
+    attributes = values_by_path(model, opened.slots, opened.numbers - opened.fixed)
     queries = GradientQueries(call.wanted)
     flat = Flat(model, call.spec, call.leaves, list(attributes), queries, reading, attempt.exactly, attempt.looks)
     flat.originals = originals

@@ -66,7 +66,7 @@ class Returned:
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _ModelRun:
     """The results and side effects of one run of the model.
 
     Attributes:
@@ -154,7 +154,7 @@ class Flat(nn.Module):
         self.returned.before |= Opened(_places_of(self.model, self.asked.written))
         moved = _written_into(opened)
         self.returned.moved = frozenset(moved)
-        return self._flattened(_Ran(leaves_after, inside, written, moved, _written_into(arguments), assigned))
+        return self._flattened(_ModelRun(leaves_after, inside, written, moved, _written_into(arguments), assigned))
 
     @contextmanager
     def _holding(self, values: Mapping[Path, Any]) -> Iterator[None]:
@@ -194,7 +194,7 @@ class Flat(nn.Module):
         self.returned.before |= _held_before(modules, written)
         return leaves, [*within_states(result, changed), *within_states(changed)], written, assigned
 
-    def _flattened(self, ran: _Ran) -> tuple[Any, ...]:
+    def _flattened(self, ran: _ModelRun) -> tuple[Any, ...]:
         """Returns the graph's outputs: tensors and sizes of the result, then new values of attributes, then buffers."""
         sizes = [leaf for leaf in ran.found if isinstance(leaf, NUMBERS)]
         computed: list[Any] = [leaf for leaf in ran.found if isinstance(leaf, Tensor)] + sizes

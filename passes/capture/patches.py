@@ -53,7 +53,7 @@ from autotp.passes.capture.unsupported.lost_gradients import nothing_lost, witho
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
 from autotp.passes.capture.unsupported.sizes_as_keys import known_sizes
 from autotp.passes.capture.unsupported.tensor_values import none_caught
-from autotp.source_location import calling_frame, is_library
+from autotp.source_location import calling_frame, is_library_file
 
 CAPTURING = threading.RLock()
 """Held during a capture: torch.export and the patches allow one thread at a time."""
@@ -163,7 +163,7 @@ class UserStack:
             if frame.f_code.co_name == "forward":  # Torch drops all others.
                 frames.append((frame.f_code.co_filename, frame.f_lineno, "forward"))
             frame = frame.f_back
-        user_frames = [entry for entry in frames if not is_library(entry[0])] or frames
+        user_frames = [entry for entry in frames if not is_library_file(entry[0])] or frames
         return UserStack(StackSummary([FrameSummary(*entry, lookup_line=False) for entry in reversed(user_frames)]))
 
     def summary(self) -> StackSummary:

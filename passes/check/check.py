@@ -49,7 +49,7 @@ from autotp.passes.check.erase import (
 )
 from autotp.passes.check.local_calls import local_call, local_length, pieces_by_rank
 from autotp.passes.check.proof import Proof
-from autotp.passes.check.replication import LOCAL_MOVES, cut_of, extended, joined, moved, shares, stored
+from autotp.passes.check.replication import LOCAL_MOVES, cut_of, extended, joint_cut, moved, shares, stored
 from autotp.passes.check.types import CONJUGATES, OperatorCut, Typed, cut_factor, moved_leaf, placements
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.overlap import separate
@@ -264,7 +264,7 @@ class _Checking(Proof):
     def _cut(self, node: fx.Node, model: fx.Node, reads: Reads) -> OperatorCut | None:
         """Returns the cut of an operator that reads cut operands; None if it reads none."""
         cuts = [typed.leaf for _, typed in reads if typed.leaf is not None]
-        leaf = (joined(cuts, self.to.tp) or cuts[0]) if cuts else None
+        leaf = (joint_cut(cuts, self.to.tp) or cuts[0]) if cuts else None
         factor = cut_factor(self.axes.bound[model], leaf) if leaf is not None else None
         if leaf is not None and factor is None:
             rule, got = self.axes.bound[model].rule, ", ".join(str(typed) for _, typed in reads)

@@ -21,7 +21,7 @@ from autotp.passes.plan.infer_axes import Axes, Dims
 from autotp.rules.call import arguments_of, outputs_of
 from autotp.rules.traits import size_argument
 from autotp.sharding.axis import Axis, Size, find, is_major, open_product, touches
-from autotp.sharding.grid import part_of
+from autotp.sharding.grid import positions_of_part
 from autotp.sharding.layout import Range, ranges
 from autotp.sharding.partition import chunk_size, chunk_start, chunk_stop
 from autotp.sharding.strides import order_at_capture
@@ -34,7 +34,7 @@ def local_length(to: Target, axis: Axis, leaf: Axis | None) -> Size:
         return size
     if find(leaf).kind == "grid" and not size.symbols:
         return Size(sum(b - a for a, b in ranges(axis, leaf, to.tp, to.rank)))
-    whole, number = part_of(axis, leaf, to.tp, to.rank)
+    whole, number = positions_of_part(axis, leaf, to.tp, to.rank)
     length = _known(to, chunk_size, leaf) if find(leaf).size.symbols else Size(number)
     rest = size.divided(whole)
     if rest is None:

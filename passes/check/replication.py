@@ -1,7 +1,7 @@
 """Values that several ranks hold, for `check`: grids derived from layouts, and the moves of such values.
 
-share        Held -> Shard            take     Copied -> Shard
-first        Shard -> Held            place    Shard -> Partial
+share        StoredShard -> Shard     take     Copied -> Shard
+first        Shard -> StoredShard     place    Shard -> Partial
 first        Copied -> Replicate
 """
 
@@ -17,7 +17,7 @@ from autotp.passes.lower.local_sizes import Target
 from autotp.sharding.axis import Axis, find, holds, leaves
 from autotp.sharding.grid import all_grids, grid, same_cut, slices_of
 from autotp.sharding.layout import Layout, Range
-from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard, StoredShard
 
 LOCAL_MOVES = (placement_moves.take, placement_moves.place, placement_moves.first)
 """Functions that change a placement without communication."""
@@ -38,10 +38,10 @@ def cut_of(to: Target, axis: Axis, pieces: Pieces) -> Axis | None:
 
 def stored(leaf: Axis, layout: Layout) -> Placement:
     """Returns the placement of a parameter with this layout."""
-    return Held(leaf) if layout.repeated else Shard(leaf)
+    return StoredShard(leaf) if layout.repeated else Shard(leaf)
 
 
-def joined(cuts: Iterable[Axis], tp: int) -> Axis | None:
+def joint_cut(cuts: Iterable[Axis], tp: int) -> Axis | None:
     """Returns the cut that contains all of these cuts; None if two of them cut a leaf differently."""
     cuts = list(cuts)
     if not any(find(leaf).kind == "grid" for leaf in cuts):
@@ -86,7 +86,7 @@ def moved(to: Target, target: Any, typed: Typed, arguments: Mapping[str, Any]) -
     if layout is None or arguments["ranges"] != (first := tuple(layout.first(to.rank))):
         return None
     if target is placement_moves.first:
-        return Shard(typed.leaf), Held(typed.leaf)
+        return Shard(typed.leaf), StoredShard(typed.leaf)
     placed = (
         arguments["places"] == tuple(layout.places(to.rank, list(first))) and arguments["size"] == layout.shape[dim]
     )
@@ -95,7 +95,7 @@ def moved(to: Target, target: Any, typed: Typed, arguments: Mapping[str, Any]) -
 
 def shares(to: Target, typed: Typed, axis: str, dim: int, ranges: tuple[Range, ...]) -> bool:
     """True if a `share` sums the parts that several ranks hold, over exactly the ranks that hold them."""
-    layout = _layout(to, typed, dim) if type(typed.placement) is Held else None
+    layout = _layout(to, typed, dim) if type(typed.placement) is StoredShard else None
     if layout is None or ranges != tuple(layout.shared(to.rank)):
         return False
     name, _, run = axis.partition("/")

@@ -19,7 +19,7 @@ from autotp.ops import collectives
 from autotp.passes.plan.infer_axes import Bound, Dims, Factor
 from autotp.sharding.axis import Axis, Size, find, holds, touches
 from autotp.sharding.grid import grid, slices_of
-from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard, StoredShard
 
 CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
     collectives.copy: (Replicate, Copied),
@@ -28,7 +28,7 @@ CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
     collectives.gather: (Shard, Replicate),
     collectives.all_gather: (Shard, Copied),
     collectives.reduce_scatter: (Partial, Shard),
-    collectives.share: (Held, Shard),
+    collectives.share: (StoredShard, Shard),
 }
 """The placements that each conjugate reads and gives."""
 

@@ -136,7 +136,7 @@ def ties(
     Args:
         names, places: as `places` returns them.
     """
-    tied = {name: (place_of(root, name), first) for name, first in names.items() if name != first}
+    tied = {name: (place_in(root, name), first) for name, first in names.items() if name != first}
     return {
         name: ((module, key), first)
         for name, ((module, key), first) in tied.items()
@@ -145,7 +145,7 @@ def ties(
     }
 
 
-def place_of(root: nn.Module, name: str) -> ParameterPlace:
+def place_in(root: nn.Module, name: str) -> ParameterPlace:
     """Returns the place of the parameter or buffer of this name."""
     path, _, key = name.rpartition(".")
     return module_at(root, path), key

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from autotp.passes.builder import copied
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
-from autotp.passes.fingerprint import fingerprint
+from autotp.passes.fingerprint import operators_as_text
 from autotp.rules.call import outputs_of
 from autotp.source_location import block_of
 
@@ -84,7 +84,7 @@ def _interface(region: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node],
     within: Collection[fx.Node] = set(region)
     inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in within))
     results = [node for node in region if any(user not in within for user in node.users)]
-    return inputs, results, fingerprint(inputs, region, results)
+    return inputs, results, operators_as_text(inputs, region, results)
 
 
 def _extracted(region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:

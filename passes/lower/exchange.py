@@ -25,7 +25,7 @@ aten = torch.ops.aten
 ConjugateFunction = Callable[..., Any]
 
 
-def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, move: ConjugateFunction) -> fx.Node:
+def write_exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, move: ConjugateFunction) -> fx.Node:
     """Writes the conjugate `move` of `x`, whose dimension `dim` is `axis`, along the `leaf` inside it."""
     axis, leaf = find(axis), find(leaf)
     if axis is leaf:
@@ -67,7 +67,7 @@ def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, move: Con
     for i, part in enumerate(axis.parts):
         piece = local.builder.raw(operator.getitem, (pieces, i))
         piece.meta["val"] = pieces.meta["val"][i]
-        moved.append(exchange(local, piece, part, leaf, dim, move))
+        moved.append(write_exchange(local, piece, part, leaf, dim, move))
     whole = local.builder.raw(aten.cat.default, (moved, dim))
     whole.meta["val"] = local.resized(x.meta["val"], dim, sum(m.meta["val"].shape[dim] for m in moved))
     return whole
@@ -84,7 +84,7 @@ def _inside(
     value = x.meta["val"]
     inside = fx.map_arg(lengths, lambda node: node.meta["val"])
     split.meta["val"] = local.empty([*value.shape[:dim], *inside, *value.shape[dim + 1 :]], value)
-    moved = exchange(local, split, part, leaf, dim + 1, move)
+    moved = write_exchange(local, split, part, leaf, dim + 1, move)
     flat = local.builder.raw(aten.flatten.using_ints, (moved, dim, dim + 2))
     flat.meta["val"] = local.resized(value, dim, prod(moved.meta["val"].shape[dim : dim + 3]))
     return flat

@@ -18,7 +18,7 @@ from autotp.ops import collectives
 from autotp.passes.builder import Builder, evaluated
 from autotp.rules.call import outputs_of
 from autotp.sharding.axis import ONE, Axis, Size, find, touches
-from autotp.sharding.grid import part_of
+from autotp.sharding.grid import positions_of_part
 from autotp.sharding.layout import ranges
 from autotp.sharding.partition import chunk_bounds, chunk_size, chunk_start, chunk_stop
 from autotp.source_location import line_of
@@ -201,7 +201,7 @@ class Local:
             return self.times(self.size(find(axis).size.divided(find(leaf).size) or ONE), self.part(chunk_size, leaf))
         if not find(axis).size.symbols:
             return sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank))
-        whole_size, part = part_of(axis, leaf, self.to.tp, self.to.rank)
+        whole_size, part = positions_of_part(axis, leaf, self.to.tp, self.to.rank)
         return self.times(part, self.size(find(axis).size.divided(whole_size) or ONE))
 
     def part(self, measure: Callable[..., int], leaf: Axis) -> Any:
@@ -244,7 +244,7 @@ class Local:
             elif isinstance(size, int):
                 shape.append(sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank)))
             else:
-                whole_size, part = part_of(axis, leaf, self.to.tp, self.to.rank)
+                whole_size, part = positions_of_part(axis, leaf, self.to.tp, self.to.rank)
                 shape.append(size // whole_size.number * part)
         return self.empty(shape, value)
 

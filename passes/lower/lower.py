@@ -20,7 +20,7 @@ from autotp.errors import REPORT, Error
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
 from autotp.ops.placement_moves import first, place, take
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.passes.lower.exchange import exchange
+from autotp.passes.lower.exchange import write_exchange
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import localize
 from autotp.passes.plan.choose import Decision
@@ -31,7 +31,7 @@ from autotp.rules.traits import sparse_argument
 from autotp.sharding.axis import Axis, find, touches
 from autotp.sharding.grid import holders_axis, same_cut
 from autotp.sharding.layout import Layout, layout_of
-from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard, StoredShard
 from autotp.source_location import line_of
 
 
@@ -232,14 +232,14 @@ class _Lowering:
         """
         x = self.forms[node][have]
         match have, want:
-            case Held(leaf), Shard(target_leaf) if type(want) is Shard and same_cut(leaf, target_leaf):
+            case StoredShard(leaf), Shard(target_leaf) if type(want) is Shard and same_cut(leaf, target_leaf):
                 dim, layout = self._layout(node, leaf)
                 axis = holders_axis(self.to.axis, leaf, self.to.tp)
                 return self._kept(self.builder.raw(share, (x, axis, dim, tuple(layout.shared(self.to.rank)))), x)
-            case Shard(leaf), Held():
+            case Shard(leaf), StoredShard():
                 dim, layout = self._layout(node, leaf)
                 return self._kept(self.builder.raw(first, (x, self.to.axis, dim, tuple(layout.first(self.to.rank)))), x)
-            case Held(leaf), _:
+            case StoredShard(leaf), _:
                 self.read(node, Shard(leaf))
                 return self._converted(node, Shard(leaf), want)
             case Shard(leaf), Replicate():
@@ -282,7 +282,7 @@ class _Lowering:
 
     def _along(self, node: fx.Node, x: fx.Node, leaf: Axis, conjugate: Callable[..., torch.Tensor]) -> fx.Node:
         dim = self._dim(node, leaf)
-        return exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, conjugate)
+        return write_exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, conjugate)
 
     def _dim(self, node: fx.Node, leaf: Axis) -> int:
         dim = self.axes.dim_of(node, leaf)

@@ -36,7 +36,7 @@ TOLERANCE = 4096
 """The allowed difference of two results, in units in the last place of the largest number: 1e-12 in float64."""
 
 
-def prove(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tp: int) -> list[str]:
+def prove_rule(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tp: int) -> list[str]:
     """Tests the rule of `op` on these arguments, cut on `tp` ranks; returns one line for each problem.
 
     Factors that need replication (`^`) claim nothing. Factors with a parallel form (`!`) are tested if the form is a
@@ -66,7 +66,7 @@ def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _example(n.meta["val"], device))
     try:
-        problems = prove(node.target, args, kwargs, tp)  # type: ignore[arg-type]
+        problems = prove_rule(node.target, args, kwargs, tp)  # type: ignore[arg-type]
     except Exception as error:  # A user's operator may fail in any way.
         problem = f"{node.target} does not run on numbers like the graph's, so its rule is not proved"
         got = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -100,7 +100,7 @@ def expect_enough(blocks: int, stages: int) -> None:
         )
 
 
-def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], flights: Sequence[int]) -> Division:
+def partition(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], flights: Sequence[int]) -> Division:
     """Returns the division of the blocks into stages with the smallest cost of the most expensive stage.
 
     Among such divisions it returns one with the smallest memory of the stage that keeps most.

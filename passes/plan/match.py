@@ -76,7 +76,7 @@ def match(
     return [candidate for candidate in [*shared, *candidates.values()] if candidate.nodes]
 
 
-def along(leaf: Axis, touching: Collection[fx.Node], axes: Axes, parameters: Collection[fx.Node]) -> Candidate:
+def candidate_at(leaf: Axis, touching: Collection[fx.Node], axes: Axes, parameters: Collection[fx.Node]) -> Candidate:
     """Returns a leaf as a candidate, without a name.
 
     Args:

@@ -19,7 +19,7 @@ from autotp.rules.call import outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import ONE, Axis, Size, find, holds, touches
-from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard, StoredShard
 
 Cuts = Mapping[fx.Node, Axis]
 """Node -> the leaf along which it is cut; every rank computes the other nodes whole."""
@@ -144,7 +144,7 @@ def propagate(graph: fx.Graph, axes: Axes, cuts: Cuts, stored: Cuts) -> dict[fx.
 
 def stored_placement(dims: tuple[Axis, ...], leaf: Axis) -> Placement:
     """Returns the placement of a parameter that is stored cut along `leaf`."""
-    return Held(leaf) if find(leaf).kind == "grid" and overlaps(dims, leaf) else Shard(leaf)
+    return StoredShard(leaf) if find(leaf).kind == "grid" and overlaps(dims, leaf) else Shard(leaf)
 
 
 def overlaps(dims: tuple[Axis, ...], leaf: Axis) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autotp.checkpoint.files.tensor_pieces import file_of
 from autotp.checkpoint.manifest import MANIFEST, Manifest, manifest_content, read_manifest
-from autotp.checkpoint.read import random_state
+from autotp.checkpoint.read import read_random_state
 
 ABOUT = {"step": 7, "optimizer": "AdamW", "sizes": {}, "model": {}, "more": {}, "values": {}, "groups": []}
 
@@ -33,7 +33,7 @@ def written(folder: Path, state: Tensor) -> Manifest:
 def test_random_state_is_read_as_written(tmp_path: Path) -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    found = random_state(written(tmp_path, state), "state", "cpu")
+    found = read_random_state(written(tmp_path, state), "state", "cpu")
     assert found.dtype == torch.uint8 and torch.equal(found, state)
 
 
@@ -45,6 +45,6 @@ def test_random_state_is_read_as_written(tmp_path: Path) -> None:
 def test_random_state_that_no_generator_takes_is_refused(state: Tensor, tmp_path: Path) -> None:
     """The checkpoint has these bytes, with their right checksum."""
     before = torch.get_rng_state()
-    found = message(lambda: random_state(written(tmp_path, state), "state", "cpu"))
+    found = message(lambda: read_random_state(written(tmp_path, state), "state", "cpu"))
     assert found.startswith(f"{tmp_path} has no random state in state: ")
     assert torch.equal(torch.get_rng_state(), before)

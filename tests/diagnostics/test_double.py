@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.diagnostics.double import all_double, copied, doubled, moved
+from autotp.diagnostics.double import add_noise, all_double, copied_model, doubled
 
 
 def test_all_double_makes_casts_float64() -> None:
@@ -38,7 +38,7 @@ def test_moved_leaves_no_zeros_and_ones() -> None:
     """Zeros and ones would hide a wrong cut. Computed tensors, which torch cannot copy, become leaves."""
     model = nn.LayerNorm(4)
     model.table = model.weight * 2
-    other = moved(copied(model).double())
+    other = add_noise(copied_model(model).double())
     assert other.weight.is_leaf and other.table.is_leaf and other.table.dtype == torch.float64
     assert (other.bias != 0).all() and (model.bias == 0).all() and (model.weight == 1).all()
 

@@ -8,7 +8,7 @@ from small_models import gpt
 from torch import Tensor, nn
 
 import autotp
-from autotp.diagnostics.plan import CutRow, Plan, Sent, Traffic
+from autotp.diagnostics.plan import CutRow, Plan, StepCollective, Traffic
 from autotp.sharding.layout import Layout
 
 X = torch.ones(2, 5, 8)
@@ -78,7 +78,7 @@ def test_plan_says_that_a_size_depends_on_values() -> None:
     assert (row.shape, row.reason) == (("?", "?"), "its size depends on values: replicated")
 
 
-def made(names: list[str], tp: int = 2, sends: tuple[Sent, ...] = ()) -> Plan:
+def made(names: list[str], tp: int = 2, sends: tuple[StepCollective, ...] = ()) -> Plan:
     cuts = tuple(CutRow(name, HALVES, "all-reduce", "", "4 heads: q") for name in names)
     return Plan("Net", tp, cuts, (), 1000, 500, Traffic(sends, ((2, 3), (4,))))
 
@@ -86,9 +86,9 @@ def made(names: list[str], tp: int = 2, sends: tuple[Sent, ...] = ()) -> Plan:
 def test_plan_counts_what_a_step_sends() -> None:
     """Counts by kind and direction, bytes of all."""
     sends = (
-        Sent("all-reduce", "h.0", 300, False, False),
-        Sent("all-reduce", "h.1", 300, False, False),
-        Sent("all-gather", "h.1", 1500, True, True),
+        StepCollective("all-reduce", "h.0", 300, False, False),
+        StepCollective("all-reduce", "h.1", 300, False, False),
+        StepCollective("all-gather", "h.1", 1500, True, True),
     )
     plan = made(["w"], sends=sends)
     assert (plan.traffic.forward, plan.traffic.backward) == ({"all-reduce": 2}, {"all-gather": 1})

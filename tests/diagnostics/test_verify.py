@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 import autotp
 from autotp import compiler as transform
 from autotp.diagnostics.differences import Difference
-from autotp.diagnostics.verify import Report, Trial, compare, make_trial
+from autotp.diagnostics.verify import Report, Trial, make_trial, run_and_compare
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops import collectives, dropout, lookup
@@ -64,7 +64,7 @@ TRIALS = pytest.mark.parametrize("trial", [gpt_trial, bert_trial, alibi], ids=["
 
 @TRIALS
 def test_verify_passes_what_nothing_changed(trial: Callable[[], Trial]) -> None:
-    assert compare(trial()).ok
+    assert run_and_compare(trial()).ok
 
 
 @TRIALS
@@ -105,7 +105,7 @@ def test_verify_names_what_is_wrong_alone() -> None:
     before += [before[0] | {f"h.0.attn.c_{part}.{kind}" for part in ("attn", "proj") for kind in ("weight", "bias")}]
     before[1] |= {"h.0.ln_2.weight", "h.0.ln_2.bias"}
     for node, expected in zip(copies[:2], before, strict=True):
-        report = compare(gpt_trial(), on(node.name, drop))
+        report = run_and_compare(gpt_trial(), on(node.name, drop))
         assert all(d.error <= report.tolerance for d in report.outputs)
         assert wrong(report) == expected
         assert report.worst.name in expected
@@ -115,8 +115,8 @@ def test_verify_sees_the_gradient_of_an_input() -> None:
     mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
     trial = apart(make_trial(mlp, (torch.ones(2, 6),), {}, 2))
     (node,) = calls(trial, collectives.copy)
-    assert compare(trial).ok
-    assert wrong(compare(trial, on(node.name, drop))) == {"input 0"}
+    assert run_and_compare(trial).ok
+    assert wrong(run_and_compare(trial, on(node.name, drop))) == {"input 0"}
 
 
 # ---- slices, sizes and numbers
@@ -125,14 +125,14 @@ def test_verify_sees_the_gradient_of_an_input() -> None:
 @pytest.mark.parametrize("name", ["h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias"])
 def test_a_fused_weight_cut_as_one(name: str) -> None:
     """Contiguous halves of q | k | v instead of half of each."""
-    assert not compare(resliced(gpt_trial(), name, [(0, 24), (24, 48)])).ok
+    assert not run_and_compare(resliced(gpt_trial(), name, [(0, 24), (24, 48)])).ok
 
 
 @pytest.mark.parametrize(
     "name", ["attention.query.weight", "attention.key.weight", "attention.value.bias", "attention.output.weight"]
 )
 def test_verify_sees_heads_in_another_order(name: str) -> None:
-    assert not compare(resliced(bert_trial(), f"layer.0.{name}", [(8, 16), (0, 8)])).ok
+    assert not run_and_compare(resliced(bert_trial(), f"layer.0.{name}", [(8, 16), (0, 8)])).ok
 
 
 @pytest.mark.parametrize("trial", [gpt_trial, bert_trial], ids=["gpt", "bert"])
@@ -162,12 +162,12 @@ def test_verify_sees_a_wrong_argument(trial: Callable[[], Trial], what: str) -> 
     """The softmax scale, the mask, the heads whose mask is drawn, where a rank's rows of the vocabulary start."""
     function, at, change = WRONG[what]
     (node,) = calls(trial(), function)
-    assert not compare(trial(), on(node.name, argument(at, change))).ok
+    assert not run_and_compare(trial(), on(node.name, argument(at, change))).ok
 
 
 def test_verify_sees_a_loss_that_is_divided_twice() -> None:
     (node,) = calls(gpt_trial(), torch.ops.aten.div.Tensor)
-    report = compare(gpt_trial(), on(node.name, behind(torch.ops.aten.mul.Tensor, 0.5)))
+    report = run_and_compare(gpt_trial(), on(node.name, behind(torch.ops.aten.mul.Tensor, 0.5)))
     assert [d.name for d in report.outputs if d.error > report.tolerance] == ["loss"]
 
 
@@ -205,7 +205,7 @@ GPT on tp=2: DIFFERENT from one device (float64, tolerance 1e-09)
 
 def test_what_is_no_number_is_not_ok() -> None:
     (node,) = calls(gpt_trial(), torch.ops.aten.div.Tensor)
-    report = compare(gpt_trial(), on(node.name, behind(torch.ops.aten.mul.Tensor, float("nan"))))
+    report = run_and_compare(gpt_trial(), on(node.name, behind(torch.ops.aten.mul.Tensor, float("nan"))))
     assert not report.ok
     assert str(report.outputs[0]) == "nan  loss"
 

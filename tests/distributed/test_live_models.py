@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autotp.distributed import live_models
-from autotp.distributed.live_models import models, sorted_by_model, watch, watch_instead
+from autotp.distributed.live_models import models, sorted_by_model, watch_instead, watch_model
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +33,8 @@ def test_hooks_live_as_long_as_any_model() -> None:
         said.append("in")
         return lambda: said.append("out")
 
-    first = watch(nn.Linear(2, 2), [install])
-    second = watch(nn.Linear(2, 2), [install])
+    first = watch_model(nn.Linear(2, 2), [install])
+    second = watch_model(nn.Linear(2, 2), [install])
     assert models() == [first, second]
     del first
     gc.collect()
@@ -42,16 +42,16 @@ def test_hooks_live_as_long_as_any_model() -> None:
     del second
     gc.collect()
     assert said == ["in", "out"]
-    third = watch(nn.Linear(2, 2), [install])
+    third = watch_model(nn.Linear(2, 2), [install])
     assert models() == [third] and said == ["in", "out", "in"]
 
 
 def test_a_model_of_a_destroyed_world_is_not_live(tmp_path: Path) -> None:
     """Python frees it with its next search for cycles, which may be in the middle of the next world."""
-    alone = watch(nn.Linear(2, 2))
+    alone = watch_model(nn.Linear(2, 2))
     for name in ("first", "second"):
         dist.init_process_group("gloo", init_method=(tmp_path / name).as_uri(), rank=0, world_size=1)
-        model = watch(nn.Linear(2, 2))
+        model = watch_model(nn.Linear(2, 2))
         assert models() == [alone, model]
         dist.destroy_process_group()
         assert models() == [alone]
@@ -59,7 +59,7 @@ def test_a_model_of_a_destroyed_world_is_not_live(tmp_path: Path) -> None:
 
 def test_a_model_around_another_takes_its_place() -> None:
     said: list[str] = []
-    one, two = watch(nn.Linear(2, 2), [lambda: lambda: said.append("out")]), watch(nn.Linear(2, 2))
+    one, two = watch_model(nn.Linear(2, 2), [lambda: lambda: said.append("out")]), watch_model(nn.Linear(2, 2))
     around = watch_instead(nn.Sequential(one), one)
     assert models() == [around, two]
     assert list(sorted_by_model([one.weight])[0]) == [around]
@@ -73,7 +73,7 @@ def test_a_model_around_another_takes_its_place() -> None:
 
 def test_tensors_are_sorted_by_their_models() -> None:
     """In the order of the models, which is the same on all ranks; gradients count, and other tensors are left."""
-    one, two, other = watch(nn.Linear(2, 3)), watch(nn.Linear(3, 2)), torch.ones(3)
+    one, two, other = watch_model(nn.Linear(2, 3)), watch_model(nn.Linear(3, 2)), torch.ones(3)
     two(torch.ones(1, 3)).sum().backward()
     assert two.weight.grad is not None
     found, left = sorted_by_model([two.weight.grad, other, one.bias, two.bias])
@@ -84,9 +84,9 @@ def test_tensors_are_sorted_by_their_models() -> None:
 
 
 def test_a_shared_tensor_is_the_older_models() -> None:
-    one, two = watch(nn.Linear(2, 2)), nn.Linear(2, 2)
+    one, two = watch_model(nn.Linear(2, 2)), nn.Linear(2, 2)
     two.weight = one.weight
-    watch(two)
+    watch_model(two)
     found, _ = sorted_by_model([one.weight, two.bias])
     assert {model: list(names) for model, names in found.items()} == {one: ["weight"], two: ["bias"]}
 
@@ -102,7 +102,10 @@ class Numbered(nn.Module):
 
 
 def test_a_model_that_torch_cannot_list_stops_no_other() -> None:
-    odd, other = watch(nn.Sequential(nn.Linear(2, 2))), watch(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    odd, other = (
+        watch_model(nn.Sequential(nn.Linear(2, 2))),
+        watch_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),
+    )
     odd.add_module("new", Numbered(1))
     with pytest.raises(TypeError):
         list(odd.named_parameters())

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from trainers import batch, started
 
 import autotp
-from autotp.groups.process_group import axis_of, backend_of, called, process_group, seat
+from autotp.groups.process_group import axis_of, backend_of, process_group, rank_name, seat
 
 
 def described(rank: int, n: int) -> list[Any]:
@@ -25,7 +25,7 @@ def described(rank: int, n: int) -> list[Any]:
         axis_of(world),
         seat(own),
         axis_of(own),
-        [called(r, own) for r in range(3)],
+        [rank_name(r, own) for r in range(3)],
         backend_of(own, "cpu"),
     ]
 

@@ -9,7 +9,7 @@ import torch
 from graphs import draft, some
 from torch import fx
 
-from autotp.passes.fingerprint import fingerprint
+from autotp.passes.fingerprint import operators_as_text
 
 aten = torch.ops.aten
 
@@ -18,7 +18,7 @@ def text_of(make: Any, sizes: tuple[int, ...] = (3, 4), **renamed: str) -> str:
     graph = draft(make, **{renamed.get(name, name): some(*sizes) for name in ("x", "y")})
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     nodes: list[fx.Node] = [node for node in graph.nodes if node.op == "call_function"]
-    return fingerprint(inputs, nodes, nodes[-1:])
+    return operators_as_text(inputs, nodes, nodes[-1:])
 
 
 def scaled_sum(call: Any, x: Any, y: Any) -> Any:

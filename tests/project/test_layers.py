@@ -1,13 +1,14 @@
 """The order of the folders: each file imports only what stands before it."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import autotp
 
 ORDER = (
-    "models", "display", "errors", "torch_internals", "error_file", "arguments", "source_location", "model_library",
-    "sharding", "groups", "ops",
+    "attached", "models", "display", "errors", "torch_internals", "error_file", "arguments", "source_location",
+    "model_library", "sharding", "groups", "ops",
     "rules", "options", "distributed",
     "passes.builder", "passes.fingerprint", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower",
     "passes.check", "passes.emit", "passes.pipeline",
@@ -102,3 +103,23 @@ def test_no_test_file_imports_another() -> None:
         names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
         names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         assert not {(name or "").partition(".")[0] for name in names} & files.keys(), path
+
+
+SAME_NAME = {
+    "install": "what each module puts into torch while a parallel model lives: `torch_hooks/install.py` calls them",
+    "python_line torchrun_line": "of a layout; and of what a page shows, by those of its layout",
+    "attention batch_norm by_channel copy embedding gather group_norm grouped_mm halves joined scatter":
+        "an operator, by torch's name or Megatron's; and its rule. `autotp.gather` is that for users",
+}  # fmt: skip
+"""Functions that mean the same thing in several modules, and why."""
+
+
+def test_a_name_of_a_class_or_a_public_function_stands_for_one_thing() -> None:
+    """A reader who searches for it finds it; private functions are read in their own file."""
+    classes, functions = Counter[str](), Counter[str]()
+    for tree in (ast.parse(file.read_text()) for file in FILES if module_of(file) != "passes"):
+        classes.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+        functions.update(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    assert [name for name, count in classes.items() if count > 1] == []
+    several = {name for name, count in functions.items() if count > 1 and not name.startswith("_")}
+    assert several == {name for names in SAME_NAME for name in names.split()}

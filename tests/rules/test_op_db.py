@@ -19,7 +19,7 @@ from autotp.passes.builder import Builder
 from autotp.passes.emit.bind import bind
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import localize
-from autotp.passes.lower.prove_rules import _call_node, _Trial, prove
+from autotp.passes.lower.prove_rules import _call_node, _Trial, prove_rule
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.rules.registry import RULES
 from autotp.sharding.layout import layout_of
@@ -102,7 +102,7 @@ def record(op: Any, sample: Any, calls: Recorded) -> None:
 def test_rule_holds_on_samples_of_torch(name: str, sizes: tuple[int, ...], recorded: Recorded) -> None:
     for op, args, kwargs in recorded.get(name, []):
         for tp in sizes:
-            assert prove(op, args, kwargs, tp) == []
+            assert prove_rule(op, args, kwargs, tp) == []
 
 
 @pytest.mark.parametrize("name", PACKETS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autotp.ops import dropout
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.zigzag import zigzag_rows
-from autotp.passes.lower.prove_rules import prove
+from autotp.passes.lower.prove_rules import prove_rule
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.rules.call import Call
 from autotp.rules.registry import RULES, rule_of
@@ -44,7 +44,7 @@ def test_rule_holds_on_a_call_by_hand(name: str) -> None:
     op, *args = CALLS[name]
     kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
     assert op in RULES
-    assert [problem for tp in TP for problem in prove(op, args, kwargs, tp)] == []
+    assert [problem for tp in TP for problem in prove_rule(op, args, kwargs, tp)] == []
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ def _groups(base: list[int]) -> st.SearchStrategy[list[list[int]]]:
 def test_rule_of_a_view_of_an_empty_tensor(before: list[int], after: list[int], expected: str, tp: int) -> None:
     """Dimensions beside an empty one line up as on ranks that have positions."""
     assert printed(aten.view.default, r(*before), after) == expected
-    assert prove(aten.view.default, (r(*before), after), {}, tp) == []
+    assert prove_rule(aten.view.default, (r(*before), after), {}, tp) == []
 
 
 @settings(deadline=None)
 @given(regrouped(), st.sampled_from(TP))
 def test_rule_holds_for_any_view(shapes: tuple[list[int], list[int]], tp: int) -> None:
     before, after = shapes
-    assert prove(aten.view.default, (r(*before), after), {}, tp) == []
-    assert prove(aten.reshape.default, (r(*before).mT if len(before) > 1 else r(*before), after), {}, tp) == []
+    assert prove_rule(aten.view.default, (r(*before), after), {}, tp) == []
+    assert prove_rule(aten.reshape.default, (r(*before).mT if len(before) > 1 else r(*before), after), {}, tp) == []
 
 
 @settings(deadline=None)
@@ -139,7 +139,7 @@ def test_rule_holds_for_any_matmul(data: st.DataObject, tp: int) -> None:
     a, b = (r(*shape) for shape in shapes)
     a = a[0] if a.dim() == 2 and data.draw(st.booleans()) else a
     b = b[..., 0] if b.dim() == 2 and data.draw(st.booleans()) else b
-    assert prove(aten.matmul.default, (a, b), {}, tp) == []
+    assert prove_rule(aten.matmul.default, (a, b), {}, tp) == []
 
 
 @settings(deadline=None)
@@ -151,7 +151,7 @@ def test_rule_holds_for_any_einsum(data: st.DataObject, tp: int) -> None:
     out = data.draw(st.permutations(used)) if used else []
     out = out[: data.draw(st.integers(0, len(out)))]
     equation = ",".join(map("".join, terms)) + "->" + "".join(out)
-    assert prove(aten.einsum.default, (equation, [r(*(length[c] for c in term)) for term in terms]), {}, tp) == []
+    assert prove_rule(aten.einsum.default, (equation, [r(*(length[c] for c in term)) for term in terms]), {}, tp) == []
 
 
 @settings(deadline=None)
@@ -166,7 +166,7 @@ def test_rule_holds_for_any_attention(data: st.DataObject, tp: int) -> None:
     mask = data.draw(st.sampled_from(masks))
     causal = mask is None and data.draw(st.booleans())
     options = {"attn_mask": mask, "is_causal": causal, "enable_gqa": grouped}
-    assert prove(aten.scaled_dot_product_attention.default, (query, key, value), options, tp) == []
+    assert prove_rule(aten.scaled_dot_product_attention.default, (query, key, value), options, tp) == []
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,10 @@ def test_rule_holds_for_any_split_cat_or_slice(data: st.DataObject, tp: int) -> 
     """Parts of any lengths, split and joined again: what they have in common is cut together."""
     lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     x = r(2, sum(lengths))
-    assert prove(aten.split_with_sizes.default, (x, lengths, 1), {}, tp) == []
-    assert prove(aten.cat.default, (list(x.split(lengths, 1)), 1), {}, tp) == []
+    assert prove_rule(aten.split_with_sizes.default, (x, lengths, 1), {}, tp) == []
+    assert prove_rule(aten.cat.default, (list(x.split(lengths, 1)), 1), {}, tp) == []
     start = data.draw(st.integers(-sum(lengths) - 1, sum(lengths) + 1))
-    assert prove(aten.slice.Tensor, (x, 1, start, data.draw(st.integers(start, sum(lengths) + 1))), {}, tp) == []
+    assert prove_rule(aten.slice.Tensor, (x, 1, start, data.draw(st.integers(start, sum(lengths) + 1))), {}, tp) == []
 
 
 # ---- symbolic sizes

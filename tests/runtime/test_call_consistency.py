@@ -7,7 +7,7 @@ import torch
 
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.mesh import Mesh
-from autotp.runtime.call_consistency import _printed, agree_on_call, shown
+from autotp.runtime.call_consistency import _printed, agree_on_call, compared_part
 from autotp.sharding.layout import Layout
 
 X = torch.arange(6.0).view(2, 3)
@@ -16,7 +16,7 @@ X = torch.arange(6.0).view(2, 3)
 def test_call_print_compares_tensors_by_value() -> None:
     assert _printed([X]) == _printed([X.clone()]) == _printed([X.t().contiguous().t()])
     assert len({_printed([x]) for x in (X, X + 1, X.double(), X.view(3, 2), X.t(), X.view(torch.int32))}) == 6
-    assert shown(X) == ((2, 3), "torch.float32") and _printed([torch.ones(0)]) != _printed([torch.ones(0, 2)])
+    assert compared_part(X) == ((2, 3), "torch.float32") and _printed([torch.ones(0)]) != _printed([torch.ones(0, 2)])
 
 
 def test_call_print_takes_zeros_of_either_sign_as_equal() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from autotp.sharding.boxes import boxes, inner, local_of
+from autotp.sharding.boxes import boxes, inner_box, local_of
 from autotp.sharding.layout import Layout
 
 LAYOUTS = {
@@ -84,6 +84,6 @@ def test_inner_finds_an_element_among_held_boxes(name: str) -> None:
         part = layout.take(whole(layout), rank)
         for box in (held := boxes(part, layout, rank, first=False)):
             for at in itertools.product(*(range(a, a + n) for a, n in zip(box.whole, box.sizes, strict=True))):
-                assert inner(held, at, (1,) * len(at)).of(part).item() == whole(layout)[at]
+                assert inner_box(held, at, (1,) * len(at)).of(part).item() == whole(layout)[at]
         with pytest.raises(AssertionError):
-            inner(held, (0,) * len(layout.shape), tuple(n + 1 for n in layout.shape))
+            inner_box(held, (0,) * len(layout.shape), tuple(n + 1 for n in layout.shape))

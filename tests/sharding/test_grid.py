@@ -10,7 +10,7 @@ from small_models import places as places_of
 
 from autotp.ops.placement_moves import first, place, take
 from autotp.sharding.axis import Axis, Size, concat, holds, product, touches
-from autotp.sharding.grid import all_grids, grid, is_full, part_of, same_cut, slices_of, splits
+from autotp.sharding.grid import all_grids, grid, is_full, positions_of_part, same_cut, slices_of, splits
 from autotp.sharding.layout import Layout, layout_of, ranges
 from autotp.sharding.partition import chunk_bounds
 
@@ -115,8 +115,8 @@ def test_same_cut_compares_grids_by_meaning() -> None:
     assert not same_cut(both, outer) and not is_full(outer)
     assert not same_cut(outer, grid([(KV, 2, 1)], 4))
     assert same_cut(KV, grid([(KV, 4, 1)], 4)) and not same_cut(KV, GROUP)
-    assert part_of(QUERIES, both, 4, 3) == (Size(6), 1)
-    assert part_of(KEYS, both, 4, 3) == (Size(2), 1)
+    assert positions_of_part(QUERIES, both, 4, 3) == (Size(6), 1)
+    assert positions_of_part(KEYS, both, 4, 3) == (Size(2), 1)
 
 
 def test_first_passes_gradients_only_at_its_ranges() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from autotp.sharding.strides import inverse, laid_out, memory_order, order_of
+from autotp.sharding.strides import inverse, laid_out, memory_order, order_of_dimensions
 
 
 def test_memory_order_permutes_to_contiguous() -> None:
@@ -19,8 +19,8 @@ def test_memory_order_permutes_to_contiguous() -> None:
     assert memory_order(torch.empty(1, 1)) == [0, 1]
     assert memory_order(torch.empty(())) == []
     one = torch.empty(2, 12).as_strided((2, 1, 12), (12, 24, 1))
-    assert memory_order(one) == [1, 0, 2] and order_of(one) == [0, 1, 2]
-    assert order_of(torch.empty(2, 3).T) == [1, 0]
+    assert memory_order(one) == [1, 0, 2] and order_of_dimensions(one) == [0, 1, 2]
+    assert order_of_dimensions(torch.empty(2, 3).T) == [1, 0]
 
 
 def test_inverse_undoes_a_permutation() -> None:

@@ -15,7 +15,7 @@ from small_models import Grouped, Mixture
 from torch import Tensor, fx, nn
 
 from autotp.compiler import CallState, Program, analyse, rank_graph
-from autotp.diagnostics.verify import Change, Report, Trial, compare
+from autotp.diagnostics.verify import Change, Report, Trial, run_and_compare
 from autotp.errors import Error
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
@@ -35,7 +35,7 @@ from autotp.sharding.partition import chunk_bounds
 def red(trial: Trial, change: Change) -> bool:
     """True if verify reports a difference, or the ranks cannot even run."""
     try:
-        return not compare(trial, change).ok
+        return not run_and_compare(trial, change).ok
     except RuntimeError:
         return True
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotp.diagnostics.plan import Plan
-from autotp.diagnostics.verify import Trial, compare, make_trial
+from autotp.diagnostics.verify import Trial, make_trial, run_and_compare
 from autotp.options import DEFAULTS, Options
 
 TOLERANCE = 1e-10
@@ -36,7 +36,7 @@ def trial(arch: Architecture, tp: int, choices: Options = DEFAULTS) -> Trial:
 @settings(max_examples=EXAMPLES // len(RANKS))
 @given(arch=architectures(), names=st.just(tuple(CUTS)) | st.sets(st.sampled_from(PASSES)))
 def test_any_architecture_equals_one_device_and_is_cut(arch: Architecture, tp: int, names: Collection[str]) -> None:
-    report = replace(compare(trial(arch, tp, Options(**only(names)))), tolerance=TOLERANCE)
+    report = replace(run_and_compare(trial(arch, tp, Options(**only(names)))), tolerance=TOLERANCE)
     assert report.ok, str(report)
     assert not uncut(arch, report.plan), str(report.plan)
 

@@ -9,7 +9,7 @@ from small_models import Negated, Plain
 from torch import Tensor, nn
 
 import autotp
-from autotp.diagnostics.verify import compare, make_trial
+from autotp.diagnostics.verify import make_trial, run_and_compare
 
 X = torch.linspace(-1, 1, 120).view(3, 5, 8)
 
@@ -147,8 +147,8 @@ def test_verify_sees_spoilt_buffers_and_cut_gradients(
         return graph
 
     trial = make_trial(model, (), inputs, 2)
-    assert compare(trial).ok
-    assert not compare(trial, change).ok
+    assert run_and_compare(trial).ok
+    assert not run_and_compare(trial, change).ok
 
 
 noise = torch.library.custom_op(

@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autotp
-from autotp.diagnostics.verify import Trial, compare, make_trial
+from autotp.diagnostics.verify import Trial, make_trial, run_and_compare
 from autotp.ops import collectives
 from autotp.ops.coalesced import together
 from autotp.ops.losses import cross_entropy
@@ -38,7 +38,7 @@ def right(tp: int = 2, **parts: Any) -> Trial:
     arch = Architecture(**parts)
     given = {name: t * SPREAD % arch.vocab for name, t in arguments(arch).items()}
     trial = apart(make_trial(model(arch), (), given, tp))
-    report = compare(trial)
+    report = run_and_compare(trial)
     assert report.ok, report
     return trial
 
@@ -58,7 +58,7 @@ def test_norm_weight_over_cut_heads_sums_its_gradient() -> None:
     trial = right(qk_norm="head", norm="rms", kv_heads=2, qkv="separate")
     for name in ("q_norm", "k_norm"):
         (node,) = copies_of(trial, f"{name}_weight")
-        assert wrong(compare(trial, on(node.name, drop))) == {f"{ATTENTION}.qkv.{name}.weight"}
+        assert wrong(run_and_compare(trial, on(node.name, drop))) == {f"{ATTENTION}.qkv.{name}.weight"}
 
 
 def test_multi_query_attention_sums_key_and_value_gradients() -> None:
@@ -66,7 +66,7 @@ def test_multi_query_attention_sums_key_and_value_gradients() -> None:
     trial = right(kv_heads=1, qkv="separate")
     for name in ("k.weight", "v.weight", "v.bias"):  # softmax does not feel a key bias
         (node,) = copies_of(trial, f"qkv_{name.replace('.', '_')}")
-        assert wrong(compare(trial, on(node.name, drop))) == {f"{ATTENTION}.qkv.{name}"}
+        assert wrong(run_and_compare(trial, on(node.name, drop))) == {f"{ATTENTION}.qkv.{name}"}
 
 
 def test_tied_embedding_sums_both_gradients() -> None:
@@ -78,9 +78,9 @@ def test_tied_embedding_sums_both_gradients() -> None:
         with graph.inserting_before(node):
             node.update_arg(1, graph.call_function(torch.ops.aten.detach.default, (node.args[1],)))
 
-    assert wrong(compare(trial, on(head.name, untie))) == {"tokens.weight"}
+    assert wrong(run_and_compare(trial, on(head.name, untie))) == {"tokens.weight"}
     (node,) = copies_of(trial, head.args[0].args[0].name)  # type: ignore[union-attr]
-    assert {"norm.weight", "norm.bias"} < wrong(compare(trial, on(node.name, drop)))
+    assert {"norm.weight", "norm.bias"} < wrong(run_and_compare(trial, on(node.name, drop)))
 
 
 # ---- sums in which something is wrong
@@ -91,9 +91,9 @@ def test_a_row_parallel_bias_is_not_counted_once_for_each_rank() -> None:
     for tp in (2, 3):
         x = torch.linspace(-1, 1, 24).view(3, 8)
         trial = apart(make_trial(Plain(), (x,), {}, tp))
-        assert compare(trial).ok
+        assert run_and_compare(trial).ok
         (node,) = calls(trial, collectives.reduce)
-        (off,) = compare(trial, on(node.name, bias_before_reduce)).outputs
+        (off,) = run_and_compare(trial, on(node.name, bias_before_reduce)).outputs
         largest = [
             float(t.detach().abs().max()) for t in (trial.model.get_parameter("down.bias"), trial.model(x.double()))
         ]
@@ -106,7 +106,7 @@ def test_a_fused_qkv_is_not_cut_across_q_k_and_v() -> None:
         trial = right(qkv=qkv)
         name = f"{ATTENTION}.qkv.qkv.weight"
         assert trial.analysis.layouts[name].pieces[0] == ((0, 8), (16, 24), (32, 40))
-        assert not compare(resliced(trial, name, [(0, 24), (24, 48)])).ok
+        assert not run_and_compare(resliced(trial, name, [(0, 24), (24, 48)])).ok
 
 
 class Checkpointed(nn.Module):
@@ -128,7 +128,7 @@ def test_checkpointed_graphs_keep_every_collective() -> None:
     x = torch.linspace(-1, 1, 24).view(3, 8)
     plain, *nested = (apart(make_trial(Checkpointed(*how), (x,), {}, 2)) for how in ((False,), (True,), (True, True)))
     for trial in nested:
-        assert compare(trial).ok
+        assert run_and_compare(trial).ok
         assert trial.plan.traffic == plain.plan.traffic
         nodes = calls(trial, collectives.copy, collectives.reduce)
         assert len(nodes) == 4
@@ -148,7 +148,7 @@ def test_vocabulary_of_511_is_cut_unevenly_on_two_ranks() -> None:
         def padded(graph: fx.Graph, node: fx.Node, rank: int) -> None:
             node.update_arg(4, 255 * rank)  # as if all ranks had 255 rows
 
-        assert not compare(trial, on(node.name, padded)).ok
+        assert not run_and_compare(trial, on(node.name, padded)).ok
 
 
 def test_six_heads_and_width_341_are_cut_on_four_ranks() -> None:

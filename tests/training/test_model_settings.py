@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autotp.training.model_settings import differences, model_settings
+from autotp.training.model_settings import differing_settings, model_settings
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,9 @@ def test_model_settings_reads_slots_enums_partials_and_sets() -> None:
 
 def test_settings_differences_leave_out_named_settings() -> None:
     there, here = {"a.n": 1, "b.n": [1, 2], "old": 3, "t": (1,)}, {"a.n": 2, "b.n": [1, 3], "new": 3, "t": [1]}
-    assert differences(there, here, ()) == ["`a.n` is 1 there, and 2 here", "`b.n` is [1, 2] there, and [1, 3] here"]
-    assert differences(there, here, ["b.n"]) == ["`a.n` is 1 there, and 2 here"]
-    assert differences(there, here, ["n"]) == []
+    assert differing_settings(there, here, ()) == [
+        "`a.n` is 1 there, and 2 here",
+        "`b.n` is [1, 2] there, and [1, 3] here",
+    ]
+    assert differing_settings(there, here, ["b.n"]) == ["`a.n` is 1 there, and 2 here"]
+    assert differing_settings(there, here, ["n"]) == []

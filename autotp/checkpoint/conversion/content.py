@@ -36,7 +36,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Held:
+class InMemory:
     """A tensor in memory, or in a file that is mapped into memory."""
 
     tensor: Tensor

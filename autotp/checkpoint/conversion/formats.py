@@ -10,9 +10,9 @@ from uuid import uuid4
 
 import torch
 
-from autotp.checkpoint.conversion.content import Content, Format, Held, Saved
+from autotp.checkpoint.conversion.content import Content, Format, InMemory, Saved
 from autotp.checkpoint.conversion.torch_files import state_dict_in
-from autotp.checkpoint.files.atomic_folder import replaced, sync_path
+from autotp.checkpoint.files.atomic_folder import new_folder, sync_path
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, read_regular, write_whole
 from autotp.checkpoint.files.safetensors_files import INDEX, ONE_FILE, stored_tensors, tensors_of_file
 from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
@@ -58,7 +58,7 @@ def read_content(path: Path) -> Content:
         case "training":
             return _training(path)
         case "torch":
-            return Content("torch", {name: Held(tensor) for name, tensor in state_dict_in(path).items()})
+            return Content("torch", {name: InMemory(tensor) for name, tensor in state_dict_in(path).items()})
         case "safetensors":
             tensors = tensors_of_file(path) if path.is_file() else stored_tensors(path)
             beside = (path.parent if path.is_file() else path) / CONFIG
@@ -164,13 +164,13 @@ def _write_training(path: Path, content: Content) -> None:
 
     about = {"step": content.step, "optimizer": "no optimizer", "sizes": {}, "model": {}, "more": {}, "values": {},
              "groups": []}  # fmt: skip
-    with replaced(step_folder, lambda name: True) as unfinished:
+    with new_folder(step_folder, lambda name: True) as unfinished:
         pieces = write_pieces(unfinished, 0, parts())  # type: ignore[arg-type]
         rows = [[row, piece.row()] for row, piece in zip(item_rows, pieces, strict=True)]
         size = (unfinished / file_of(0)).stat().st_size
         write_whole(unfinished / MANIFEST, manifest_content(about, [(size, rows)]))
 
 
-def cast(tensors: Mapping[str, Source], dtype: torch.dtype) -> dict[str, Source]:
+def cast_sources(tensors: Mapping[str, Source], dtype: torch.dtype) -> dict[str, Source]:
     """Returns the sources with floating tensors in another dtype."""
     return {name: Cast(source, dtype) if source.dtype.is_floating_point else source for name, source in tensors.items()}

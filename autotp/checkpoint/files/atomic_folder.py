@@ -21,7 +21,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of fcntl.h and linux/fs.h
 
 
 @contextmanager
-def replaced(folder: Path, is_replaced: Callable[[str], bool]) -> Iterator[Path]:
+def new_folder(folder: Path, is_replaced: Callable[[str], bool]) -> Iterator[Path]:
     """Yields an empty folder next to `folder`, to be filled; at the end of the block it replaces `folder`.
 
     If the block raises an exception, or the process dies, `folder` is unchanged. On Linux the two folders exchange

@@ -150,7 +150,7 @@ def side_file(files: dict[str, tuple[int, list[int]]], settings: Mapping[str, An
     return sealed({"block": BLOCK_BYTES, "files": files, "settings": dict(settings)})
 
 
-def settings_of(file: Path) -> Any:
+def json_values(file: Path) -> Any:
     """Returns the values in a JSON file; None if there is no such file.
 
     Raises:
@@ -175,7 +175,7 @@ def changed_settings(folder: Path, names: Sequence[str]) -> list[str]:
         return []
     try:
         saved = unsealed(source).get("settings", {})
-        pairs = [(name, dict(saved[name]), dict(settings_of(folder / name) or {})) for name in names if saved.get(name)]
+        pairs = [(name, dict(saved[name]), dict(json_values(folder / name) or {})) for name in names if saved.get(name)]
     except OSError as error:
         raise Error(f"{folder} cannot be read: {error.strerror}") from error
     except INVALID_CONTENT as error:
@@ -213,7 +213,7 @@ SAMPLES, SAMPLE = 16, 4096
 """The number of samples of each file that are compared between ranks, and the bytes of a sample."""
 
 
-def fingerprint(folder: Path) -> tuple[int, list[Any]]:
+def folder_fingerprint(folder: Path) -> tuple[int, list[Any]]:
     """Returns a checksum of the model in a folder, and the identities of its files, which change if one is replaced.
 
     The checksum is of the names, the sizes and some samples of the files; 0 if the folder cannot be read.

@@ -141,11 +141,11 @@ def _text(value: Any) -> tuple[str, Any] | None:
     if type(value) is complex:
         return "complex", [value.real, value.imag]
     if type(value) is torch.dtype:
-        return "dtype", name_of(value)
+        return "dtype", dtype_name(value)
     return ("device", str(value)) if type(value) is torch.device else None
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Returns a dtype's name, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 

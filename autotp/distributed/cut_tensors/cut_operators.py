@@ -19,7 +19,7 @@ VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface_
 """Attributes with values."""
 
 
-class Kind(Enum):
+class Access(Enum):
     """What a function asks for."""
 
     ABOUT = "facts of the object, or its memory"
@@ -33,31 +33,31 @@ class Kind(Enum):
 
 
 @cache
-def kind_of(func: Any) -> Kind:
+def access_of(func: Any) -> Access:
     """Returns what a function asks for. An unknown one asks for values."""
     name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
     # An attribute comes as a method of its descriptor, which knows the attribute's name.
     if name in ("__get__", "__set__", "__delete__"):
         return _of_attribute(name, getattr(getattr(func, "__self__", None), "__name__", ""))
     if module.startswith("torch.distributed."):
-        return Kind.REPLICAS
+        return Access.REPLICAS
     if module.startswith("torch.autograd") and name == "grad":
-        return Kind.GRADIENTS
+        return Access.GRADIENTS
     if name in ("register_hook", "register_post_accumulate_grad_hook"):
-        return Kind.HOOK
+        return Access.HOOK
     if name in SIZES:
-        return Kind.SIZE
+        return Access.SIZE
     # Kernels of torch's optimizers and of its scaler, which are right on parts.
     if name in ABOUT.split() or name.startswith(("_fused_", "_amp_")):
-        return Kind.ABOUT
-    return Kind.VALUES
+        return Access.ABOUT
+    return Access.VALUES
 
 
-def _of_attribute(access: str, name: str) -> Kind:
+def _of_attribute(access: str, name: str) -> Access:
     if access == "__get__":
         if name == "grad":
-            return Kind.GRADIENT
+            return Access.GRADIENT
         if name in SIZES:
-            return Kind.SIZE
-        return Kind.VALUES if name in VALUES else Kind.ABOUT
-    return Kind.SET if access == "__set__" and name in ("data", "grad") else Kind.ABOUT
+            return Access.SIZE
+        return Access.VALUES if name in VALUES else Access.ABOUT
+    return Access.SET if access == "__set__" and name in ("data", "grad") else Access.ABOUT

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from autotp.distributed.cut_tensors.cut_operators import Kind, kind_of
+from autotp.attached import Marks, attach, attached, attached_if_any
+from autotp.distributed.cut_tensors.cut_operators import Access, access_of
 from autotp.distributed.cut_tensors.rows_of_parts import rows_to_set, set_rows, whole_of_rows
 from autotp.distributed.cut_tensors.sharded_tensor import (
     CompiledOutput,
@@ -102,11 +102,11 @@ class CutTensor(Tensor):
     @classmethod
     @torch.compiler.disable  # NOTE [Parts in compiled code]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        category = kind_of(func)
+        category = access_of(func)
         frame = calling_frame(2)  # Behind the one of `disable`.
         if func is Tensor.data_ptr and reads_memory(frame):
             raise memory_refused(f"`{args[0].autotp_cut.name}`")
-        if category is Kind.ABOUT or (category in (Kind.GRADIENT, Kind.SET) and _removes(frame)):
+        if category is Access.ABOUT or (category in (Access.GRADIENT, Access.SET) and _removes(frame)):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if frame.f_globals.get("__name__") == "torch.nn.parameter":  # `nn.Parameter(x)` must have the class of x.
             made = part_like(torch._C._disabled_torch_function_impl(func, types, args, kwargs or {}), args[0])
@@ -115,7 +115,7 @@ class CutTensor(Tensor):
             return made
         user_asks = _asks(frame) and not _looks_for_node(frame, args)
         with torch._C.DisableTorchFunctionSubclass():
-            if category is Kind.REPLICAS:
+            if category is Access.REPLICAS:
                 cut, group = _first(args, kwargs or {}).autotp_cut, (kwargs or {}).get("group")
                 expect_replicas(
                     func.__name__, f"`{cut.name}`", torch.distributed.get_process_group_ranks(group), cut.mesh
@@ -369,13 +369,13 @@ def _hook(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0], PartHook(hook, args[0].autotp_cut))
 
 
-FOR_USERS: Mapping[Kind, Callable[[Any, Any, Any], Any]] = {
-    Kind.SIZE: _size,
-    Kind.GRADIENT: _gradient,
-    Kind.GRADIENTS: _gradients,
-    Kind.SET: _set,
-    Kind.HOOK: _hook,
-    Kind.REPLICAS: lambda func, args, kwargs: func(*args, **kwargs),
+FOR_USERS: Mapping[Access, Callable[[Any, Any, Any], Any]] = {
+    Access.SIZE: _size,
+    Access.GRADIENT: _gradient,
+    Access.GRADIENTS: _gradients,
+    Access.SET: _set,
+    Access.HOOK: _hook,
+    Access.REPLICAS: lambda func, args, kwargs: func(*args, **kwargs),
 }
 """Kind of a function -> what user code gets of it; of other kinds it gets what is computed of the wholes."""
 
@@ -435,25 +435,35 @@ def install() -> Undo:
     return register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)).remove
 
 
-_hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = WeakKeyDictionary()
-"""The hooks on each optimizer that follow its other hooks before a step, and that come before those after it."""
+@dataclass(frozen=True)
+class StepHooks:
+    """Our hooks on an optimizer.
+
+    Attributes:
+        last_before: follows its other hooks before a step.
+        first_after: comes before its other hooks after a step.
+    """
+
+    last_before: RemovableHandle
+    first_after: RemovableHandle
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Puts our hooks on an optimizer next to the step. (torch has not begun to go through its hooks.)"""
-    if not is_elementwise(optimizer) and optimizer not in tried_elementwise:
-        if optimizer not in _hooks:
+    hooks = attached_if_any(optimizer, StepHooks)
+    if not is_elementwise(optimizer) and TRIED not in attached(optimizer, Marks):
+        if hooks is None:
             after = optimizer.register_step_post_hook(torch.compiler.disable(_after_step))
-            _hooks[optimizer] = after, after
+            attach(optimizer, StepHooks(after, after))
         return
-    if optimizer not in _hooks:
-        before, after = torch.compiler.disable(_plain), torch.compiler.disable(_cut_again)
-        _hooks[optimizer] = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    first, last = _hooks[optimizer]
+    if hooks is None:
+        before = optimizer.register_step_pre_hook(torch.compiler.disable(_plain))
+        after = optimizer.register_step_post_hook(torch.compiler.disable(_cut_again))
+        hooks = attach(optimizer, StepHooks(before, after))
     # The user's hooks before a step run before ours and those after it after ours, so all of them see parts.
     of_step: tuple[Any, Any] = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    of_step[0].move_to_end(first.id)
-    of_step[1].move_to_end(last.id, last=False)
+    of_step[0].move_to_end(hooks.last_before.id)
+    of_step[1].move_to_end(hooks.first_after.id, last=False)
 
 
 def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -488,11 +498,11 @@ def steps_elements(optimizer: Optimizer) -> bool:
     Its own step may call torch's, which makes plain states with the shapes of parts.
     """
     bases = type(optimizer).__mro__
-    return any(base.__module__ in ELEMENTWISE_STEPS for base in bases) or optimizer in tried_elementwise
+    return any(base.__module__ in ELEMENTWISE_STEPS for base in bases) or TRIED in attached(optimizer, Marks)
 
 
-tried_elementwise: WeakSet[Optimizer] = WeakSet()
-"""Optimizers of shards of parts that were tried with small tensors, and work element by element."""
+TRIED = "tried element by element"
+"""The mark of an optimizer of shards of parts that was tried with small tensors, and works element by element."""
 
 ELEMENTWISE_STEPS = tuple(
     f"torch.optim.{name}"
@@ -552,7 +562,7 @@ def _become(tensor: Any, cls: type[Tensor]) -> None:
     tensor.__class__ = cls
 
 
-def is_ordinary(tensor: Tensor) -> bool:
+def is_plain_or_cut(tensor: Tensor) -> bool:
     """True for a plain parameter of torch, and for a cut one."""
     return type(tensor) in (nn.Parameter, CutParameter, CutTensor)
 

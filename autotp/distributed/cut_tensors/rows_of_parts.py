@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from autotp.distributed.cut_tensors.sharded_tensor import joined, part_of, plain_view
+from autotp.distributed.cut_tensors.sharded_tensor import join_parts, part_of, plain_view
 from autotp.distributed.cut_tensors.whole_operators import Whole, WholeView
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
@@ -43,7 +43,7 @@ class PartInRows:
         with torch.no_grad():
             # First the replicas join the rows of a part, then the ranks join the parts.
             part = self.rows.full_tensor()
-            return part if self.held.dim is None else joined(part, self.held, self.mesh)
+            return part if self.held.dim is None else join_parts(part, self.held, self.mesh)
 
     def take_rows(self, whole: Tensor) -> DTensor:
         """Returns this rank's rows of its part of a tensor, whole or cut."""

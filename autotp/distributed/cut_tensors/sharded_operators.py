@@ -20,10 +20,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from autotp.distributed.cut_tensors.whole_operators import (
-    compared,
+    equal_or_close,
     gradient_is_whole,
-    name_of,
     on_wholes,
+    overload_name,
     reduced,
     shape_refused,
 )
@@ -32,7 +32,7 @@ from autotp.errors import Error
 from autotp.groups.process_group import process_group
 from autotp.ops.eager_mode import is_transformed
 from autotp.rules import common as f
-from autotp.rules.call import Call, bound_arguments, called_with, tensor_arguments, tensors_in
+from autotp.rules.call import Call, bound_arguments, called_with, result_tensors, tensor_arguments
 from autotp.rules.language import STAR, UNIT, Name, Rule, Term
 from autotp.rules.registry import has_rule, rule_of
 from autotp.rules.row import Trait
@@ -45,7 +45,7 @@ Factor = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Plan:
+class OperatorPlan:
     """How an operator runs on parts.
 
     Attributes:
@@ -75,7 +75,7 @@ def on_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], c
     cuts: list[Any] = []
     _mapped(lambda x: cuts.append(x) if isinstance(x, cut_type) else None, [*args, *kwargs.values()])
     if not all(map(_is_detached, cuts)):
-        raise refused(func, cuts[0], " inside a transform of torch.func")
+        raise operator_error(func, cuts[0], " inside a transform of torch.func")
     if has(func, Trait.SAME) and len(cuts) == 1:  # The way of a cast, which each token of `generate` takes, is short.
         return _same(cuts[0], func(cuts[0].part, *args[1:], **kwargs))
     if func.namespace in ("c10d", "_c10d_functional"):
@@ -84,7 +84,7 @@ def on_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], c
         return _on_lists(func, args, kwargs, cut_type)
     if torch.Tag.pointwise in func.tags and (result := _pointwise(func, args, kwargs, cuts, cut_type)) is not None:
         return result
-    if (answer := compared(func, args, kwargs)) is not None:
+    if (answer := equal_or_close(func, args, kwargs)) is not None:
         return answer
     composed = func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
     if composed and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
@@ -116,7 +116,7 @@ def _among_replicas(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     """Runs a collective over ranks that have the same part, as replicas do."""
     groups = [x for x in args if isinstance(x, str | torch.ScriptObject)]
     ranks = [r for x in groups for r in _ranks_of(x)]
-    expect_replicas(name_of(func).rstrip("_"), f"a tensor {shown(cut)}", ranks, cut.mesh)
+    expect_replicas(overload_name(func).rstrip("_"), f"a tensor {shape_text(cut)}", ranks, cut.mesh)
     part = lambda x: x.part if isinstance(x, cut_type) else x  # noqa: E731
     result = func(*(_mapped(part, x) for x in args), **{key: _mapped(part, x) for key, x in kwargs.items()})
     return _mapped(lambda x: cut if x is cut.part else x, result)
@@ -202,15 +202,15 @@ def _is_detached(cut: Any) -> bool:
     return not (cut.is_box or cut.part.requires_grad)
 
 
-def shown(cut: Any) -> str:
+def shape_text(cut: Any) -> str:
     """Returns the shape of a cut tensor as text: `[30@tp, 8]`."""
     return f"[{', '.join(f'{n}@{cut.mesh.axis}' if d == cut.cut[0] else str(n) for d, n in enumerate(cut.shape))}]"
 
 
-def refused(func: Any, cut: Any, where: str = "") -> Error:
+def operator_error(func: Any, cut: Any, where: str = "") -> Error:
     """Returns the Error of an operator that cannot be given for a cut tensor."""
     return Error(
-        f"`{name_of(func)}` of a tensor {shown(cut)} of which each rank holds a part{where}",
+        f"`{overload_name(func)}` of a tensor {shape_text(cut)} of which each rank holds a part{where}",
         fix="autotp.gather(tensor) on all ranks, which is whole, with its gradient",
         alternative='parallelize(..., outputs="full")',
     )
@@ -226,7 +226,7 @@ def _reshaped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
     bound = {} if form is None else bound_arguments(form, args, kwargs)
     plan = None if form is None else _plan(form, bound, [cut], cut_type)
     if plan is None:
-        raise shape_refused(name_of(func))
+        raise shape_refused(overload_name(func))
     func(cut.part, *args[1:], **kwargs)
     # The wrapper has sizes of its own, which change without a look at the part.
     with torch._C._DisableTorchDispatch():
@@ -281,7 +281,7 @@ def _is_mask(index: Any) -> bool:
 # ---- what is cut
 
 
-def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_type: Any) -> Plan | None:
+def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_type: Any) -> OperatorPlan | None:
     """Returns how an operator runs on parts; None if it does not."""
     if func not in MORE_RULES and not has_rule(func) and torch.Tag.pointwise not in func.tags:
         return None
@@ -290,7 +290,7 @@ def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_t
     if isinstance(example.get("device"), torch.device):
         example["device"] = torch.device("meta")
     try:
-        results = tensors_in(called_with(func, example))
+        results = result_tensors(called_with(func, example))
     except NotImplementedError:  # Shapes that depend on values, or an operator without shapes.
         return None
     call = Call(func, example, tuple(tensor_arguments(func, example, _is_tensor)), results)
@@ -303,7 +303,7 @@ def _plan(func: OpOverload, bound: Mapping[str, Any], cuts: Sequence[Any], cut_t
     factor = factors.pop() if len(factors) == 1 else None
     if factor is None or any(x.cut[1] != cuts[0].cut[1] for x in cuts):
         return None
-    plan, size = Plan(cuts[0], rule, factor, results), cuts[0].shape[cuts[0].cut[0]]
+    plan, size = OperatorPlan(cuts[0], rule, factor, results), cuts[0].shape[cuts[0].cut[0]]
     dims = [plan.dim_in(term, x) for term, x in zip(rule.outs, results, strict=True)]
     # A slice of the cut dimension has other parts than its operand.
     fits = all(d is not None and x.shape[d] == size for d, x in zip(dims, results, strict=True))
@@ -380,7 +380,7 @@ def _factors(term: Term, ndim: int) -> list[Factor | None]:
 # ---- on a rank
 
 
-def _local(func: OpOverload, bound: Mapping[str, Any], plan: Plan, cut_type: Any) -> dict[str, Any]:
+def _local(func: OpOverload, bound: Mapping[str, Any], plan: OperatorPlan, cut_type: Any) -> dict[str, Any]:
     """Returns the arguments of a rank's own call."""
     terms = iter(plan.rule.ins)
     part = lambda x: _part(x, next(terms), plan, cut_type)  # noqa: E731
@@ -395,7 +395,7 @@ def _local(func: OpOverload, bound: Mapping[str, Any], plan: Plan, cut_type: Any
     return local
 
 
-def _part(x: Any, term: Term, plan: Plan, cut_type: Any) -> Tensor:
+def _part(x: Any, term: Term, plan: OperatorPlan, cut_type: Any) -> Tensor:
     """Returns this rank's part of an operand."""
     if isinstance(x, cut_type):
         return x.part
@@ -408,7 +408,7 @@ def _part(x: Any, term: Term, plan: Plan, cut_type: Any) -> Tensor:
     return layout.take(x, plan.source.mesh.rank)
 
 
-def _joined(local_result: Any, plan: Plan) -> Any:
+def _joined(local_result: Any, plan: OperatorPlan) -> Any:
     """Returns the rank's results as parts of the wholes."""
     rows = iter(zip(plan.rule.outs, plan.results, strict=True))
 

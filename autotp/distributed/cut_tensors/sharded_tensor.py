@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from autotp.distributed.cut_tensors.sharded_operators import on_parts, refused, shown
+from autotp.distributed.cut_tensors.sharded_operators import on_parts, operator_error, shape_text
 from autotp.distributed.cut_tensors.whole_operators import WholeView, conversions
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
@@ -103,7 +103,7 @@ class Sharded(Tensor):
         return full(self.to_local(), self.held, self.mesh)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Sharded({shown(self)}, {self.dtype})"
+        return f"Sharded({shape_text(self)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         copied: Any = self.detach().clone().requires_grad_(self.requires_grad) if self.is_leaf else self.clone()
@@ -112,7 +112,7 @@ class Sharded(Tensor):
 
     def gathered(self) -> Tensor:
         """Returns the whole tensor without its derivatives: all ranks call this."""
-        return joined(self.part.detach(), self.held, self.mesh)
+        return join_parts(self.part.detach(), self.held, self.mesh)
 
     def expect_writable(self) -> None:
         """Raises RuntimeError, as torch does for a parameter, if gradients of what is written would be lost."""
@@ -126,7 +126,7 @@ class Sharded(Tensor):
     def data_ptr(self) -> int:
         """Returns the address of the part, by which some code tells tensors apart; for other code raises Error."""
         if reads_memory(calling_frame()):
-            raise memory_refused(f"a tensor {shown(self)}")
+            raise memory_refused(f"a tensor {shape_text(self)}")
         return self.part.data_ptr()
 
     def write(self, whole: Tensor) -> None:
@@ -160,7 +160,7 @@ class Sharded(Tensor):
         """Returns a method that raises Error: it would read or set memory that this object does not have."""
 
         def method(self: Sharded, *_: Any, **__: Any) -> NoReturn:
-            raise refused(name, self)
+            raise operator_error(name, self)
 
         return method
 
@@ -170,7 +170,7 @@ class Sharded(Tensor):
     def untyped_storage(self) -> Any:
         """Returns memory without data, by which torch.compile tells tensors apart; for others raises Error."""
         if not str(calling_frame().f_globals.get("__name__")).startswith(COMPILING):
-            raise refused("untyped_storage", self)
+            raise operator_error("untyped_storage", self)
         return super().untyped_storage()
 
     # torch.compile takes a tensor apart, and puts it together again.
@@ -250,7 +250,7 @@ def full(part: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     if (part.requires_grad and torch.is_grad_enabled()) or is_transformed(part):
         whole: Tensor = apply_plain(_Joined, part, layout, mesh, False)
         return whole
-    return joined(part, layout, mesh)
+    return join_parts(part, layout, mesh)
 
 
 def _raw_part(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
@@ -296,7 +296,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(part: Tensor, layout: Layout, mesh: Mesh, as_cut: bool) -> Tensor:
-        return Sharded(part.detach(), layout, mesh) if as_cut else joined(part, layout, mesh)
+        return Sharded(part.detach(), layout, mesh) if as_cut else join_parts(part, layout, mesh)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Layout, Mesh, bool], _: Tensor) -> None:
@@ -347,7 +347,7 @@ def as_dtensor(part: Tensor, layout: Layout, mesh: Mesh, shape: tuple[int, ...],
     return DTensor.from_local(part, ranks, [Shard(layout.dim)], shape=torch.Size(shape), stride=strides)
 
 
-def joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+def join_parts(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """Returns the whole tensor of which each rank gives its part.
 
     Parts of equal blocks are gathered. Others are summed, each in its place: positions that several ranks have, and
@@ -399,7 +399,7 @@ class CompiledOutput(Tensor):
             result = func(*args, **kwargs)
             return _local_in_graphs(result).as_subclass(cls) if func in CASTS else result
         if func is Tensor.data_ptr and reads_memory(calling_frame()):
-            raise memory_refused(f"a tensor {shown(args[0])}")
+            raise memory_refused(f"a tensor {shape_text(args[0])}")
         method = vars(Sharded).get(getattr(func, "__name__", ""), func)
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             method = Sharded.data.fset

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from autotp.attached import first_time
 from autotp.distributed.mesh import broadcast_from_first
 from autotp.errors import Error
 from autotp.ops import collectives
@@ -41,10 +42,8 @@ FILLS = {
 LARGE = 2**28
 """The bytes of a gathered tensor above which the line that needs it is warned of, once."""
 
-_warned: set[tuple[str, int]] = set()
 
-
-def name_of(func: Any) -> str:
+def overload_name(func: Any) -> str:
     """Returns the name of an operator."""
     return str(func._schema.name).partition("::")[2] if isinstance(func, OpOverload) else str(func)
 
@@ -161,7 +160,7 @@ class WholeView(Tensor):
 def on_wholes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns what an operator gives for the wholes of cut tensors, which all ranks gather; writes parts of them."""
     if torch.Tag.inplace_view in func.tags:
-        raise shape_refused(name_of(func))
+        raise shape_refused(overload_name(func))
     wholes: dict[int, Whole] = {}
     # What random numbers fill is overwritten, so it need not be gathered.
     fills = getattr(func, "overloadpacket", None) in FILLS
@@ -242,14 +241,14 @@ def _expect_small(cut: Any) -> None:
         return
     while frame is not None and not is_users(frame):
         frame = frame.f_back
-    if frame is None or (line := (frame.f_code.co_filename, frame.f_lineno)) in _warned:
+    if frame is None or not first_time(frame.f_code, ("gathers", frame.f_lineno)):
         return
-    _warned.add(line)
     warnings.warn_explicit(
         f"this line gathers a tensor {list(cut.shape)} of {size / 2**30:.1f} GiB, of which each rank holds a part, on "
         "every rank. Elementwise operators, sums and norms need no gather. This warning comes once for a line",
         UserWarning,
-        *line,
+        frame.f_code.co_filename,
+        frame.f_lineno,
         module=str(frame.f_globals.get("__name__")),
     )
 
@@ -257,7 +256,7 @@ def _expect_small(cut: Any) -> None:
 # ---- reductions
 
 
-def compared(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
+def equal_or_close(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
     """Returns whether two tensors are equal or close, on all ranks and in all copies; None for other operators."""
     if func not in (aten.equal.default, aten.allclose.default):
         return None

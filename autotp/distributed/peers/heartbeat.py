@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from autotp.attached import attach, attached_if_any
 from autotp.distributed.peers.links import Links, connect, host_of
 from autotp.distributed.peers.roll_call import SILENCE, Census, Node, State, lost_of, notes_of
 from autotp.errors import Error, calls_in_progress, listen
@@ -56,7 +57,6 @@ _looks: list[Look] = []
 _topics: dict[str, Callable[[int, Any], None]] = {}
 _waits: list[Callable[[], bool]] = [is_waiting]
 _counts: list[Callable[[], Mapping[str, int]]] = []
-_hearts: weakref.WeakKeyDictionary[Any, Heart] = weakref.WeakKeyDictionary()
 
 
 class Heart:
@@ -227,11 +227,10 @@ UNREACHABLE = (
 def begin() -> None:
     """Starts the heartbeat of this process, if there are several processes and it has none yet."""
     world: Any = dist.group.WORLD
-    if world is None or world.size() == 1 or world in _hearts:
+    if world is None or world.size() == 1 or attached_if_any(world, Heart) is not None:
         return
     store = dist.distributed_c10d._get_default_store()
-    heart = Heart(dist.PrefixStore(PREFIX, store), world.rank(), world.size())
-    _hearts[world] = heart
+    heart = attach(world, Heart(dist.PrefixStore(PREFIX, store), world.rank(), world.size()))
     ask_of_lost_peers(reason)
     listen(_note_end)
     weakref.finalize(world, heart.stop)
@@ -390,4 +389,4 @@ def _note(text: str) -> None:
 
 def _heart() -> Heart | None:
     world: Any = dist.group.WORLD if dist.is_initialized() else None
-    return None if world is None else _hearts.get(world)
+    return None if world is None else attached_if_any(world, Heart)

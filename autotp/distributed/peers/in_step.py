@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import get_process_group_ranks
 
-from autotp.distributed.agreement import Among, Fact, problem_as_text, problem_of
+from autotp.distributed.agreement import Among, Fact, problem_as_text, problem_from_text
 from autotp.distributed.fingerprint import Fingerprint, fingerprint, may_be_one_batch
 from autotp.distributed.mesh import Mesh, numbered_groups
 from autotp.distributed.peers.heartbeat import leave_note, on_each_look, on_news, tell
@@ -44,7 +44,7 @@ OWNER = {CALL: "the model", STEP: "its optimizers"}
 
 
 @dataclass(frozen=True)
-class Record:
+class ProgressRecord:
     """What a rank had started before a call or a step, and what it was called with.
 
     Attributes:
@@ -76,8 +76,8 @@ class Progress:
     place: Mesh
     kind: str
     count: int = 0
-    pending: tuple[int, Record] | None = None
-    records: dict[int, Record] = field(default_factory=dict)
+    pending: tuple[int, ProgressRecord] | None = None
+    records: dict[int, ProgressRecord] = field(default_factory=dict)
     told: int = 0
     apart: Error | None = None
 
@@ -136,7 +136,7 @@ def _count(counted: str, place: Mesh, started: int, arguments: Any) -> None:
     if progress.count % PERIOD == 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         # The numbers of the last record have arrived from the card by now, if they ever do: else it is dropped.
         _keep(progress)
-        progress.pending = progress.count, Record(started, fingerprint(arguments))
+        progress.pending = progress.count, ProgressRecord(started, fingerprint(arguments))
         if progress.pending[1].arguments.arrived is None:
             _keep(progress)
 
@@ -200,7 +200,7 @@ def _look() -> None:
 def _note_apart(sender: int, data: Sequence[str]) -> None:
     for progress in list(_progress.values()):
         if progress.key == data[0]:
-            progress.apart = progress.apart or problem_of(data[1])
+            progress.apart = progress.apart or problem_from_text(data[1])
 
 
 def _difference(progress: Progress, call: int, record: Sequence[Any], first: Sequence[Any]) -> Error | None:

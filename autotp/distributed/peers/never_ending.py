@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autotp.attached import attached
 from autotp.distributed.peers import heartbeat
 from autotp.distributed.peers.heartbeat import lost_ranks, on_each_look, reason, say_what_waits
 from autotp.error_file import write_error
@@ -43,7 +44,7 @@ from autotp.errors import Error, calls_in_progress, threads_in_calls
 from autotp.groups.failures import Fatal, lost_error, make_fatal
 from autotp.groups.one_thread import waiting_threads
 from autotp.groups.point_to_point import started_collectives
-from autotp.groups.process_group import axis_of, called
+from autotp.groups.process_group import axis_of, rank_name
 
 GRACE = 3.0
 """Seconds that a process waits after a peer was lost: the collective may have ended before."""
@@ -62,9 +63,10 @@ COMMUNICATE = ("autotp.ops.", "autotp.groups.", "autotp.distributed.", "torch.di
 
 @dataclass
 class Watch:
-    """How this process moves.
+    """How this process moves; it belongs to the default group.
 
     Attributes:
+        card: that of this process: each thread has a current one of its own. None on a CPU.
         moves: what tells whether it has moved: collectives started by group, and the place of the main thread.
         group: name of the group in which it last started a collective.
         since: the time since which it has not moved, or the card was last known to have nothing to do.
@@ -74,6 +76,7 @@ class Watch:
         ending: whether the Error is under way.
     """
 
+    card: torch.device | None = None
     moves: tuple[Any, ...] = ()
     group: str = ""
     since: float = field(default_factory=time.monotonic)
@@ -83,21 +86,17 @@ class Watch:
     ending: bool = False
 
 
-_watches = weakref.WeakKeyDictionary[Any, Watch]()
-"""The default group -> how this process moves."""
-_cards: list[torch.device] = []
-"""The card of this process: each thread has a current one of its own."""
 _captures = weakref.WeakSet[torch.cuda.CUDAGraph]()
 """The CUDA graphs that are captured now; one that failed and was dropped is not."""
 _card_is_free = threading.Lock()
 """Held while another thread waits for the card, and while a capture begins."""
 
 
-def begin(device: torch.device) -> None:
+def begin_watching(device: torch.device) -> None:
     """Starts the heartbeat of this process, and has it watch for collectives that never end on its device."""
     heartbeat.begin()
-    _cards[:] = [device] if device.type == "cuda" else []
-    if _cards:
+    if device.type == "cuda":
+        _watch().card = device
         _know_of_captures()
     on_each_look(_look)
     say_what_waits(_waits_for_the_card, _started)
@@ -129,7 +128,7 @@ def _know_of_captures() -> None:
 
 def _device_groups() -> dict[str, Any]:
     """Returns the process groups of several ranks that use cards, by name."""
-    if not (_cards and dist.is_initialized()):
+    if not dist.is_initialized() or _watch().card is None:
         return {}
     groups = list(dist.distributed_c10d._world.pg_map)
     return {str(group.group_name): group for group in groups if group.size() > 1 and _backend(group) is not None}
@@ -154,7 +153,7 @@ def _started() -> Mapping[str, int]:
 
 def _watch() -> Watch:
     world = dist.group.WORLD
-    return Watch() if world is None else _watches.setdefault(world, Watch())
+    return Watch() if world is None else attached(world, Watch)
 
 
 def _waits_for_the_card() -> bool:
@@ -214,7 +213,7 @@ def _wait_for_the_card(watch: Watch) -> None:
     began = time.monotonic()
     with suppress(Exception), _card_is_free:  # Whatever is wrong with the card, its user will be told.
         if not _captures:
-            torch.cuda.synchronize(_cards[0])
+            torch.cuda.synchronize(watch.card)
     watch.looking, watch.looked = None, time.monotonic()
     # The card is done, and the host is in no collective: the process works on something of its own.
     if not _is_in_a_collective():
@@ -225,7 +224,7 @@ def _end(watch: Watch, group: str, groups: Mapping[str, Any]) -> None:
     """Ends the wait of this process, and the process if it cannot be done otherwise."""
     ranks = dist.get_process_group_ranks(groups[group])
     call = next(iter(calls_in_progress()), "a collective")
-    why = reason(lambda rank: called(rank, group), ranks) or "a peer did not answer within the group's timeout"
+    why = reason(lambda rank: rank_name(rank, group), ranks) or "a peer did not answer within the group's timeout"
     if time.monotonic() - watch.since < STILL:  # It has moved meanwhile.
         watch.ending = False
         return

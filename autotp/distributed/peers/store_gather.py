@@ -13,12 +13,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from autotp.attached import Counts, attached
 from autotp.distributed.mesh import Mesh, group_of, timeout_of
 from autotp.distributed.peers.heartbeat import INTERVAL, SILENCE, answered, lost_ranks, reason
 from autotp.errors import Error
-
-_calls: dict[tuple[int, str | None], int] = {}
-"""Number of a mesh and name of its group -> number of exchanges so far."""
 
 
 def store_gather(text: str, place: Mesh, unless: Callable[[], str] = lambda: "") -> list[str]:
@@ -30,7 +28,8 @@ def store_gather(text: str, place: Mesh, unless: Callable[[], str] = lambda: "")
     Raises:
         Error: some rank did not make this call within the group's timeout, or will not.
     """
-    call = _calls[place.number, place.group] = _calls.get((place.number, place.group), 0) + 1
+    counts, key = attached(group_of(place), Counts), ("exchanges", place.number)
+    call = counts[key] = counts[key] + 1
     store, names, timeout = _get_default_store(), _names(place, call), timeout_of(group_of(place))
 
     def told() -> list[str]:

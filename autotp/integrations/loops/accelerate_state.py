@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autotp.attached import first_time
 from autotp.integrations.loops.replica_collectives import TorchOfReplicas
 from autotp.integrations.loops.replicas import is_one_replica, own_ranks, replicas
 from autotp.source_location import calling_frame
@@ -25,7 +26,6 @@ from autotp.source_location import calling_frame
 BROADCASTS = ("broadcast", "broadcast_object_list")
 """Functions of accelerate.utils.operations that stay those of all ranks."""
 Method = Callable[..., Any]
-_changed: set[type] = set()
 _shown: ContextVar[tuple[int | None, int | None]] = ContextVar("shown", default=(None, None))
 """The index of this process, and the number of processes; None means those of the replicas."""
 
@@ -37,8 +37,7 @@ def show_replicas() -> None:
     if state is None or "accelerate.accelerator" not in sys.modules:
         return
     partial: Any = state.PartialState
-    if partial not in _changed:
-        _changed.add(partial)
+    if first_time(partial, "changed"):
         _change(state)
     for state_class in (partial, state.AcceleratorState):  # They may have been made before the model was parallel.
         _show_all_ranks(state_class._shared_state, state.DistributedType)

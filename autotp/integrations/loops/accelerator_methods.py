@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autotp.attached import first_time
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
 from autotp.distributed.agreement import Fact, compare
 from autotp.distributed.fingerprint import checksum
@@ -49,7 +50,6 @@ from autotp.runtime.module import ParallelModule, call_through
 Method = Callable[..., Any]
 WRAPPERS = ("NO", "MULTI_CPU", "MULTI_GPU")
 """Kinds of accelerate's processes that put DistributedDataParallel around a model, or nothing."""
-_changed: set[type] = set()
 
 
 def watch_accelerator() -> None:
@@ -59,9 +59,8 @@ def watch_accelerator() -> None:
         return
     if sys.modules["accelerate.state"].AcceleratorState._shared_state:
         _expect_known_replicas()
-    if accelerator in _changed:
+    if not first_time(accelerator, "changed"):
         return
-    _changed.add(accelerator)
     read = accelerator.dispatch_batches.fget
     # Each rank reads the rows itself: what one process reads and sends, all ranks of a replica must get.
     accelerator.dispatch_batches = property(lambda self: False if replicas() is not None else read(self))

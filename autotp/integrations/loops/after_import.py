@@ -10,6 +10,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from autotp.attached import first_time
+
 
 class _Finder(MetaPathFinder):
     """Finds the modules of others by the other finders, and calls back when one has run.
@@ -45,10 +47,6 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-_unlike: set[Callable[[], None]] = set()
-"""Functions that did not find what they change."""
-
-
 def change_all(changes: Sequence[Callable[[], None]]) -> None:
     """Calls functions that change modules of other libraries.
 
@@ -59,8 +57,7 @@ def change_all(changes: Sequence[Callable[[], None]]) -> None:
         try:
             change()
         except (AttributeError, KeyError) as error:
-            if change not in _unlike:
-                _unlike.add(change)
+            if first_time(change, "warned"):
                 warnings.warn(_untried(error), stacklevel=2)
 
 

@@ -13,19 +13,18 @@ import sys
 from functools import wraps
 from typing import Any
 
+from autotp.attached import first_time
 from autotp.distributed.mesh import group_of
 from autotp.integrations.loops.replicas import replicas
 
 WATCHED = "torchmetrics.metric"
-_changed: set[type] = set()
 
 
 def watch_torchmetrics() -> None:
     """Changes `Metric.sync`, once it is imported."""
     metric = getattr(sys.modules.get(WATCHED), "Metric", None)
-    if metric is None or metric in _changed:
+    if metric is None or not first_time(metric, "changed"):
         return
-    _changed.add(metric)
     original = metric.sync
 
     @wraps(original)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autotp.attached import first_time
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
 from autotp.distributed.agreement import expect_alike
@@ -36,20 +37,17 @@ STATES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_sta
 SHARED = "a folder that all machines share, or the same files"
 IN_BACKWARD = re.compile("lomo|layerwise")
 """Values of `optim` that step each parameter as soon as it has its gradient."""
-_changed: set[type] = set()
 
 
 def watch_trainer() -> None:
     """Changes methods of `Trainer` and `TrainingArguments`, once they are imported."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     arguments = getattr(sys.modules.get("transformers.training_args"), "TrainingArguments", None)
-    if arguments is not None and arguments not in _changed:
-        _changed.add(arguments)
+    if arguments is not None and first_time(arguments, "changed"):
         for name, node in (("should_save", "save_on_each_node"), ("should_log", "log_on_each_node")):
             setattr(arguments, name, _of_first_rank(getattr(arguments, name), node))
-    if trainer is None or trainer in _changed:
+    if trainer is None or not first_time(trainer, "changed"):
         return
-    _changed.add(trainer)
     for name, wrapper in AROUND.items():
         original = getattr(trainer, name)
         setattr(trainer, name, wraps(original)(wrapper(original)))

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 
+from autotp.attached import first_time
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.distributed.agreement import agree, on_first_replica
 from autotp.distributed.cut_tensors.cut_parameter import Cut, as_cut
@@ -38,7 +39,6 @@ Method = Callable[..., Any]
 TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
 """Attributes of each module that torch and peft change in place: parameters, buffers, modules, hooks."""
 WATCHED = ("peft.peft_model", "peft.mixed_model", "peft.tuners.tuners_utils")
-_changed: set[tuple[type, str]] = set()
 _making: ContextVar[bool] = ContextVar("making", default=False)
 _saved: ContextVar[tuple[Any, ...]] = ContextVar("saved", default=())
 
@@ -76,8 +76,7 @@ def watch_peft() -> None:
 
 
 def _change(owner: type, name: str, wrapper: Callable[[Method], Method]) -> None:
-    if (owner, name) not in _changed:
-        _changed.add((owner, name))
+    if first_time(owner, name):
         original = vars(owner)[name]
         setattr(owner, name, wraps(original)(wrapper(original)))
 

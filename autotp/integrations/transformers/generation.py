@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from autotp.attached import attach, attached_if_any, detach
 from autotp.distributed.agreement import Fact, agree, compare
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.gather import gather_all
@@ -27,22 +27,29 @@ from autotp.integrations.transformers.sampling import EXCLUDED, CutScores, FewSc
 # ---- generate
 
 
-LOGITS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Model that generates now -> "whole" or "cut": the form of the logits from which it chooses a token."""
+@dataclass
+class Decoding:
+    """Belongs to a model that generates now.
+
+    Attributes:
+        logits: "whole" or "cut", the form of the logits from which it chooses a token.
+    """
+
+    logits: str
 
 
 @contextmanager
 def _decoding(model: Any, logits: str) -> Iterator[None]:
     """Marks a model as generating, in a `with` block."""
     # A model may generate while it generates, as its own assistant does.
-    before = LOGITS.get(model)
-    LOGITS[model] = logits
+    before = attached_if_any(model, Decoding)
+    attach(model, Decoding(logits))
     try:
         yield
     finally:
-        LOGITS.pop(model)
+        detach(model, Decoding)
         if before is not None:
-            LOGITS[model] = before
+            attach(model, before)
 
 
 class Generates:
@@ -77,13 +84,13 @@ class Generates:
         raise Error("continuous batching of a parallel model is not supported yet", fix="model.generate(**inputs)")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        logits = LOGITS.get(self)
-        if logits is None:
+        decoding = attached_if_any(self, Decoding)
+        if decoding is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         with self.outputs_stay_cut():
             outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
         for name, value in list(outputs.items()):
-            if not is_state(value) and not (name == "logits" and logits == "cut"):
+            if not is_state(value) and not (name == "logits" and decoding.logits == "cut"):
                 outputs[name] = gather_all(value)
         return outputs
 
@@ -93,7 +100,7 @@ class Generates:
         whole = generation_config.output_scores or generation_config.output_logits
         # A processor with a model calls it, and combines both logits: these must be whole.
         if not whole and not any(hasattr(processor, "model") for processor in logits_processor):
-            LOGITS[self] = "cut"
+            attach(self, Decoding("cut"))
         return self._decode("_sample", input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
     def _beam_search(

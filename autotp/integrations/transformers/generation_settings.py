@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autotp.distributed.fingerprint import checksum
 from autotp.passes.capture.python_state.freeze import freeze
-from autotp.runtime.call_consistency import shown
+from autotp.runtime.call_consistency import compared_part
 
 CLOCKS = ("initial_timestamp",)
 """Attributes with the time at which a criterion was made, which differs between ranks."""
@@ -32,7 +32,7 @@ def generation_settings(config: Any, parts: Iterable[Any]) -> list[Any]:
 
 def inputs_as_text(inputs: Mapping[str, Any]) -> list[str]:
     """Returns a text for each tensor among the inputs of a generation, with a checksum of its values."""
-    return [f"{name} {shown(x)} {checksum(x)}" for name, x in inputs.items() if type(x) is Tensor]
+    return [f"{name} {compared_part(x)} {checksum(x)}" for name, x in inputs.items() if type(x) is Tensor]
 
 
 def is_of_transformers(part: Any) -> bool:
@@ -53,6 +53,6 @@ def _part(part: Any) -> Any:
 def _shown(value: Any, freeze: Any) -> Any:
     """Returns what ranks compare of a setting: a tensor's checksum, a function's name, another object's class."""
     if isinstance(value, Tensor):
-        return shown(value), checksum(value)
+        return compared_part(value), checksum(value)
     is_container = type(value) in (list, tuple, dict, set, frozenset)
-    return NotImplemented if is_container else getattr(value, "__qualname__", None) or shown(value)
+    return NotImplemented if is_container else getattr(value, "__qualname__", None) or compared_part(value)

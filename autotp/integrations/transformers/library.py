@@ -20,7 +20,7 @@ from autotp.integrations.loops import (
 from autotp.integrations.loops.after_import import after_import, change_all
 from autotp.integrations.transformers import adapters, caches, masks, overrides, quantized, spec_augment
 from autotp.model_library import ModelLibrary
-from autotp.rules.common import whole
+from autotp.rules.common import entire
 from autotp.rules.products import grouped_mm
 
 WATCHED = (
@@ -31,7 +31,7 @@ WATCHED = (
 PACKAGES = ("transformers", "peft")
 RULES: Mapping[str, Callable[..., Any]] = {
     "transformers::grouped_mm_fallback": grouped_mm,
-    spec_augment.NAME: whole,
+    spec_augment.NAME: entire,
 }
 
 
@@ -125,7 +125,7 @@ class Transformers(ModelLibrary):
         Masks of SpecAugment are operators.
         """
         with (
-            masks.as_on_one_device(exactly, looks), spec_augment.as_operators(),
+            masks.as_on_one_device(exactly, looks), spec_augment.masks_as_operators(),
             super().during_capture(exactly, looks),
         ):  # fmt: skip
             yield

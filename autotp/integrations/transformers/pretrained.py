@@ -31,7 +31,7 @@ from autotp.checkpoint.files.checksums import (
     changed_settings,
     checksums_in,
     expect_unchanged,
-    fingerprint,
+    folder_fingerprint,
 )
 from autotp.checkpoint.files.lazy_tensor import Lazy, source_text
 from autotp.checkpoint.files.safetensors_files import Stored, stored_tensors
@@ -131,7 +131,7 @@ def from_pretrained(
         place = make_mesh(tp, mesh, device, timeout, cp)
         agree(place, lambda: expect_arguments(from_pretrained, **arguments))
         # Compared after reading, to see whether the files were replaced meanwhile.
-        before = fingerprint(Path(path))
+        before = folder_fingerprint(Path(path))
         ranks = _same_files(before[1], place)
         agree(place, lambda: expect_unchanged(Path(path), ranks.index(place.everyone.rank), len(ranks)))
         same_files = Fact("files", before[0], "sees another checkpoint", "the same files on all ranks")
@@ -219,8 +219,8 @@ def _unless_replaced(folder: Path, before: Any, run: Callable[[], T]) -> T:
     try:
         result = run()
     except Error as error:
-        raise error if fingerprint(folder) == before else problem from error
-    if fingerprint(folder) != before:
+        raise error if folder_fingerprint(folder) == before else problem from error
+    if folder_fingerprint(folder) != before:
         raise problem
     return result
 

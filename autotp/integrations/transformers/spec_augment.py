@@ -52,7 +52,7 @@ def _(attention_mask: Any, rows: Any, length: Any, *rest: Any) -> Tensor:
 
 
 @contextmanager
-def as_operators() -> Iterator[None]:
+def masks_as_operators() -> Iterator[None]:
     """A region in which transformers' functions that draw such masks are operators. NOTE [Numbers of numpy]"""
     files = [(name, module) for name, module in list(sys.modules.items()) if name.startswith(MODELS)]
     functions = [(vars(module)[FUNCTION], _traced(name)) for name, module in files if FUNCTION in vars(module)]

@@ -52,7 +52,7 @@ def causal_pieces(
     stop = max(stop for _, stop in pieces)
     if transformed or not query.numel() or stop > key.shape[-2]:
         return _masked(query, key, value, pieces, scale, enable_gqa)
-    key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), alone(query)
+    key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), in_own_memory(query)
     # The kernel for CPUs takes [batch heads length width], and one width for queries, keys and values.
     on_cpu = query.device.type == "cpu" and query.dtype in FUSED
     if not on_cpu or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
@@ -65,7 +65,7 @@ def causal_pieces(
     return output
 
 
-def alone(query: Tensor) -> Tensor:
+def in_own_memory(query: Tensor) -> Tensor:
     """Returns the queries in memory of their own: those of one product with keys and values would keep these, too."""
     together = query.untyped_storage().nbytes() > query.numel() * query.element_size()
     return query.clone() if together else query  # In the same order, so that the result has it as well.

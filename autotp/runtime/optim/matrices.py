@@ -16,7 +16,7 @@ from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
 from autotp.runtime.optim.moves import exchange
 from autotp.runtime.optim.owners import Held, Move, Owners, Place, as_text, assign, from_text
-from autotp.sharding.boxes import inner, local_of
+from autotp.sharding.boxes import inner_box, local_of
 
 
 class Seen(IntFlag):
@@ -265,7 +265,7 @@ class Matrices:
 
     def _part(self, move: Move, tensor: Tensor) -> Tensor:
         """Returns the box of a move in this rank's part."""
-        return inner(self._boxes[move.name], move.start, move.sizes).of(_plain(tensor))
+        return inner_box(self._boxes[move.name], move.start, move.sizes).of(_plain(tensor))
 
     def _dtypes(self, names: Sequence[str]) -> list[torch.dtype]:
         return [getattr(torch, name) for name in names]

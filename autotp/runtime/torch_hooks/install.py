@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotp.distributed.cut_tensors import cut_parameter as cut_parameter
-from autotp.distributed.live_models import Model, watch
+from autotp.distributed.live_models import Model, watch_model
 from autotp.groups import point_to_point
 from autotp.runtime import func_gradients
 from autotp.runtime.torch_hooks import clip_and_scale as torch_calls
@@ -17,4 +17,4 @@ INSTALLED = (
 
 def watched(model: Model) -> Model:
     """Notes a parallel model and installs the hooks; returns the model."""
-    return watch(model, INSTALLED)
+    return watch_model(model, INSTALLED)

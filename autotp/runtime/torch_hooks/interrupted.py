@@ -32,9 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp import torch_internals as internals
+from autotp.attached import Counts, attached
 from autotp.distributed.agreement import Fact
 from autotp.distributed.live_models import Undo, models
-from autotp.distributed.mesh import Mesh, numbered_groups
+from autotp.distributed.mesh import Mesh, group_of, numbered_groups
 from autotp.distributed.peers.heartbeat import leave_note, on_each_look, on_news, take_note_back, tell
 from autotp.distributed.peers.store_gather import store_gather
 from autotp.errors import Error
@@ -63,8 +64,6 @@ def interrupted(error: BaseException) -> None:
         leave_note(error)
 
 
-_compared: dict[str, int] = {}
-"""Key of a group -> number of comparisons so far."""
 _waiting: dict[str, dict[int, int]] = {}
 """Key of a comparison -> global rank that waits there -> the number of collectives that it has started."""
 _passed: dict[str, str] = {}
@@ -87,7 +86,7 @@ def _compare(group: str) -> None:
         why = f"an exception left a forward or backward on some ranks only: {error.problem}"
         raise Error(why, **REMEDY) from error.__cause__
     # So the next comparison of this group meets under another key of the store.
-    _compared[_group_key(place)] = _compared.get(_group_key(place), 0) + 1
+    attached(group_of(place), Counts)[WAITS] += 1
     problem, alternative = "left a forward or backward by an exception at another place", REMEDY["alternative"]
     details = {"alternative": alternative}
     Fact("started", started, problem, REMEDY["fix"], details=lambda *ranks: details).expect(
@@ -97,13 +96,9 @@ def _compare(group: str) -> None:
     take_note_back()
 
 
-def _group_key(place: Mesh) -> str:
-    return f"{WAITS}/{place.number}/{place.group}"
-
-
 def _key(place: Mesh) -> str:
     """Returns the key of the next comparison of a group."""
-    return f"{_group_key(place)}/{_compared.get(_group_key(place), 0)}"
+    return f"{WAITS}/{place.number}/{place.group}/{attached(group_of(place), Counts)[WAITS]}"
 
 
 def _look() -> None:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,14 +32,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autotp.attached import Marks, attached, attached_if_any
 from autotp.distributed.agreement import Fact, compare
 from autotp.distributed.cut_tensors.cut_parameter import (
+    TRIED,
     CutDTensor,
     CutTensor,
     is_elementwise,
     part_like,
     steps_elements,
-    tried_elementwise,
 )
 from autotp.distributed.fingerprint import bits_of_all, checksum
 from autotp.distributed.live_models import Undo, sorted_by_model
@@ -84,16 +84,13 @@ class Watched:
     models: SteppedModels = field(default_factory=SteppedModels)
     always: bool = False
     warned: bool = False
-    late: list[Comparison] = field(default_factory=list)
+    late: list[OptimizerComparison] = field(default_factory=list)
 
     def warn(self, warning: str) -> None:
         """Warns about round-off, once."""
         if warning and not self.warned:
             self.warned = True
             warnings.warn(warning, stacklevel=5)
-
-
-_watched: WeakKeyDictionary[Optimizer, Watched] = WeakKeyDictionary()
 
 
 def install() -> Undo:
@@ -103,17 +100,16 @@ def install() -> Undo:
 
 def _after_load(optimizer: Optimizer) -> None:
     """Has the next step see a state that was loaded: its `id` may be that of an earlier one."""
-    _watched.setdefault(optimizer, Watched()).state = 0
+    attached(optimizer, Watched).state = 0
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # The thread of the heartbeat has found it, where an Error would reach nobody.
     if are_apart():
         within(f"{type(optimizer).__name__}.step", expect_together)
-    if optimizer not in _watched:
-        _watched[optimizer] = Watched()
+    if attached_if_any(optimizer, Watched) is None:
         optimizer.register_load_state_dict_post_hook(_after_load)
-    watched = _watched[optimizer]
+    watched = attached(optimizer, Watched)
     step, size = watched.steps, sum(len(group["params"]) for group in optimizer.param_groups)
     due = watched.always or step < CHECKED_STEPS or step % EVERY == 0
     watched.steps += 1
@@ -154,7 +150,7 @@ def _expect_live(optimizer: Optimizer) -> None:
         )
 
 
-def _compare(watched: Watched, begin: Callable[[], list[Comparison]], step: int) -> None:
+def _compare(watched: Watched, begin: Callable[[], list[OptimizerComparison]], step: int) -> None:
     """Begins comparisons, and ends them: now, or later if their checksums are on their way from a GPU."""
     for comparison in begin():
         if comparison.place.device.type == "cuda" and not watched.always and step >= CHECKED_STEPS:
@@ -174,7 +170,7 @@ def _compare_late(watched: Watched, step: int) -> None:
 
 def _checked(
     optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int, compared: bool
-) -> list[Comparison]:
+) -> list[OptimizerComparison]:
     """Returns the comparisons to make with other ranks; raises Error if the step would not be that of one device."""
     cut = [name for name in parameters if parts.layout(name).dim is not None and parts.place.size > 1]
     foreign = list[str]()
@@ -185,7 +181,7 @@ def _checked(
         for name in cut:
             _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
         foreign = [name for name in cut if _of_another_rank(optimizer, parameters[name], parts.layout(name))]
-    begun = list[Comparison]()
+    begun = list[OptimizerComparison]()
     for place, names in parts.alike if compared else ():
         replicated = {name: p for name, p in parameters.items() if name in names and not p.is_meta}
         # Ranks along tp compare settings also where every parameter is cut; replicas without a parameter here do not.
@@ -194,7 +190,7 @@ def _checked(
             filled = [name for name in cut if place is parts.place and all(parts.layout(name).lengths())]
             parts_of = {name: parameters[name] for name in filled}
             foreign_names = foreign if place is parts.place else []
-            begun.append(Comparison.begun(optimizer, replicated, parts_of, place, step, foreign_names))
+            begun.append(OptimizerComparison.begun(optimizer, replicated, parts_of, place, step, foreign_names))
     return begun
 
 
@@ -206,7 +202,7 @@ def _expect_seen(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str,
         expect_alone_in_groups(optimizer, "a rank of the pipeline has some of the parameters")
     if sharded := [name for name in cut if type(parameters[name]) is CutDTensor]:
         expect_elementwise(optimizer, f"each rank has a shard of a part of `{sharded[0]}`")
-        tried_elementwise.add(optimizer)
+        attached(optimizer, Marks).add(TRIED)
 
 
 def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: int) -> None:
@@ -333,7 +329,7 @@ class Checksums:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class OptimizerComparison:
     """What a rank compares with others before a step.
 
     Attributes:
@@ -364,7 +360,7 @@ class Comparison:
         place: Mesh,
         step: int,
         foreign: Sequence[str],
-    ) -> Comparison:
+    ) -> OptimizerComparison:
         """Returns a comparison, whose checksums may be on their way.
 
         Args:
@@ -377,7 +373,9 @@ class Comparison:
         tensors |= {(name, "gradients"): p.grad for name, p in compared.items() if p.grad is not None}
         without = frozenset(name for name, p in every_one.items() if p.grad is None)
         settings = _settings_of(optimizer, every_one)
-        return Comparison(place, step, replicated, foreign, settings, tuple(every_one), without, Checksums(tensors))
+        return OptimizerComparison(
+            place, step, replicated, foreign, settings, tuple(every_one), without, Checksums(tensors)
+        )
 
     def facts(self) -> list[Fact]:
         """Returns what the ranks compare."""
@@ -393,7 +391,7 @@ class Comparison:
         ]
 
 
-def _differing(comparison: Comparison, late: bool) -> str:
+def _differing(comparison: OptimizerComparison, late: bool) -> str:
     """Compares ranks; returns a warning about differences by round-off, which it has removed, or "".
 
     Args:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from autotp.attached import Marks, attached, first_time
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.live_models import sorted_by_model
 from autotp.runtime.holdings import Holdings, holdings_of
@@ -23,48 +23,42 @@ from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.source_location import calling_frame, is_users, reads_for_caller
 from autotp.torch_internals import BETWEEN
 
-Line = tuple[str, int]
-
-_told: WeakKeyDictionary[Optimizer, set[Line]] = WeakKeyDictionary()
-"""Optimizer with our hook -> the lines of the user's code that had a warning."""
-
-_whole: WeakSet[Optimizer] = WeakSet()
+WHOLE = "its state dict is whole"
+"""The mark of an optimizer in a region of `not_watched`."""
 
 
 def watch_state(optimizer: Optimizer) -> None:
     """Lets an optimizer warn, once for each line of the user's code that reads its state dict."""
-    if optimizer not in _told:
-        _told[optimizer] = set()
+    if first_time(optimizer, "watch_state"):
         optimizer.register_state_dict_pre_hook(_before_state_dict)
 
 
 @contextmanager
 def not_watched(optimizer: Optimizer) -> Iterator[None]:
     """A region in which the state dict of an optimizer is whole, so reading it is no mistake."""
-    _whole.add(optimizer)
+    attached(optimizer, Marks).add(WHOLE)
     try:
         yield
     finally:
-        _whole.discard(optimizer)
+        attached(optimizer, Marks).discard(WHOLE)
 
 
 def _before_state_dict(optimizer: Optimizer) -> None:
-    if optimizer in _whole:
+    if WHOLE in attached(optimizer, Marks):
         return
     frame = _reader(calling_frame())
-    if frame is None or (line := (frame.f_code.co_filename, frame.f_lineno)) in _told.setdefault(optimizer, set()):
+    if frame is None:
         return
     by_model, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
     for model, parameters in by_model.items():
-        if text := _missing(optimizer, holdings_of(model, "state_dict"), parameters):
-            _told[optimizer].add(line)
+        text = _missing(optimizer, holdings_of(model, "state_dict"), parameters)
+        if text and first_time(optimizer, (frame.f_code.co_filename, frame.f_lineno)):
             tell_user(
                 f"`{type(optimizer).__name__}.state_dict()` has what this rank steps only: {text}. "
                 "autotp.save_checkpoint, with autotp.distribute in place of autotp.parallelize, saves the whole of "
                 "optimizer and model; autotp.full_state_dict(model), on all ranks, has the whole model",
                 frame,
             )
-            return
 
 
 def _reader(frame: FrameType | None) -> FrameType | None:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
+from autotp.attached import attached, attached_if_any
 from autotp.distributed.peers.in_step import count_step
 from autotp.runtime.holdings import HasHoldings
 from autotp.runtime.module import ParallelModule, executable_of
@@ -19,8 +20,9 @@ from autotp.runtime.module import ParallelModule, executable_of
 NOTHING_TO_STEP, NEVER = -2, -1
 """In place of a number of steps: a rank trains no parameter; a rank never stepped one of its parameters."""
 
-_taken: WeakKeyDictionary[nn.Module, WeakKeyDictionary[Optimizer, int]] = WeakKeyDictionary()
-"""Trainer -> optimizer -> number of its steps since `count_anew`. (Not there before the first step.)"""
+
+class StepsTaken(WeakKeyDictionary[Optimizer, int]):
+    """Optimizer of a trainer -> number of its steps since `count_anew`. (Not there before the first step.)"""
 
 
 class SteppedModels:
@@ -38,7 +40,7 @@ class SteppedModels:
     def count(self, optimizer: Optimizer) -> None:
         """Counts a step of the optimizer."""
         for trainer in self.trainers:
-            counts = _taken.setdefault(trainer, WeakKeyDictionary())
+            counts = attached(trainer, StepsTaken)
             counts[optimizer] = counts.get(optimizer, 0) + 1
         for mesh in self.meshes:
             count_step(mesh)
@@ -48,10 +50,11 @@ def steps_taken(trainer: nn.Module) -> int:
     """Returns the number of steps since `count_anew`, of the optimizer that took most; or why there is none."""
     if not any(parameter.requires_grad for parameter in trainer.parameters()):
         return NOTHING_TO_STEP
-    return max(_taken[trainer].values(), default=0) if trainer in _taken else NEVER
+    steps = attached_if_any(trainer, StepsTaken)
+    return NEVER if steps is None else max(steps.values(), default=0)
 
 
 def count_anew(trainer: nn.Module) -> None:
     """Begins to count at 0: all ranks have taken the same number of steps. (Else each call says that they have not.)"""
-    if trainer in _taken:
-        _taken[trainer].clear()
+    if (steps := attached_if_any(trainer, StepsTaken)) is not None:
+        steps.clear()

@@ -13,7 +13,6 @@ nobody waits for a text.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
+from autotp.attached import Counts, attached, first_time
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.fingerprint import checksum
 from autotp.distributed.live_models import Undo, models
@@ -37,9 +37,8 @@ OF_USERS = "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"
 """Modules of torch that call these methods for their caller."""
 COMPARED = 16
 """The number of sums of user code in a group that are compared."""
-_compared: Counter[str] = Counter()
-"""Name of a process group -> number of its sums that were compared."""
-_told: set[tuple[str, int]] = set()
+SUMS = "sums of user code that were compared"
+"""What is counted for a process group."""
 
 
 def install() -> Undo:
@@ -50,7 +49,7 @@ def install() -> Undo:
 def _compares(method: Any) -> Any:
     def call(group: ProcessGroup, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         user = None
-        if _compared[group.group_name] < COMPARED and _is_sum_at_once((*args, *kwargs.values())):
+        if attached(group, Counts)[SUMS] < COMPARED and _is_sum_at_once((*args, *kwargs.values())):
             user = _user(calling_frame())
         if user is None or not _can_be_compared(tensors):
             return method(group, tensors, *args, **kwargs)
@@ -80,7 +79,7 @@ def _user(frame: FrameType | None) -> FrameType | None:
 
 def _compared_sum(run: Callable[[], Any], group: ProcessGroup, tensors: Sequence[Tensor], user: FrameType) -> Any:
     """Sums, and warns if ranks of one model had the same tensors: NOTE [No collective of our own]."""
-    number = _compared[group.group_name] = _compared[group.group_name] + 1
+    number = attached(group, Counts)[SUMS] = attached(group, Counts)[SUMS] + 1
     ranks_of_group = dist.get_process_group_ranks(group)
     # Of several models, the one that shares most ranks with the group: a warning names these.
     shared = [common_ranks(ranks_of_group, holdings_of(model, "").place) for model in models()]
@@ -101,10 +100,8 @@ def _compared_sum(run: Callable[[], Any], group: ProcessGroup, tensors: Sequence
 
 
 def _tell(ranks: Sequence[int], user: FrameType) -> None:
-    line = user.f_code.co_filename, user.f_lineno
-    if line in _told:
+    if not first_time(user.f_code, ("user_sums", user.f_lineno)):
         return
-    _told.add(line)
     tell_user(
         f"this sum is over ranks {ranks} of one tensor-parallel model, which have the same tensor: it counts each row "
         "once a rank. It is right if you divide by the number of ranks, or if each rank counts what is its own. "

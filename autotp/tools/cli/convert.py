@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autotp.checkpoint.conversion.content import FORMATS, Content, Format
 from autotp.checkpoint.conversion.differences import Unlike, differences
-from autotp.checkpoint.conversion.formats import CONFIG, OF_TORCH, cast, config_in, read_content, write_content
+from autotp.checkpoint.conversion.formats import CONFIG, OF_TORCH, cast_sources, config_in, read_content, write_content
 from autotp.checkpoint.files.safetensors_files import nbytes
 from autotp.checkpoint.weights import parse_size
 from autotp.errors import within
@@ -65,7 +65,7 @@ def convert(
     content = within("convert", lambda: _named(content, source, form, config))
     if wanted_dtype is not None:
         settings = None if content.config is None else {**content.config, "dtype": dtype}
-        content = replace(content, tensors=cast(content.tensors, wanted_dtype), config=settings)
+        content = replace(content, tensors=cast_sources(content.tensors, wanted_dtype), config=settings)
     if content.state:
         complain("warning: the optimizer's state is not written")
     if form == "safetensors" and content.config is None:

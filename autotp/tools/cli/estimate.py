@@ -14,7 +14,7 @@ from autotp.tools.cli.flags import PLAIN, Debug, Html, Interleave, Json, Schedul
 from autotp.tools.cli.model_argument import ModelArgument, dtype_named, on_meta
 from autotp.tools.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, print_json, show
 from autotp.tools.estimation.estimate import estimate
-from autotp.tools.estimation.layout import Layout
+from autotp.tools.estimation.layout import StepLayout
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.search import expect_search, search
 from autotp.tools.estimation.seconds.hardware import KINDS, LINE, hardware_of
@@ -66,7 +66,7 @@ def estimate_command(
     with arguments_in_use():
         device, computed = hardware_of(gpu), dtype_named(dtype)
         # These raise before the model is built, which may take long.
-        Layout(batch=batch, micro_batch=micro_batch, dtype=computed, tp=tp, cp=chosen["cp"], **mesh)
+        StepLayout(batch=batch, micro_batch=micro_batch, dtype=computed, tp=tp, cp=chosen["cp"], **mesh)
         engine_of(schedule.value, interleave)
     made, inputs = on_meta(argument), argument.example_inputs()
     expect_room(made, device.memory, tp * (dp if zero == 3 else 1))

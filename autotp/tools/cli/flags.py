@@ -53,11 +53,11 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses the arguments, with the option's name before each of its values."""
-        parsed: list[str] = super().parse_args(ctx, spread(args))
+        parsed: list[str] = super().parse_args(ctx, repeat_flags(args))
         return parsed
 
 
-def spread(args: Sequence[str]) -> list[str]:
+def repeat_flags(args: Sequence[str]) -> list[str]:
     """Returns `--tp 2 --tp 3` for `--tp 2 3`."""
     parsed: list[str] = []
     name = ""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from autotp.arguments import expect_arguments
 from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.distributed.launch import launch
-from autotp.distributed.mesh import start
+from autotp.distributed.mesh import start_distributed
 from autotp.errors import Error, within
 from autotp.tools.estimation.seconds.hardware import (
     CPU_GLOO,
@@ -30,14 +30,14 @@ from autotp.tools.estimation.seconds.hardware import (
     to_file,
 )
 from autotp.tools.estimation.seconds.measure_device import Measured, measure_device
-from autotp.tools.estimation.seconds.measure_links import Link, measured_alone, timed
+from autotp.tools.estimation.seconds.measure_links import MeasuredLink, measured_alone, timed
 
 DIFFERS = 0.1
 """The part by which a number differs that is pointed out."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Number:
+class MeasuredNumber:
     """A number that was measured, and what the known kind has for it; both in `unit`."""
 
     name: str
@@ -69,11 +69,11 @@ class Calibration(Shown):
 
     device: Hardware
     known: Hardware
-    numbers: tuple[Number, ...]
+    numbers: tuple[MeasuredNumber, ...]
     ranks: int
 
     @property
-    def differing(self) -> tuple[Number, ...]:
+    def differing(self) -> tuple[MeasuredNumber, ...]:
         """The numbers that differ from the known kind's by more than a tenth."""
         return tuple(number for number in self.numbers if abs(number.more) > DIFFERS)
 
@@ -165,7 +165,7 @@ def calibrate(*, gpu: str | Hardware | None = None, seconds: float = 40.0) -> Ca
         if base.is_gpu != (device_type == "cuda"):
             actual = "a GPU" if device_type == "cuda" else "a CPU"
             raise Error(f"gpu={base.name!r}, and this process has {actual}", fix="gpu=None")
-        device = start() if together else torch.device(device_type)
+        device = start_distributed() if together else torch.device(device_type)
         measured = measure_device(device, seconds / 2)
         if together and started is not None:
             near, far = _links(device, started.size, started.local_size, seconds / 2)
@@ -187,7 +187,9 @@ def _kind_of(device_type: str) -> Hardware:
     return min(named, key=lambda device: abs(device.memory - memory), default=H100_80GB)
 
 
-def _links(device: torch.device, size: int, node_size: int, seconds: float) -> tuple[Link | None, Link | None]:
+def _links(
+    device: torch.device, size: int, node_size: int, seconds: float
+) -> tuple[MeasuredLink | None, MeasuredLink | None]:
     """Returns the links of the ranks of a node, and those of the nodes; None where there is one only."""
     if size == node_size:
         return timed(dist.group.WORLD, device, seconds), None
@@ -204,7 +206,7 @@ def _links(device: torch.device, size: int, node_size: int, seconds: float) -> t
     return near, far
 
 
-def compared(base: Hardware, measured: Measured, near: Link | None, far: Link | None) -> Calibration:
+def compared(base: Hardware, measured: Measured, near: MeasuredLink | None, far: MeasuredLink | None) -> Calibration:
     """Returns the device with these measurements, beside a known kind.
 
     What is sustained of a peak is measured, and the kind knows its part: so the peak is the measured one divided by it.
@@ -231,31 +233,25 @@ def compared(base: Hardware, measured: Measured, near: Link | None, far: Link | 
     return Calibration(device=device, known=base, numbers=tuple(_numbers(base, measured, near, far)), ranks=ranks)
 
 
-def _numbers(base: Hardware, measured: Measured, near: Link | None, far: Link | None) -> Sequence[Number]:
+def _numbers(
+    base: Hardware, measured: Measured, near: MeasuredLink | None, far: MeasuredLink | None
+) -> Sequence[MeasuredNumber]:
     # What is measured is what a device sustains, so it is compared with that part of the known peaks.
     flops, bandwidth = base.matrix_sustained, base.memory_bandwidth * base.memory_sustained / GIGA
     rows = [
-        Number(name="products, bfloat16", measured=measured.half / TERA, known=base.matrix_flops * flops / TERA,
-               unit="TFLOP/s"),
-        Number(name="products, float32", measured=measured.single / TERA, known=base.vector_flops * flops / TERA,
-               unit="TFLOP/s"),
-        Number(name="products, float64", measured=measured.double / TERA, known=base.vector_flops * flops / 2 / TERA,
-               unit="TFLOP/s"),
-        Number(name="a copy", measured=measured.copy / GIGA, known=bandwidth, unit="GB/s"),
-        Number(name="a sum of two tensors", measured=measured.add / GIGA, known=bandwidth, unit="GB/s"),
-        Number(name="an operator's call", measured=measured.call / MICRO, known=base.launch / MICRO, unit="us"),
-        Number(name="memory", measured=measured.memory / GIB, known=base.memory / GIB, unit="GiB"),
-    ]  # fmt: skip
+        ("products, bfloat16", measured.half / TERA, base.matrix_flops * flops / TERA, "TFLOP/s"),
+        ("products, float32", measured.single / TERA, base.vector_flops * flops / TERA, "TFLOP/s"),
+        ("products, float64", measured.double / TERA, base.vector_flops * flops / 2 / TERA, "TFLOP/s"),
+        ("a copy", measured.copy / GIGA, bandwidth, "GB/s"),
+        ("a sum of two tensors", measured.add / GIGA, bandwidth, "GB/s"),
+        ("an operator's call", measured.call / MICRO, base.launch / MICRO, "us"),
+        ("memory", measured.memory / GIB, base.memory / GIB, "GiB"),
+    ]
     for name, link, nominal in (("in a node", near, base.node_bandwidth), ("between nodes", far, base.net_bandwidth)):
         if link is not None:
-            rows.append(
-                Number(name=f"links {name}", measured=link.bandwidth / GIGA,
-                       known=nominal * base.link_sustained / GIGA, unit="GB/s")
-            )  # fmt: skip
-            rows.append(
-                Number(name=f"latency {name}", measured=link.latency / MICRO, known=base.latency / MICRO, unit="us")
-            )
-    return rows
+            rows.append((f"links {name}", link.bandwidth / GIGA, nominal * base.link_sustained / GIGA, "GB/s"))
+            rows.append((f"latency {name}", link.latency / MICRO, base.latency / MICRO, "us"))
+    return [MeasuredNumber(name=name, measured=value, known=known, unit=unit) for name, value, known, unit in rows]
 
 
 def expect_json(path: str | os.PathLike[str]) -> Path:

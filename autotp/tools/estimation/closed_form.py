@@ -1,4 +1,4 @@
-"""closed_form: the schedule of a layout by formulas, where `price.simulated` plays it action by action.
+"""closed_form: the schedule of a layout by formulas, where `price.timed_schedule` plays it action by action.
 
 It tells which layouts are worth a full price, and is priced by the same functions. All blocks are taken to be alike,
 and all stages; the bubble is the formula's (Narayanan et al. 2021, section 2.2; of the schedules in two halves that of
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
-from autotp.tools.estimation.layout import Layout
-from autotp.tools.estimation.price import Prices, Simulated, Stage, beside_times, cast_seconds
+from autotp.tools.estimation.layout import StepLayout
+from autotp.tools.estimation.price import Prices, Simulated, StageCost, beside_times, cast_seconds
 from autotp.tools.estimation.replicas import ReplicaWaits, Unit, exchanged, sums_of_units
 from autotp.tools.estimation.seconds.times import Times
 from autotp.training.pipeline.schedule_actions import Action, Half, Played
@@ -93,7 +93,7 @@ class ClosedForms:
         """Returns the names of the parameters of the first pieces, which are the most."""
         return frozenset(name for piece in self.prices.pieces(1).pieces[:count] for name in piece.parameters)
 
-    def simulated(self, layout: Layout) -> Simulated:
+    def simulated(self, layout: StepLayout) -> Simulated:
         """Returns the schedule of one pipeline rank, whose stages are one; its row has the first and the last action.
 
         The stage keeps for backward what all microbatches in flight keep.
@@ -119,7 +119,7 @@ class ClosedForms:
         begin = seconds - step.seconds(last) - waits.seconds(last, 0.0)
         return replace(step, played=Played(seconds=seconds, busy=(busy,), starts=(((0.0, first), (begin, last)),)))
 
-    def _of_alike(self, layout: Layout, count: int) -> Stage:
+    def _of_alike(self, layout: StepLayout, count: int) -> StageCost:
         """Returns a stage of `count` pieces, which are alike, for one microbatch of any schedule."""
         rows, names, full = self.rows(layout.micro_batch), self._names(count), layout.recompute == "full"
         part, added = count / self._blocks, beside_times(self.prices, layout, names)
@@ -132,20 +132,20 @@ class ClosedForms:
         gathers, sums = (s / (count + 1) for s in exchanged(self.prices, layout, names, count + 1))
         unit = Unit(forward=times.forward / count, backward=times.backward / count, gather=gathers, sum=sums)
         units = (Unit(gather=gathers, sum=sums), *[unit] * count)
-        return Stage(
+        return StageCost(
             times=times, memory=StageMemory(kept=kept_bytes, logits=0, sent=0, forward=live, backward=live),
             parameters=names, casts=cast_seconds(self.prices, layout, names), units=units,
             sums=tuple(sums_of_units(units)),
         )  # fmt: skip
 
 
-def _idle(engine: Engine, layout: Layout, times: Times) -> float:
+def _idle(engine: Engine, layout: StepLayout, times: Times) -> float:
     """Returns the seconds of the bubble, as if a rank's stages were the whole model, and as if it had one stage."""
     filled = times.weights * engine.halves * (2 + engine.folded)  # Weights' gradients are computed meanwhile.
     return max(0.0, times.forward + times.backward - filled) * (layout.pp - 1) / layout.pp
 
 
-def _flights(layout: Layout) -> float:
+def _flights(layout: StepLayout) -> float:
     """Returns the number of microbatches of which the first rank keeps activations at a time."""
     more = (layout.pp - 1) / layout.pp / layout.interleave if layout.interleave else 0.0
     return min(layout.microbatches, layout.pp) * (1 + more)

@@ -15,7 +15,7 @@ from autotp.options import Overlap, Recompute, expect_choices
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.runtime.build import expect_ordinary
 from autotp.tools.estimation.counts.pieces import CAPTURED_ROWS, Capturing, Lowered, lowered
-from autotp.tools.estimation.layout import AUTOTP, COMPILED, Layout
+from autotp.tools.estimation.layout import AUTOTP, COMPILED, StepLayout
 from autotp.tools.estimation.price import Prices, price, savings
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.seconds.hardware import Hardware, hardware_of
@@ -89,7 +89,7 @@ def estimate(
             compiled=compiled, sequence=sequence,
         )  # fmt: skip
         device = hardware_of(gpu)
-        layout = Layout(
+        layout = StepLayout(
             batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, schedule=schedule, interleave=interleave,
             sequence_parallel=sequence_parallel, recompute=recompute, overlap=overlap, zero=zero,
             dtype=dtype,
@@ -106,7 +106,11 @@ def estimate(
 
 
 def captured(
-    model: nn.Module, layout: Layout, sequence: int | None, example_inputs: Any = None, without: tuple[str, ...] = ()
+    model: nn.Module,
+    layout: StepLayout,
+    sequence: int | None,
+    example_inputs: Any = None,
+    without: tuple[str, ...] = (),
 ) -> Lowered:
     """Returns the model, captured for a layout's tensor-parallel ranks.
 
@@ -117,10 +121,10 @@ def captured(
     Raises:
         Error: as `estimate`.
     """
-    return lowered_for(call_of(model, sequence, example_inputs, layout.cp), layout, without)
+    return lowered_for(estimated_call(model, sequence, example_inputs, layout.cp), layout, without)
 
 
-def call_of(model: nn.Module, sequence: int | None, example_inputs: Any = None, cp: int = 1) -> Capturing:
+def estimated_call(model: nn.Module, sequence: int | None, example_inputs: Any = None, cp: int = 1) -> Capturing:
     """Returns the call of a model that is estimated. Arguments and errors as of `captured`.
 
     Args:
@@ -136,7 +140,7 @@ def call_of(model: nn.Module, sequence: int | None, example_inputs: Any = None, 
     return Capturing(model, of_rows(arguments, CAPTURED_ROWS))
 
 
-def lowered_for(call: Capturing, layout: Layout, without: tuple[str, ...] = (), checked: bool = True) -> Lowered:
+def lowered_for(call: Capturing, layout: StepLayout, without: tuple[str, ...] = (), checked: bool = True) -> Lowered:
     """Returns the model of a call, for a layout's tensor-parallel ranks. Arguments and errors as of `captured`.
 
     Args:

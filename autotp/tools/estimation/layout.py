@@ -14,7 +14,7 @@ DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class StepLayout:
     """A layout of a training step; the arguments of `estimate` explain the fields.
 
     Raises:
@@ -67,7 +67,7 @@ class Layout:
         """The number of microbatches of a replica in a step."""
         return self.batch // (self.dp * self.micro_batch)
 
-    def equals_but_for_micro_batch(self, layout: Layout) -> bool:
+    def equals_but_for_micro_batch(self, layout: StepLayout) -> bool:
         """True if the layouts are equal, or differ in the rows of a microbatch only."""
         return {**vars(self), "micro_batch": 0} == {**vars(layout), "micro_batch": 0}
 

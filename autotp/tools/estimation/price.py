@@ -11,12 +11,12 @@ from functools import cache, cached_property
 from typing import Any
 
 from autotp.passes.pipeline.cost import block_costs
-from autotp.passes.pipeline.stages import divided
+from autotp.passes.pipeline.stages import partition
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.kernels import fused
 from autotp.tools.estimation.counts.pieces import Lowered, Parameter, Recorded, recorded, whole_flops
 from autotp.tools.estimation.counts.scale import scaled
-from autotp.tools.estimation.layout import AUTOTP, FOREACH, Layout, Practice
+from autotp.tools.estimation.layout import AUTOTP, FOREACH, Practice, StepLayout
 from autotp.tools.estimation.replicas import (
     ReplicaWaits,
     Unit,
@@ -26,11 +26,11 @@ from autotp.tools.estimation.replicas import (
     sums_of_units,
     units_of,
 )
-from autotp.tools.estimation.result import Estimate, RankMemory, Saving
+from autotp.tools.estimation.result import Estimate, RankMemory, TimeSaving
 from autotp.tools.estimation.seconds.beside_compute import buffer_bytes, link_free, slowed
 from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import Group, collective_seconds, send_seconds
-from autotp.tools.estimation.seconds.times import ELEMENTWISE, Times, added, piece_times
+from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds, send_seconds
+from autotp.tools.estimation.seconds.times import ELEMENTWISE, Times, piece_times, summed_by_row
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action, Played, actions_of, most_held, play
 from autotp.training.pipeline.schedules import Engine, costed, engine_of
@@ -135,7 +135,7 @@ class Prices:
             costs = [cost[captured] for _, captured in model.order] or captured_costs
             homes = {i: rank for rank in range(ranks) for i in (engine.stages(rank, ranks) if ranks > 1 else [0])}
             keeps_activations = model.training.recompute != "full"
-            plan = divided(
+            plan = partition(
                 model.blocks, costs, [homes[i] for i in range(total)], [keeps_activations * n for n in flights]
             )
             places = itertools.accumulate((len(run) for run in plan.blocks), initial=0)
@@ -146,7 +146,7 @@ class Prices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class StageCost:
     """What the step knows of a stage.
 
     Attributes:
@@ -178,7 +178,7 @@ class Simulated:
     """
 
     order: tuple[tuple[Action, ...], ...]
-    stages: list[Stage]
+    stages: list[StageCost]
     waits: ReplicaWaits
     played: Played = NOTHING_PLAYED
 
@@ -195,7 +195,7 @@ class Simulated:
         return parts[action.half]
 
 
-def simulated(prices: Prices, layout: Layout) -> Simulated:
+def timed_schedule(prices: Prices, layout: StepLayout) -> Simulated:
     """Returns the schedule of a layout with its times.
 
     Raises:
@@ -213,7 +213,7 @@ def simulated(prices: Prices, layout: Layout) -> Simulated:
         sent = stages[min(start, stop)].memory.sent
         # With sequence parallelism each rank has only its part of it anyway.
         if practice.scattered and not layout.sequence_parallel:
-            whole = collective_seconds("all-gather", sent, Group(size=layout.tp, stride=1), device)
+            whole = collective_seconds("all-gather", sent, RankGroup(size=layout.tp, stride=1), device)
             return send_seconds(sent / layout.tp, distance, device) + whole
         return send_seconds(sent, distance, device)
 
@@ -222,7 +222,7 @@ def simulated(prices: Prices, layout: Layout) -> Simulated:
     return replace(unplayed, played=play(order, unplayed.seconds, cache(sends), waits.seconds))
 
 
-def price(prices: Prices, layout: Layout) -> Estimate:
+def price(prices: Prices, layout: StepLayout) -> Estimate:
     """Returns the estimate of a layout, whose tp, recompute and sequence parallelism are those of the captured model.
 
     Raises:
@@ -230,7 +230,7 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     """
     device, model = prices.device, prices.model
     engine = engine_of(layout.schedule, layout.interleave)
-    step = simulated(prices, layout)
+    step = timed_schedule(prices, layout)
     order, stages = step.order, step.stages
     spent = _spent(prices, layout, step)
     flops = prices.flops(layout.micro_batch) * layout.microbatches * layout.dp
@@ -256,7 +256,7 @@ SAVINGS = (
 """What makes a step shorter: its name, the field of `Practice`, and the field's value with it and without."""
 
 
-def savings(prices: Prices, estimate: Estimate) -> tuple[Saving, ...]:
+def savings(prices: Prices, estimate: Estimate) -> tuple[TimeSaving, ...]:
     """Returns what each way to hide or fuse work brings in the layout of an estimate: the step with it and without."""
     layout, rows = estimate.layout, []
     for name, field, with_it, without in SAVINGS:
@@ -267,21 +267,21 @@ def savings(prices: Prices, estimate: Estimate) -> tuple[Saving, ...]:
             for value in (with_it, without)
         }
         used = getattr(prices.practice, field) == with_it
-        saving = Saving(name=name, used=used, seconds=seconds[with_it], without=seconds[without])
+        saving = TimeSaving(name=name, used=used, seconds=seconds[with_it], without=seconds[without])
         rows += [saving] * (saving.without > 1.0005 * saving.seconds)  # It is shown in tenths of a percent.
     return tuple(rows)
 
 
-def _seconds(prices: Prices, layout: Layout) -> float:
-    return step_seconds(prices, layout, simulated(prices, layout))
+def _seconds(prices: Prices, layout: StepLayout) -> float:
+    return step_seconds(prices, layout, timed_schedule(prices, layout))
 
 
-def step_seconds(prices: Prices, layout: Layout, step: Simulated) -> float:
+def step_seconds(prices: Prices, layout: StepLayout, step: Simulated) -> float:
     """Returns the seconds of a step with this schedule."""
     return step.played.seconds + sum(behind_pipeline(prices, layout, step).values())
 
 
-def memory_of_ranks(prices: Prices, layout: Layout, step: Simulated) -> list[RankMemory]:
+def memory_of_ranks(prices: Prices, layout: StepLayout, step: Simulated) -> list[RankMemory]:
     """Returns the memory of each pipeline rank at its fullest moment."""
     return [
         _rank_memory(prices, layout, step.stages, row, names) for row, names in zip(step.order, step.names, strict=True)
@@ -292,12 +292,12 @@ def _together(names: Sequence[frozenset[str]]) -> frozenset[str]:
     return frozenset[str]().union(*names)
 
 
-def _spent(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
+def _spent(prices: Prices, layout: StepLayout, step: Simulated) -> dict[str, float]:
     """Returns what the seconds of a step are spent on: on the busiest rank, then behind the pipeline."""
     order, stages, played = step.order, step.stages, step.played
     slowest = max(range(layout.pp), key=played.busy.__getitem__)
     # `spent` is of forward and backward together, so each microbatch of a stage counts once.
-    spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
+    spent = summed_by_row(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
     casts = sum(stages[i].casts for i in {action.stage for action in order[slowest]})
     spent[ELEMENTWISE] = spent.get(ELEMENTWISE, 0.0) + casts
     waited = [step.waits.parts(action, start) for start, action in played.starts[slowest]]
@@ -308,12 +308,12 @@ def _spent(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
     return {**spent, **after_pipeline, "gradients dp": sums + after_pipeline["gradients dp"]}
 
 
-def behind_pipeline(prices: Prices, layout: Layout, step: Simulated) -> dict[str, float]:
+def behind_pipeline(prices: Prices, layout: StepLayout, step: Simulated) -> dict[str, float]:
     """Returns the seconds of what follows the pipeline, in order: of the sums over replicas what nothing hides."""
     seconds, device = {"tied weights pp": 0.0}, prices.device
     if tied := _tied(prices.model, step.names):
         # The usual tied weights are the embedding on the first pipeline rank and the head on the last.
-        group = Group(size=2, stride=layout.model_ranks * layout.dp * max(1, layout.pp - 1))
+        group = RankGroup(size=2, stride=layout.model_ranks * layout.dp * max(1, layout.pp - 1))
         seconds["tied weights pp"] = collective_seconds("all-reduce", tied, group, device)
     ends = [_exchange_ends(prices, layout, step, rank, names) for rank, names in enumerate(step.names)]
     seconds["gradients dp"] = max(0.0, max(ends) - step.played.seconds)
@@ -321,7 +321,7 @@ def behind_pipeline(prices: Prices, layout: Layout, step: Simulated) -> dict[str
     return seconds
 
 
-def _exchange_ends(prices: Prices, layout: Layout, step: Simulated, rank: int, names: frozenset[str]) -> float:
+def _exchange_ends(prices: Prices, layout: StepLayout, step: Simulated, rank: int, names: frozenset[str]) -> float:
     """Returns when the sums over replicas of a pipeline rank have ended.
 
     They begin under the last backward of each stage. Schedules in halves have the gradients when this has ended; with
@@ -351,12 +351,12 @@ def _exchange_ends(prices: Prices, layout: Layout, step: Simulated, rank: int, n
     return max(free, done + slowed(hidden, replicas_of(layout), device))
 
 
-def _stage(prices: Prices, layout: Layout, run: Sequence[int]) -> Stage:
+def _stage(prices: Prices, layout: StepLayout, run: Sequence[int]) -> StageCost:
     recorded_pieces, times = prices.pieces(layout.micro_batch), prices.times(layout.micro_batch)
     pieces = [recorded_pieces.pieces[i] for i in run]
     names = frozenset(name for piece in pieces for name in piece.parameters)
     total = sum((times[piece.kind] for piece in pieces), beside_times(prices, layout, names))
-    stage = Stage(
+    stage = StageCost(
         times=total,
         memory=stage_memory(pieces, recorded_pieces),
         parameters=names,
@@ -378,7 +378,7 @@ def _shares(parts: Sequence[float], total: float) -> list[float]:
     return [part * total / sum(parts) for part in parts]
 
 
-def cast_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
+def cast_seconds(prices: Prices, layout: StepLayout, names: frozenset[str]) -> float:
     """Returns the seconds in which a step casts a stage's parameters; under ZeRO each replica casts its part."""
     device, practice = prices.device, prices.practice
     if not practice.casts:
@@ -393,7 +393,7 @@ def cast_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float
     return moved * times / (device.memory_bandwidth * device.memory_sustained)
 
 
-def beside_times(prices: Prices, layout: Layout, names: frozenset[str]) -> Times:
+def beside_times(prices: Prices, layout: StepLayout, names: frozenset[str]) -> Times:
     """Returns the time to add up the gradients of a stage's parameters, for one microbatch."""
     device, practice = prices.device, prices.practice
     moved = 0.0
@@ -404,7 +404,7 @@ def beside_times(prices: Prices, layout: Layout, names: frozenset[str]) -> Times
     return Times(backward=seconds, weights=seconds, spent={ELEMENTWISE: seconds})
 
 
-def _added_bytes(layout: Layout, wide: int, narrow: int) -> float:
+def _added_bytes(layout: StepLayout, wide: int, narrow: int) -> float:
     """Returns the bytes that are moved for an element of a gradient and a microbatch, beside the product.
 
     `fully_shard` copies gradients into a buffer that is summed; what microbatches add up is in the parameter's dtype.
@@ -419,7 +419,7 @@ def _added_bytes(layout: Layout, wide: int, narrow: int) -> float:
     return (cast + (count - 1) * (2 * wide + narrow) + 2 * wide) / count
 
 
-def update_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
+def update_seconds(prices: Prices, layout: StepLayout, names: frozenset[str]) -> float:
     """Returns the seconds of the optimizer's step of a rank: it moves memory."""
     device, practice = prices.device, prices.practice
     elements = sum(parameter.elements for parameter in _learnt(prices, names))
@@ -439,7 +439,7 @@ def _tied(model: Lowered, names_by_rank: Sequence[frozenset[str]]) -> int:
 
 
 def _rank_memory(
-    prices: Prices, layout: Layout, stages: Sequence[Stage], row: Sequence[Action], names: frozenset[str]
+    prices: Prices, layout: StepLayout, stages: Sequence[StageCost], row: Sequence[Action], names: frozenset[str]
 ) -> RankMemory:
     """Returns the memory of a pipeline rank at its fullest moment."""
     practice = prices.practice
@@ -476,16 +476,16 @@ def _rank_memory(
     )
 
 
-def _groups(layout: Layout) -> list[Group]:
+def _groups(layout: StepLayout) -> list[RankGroup]:
     """Returns the groups that a rank of `distribute` communicates in: one for each axis, and one of all ranks."""
-    stride, groups = 1, list[Group]()
+    stride, groups = 1, list[RankGroup]()
     for size in (layout.tp, layout.cp, layout.dp, layout.pp):
-        groups.append(Group(size=size, stride=stride))
+        groups.append(RankGroup(size=size, stride=stride))
         stride *= size
-    return [*groups, Group(size=layout.devices, stride=1)]
+    return [*groups, RankGroup(size=layout.devices, stride=1)]
 
 
-def _copy(parameter: Parameter, layout: Layout) -> int:
+def _copy(parameter: Parameter, layout: StepLayout) -> int:
     """Returns the bytes of a parameter's copy in the dtype of computation; 0 where that is its own."""
     narrow = itemsize_of(layout, parameter.itemsize)
     return parameter.elements * narrow if narrow != parameter.itemsize else 0

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from autotp.tools.estimation.counts.pieces import Parameter, Piece
-from autotp.tools.estimation.layout import Layout, Practice
-from autotp.tools.estimation.seconds.beside_compute import Pass, run_beside, slowed
+from autotp.tools.estimation.counts.pieces import ModelPiece, Parameter
+from autotp.tools.estimation.layout import Practice, StepLayout
+from autotp.tools.estimation.seconds.beside_compute import PassOverUnits, run_beside, slowed
 from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import Group, collective_seconds
+from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action
 
@@ -40,9 +40,9 @@ class Unit:
     sum: float = 0.0
 
 
-def replicas_of(layout: Layout) -> Group:
+def replicas_of(layout: StepLayout) -> RankGroup:
     """Returns the group of the ranks that hold the same stage of other replicas."""
-    return Group(size=layout.dp, stride=layout.model_ranks)
+    return RankGroup(size=layout.dp, stride=layout.model_ranks)
 
 
 def gradient_bytes(prices: Prices, parameters: Sequence[Parameter]) -> float:
@@ -50,12 +50,12 @@ def gradient_bytes(prices: Prices, parameters: Sequence[Parameter]) -> float:
     return sum(p.elements * (prices.practice.gradient or p.itemsize) for p in parameters if p.learns)
 
 
-def itemsize_of(layout: Layout, parameter_itemsize: int) -> int:
+def itemsize_of(layout: StepLayout, parameter_itemsize: int) -> int:
     """Returns the bytes of an element of a parameter in computation."""
     return parameter_itemsize if layout.dtype is None else layout.dtype.itemsize
 
 
-def exchanged(prices: Prices, layout: Layout, names: frozenset[str], count: int = 1) -> tuple[float, float]:
+def exchanged(prices: Prices, layout: StepLayout, names: frozenset[str], count: int = 1) -> tuple[float, float]:
     """Returns the seconds to gather parameters once, and to sum their gradients once.
 
     Args:
@@ -72,7 +72,7 @@ def exchanged(prices: Prices, layout: Layout, names: frozenset[str], count: int 
 
 
 def units_of(
-    prices: Prices, layout: Layout, pieces: Sequence[Piece], work: Sequence[tuple[float, float]]
+    prices: Prices, layout: StepLayout, pieces: Sequence[ModelPiece], work: Sequence[tuple[float, float]]
 ) -> tuple[Unit, ...]:
     """Returns the units of a stage in the order of forward: first what is outside of its blocks.
 
@@ -99,7 +99,7 @@ def sums_of_units(units: Sequence[Unit]) -> list[tuple[float, float]]:
 
 
 def sums_of_buckets(
-    prices: Prices, layout: Layout, pieces: Sequence[Piece], backward: Sequence[float]
+    prices: Prices, layout: StepLayout, pieces: Sequence[ModelPiece], backward: Sequence[float]
 ) -> list[tuple[float, float]]:
     """Returns when each bucket of gradients is full after the start of backward, and the seconds to sum it.
 
@@ -149,7 +149,7 @@ class ReplicaWaits:
         order: the actions of each pipeline rank.
     """
 
-    layout: Layout
+    layout: StepLayout
     practice: Practice
     device: Hardware
     units: Sequence[tuple[Unit, ...]]
@@ -206,10 +206,10 @@ class ReplicaWaits:
         work, gathers = [unit.forward for unit in units], [unit.gather for unit in units]
         return run_beside(work, gathers, [0.0] * len(units), begin=begin, ahead=math.inf).waited
 
-    def _forward(self, units: Sequence[Unit]) -> Pass:
+    def _forward(self, units: Sequence[Unit]) -> PassOverUnits:
         return run_beside([unit.forward for unit in units], [unit.gather for unit in units], [0.0] * len(units))
 
-    def _backward(self, units: Sequence[Unit]) -> Pass:
+    def _backward(self, units: Sequence[Unit]) -> PassOverUnits:
         """Returns the backward of a microbatch beside its collectives. What is outside of blocks stays gathered."""
         order, practice = units[::-1], self.practice
         gathered, summed = self.layout.zero == 3 and practice.ahead, self.sums_each_backward and practice.overlapped

@@ -9,7 +9,7 @@ from typing import Any
 from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
 from autotp.errors import within
 from autotp.tools.estimation.error_bars import memory_bar, row_bar, step_bar
-from autotp.tools.estimation.layout import Layout
+from autotp.tools.estimation.layout import StepLayout
 from autotp.tools.estimation.seconds.hardware import GIB, Hardware
 
 ALLOCATOR = (1.0 * GIB, 0.08)
@@ -61,7 +61,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class TimeSaving:
     """What one way to hide or to fuse work brings.
 
     Attributes:
@@ -106,7 +106,7 @@ class Estimate(Shown):
         (2, True, True)
     """
 
-    layout: Layout
+    layout: StepLayout
     device: Hardware
     seconds: float
     flops: float
@@ -116,7 +116,7 @@ class Estimate(Shown):
     stages: tuple[tuple[str, ...], ...]
     homes: tuple[int, ...]
     row: str
-    savings: tuple[Saving, ...] = ()
+    savings: tuple[TimeSaving, ...] = ()
     source: Any = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from autotp.options import Recompute
 from autotp.tools.estimation.closed_form import ClosedForms
 from autotp.tools.estimation.counts.pieces import Lowered, lowered_again
 from autotp.tools.estimation.error_bars import why_zero_3
-from autotp.tools.estimation.estimate import call_of, lowered_for
-from autotp.tools.estimation.layout import AUTOTP, COMPILED, Layout, Practice
+from autotp.tools.estimation.estimate import estimated_call, lowered_for
+from autotp.tools.estimation.layout import AUTOTP, COMPILED, Practice, StepLayout
 from autotp.tools.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.seconds.hardware import GIB, Hardware, hardware_of
@@ -166,7 +166,7 @@ def search(
     def run() -> Search:
         expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
         # Raises for a wrong batch or dtype before the model is captured, which takes seconds.
-        Layout(batch=batch, dtype=dtype)
+        StepLayout(batch=batch, dtype=dtype)
         device = expect_search(gpus, gpu, batch, memory)
         layouts = Layouts(model, device, COMPILED if compiled else AUTOTP, dtype, sequence, example_inputs)
         with uncollected():
@@ -182,7 +182,7 @@ def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float) -> 
         Error: one of them is wrong.
     """
     device = hardware_of(gpu)
-    Layout(batch=batch)
+    StepLayout(batch=batch)
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise Error(f"gpus={gpus!r} is not a whole number of 1 or more", fix="gpus=8")
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory <= 1:
@@ -206,7 +206,7 @@ class Layouts:
         example_inputs: Any,
     ) -> None:  # fmt: skip
         self.device, self.dtype = device, dtype
-        self._practice, self._call = practice, call_of(model, sequence, example_inputs)
+        self._practice, self._call = practice, estimated_call(model, sequence, example_inputs)
         self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
         self._forms: dict[tuple[int, int, Recompute, bool], ClosedForms] = {}
         self.pipelines = True
@@ -233,7 +233,7 @@ class Layouts:
     def _lowered(self, tp: int, cp: int) -> Lowered:
         """Returns the model for numbers of ranks. Its types are not checked: `estimate` and `distribute` check them."""
         pp, sequence_parallel = 1 + self.pipelines, tp > 1
-        layout = Layout(batch=1, tp=tp, cp=cp, pp=pp, sequence_parallel=sequence_parallel, dtype=self.dtype)
+        layout = StepLayout(batch=1, tp=tp, cp=cp, pp=pp, sequence_parallel=sequence_parallel, dtype=self.dtype)
         try:
             return lowered_for(self._call, layout, checked=False)
         except Error:
@@ -245,7 +245,7 @@ class Layouts:
         plain = self.prices(tp, cp, "none").model
         return lowered_again(plain, replace(plain.training, schedule="zero-bubble"))
 
-    def price(self, layout: Layout) -> Estimate:
+    def price(self, layout: StepLayout) -> Estimate:
         """Returns the estimate of a layout."""
         halves = layout.pp > 1 and engine_of(layout.schedule).halves
         return price(self.prices(layout.tp, layout.cp, layout.recompute, halves), layout)
@@ -293,7 +293,7 @@ class Layouts:
         """True if closed forms of these ranks are those of their graph, whose prices are not low."""
         return cp == 1 or (tp, cp, "none", False) in self._prices
 
-    def refine(self, priced: Sequence[tuple[Layout, Rough]], tp: int, cp: int) -> list[tuple[Layout, Rough]]:
+    def refine(self, priced: Sequence[tuple[StepLayout, Rough]], tp: int, cp: int) -> list[tuple[StepLayout, Rough]]:
         """Returns the layouts, with the rough prices of the graph of these ranks; without those that are refused."""
         try:
             self.prices(tp, cp, "none")
@@ -301,14 +301,14 @@ class Layouts:
             return [pair for pair in priced if (pair[0].tp, pair[0].cp) != (tp, cp)]
         return [(x, self.rough(x) if (x.tp, x.cp) == (tp, cp) else r) for x, r in priced]
 
-    def rough(self, layout: Layout) -> Rough:
+    def rough(self, layout: StepLayout) -> Rough:
         """Returns the price of a layout whose schedule is a closed form."""
         forms = self.closed_forms(layout.tp, layout.cp, layout.recompute)
         step, prices = forms.simulated(layout), forms.prices
         memory = memory_of_ranks(prices, layout, step)
         return Rough(step_seconds(prices, layout, step), max(rank.total for rank in memory))
 
-    def legal(self, gpus: int, batch: int) -> Iterator[Layout]:
+    def legal(self, gpus: int, batch: int) -> Iterator[StepLayout]:
         """Yields the layouts of a number of devices whose sizes multiply out.
 
         Those that differ only in the micro-batch come one after the other, the smallest micro-batch first.
@@ -330,7 +330,7 @@ class Layouts:
                 ):
                     for micro in micro_batches:
                         if (schedule, interleave) in _schedules(pp, blocks, batch // dp // micro):
-                            yield Layout(
+                            yield StepLayout(
                                 batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule,
                                 interleave=interleave, zero=zero, recompute=recompute,
                                 sequence_parallel=tp > 1, dtype=self.dtype,
@@ -369,11 +369,13 @@ def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
     return Search(best=tuple(best), lost=tuple(lost), tried=tried)
 
 
-def _priced_roughly(layouts: Layouts, gpus: int, batch: int, limit: float) -> tuple[list[tuple[Layout, Rough]], int]:
+def _priced_roughly(
+    layouts: Layouts, gpus: int, batch: int, limit: float
+) -> tuple[list[tuple[StepLayout, Rough]], int]:
     """Returns rough prices of the legal layouts, and how many are legal. A layout that is far from fitting has no price
     for larger micro-batches, which take more.
     """
-    priced, tried, full = list[tuple[Layout, Rough]](), 0, None
+    priced, tried, full = list[tuple[StepLayout, Rough]](), 0, None
     for layout in layouts.legal(gpus, batch):
         tried += 1
         if full is not None and layout.equals_but_for_micro_batch(full):
@@ -385,14 +387,14 @@ def _priced_roughly(layouts: Layouts, gpus: int, batch: int, limit: float) -> tu
 
 
 def _fastest(
-    layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], limit: float
-) -> tuple[list[Estimate], Sequence[tuple[Layout, Rough]]]:
+    layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]], limit: float
+) -> tuple[list[Estimate], Sequence[tuple[StepLayout, Rough]]]:
     """Returns the fastest layouts that fit, and all layouts with the rough prices that are known then.
 
     A rough price is not exact, so more are priced than are wanted. Those with low prices come last: what is refused or
     slower even then is not lowered.
     """
-    priced: dict[Layout, Estimate] = {}
+    priced: dict[StepLayout, Estimate] = {}
     ordered = sorted(rough_prices, key=lambda pair: pair[1].seconds)
     while len(priced) < PRICED:
         fitting = _fitting(priced.values(), limit)
@@ -421,7 +423,7 @@ def _most(est: Estimate) -> float:
     return max(rank.total for rank in est.memory)
 
 
-def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], limit: float) -> None:
+def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]], limit: float) -> None:
     est = layouts.price(min(rough_prices, key=lambda pair: pair[1].memory)[0])
     raise Error(
         f"no layout fits: {est.layout} takes {_most(est) / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
@@ -433,10 +435,10 @@ def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[Layout, R
 
 
 def _slower(
-    layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], best: Sequence[Estimate], limit: float
+    layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]], best: Sequence[Estimate], limit: float
 ) -> Iterator[Lost]:
     """Yields the obvious layouts that are not among the best, each in its fastest variant that fits."""
-    won, reported = best[0], set[Layout]()
+    won, reported = best[0], set[StepLayout]()
     for name, which in _obvious(won.layout, layouts.device.node).items():
         variants = [
             (layout, r) for layout, r in rough_prices if which(layout) and layouts.is_lowered(layout.tp, layout.cp)
@@ -452,7 +454,7 @@ def _slower(
         yield Lost(f"{name}: {layout}", _why(layouts.price(layout), won, layouts.device, limit))
 
 
-def _obvious(won: Layout, node: int) -> Mapping[str, Any]:
+def _obvious(won: StepLayout, node: int) -> Mapping[str, Any]:
     """Returns name -> whether a layout is of this kind."""
     return {
         "replicas only": lambda x: x.tp == x.cp == x.pp == 1 and x.zero < 3,

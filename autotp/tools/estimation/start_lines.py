@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotp.tools.estimation.layout import Layout
+from autotp.tools.estimation.layout import StepLayout
 
 
 def torchrun_line(devices: int, node: int) -> str:
@@ -18,7 +18,7 @@ def torchrun_line(devices: int, node: int) -> str:
     return f"torchrun --nnodes {nodes} --nproc-per-node {node} {meet} train.py"
 
 
-def python_line(layout: Layout) -> str:
+def python_line(layout: StepLayout) -> str:
     """Returns the call of `distribute` for a layout."""
     arguments = [f"{name}={getattr(layout, name)}" for name in ("tp", "pp", "dp")]
     arguments += [f"cp={layout.cp}"] * (layout.cp > 1) + [f"microbatches={layout.microbatches}"]

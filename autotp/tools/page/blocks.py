@@ -146,7 +146,7 @@ def sent_row(node: fx.Node, subject: Subject, axes: PageAxes) -> dict[str, Any]:
     typed = subject.types[node]
     read = [t for operand in node.all_input_nodes for t in subject.types.get(operand, ())]
     # The whole tensor is what an all-gather returns, and what a reduce-scatter reads.
-    size = max(sum(bytes_of(t, subject) for t in typed), sum(bytes_of(t, subject) for t in read[: len(typed)]))
+    size = max(sum(value_bytes(t, subject) for t in typed), sum(value_bytes(t, subject) for t in read[: len(typed)]))
     touched = axes.touched(*(axis for t in typed for axis in t.dims), *_moved(node, subject))
     learns = node in subject.learning
     names = [subject.names[operand.name] for operand in node.all_input_nodes if operand.name in subject.names]
@@ -166,7 +166,7 @@ def _moved(node: fx.Node, subject: Subject) -> Iterator[Axis | None]:
         yield from (t.leaf for t in subject.types.get(user, ()))
 
 
-def bytes_of(typed: Typed, subject: Subject) -> int:
+def value_bytes(typed: Typed, subject: Subject) -> int:
     """Returns the bytes of a whole value."""
     return typed.dtype.itemsize * math.prod(subject.length(find(axis).size) for axis in typed.dims)
 

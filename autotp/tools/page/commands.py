@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotp.tools.estimation import start_lines
-from autotp.tools.estimation.layout import Layout
+from autotp.tools.estimation.layout import StepLayout
 from autotp.tools.page.subject import Subject
 
 
@@ -22,7 +22,7 @@ def python_line(subject: Subject) -> str:
         return start_lines.python_line(subject.estimate.layout)
     options = subject.program.options
     if (mesh := subject.mesh) is not None:
-        layout = Layout(
+        layout = StepLayout(
             batch=mesh.microbatches * mesh.dp, tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, zero=mesh.zero,
             schedule=mesh.schedule, interleave=mesh.interleave, sequence_parallel=options.sequence_parallel,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from autotp.source_location import place_of
+from autotp.source_location import source_place
 from autotp.tools.page.axes import PageAxes
 from autotp.tools.page.blocks import is_conjugate, is_quiet, regions_of, sent_row, weights_of
 from autotp.tools.page.subject import Subject
@@ -53,7 +53,7 @@ def source_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any
 
 def _note(node: fx.Node, lines: dict[tuple[str, int], Line], subject: Subject, axes: PageAxes, block: str) -> None:
     """Adds what an operator makes, reads and sends to its line."""
-    place = place_of(node)
+    place = source_place(node)
     # `<stdin>` and the like have no file to read lines from.
     if place is None or not os.path.isabs(place[0]):
         return
@@ -66,7 +66,7 @@ def _note(node: fx.Node, lines: dict[tuple[str, int], Line], subject: Subject, a
     for weight in weights_of(node, subject, axes, block):
         _add(line["weights"], weight)
     # A value that only its own line reads is a step on the way: of these the last is shown.
-    leaves = not node.users or any(place_of(user) != place for user in _readers(node))
+    leaves = not node.users or any(source_place(user) != place for user in _readers(node))
     if leaves or not is_quiet(node):
         values = [axes.shape(typed) for typed in subject.types[node]]
         if not leaves:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotp.errors import Error
-from autotp.tools.estimation.price import Prices, Simulated, behind_pipeline, simulated
+from autotp.tools.estimation.price import Prices, Simulated, behind_pipeline, timed_schedule
 from autotp.tools.estimation.result import Estimate
 from autotp.training.pipeline.schedule_actions import Action
 
@@ -21,7 +21,7 @@ def timeline_data(estimate: Estimate) -> dict[str, Any]:
 
     What follows the pipeline (sums over replicas, the optimizer) is one part behind it, on all ranks.
     """
-    step = simulated(_prices(estimate), estimate.layout)
+    step = timed_schedule(_prices(estimate), estimate.layout)
     tick = estimate.seconds / TICKS
     ranks = _shown_ranks(step)
     rows = []
@@ -88,7 +88,7 @@ def _shown_ranks(step: Simulated) -> list[int]:
 
 def trace_events(estimate: Estimate) -> dict[str, Any]:
     """Returns the schedule in the format of Chrome's traces, which Perfetto opens: a row for each pipeline rank."""
-    step = simulated(_prices(estimate), estimate.layout)
+    step = timed_schedule(_prices(estimate), estimate.layout)
     title = f"{estimate.layout} on {estimate.device.name}"
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
     for rank, starts in enumerate(step.played.starts):

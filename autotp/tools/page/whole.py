@@ -6,7 +6,7 @@ from typing import Any
 
 from autotp.display.text_table import folded
 from autotp.source_location import block_in
-from autotp.tools.estimation.counts.depth import renamed
+from autotp.tools.estimation.counts.depth import name_in_block
 from autotp.tools.page.subject import Subject
 
 CHANGES = {
@@ -51,7 +51,7 @@ def whole_data(subject: Subject) -> list[dict[str, Any]]:
         block = block_in(row.name)
         # The plan is of captured blocks, each of which stands for those that are like it.
         for name in likes.get(block, [""]) if not row.operator else [""]:
-            name_of_layer = renamed(row.name, block, name) if name else row.name
+            name_of_layer = name_in_block(row.name, block, name) if name else row.name
             shape, why, place = row.cells()
             rows.append((name_of_layer, (shape, why, place, change_of(row.reason, along))))
     return [dict(zip(("name", "shape", "why", "at", "change"), cells, strict=True)) for cells in folded(rows)]

@@ -23,7 +23,7 @@ from autotp.ops.eager_mode import uncollected
 from autotp.options import Options
 from autotp.passes.emit.bind import COMMUNICATING
 from autotp.runtime.build import expect_usable
-from autotp.tools.pass_by_pass.steps import Step, run_steps
+from autotp.tools.pass_by_pass.steps import PassRun, run_steps
 
 Sends = tuple[int, int]
 """The number of collectives in forward and in backward."""
@@ -202,7 +202,7 @@ def _size_of(model: nn.Module) -> str:
     return f"{_many(len(list(model.modules())), 'module')}, {_many(len(parameters), 'parameter')} of {size}"
 
 
-def _row(step: Step) -> PassRow:
+def _row(step: PassRun) -> PassRow:
     before, after = ([node for graph in graphs for node in operators_of(graph)] for graphs in step.graphs)
     # As multisets: an operator that only moved is no rewrite.
     was, became = Counter(map(_kind, before)), Counter(map(_kind, after))
@@ -218,7 +218,7 @@ def _row(step: Step) -> PassRow:
     )
 
 
-def _facts(step: Step) -> Iterator[str]:
+def _facts(step: PassRun) -> Iterator[str]:
     """Yields what is said of the facts that a pass found or changed."""
     if step.before is None:
         yield _many(len(step.program.captured.inputs), "input")
@@ -237,7 +237,7 @@ def _facts(step: Step) -> Iterator[str]:
             yield describe(step.program)
 
 
-def _sent(graphs: tuple[fx.Graph, ...], step: Step) -> Sends:
+def _sent(graphs: tuple[fx.Graph, ...], step: PassRun) -> Sends:
     """Returns the number of collectives in graphs, forward and backward."""
     traffics = [
         traffic(graph, step.program) for graph in graphs if any(node.target in COMMUNICATING for node in graph.nodes)

@@ -17,7 +17,7 @@ from autotp.ops.eager_mode import uncollected
 from autotp.options import Experts, Options, Outputs, Overlap, Recompute
 from autotp.runtime.build import expect_usable
 from autotp.sharding.axis import find, leaves
-from autotp.tools.pass_by_pass.steps import Step, run_steps
+from autotp.tools.pass_by_pass.steps import PassRun, run_steps
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def stages(
     return within(f"stages({type(model).__name__}, tp={tp}{f', cp={cp}' * (cp != 1)})", run)
 
 
-def _pages(model: nn.Module, steps: Iterable[Step]) -> Iterator[tuple[str, str]]:
+def _pages(model: nn.Module, steps: Iterable[PassRun]) -> Iterator[tuple[str, str]]:
     yield "model", str(model)
     for step in steps:
         if step.name == "capture":
@@ -109,7 +109,7 @@ def _pages(model: nn.Module, steps: Iterable[Step]) -> Iterator[tuple[str, str]]
             yield "emit", step.became()
 
 
-def _decided(step: Step, model: str) -> Iterator[tuple[str, str]]:
+def _decided(step: PassRun, model: str) -> Iterator[tuple[str, str]]:
     """Yields what was decided before the first rank's graph is made."""
     program = step.program
     yield "axes", step.names.text(program.graph, lambda node: _axes_of(node, program))

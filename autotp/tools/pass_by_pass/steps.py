@@ -46,7 +46,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Step:
+class PassRun:
     """A pass that has run.
 
     Attributes:
@@ -74,7 +74,7 @@ class Step:
     types: Collection[fx.Node] = ()
 
 
-def run_steps(model: nn.Module, tp: int, options: Options, example_inputs: Any) -> Iterator[Step]:
+def run_steps(model: nn.Module, tp: int, options: Options, example_inputs: Any) -> Iterator[PassRun]:
     """Yields the capture, each pass, the check and the emission for the first of `tp` ranks, in order.
 
     Args:
@@ -87,7 +87,9 @@ def run_steps(model: nn.Module, tp: int, options: Options, example_inputs: Any) 
     captured = program.captured
     names = Names(captured.parameters | captured.buffers, _names_of_inputs((args, kwargs), program))
     first = partial(names.text, program.graph)
-    yield Step("capture", "capture", seconds, None, program, ((), (program.graph,)), names, partial(str, model), first)
+    yield PassRun(
+        "capture", "capture", seconds, None, program, ((), (program.graph,)), names, partial(str, model), first
+    )
     for seconds, (pass_, later) in _each_timed(programs_after_passes(program)):
         graphs = program.graph, later.graph
         yield _step(pass_, seconds, program, later, graphs, names)
@@ -103,13 +105,13 @@ def run_steps(model: nn.Module, tp: int, options: Options, example_inputs: Any) 
 
 def _step(
     pass_: Pass, seconds: float, before: Program, after: Program, graphs: tuple[fx.Graph, fx.Graph], names: Names
-) -> Step:
+) -> PassRun:
     # Texts are made when they are asked for: most are not.
     was, became = (partial(names.text, graph) for graph in graphs)
-    return Step(pass_.stage, pass_.name, seconds, before, after, ((graphs[0],), (graphs[1],)), names, was, became)
+    return PassRun(pass_.stage, pass_.name, seconds, before, after, ((graphs[0],), (graphs[1],)), names, was, became)
 
 
-def _check(program: Program, graph: fx.Graph, to: Target, names: Names) -> Step:
+def _check(program: Program, graph: fx.Graph, to: Target, names: Names) -> PassRun:
     seconds, types = _timed(lambda: expect_typed(graph, program, to))
     proved, letters = next(iter(types)).graph, sizes_of(program.graph)
 
@@ -117,17 +119,17 @@ def _check(program: Program, graph: fx.Graph, to: Target, names: Names) -> Step:
         return ", ".join(size_text(typed, letters) for typed in types.get(node, ()))
 
     was, became = partial(names.text, graph), partial(names.text, proved, type_of)
-    return Step("check", "check", seconds, program, program, ((graph,), (graph,)), names, was, became, types)
+    return PassRun("check", "check", seconds, program, program, ((graph,), (graph,)), names, was, became, types)
 
 
-def _emit(program: Program, graph: fx.Graph, names: Names) -> Step:
+def _emit(program: Program, graph: fx.Graph, names: Names) -> PassRun:
     seconds, module = _timed(lambda: emitted_operators(graph, program, program.options, torch.device("cpu"), {}))
     graphs = (module.graph, *(part.graph for _, part, _ in _blocks(module)))
 
     def became() -> str:
         return "\n\n".join(_modules(module, names))
 
-    return Step(
+    return PassRun(
         "emit", "emit", seconds, program, program, ((graph,), graphs), names, partial(names.text, graph), became
     )
 

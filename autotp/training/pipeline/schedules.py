@@ -21,7 +21,7 @@ from autotp.passes.capture.guards.looks import without_padding
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.cost import block_costs
-from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
+from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, partition
 from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.rules.call import placeholders, returned
 from autotp.sharding.layout import Layout
@@ -166,7 +166,7 @@ def division(training: Training, ranks: int, analysis: Program, lowered: fx.Grap
     keeps_activations = training.recompute != "full"  # With "full" a block keeps its inputs only.
     flights = [keeps_activations * schedule.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
     costs = block_costs(*costed(analysis), blocks, names)
-    return divided(blocks, costs, [homes[i] for i in range(len(homes))], flights)
+    return partition(blocks, costs, [homes[i] for i in range(len(homes))], flights)
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def _torch_stages(schedule: Engine, works: Mapping[int, nn.Module], device: torc
 
     ended: list[Any] = []
 
-    class Stage(PipelineStage):
+    class TrialStage(PipelineStage):
         """A stage whose trial run has valid indices, and whose sums over replicas run beside backward.
 
         To learn the shapes that stages send, torch runs them once on uninitialized memory, where integers may be out of
@@ -344,7 +344,7 @@ def _torch_stages(schedule: Engine, works: Mapping[int, nn.Module], device: torc
             ended.clear()
 
     count = group.size() * schedule.rounds
-    return [Stage(work, i, count, device, group=group) for i, work in works.items()]
+    return [TrialStage(work, i, count, device, group=group) for i, work in works.items()]
 
 
 def expect_whole_backward(training: Training) -> None:

@@ -30,9 +30,9 @@ from autotp.passes.capture.guards.values import (
     Outcome,
     Place,
     Reading,
-    place_of,
+    place_of_call,
+    place_text,
     reads_values,
-    shown,
 )
 from autotp.passes.capture.python_state.freeze import freeze_argument
 
@@ -47,7 +47,7 @@ MOST_ROUNDS = 512
 """The largest number of truth values of activations at one place: beyond it is a loop that they end."""
 
 
-class _Unknown(Exception):
+class _DoesNotFollow(Exception):
     """A value does not follow from the arguments."""
 
 
@@ -90,7 +90,7 @@ class InputValues(Reading):
         try:
             return super()._run(func, args, kwargs)
         except Exception as error:
-            place = place_of(func)
+            place = place_of_call(func)
             if not reads_values(error) or place in self.places or place in self.blocked:
                 raise
             self.places.add(place)
@@ -131,14 +131,14 @@ class InputValues(Reading):
         def real(x: Any) -> Any:
             # This run's sizes are numbers. A symbol is a number that depends on values, which no shadow tells.
             if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
-                raise _Unknown
+                raise _DoesNotFollow
             if isinstance(x, slice):
                 return slice(*map(real, (x.start, x.stop, x.step)))
             return self._shadow(x) if isinstance(x, Tensor) else x
 
         try:
             return pytree.tree_map(real, (args, kwargs), is_leaf=lambda x: isinstance(x, slice))
-        except _Unknown:
+        except _DoesNotFollow:
             return None
 
     def _shadow(self, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class InputValues(Reading):
                 self._pair(x, x.detach().clone())  # A constant of the model, which the user has, too.
         fake, shadow, ahead = self.shadows.get(id(x), (None, x, 0))
         if fake is not x or x._version - shadow._version != ahead:  # Something without values was written into it.
-            raise _Unknown
+            raise _DoesNotFollow
         return shadow
 
     def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
@@ -173,7 +173,7 @@ class InputValues(Reading):
                 raise Error(
                     "an array of .numpy() and its tensor share memory, and forward writes into it, "
                     "which a graph cannot do",
-                    at=shown(outcome.place),
+                    at=place_text(outcome.place),
                     fix="x.numpy().copy()",
                 )
 
@@ -214,5 +214,5 @@ class _Repeatable(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.name():
-            raise _Unknown
+            raise _DoesNotFollow
         return func(*args, **(kwargs or {}))

@@ -47,7 +47,7 @@ from autotp.errors import Error
 from autotp.model_library import BeginAgain
 from autotp.passes.capture.guards.looks import is_looking
 from autotp.passes.capture.python_state.freeze import freeze_argument
-from autotp.source_location import calling_frame, is_library, is_users
+from autotp.source_location import calling_frame, is_library_file, is_users
 from autotp.torch_internals import NO_COMPLEX, NO_NUMPY
 
 PREDICATES = (
@@ -247,7 +247,7 @@ class Reading(TorchFunctionMode):
             symbols = free_unbacked_symbols(number)
             truth = number if cls is torch.SymBool or not symbols else number != 0
             if symbols and is_users(calling_frame()):
-                place = place_of(None)._replace(function=TRUTH)
+                place = place_of_call(None)._replace(function=TRUTH)
                 predicate = self._predicate(truth) if self._is_truth(place, symbols) else None
                 if predicate is not None:
                     self.places.add(place)
@@ -313,7 +313,7 @@ class Reading(TorchFunctionMode):
             result = self._run(func, args, kwargs)
         except Exception as error:
             if reads_values(error):
-                self.failed_at = place_of(func)
+                self.failed_at = place_of_call(func)
             raise
         self._note(func, args, kwargs, result)
         return result
@@ -321,7 +321,7 @@ class Reading(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is Tensor.__bool__ and is_looking():
             self.looks.add(len(self.outcomes))
-            return self._read(func, args, kwargs, place_of(func))
+            return self._read(func, args, kwargs, place_of_call(func))
         return self._given(func, args, kwargs) if self.places else self._plain(func, *args, **kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -342,14 +342,14 @@ class Reading(TorchFunctionMode):
             wide = torch.float64 if args[0].is_floating_point() else torch.int64
             self.numbers[next(iter(new_symbols))] = args[0].detach().clone().reshape(()).to(wide)
         if func in READS or any(map(_is_scalar, _with_bounds((args, kwargs)))):
-            places.add(place_of(func))
+            places.add(place_of_call(func))
         for symbol in new_symbols if places else ():
             self.symbols[symbol] = frozenset(places)
         for symbol in new_symbols if func in SIZED else ():
-            self.sized[symbol] = place_of(func)
+            self.sized[symbol] = place_of_call(func)
         sizes = (symbol for x in _tensors(result) for symbol in free_unbacked_symbols(x))
         if places and any(symbol_is_type(symbol, SymT.UNBACKED_FLOAT) for symbol in sizes):
-            raise NeedsNumber(place_of(func))  # No graph computes a size of numbers with a point.
+            raise NeedsNumber(place_of_call(func))  # No graph computes a size of numbers with a point.
 
     def symbolic(self) -> frozenset[Place]:
         """Returns the places at which the model read what the exporter has symbols for."""
@@ -384,7 +384,7 @@ class Reading(TorchFunctionMode):
 
     def _given(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Returns what a function gives: for a read at a listed place the outcome."""
-        place = place_of(func)
+        place = place_of_call(func)
         if place not in self.places:
             return self._plain(func, *args, **kwargs)
         if func in READS:
@@ -536,18 +536,18 @@ def other_reads(place: Place) -> Error:
     """Returns the Error for a model that reads other values at this place while it is captured."""
     return Error(
         "the model reads other values while it is captured than it reads when it runs",
-        at=shown(place),
+        at=place_text(place),
         fix="the same code in both: no torch.compiler.is_compiling() around it",
     )
 
 
-def shown(place: Place) -> str:
+def place_text(place: Place) -> str:
     """Returns a place as `file.py:12  the code`."""
     code = linecache.getline(place.file, place.line).strip()
     return f"{os.path.basename(place.file)}:{place.line}  {code}".rstrip()
 
 
-def place_of(func: Any) -> Place:
+def place_of_call(func: Any) -> Place:
     """Returns the place of a call: the innermost line outside of torch and autotp."""
     frame = calling_frame()
     while frame.f_back is not None and _is_within(frame.f_code.co_filename):
@@ -556,4 +556,4 @@ def place_of(func: Any) -> Place:
 
 
 def _is_within(file: str) -> bool:
-    return is_library(file) or file.startswith("<")
+    return is_library_file(file) or file.startswith("<")

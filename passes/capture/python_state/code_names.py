@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from autotp.errors import Error
 from autotp.model_library import library
-from autotp.passes.capture.python_state.contents import Contents, difference
+from autotp.passes.capture.python_state.contents import Contents, changed_keys
 from autotp.passes.capture.python_state.freeze import LARGEST, PLAIN, cells_of
 from autotp.passes.capture.python_state.walk import GONE, everything, is_container
 
@@ -252,7 +252,7 @@ class NamedBefore:
             # names count.
             names = {*then, *(filter(_is_own, scope.table) if scope.kind is not None else ())}
             now = {name: scope.table.get(name, GONE) for name in names}
-            pairs = sorted(difference(then, now).items())
+            pairs = sorted(changed_keys(then, now).items())
             changed += [(CodeName(scope, name), then.get(name, GONE), value) for name, value in pairs]
         return changed
 

@@ -65,12 +65,12 @@ class Contents:
     def is_same(self) -> bool:
         """True if the object still holds the same objects under the same keys, in the same order."""
         now = contents_of(self.value)
-        return list(now) == list(self.then) and not difference(self.then, now)
+        return list(now) == list(self.then) and not changed_keys(self.then, now)
 
     def changes(self) -> dict[Any, Any]:
         """Key -> new value, for the keys that changed."""
         now = contents_of(self.value)
-        return {key: set(x) if isinstance(x, frozenset) else x for key, x in difference(self.then, now).items()}
+        return {key: set(x) if isinstance(x, frozenset) else x for key, x in changed_keys(self.then, now).items()}
 
     def restore(self) -> None:
         """Makes a container or module hold what it held; the state of an opaque object stays."""
@@ -78,7 +78,7 @@ class Contents:
             _fill(self.value, self.then)
 
 
-def difference(then: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
+def changed_keys(then: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
     """Key -> new value or GONE, for each key under which there is another object now."""
     return {
         int(key) if isinstance(key, torch.SymInt) else key: now.get(key, GONE)

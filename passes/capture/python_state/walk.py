@@ -244,7 +244,7 @@ def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:
         put(holder, key, value)
 
 
-def values_at(model: nn.Module, slots: Collection[Slot], numbers: Collection[Path]) -> dict[Path, Any]:
+def values_by_path(model: nn.Module, slots: Collection[Slot], numbers: Collection[Path]) -> dict[Path, Any]:
     """Path -> value, for all tensors in some attributes and for the whole numbers at some paths."""
     modules, values = dict(model.named_modules()), dict[Path, Any]()
     weight_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}

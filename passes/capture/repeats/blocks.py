@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from autotp.passes.capture.repeats.comparison import structure
-from autotp.torch_internals import put
+from autotp.torch_internals import set_until_undone
 
 Blocks = Mapping[int, tuple[nn.Module, int]]
 """`id` of a block's `__dict__` -> the block, and the number of its kind: blocks of a kind have the same structure."""
@@ -54,7 +54,7 @@ def patched(owner: Any, names: Mapping[str, Any]) -> Iterator[None]:
     """A region in which a class, or a module of Python, has other attributes."""
     with ExitStack() as stack:
         for name, value in names.items():
-            stack.callback(put(owner, name, value))
+            stack.callback(set_until_undone(owner, name, value))
         yield
 
 

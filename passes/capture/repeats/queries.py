@@ -11,9 +11,9 @@ object is needed. Arguments and answers are tensors, plain values, such objects,
 such as a list that an object holds, the model is captured anew, with each block that is given an object by itself.
 
 NOTE [Numbers that only objects are given]
-`self.layer_idx` differs from block to block and is the index of a layer's part of the cache. A block reads a `Number`
-in its place. A request gets the number of its own block; any other code gets the integer, which is then compared like
-all attributes that a block reads. Only `type(self.layer_idx)` shows that it is not an integer.
+`self.layer_idx` differs from block to block and is the index of a layer's part of the cache. A block reads a
+`BlockNumber` in its place. A request gets the number of its own block; any other code gets the integer, which is then
+compared like all attributes that a block reads. Only `type(self.layer_idx)` shows that it is not an integer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Request:
     Attributes:
         of: the object's place.
         name: the method's name.
-        given, spec: leaves and structure of the arguments, tensors and objects by their places; some are a `Number`.
+        given, spec: leaves and structure of the arguments, tensors and objects by their places, and `BlockNumber`s.
         answer: structure of the result, and the properties of its leaves that the block can read.
     """
 
@@ -91,7 +91,7 @@ def flatten_tuples(value: Any) -> tuple[list[Any], Any]:
 
 def is_passable(leaf: Any) -> bool:
     """True for an argument that a request may have, other than tensors and objects."""
-    return is_plain_value(leaf) or isinstance(leaf, (Number, *SYMBOLIC))
+    return is_plain_value(leaf) or isinstance(leaf, (BlockNumber, *SYMBOLIC))
 
 
 def new_objects(leaves: Sequence[Any], met_objects: Sequence[Any], watched: Collection[type] = ()) -> list[Any]:
@@ -206,7 +206,7 @@ def _as_integer(cls: Any) -> Any:
 
 
 @_as_integer
-class Number:
+class BlockNumber:
     """An integer that differs from block to block. NOTE [Numbers that only objects are given]
 
     Args:
@@ -231,13 +231,13 @@ class Number:
 
 
 def as_integer(value: Any) -> Any:
-    """Returns the integer of a `Number`, and notes that it is used; any other value unchanged."""
-    if type(value) is not Number:
+    """Returns the integer of a `BlockNumber`, and notes that it is used; any other value unchanged."""
+    if type(value) is not BlockNumber:
         return value
     value._used()
     return value._value
 
 
-def attribute_of(number: Number) -> tuple[str, str]:
+def read_from(number: BlockNumber) -> tuple[str, str]:
     """Returns the attribute that a number was read from: the module's path in the block, and the attribute's name."""
     return number._place

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.passes.capture.python_state.freeze import Freezer
 from autotp.passes.capture.repeats.comparison import attribute, freezer, paths_in, position, tensors_of
-from autotp.passes.capture.repeats.queries import Number, ObjectAt, Request, TensorAt, attribute_of
+from autotp.passes.capture.repeats.queries import BlockNumber, ObjectAt, Request, TensorAt, read_from
 
 torch.library.define("autotp::begin", "(Tensor[] x, int at) -> Tensor[]")
 torch.library.define("autotp::end", "(Tensor[] y, Tensor[] own, int at, int step) -> Tensor[]")
@@ -103,7 +103,7 @@ class RecordedCall:
         freeze = freezer(paths_in(block))
         modules = dict(block.named_modules())
         numbers = [
-            attribute_of(leaf) for request in self.requests for leaf in request.given if isinstance(leaf, Number)
+            read_from(leaf) for request in self.requests for leaf in request.given if isinstance(leaf, BlockNumber)
         ]
         # Their values may differ, but requests are given integers.
         return all(type(attribute(modules[path], name)) is int for path, name in numbers) and all(
@@ -151,8 +151,8 @@ def with_tensors(
     modules = dict(block.named_modules())
 
     def found(leaf: Any) -> Any:
-        if isinstance(leaf, Number):
-            path, name = attribute_of(leaf)
+        if isinstance(leaf, BlockNumber):
+            path, name = read_from(leaf)
             return attribute(modules[path], name)
         if isinstance(leaf, ObjectAt):
             return objects[leaf.at]

@@ -47,7 +47,7 @@ from autotp.passes.capture.repeats.comparison import (
     tensor_kind,
     tensors_of,
 )
-from autotp.passes.capture.repeats.queries import Entangled, Number, ObjectAt, Request, TensorAt, is_queryable
+from autotp.passes.capture.repeats.queries import BlockNumber, Entangled, ObjectAt, Request, TensorAt, is_queryable
 from autotp.passes.capture.repeats.record import CALLS, LAST, RecordedCall, again, tensors_in, unbacked, with_tensors
 from autotp.source_location import calling_frame
 
@@ -236,8 +236,8 @@ class Repeats:
         call.requests.append(request)
         return pytree.tree_unflatten(inside, spec)
 
-    def read(self, module: nn.Module, name: str) -> Number | None:
-        """Notes that an attribute is read, even if it does not exist; returns the `Number` in its place, if any."""
+    def read(self, module: nn.Module, name: str) -> BlockNumber | None:
+        """Notes that an attribute is read, even if it does not exist; returns the `BlockNumber` in its place."""
         call = self.open
         if call is None or self.is_asking or name in UNTOUCHED or (name.startswith("__") and name != "__dict__"):
             return None
@@ -252,7 +252,7 @@ class Repeats:
                 value = attribute(module, name)
                 frozen = call.freeze(value)
             if call.objects and type(value) is int and (call.key[0], path, name) in self.numbers:
-                return Number(value, (path, name), functools.partial(self._used, call, (path, name), frozen))
+                return BlockNumber(value, (path, name), functools.partial(self._used, call, (path, name), frozen))
             call.reads[path, name] = frozen
         return None
 

@@ -59,7 +59,7 @@ class Region:
         return [node for step in self.steps.values() for node in step.nodes]
 
 
-def unfold(graph: fx.Graph) -> fx.Graph:
+def unfold_calls(graph: fx.Graph) -> fx.Graph:
     """Returns a graph of the same function in which every call of a block has its own operators.
 
     Raises:

@@ -18,7 +18,7 @@ SHIFT = 2
 """The length of a number 0."""
 
 
-class Number(Tensor):
+class NumberArgument(Tensor):
     """Stands for a number among the arguments. [the number + SHIFT, 0]"""
 
 
@@ -29,7 +29,7 @@ def is_countable(leaf: Any) -> bool:
 
 def as_length(number: int, device: torch.device) -> Tensor:
     """Returns what stands for a number that is countable."""
-    return torch.empty((number + SHIFT, 0), device=device).as_subclass(Number)
+    return torch.empty((number + SHIFT, 0), device=device).as_subclass(NumberArgument)
 
 
 def as_number(leaf: Any, tensor: Any) -> Any:
@@ -39,4 +39,4 @@ def as_number(leaf: Any, tensor: Any) -> Any:
         leaf: the argument of the call.
         tensor: what the exporter has in its place.
     """
-    return tensor.shape[0] - SHIFT if isinstance(leaf, Number) else tensor
+    return tensor.shape[0] - SHIFT if isinstance(leaf, NumberArgument) else tensor

@@ -58,7 +58,7 @@ class Balanced:
 
 
 @dataclass(frozen=True)
-class Reading:
+class OperandRead:
     """An operator that reads a value.
 
     Attributes:
@@ -87,7 +87,7 @@ def balance(graph: fx.Graph, axes: Axes, decision: Decision, parts: int, randomn
     reasons = tuple(dict.fromkeys(filter(None, against.values())))
     if not chosen:
         return Balanced(graph, axes, decision, reasons=reasons)
-    writing = _Writing(graph, axes, decision, have, chosen, parts)
+    writing = _BalancedGraph(graph, axes, decision, have, chosen, parts)
     for node in graph.nodes:
         writing.visit(node)
     count = sum(_among(decision.cuts[node], chosen) is not None for node in attentions)
@@ -141,17 +141,17 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
-def _readings(node: fx.Node, axes: Axes, decision: Decision, have: Have, leaves: list[Axis]) -> Iterator[Reading]:
+def _readings(node: fx.Node, axes: Axes, decision: Decision, have: Have, leaves: list[Axis]) -> Iterator[OperandRead]:
     """Yields each operand of a node, with the order in which the node reads it."""
     leaf, bound = decision.cuts.get(node), axes.bound.get(node)
     if bound is None:  # A size is the same in each order, and an item of a tuple is in the order of the tuple.
         keeps = node.op != "output" and isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
         for operand in node.all_input_nodes if node.target is not aten.sym_size.int else ():
-            yield Reading(operand, _order(operand, have, leaves) if keeps else None)
+            yield OperandRead(operand, _order(operand, have, leaves) if keeps else None)
         return
     factor = bound.cuttable(leaf) if leaf is not None else None
     for i, operand in enumerate(bound.operands):
-        yield Reading(operand, _among(leaf, leaves) if factor is not None and i in factor.ins else None)
+        yield OperandRead(operand, _among(leaf, leaves) if factor is not None and i in factor.ins else None)
 
 
 def _order(node: fx.Node, have: Have, leaves: list[Axis]) -> Axis | None:
@@ -170,7 +170,7 @@ def _dim(axes: Axes, node: fx.Node, leaf: Axis) -> int | None:
     return next((d for d, axis in enumerate(axes.of(node)) if find(axis) is find(leaf)), None)
 
 
-class _Writing:
+class _BalancedGraph:
     """The new graph, its axes and its decision.
 
     Attributes:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autotp.checkpoint.files import atomic_folder as module
-from autotp.checkpoint.files.atomic_folder import replaced
+from autotp.checkpoint.files.atomic_folder import new_folder
 
 OLD, NEW = {"model": "old", "index": "old"}, {"model": "new"}
 FOREIGN = {"notes": "mine"}
@@ -31,7 +31,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def test_replaced_shows_a_new_folder_only_when_complete(tmp_path: Path) -> None:
-    with replaced(tmp_path / "a" / "out", ours) as new:
+    with new_folder(tmp_path / "a" / "out", ours) as new:
         fill(new, NEW)
         assert not (tmp_path / "a" / "out").exists()
     assert content(tmp_path / "a" / "out") == NEW
@@ -49,7 +49,7 @@ def test_replaced_keeps_foreign_files_and_mode_of_the_old_folder(
     (out / "runs").mkdir()
     fill(out / "runs", FOREIGN)
     out.chmod(0o750)
-    with replaced(out, ours) as new:
+    with new_folder(out, ours) as new:
         fill(new, NEW)
         assert content(out) == OLD | FOREIGN
     assert content(out) == NEW | FOREIGN and content(out / "runs") == FOREIGN
@@ -59,14 +59,14 @@ def test_replaced_keeps_foreign_files_and_mode_of_the_old_folder(
 
 def test_replaced_prefers_the_new_file_of_a_shared_name(tmp_path: Path) -> None:
     fill(tmp_path / "out", {"config": "old"})
-    with replaced(tmp_path / "out", ours) as new:
+    with new_folder(tmp_path / "out", ours) as new:
         fill(new, {"config": "new"})
     assert content(tmp_path / "out") == {"config": "new"}
 
 
 def test_replaced_leaves_the_old_folder_after_a_failure(tmp_path: Path) -> None:
     fill(tmp_path / "out", OLD)
-    with pytest.raises(ZeroDivisionError), replaced(tmp_path / "out", ours) as new:
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "out", ours) as new:
         fill(new, NEW)
         raise ZeroDivisionError
     assert content(tmp_path / "out") == OLD
@@ -90,7 +90,7 @@ def test_replaced_leaves_the_old_folder_if_a_file_cannot_move(
 
     last = [entry.name for entry in out.iterdir() if not ours(entry.name)][-1]
     monkeypatch.setattr(Path, "rename", renamed)
-    with pytest.raises(OSError, match="busy"), replaced(out, ours) as new:
+    with pytest.raises(OSError, match="busy"), new_folder(out, ours) as new:
         fill(new, NEW)
     assert content(out) == OLD | {name: name for name in "abcdefgh"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
@@ -107,10 +107,10 @@ def test_replaced_refuses_mount_points_and_leaves_nothing_beside(
         raise OSError(errno.EBUSY, "busy")
 
     monkeypatch.setattr(module, "_exchange", busy)
-    with pytest.raises(OSError, match="busy"), replaced(out, ours) as new:
+    with pytest.raises(OSError, match="busy"), new_folder(out, ours) as new:
         fill(new, NEW)
     monkeypatch.setattr(Path, "is_mount", lambda self: self == out)
-    with pytest.raises(OSError, match="a mount point cannot be replaced"), replaced(out, ours):
+    with pytest.raises(OSError, match="a mount point cannot be replaced"), new_folder(out, ours):
         raise AssertionError("it was begun")
     assert content(out) == OLD and [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
@@ -118,14 +118,14 @@ def test_replaced_refuses_mount_points_and_leaves_nothing_beside(
 def test_replaced_follows_a_link_which_stays_a_link(tmp_path: Path) -> None:
     fill(tmp_path / "there", OLD)
     (tmp_path / "out").symlink_to(tmp_path / "there")
-    with replaced(tmp_path / "out", ours) as new:
+    with new_folder(tmp_path / "out", ours) as new:
         fill(new, NEW)
     assert (tmp_path / "out").is_symlink() and content(tmp_path / "there") == NEW
 
 
 def test_replaced_refuses_a_file_and_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("precious")
-    with pytest.raises(NotADirectoryError), replaced(tmp_path / "out", ours):
+    with pytest.raises(NotADirectoryError), new_folder(tmp_path / "out", ours):
         pass
     assert (tmp_path / "out").read_text() == "precious"
 

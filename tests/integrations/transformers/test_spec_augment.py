@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.wav2vec2.modeling_wav2vec2 import _compute_mask_indices
 
 import autotp
-from autotp.integrations.transformers.spec_augment import as_operators, mask_spans
+from autotp.integrations.transformers.spec_augment import mask_spans, masks_as_operators
 from autotp.passes.emit.recompute import Recomputed
 
 SIZES = {
@@ -42,7 +42,7 @@ def test_the_operator_is_the_function_of_the_file() -> None:
     assert found.dtype == torch.bool and found.any() and not found.all()
     assert (found.numpy() == mask).all()
     before = file._compute_mask_indices
-    with as_operators():
+    with masks_as_operators():
         assert file._compute_mask_indices is not before
         assert _compute_mask_indices is file._compute_mask_indices  # By the name of another file, too.
     assert file._compute_mask_indices is _compute_mask_indices is before

@@ -16,7 +16,7 @@ from autotp.passes.emit.attach_parameters import (
     Owner,
     attach_parameters,
     module_at,
-    place_of,
+    place_in,
     places,
     ties,
     value_at,
@@ -126,7 +126,7 @@ def test_places_know_names_and_ties() -> None:
     names, found = places(model)
     assert names == {"shared": "shared", "h.0.weight": "h.0.weight", "h.1.weight": "h.0.weight"}
     assert found == {"shared": (model, "shared"), "h.0.weight": (model.h[0], "weight")}
-    assert place_of(model, "h.1.weight") == (model.h[1], "weight")
+    assert place_in(model, "h.1.weight") == (model.h[1], "weight")
     assert ties(model, names, found) == {"h.1.weight": ((model.h[1], "weight"), "h.0.weight")}
 
 

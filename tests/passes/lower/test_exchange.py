@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.ops.collectives import all_gather, gather, reduce_scatter, scatter
 from autotp.passes.builder import Builder, size_assumptions
-from autotp.passes.lower.exchange import exchange
+from autotp.passes.lower.exchange import write_exchange
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.sharding.axis import Axis, Size, concat, product
 from autotp.sharding.layout import layout_of
@@ -67,7 +67,7 @@ def moved(case: Dimension, x: Tensor, kind: Callable[..., Any], tp: int, rank: i
     place = builder.graph.placeholder("x")
     place.meta["val"] = builder.mode.from_tensor(x)
     local.learn(place, None)
-    new = exchange(local, place, case.axis, case.leaf, dim, kind)
+    new = write_exchange(local, place, case.axis, case.leaf, dim, kind)
     builder.graph.output((new,))
     return builder.graph
 
@@ -114,7 +114,7 @@ def test_exchange_assumes_nothing_of_other_sizes(kind: Callable[..., Any]) -> No
         place.meta["val"] = torch.empty((n // 4 - 1) ** 2 + 1, 18 if kind is gather else 30)
     local.learn(place, None)
     before = list(size_assumptions(builder.graph))
-    new = exchange(local, place, case.axis, case.leaf, 1, kind)
+    new = write_exchange(local, place, case.axis, case.leaf, 1, kind)
     assert new.meta["val"].shape[1] == (30 if kind is gather else 18)
     assert size_assumptions(builder.graph) == before
 

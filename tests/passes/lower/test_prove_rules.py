@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp import Error
-from autotp.passes.lower.prove_rules import prove, prove_node
+from autotp.passes.lower.prove_rules import prove_node, prove_rule
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.rules.common import fixed
 from autotp.rules.language import Rule
@@ -74,17 +74,17 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 def test_prove_finds_a_wrong_rule(
     op: Any, text: str, linear: Any, args: tuple[Any, ...], expected: str, rules: Callable[..., None]
 ) -> None:
-    assert prove(op, args, {}, 2) == []
+    assert prove_rule(op, args, {}, 2) == []
     rules(op, text, linear)
-    found = prove(op, args, {}, 2)
+    found = prove_rule(op, args, {}, 2)
     assert any(problem.startswith(f"{op}: {expected}") for problem in found), found
 
 
 def test_prove_tries_uneven_and_empty_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A maximum is right on any slice that is not empty, and fails on one that is."""
     monkeypatch.setitem(RULES, aten.amax.default, lambda call: Rule.of("a b -> a", reducer="max"))
-    assert prove(aten.amax.default, (r(2, 5), [1]), {}, 3) == []
-    [problem] = prove(aten.amax.default, (r(2, 5), [1]), {}, 4)
+    assert prove_rule(aten.amax.default, (r(2, 5), [1]), {}, 3) == []
+    [problem] = prove_rule(aten.amax.default, (r(2, 5), [1]), {}, 4)
     assert problem.startswith("aten.amax.default: factor b of 5 on 4 ranks, reduced: rank 3: IndexError: amax()")
 
 
@@ -110,8 +110,8 @@ def test_prove_takes_a_user_s_rule(registry: None) -> None:
     op = torch.ops.autotp_test.scale
     autotp.rule(op, "s h, h -> s h", linear="each")
     assert {op.default} == USER_RULES
-    assert prove(op.default, (r(5, 4), r(4)), {}, 3) == []
-    assert len(prove(op.default, (r(5, 4), r(4), True), {}, 2)) == 1
+    assert prove_rule(op.default, (r(5, 4), r(4)), {}, 3) == []
+    assert len(prove_rule(op.default, (r(5, 4), r(4), True), {}, 2)) == 1
 
 
 class Scaled(nn.Module):
@@ -207,4 +207,4 @@ def test_prove_takes_no_chance_repetition_for_a_fault() -> None:
     """Two runs of dropout on two numbers are the same once in four times."""
     for seed in range(40):
         torch.manual_seed(seed)
-        assert prove(aten.dropout.default, (r(2, 1), 0.5, True), {}, 2) == []
+        assert prove_rule(aten.dropout.default, (r(2, 1), 0.5, True), {}, 2) == []

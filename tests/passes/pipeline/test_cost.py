@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from autotp.compiler import analyse
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.pipeline.cost import Cost, block_costs, multiplications
-from autotp.passes.pipeline.stages import divided
+from autotp.passes.pipeline.stages import partition
 from autotp.passes.plan.choose import NOMINAL, elements
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
@@ -36,7 +36,7 @@ def test_cost_of_uneven_blocks_and_a_head() -> None:
     assert [cost.multiplications / costs[0].multiplications for cost in costs] == [1, 4, 1, 3]
     assert [cost.parameters for cost in costs] == [2 * 64 + 16, 2 * 256 + 40, 144, 144 + 256 + 32]
     assert [cost.activations for cost in costs] == [3 * 40, 3 * 112, 3 * 40, 3 * (40 + 64)]  # Products, and with bias.
-    assert divided(blocks, costs, [0, 1], [2, 1]).blocks == (("h.0", "h.1"), ("h.2", "h.3"))
+    assert partition(blocks, costs, [0, 1], [2, 1]).blocks == (("h.0", "h.1"), ("h.2", "h.3"))
     attention = analyse(skeleton_of(Heads()), (torch.zeros(3, 5, 8),), {}, 2)
     (node,) = (n for n in attention.graph.nodes if has(n.target, Trait.ATTENTION))
     assert multiplications(node, attention.axes) == 2 * elements(node) * NOMINAL

@@ -17,7 +17,7 @@ from autotp.errors import Error
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.pipeline.cost import Cost
-from autotp.passes.pipeline.stages import balanced, blocks_in_order, divided, staged
+from autotp.passes.pipeline.stages import balanced, blocks_in_order, partition, staged
 
 
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())
@@ -116,7 +116,7 @@ def test_staged_refuses_a_stage_that_needs_a_later_one() -> None:
 
 def test_division_prints_stages_and_shares() -> None:
     costs = [Cost(2, 1), Cost(1, 1, 2), Cost(1), Cost(1, 1), Cost(3, 1, 4)]
-    found = divided([f"h.{i}" for i in range(5)], costs, [0, 1, 0], [3, 2, 1])
+    found = partition([f"h.{i}" for i in range(5)], costs, [0, 1, 0], [3, 2, 1])
     assert str(found) == (
         "5 blocks in 3 stages on 2 pipeline ranks\n"
         "\n"
@@ -128,7 +128,7 @@ def test_division_prints_stages_and_shares() -> None:
 
 
 def test_divided_shares_costless_blocks_evenly() -> None:
-    found = divided([f"h.{i}" for i in range(4)], [Cost()] * 4, [0, 1], [2, 1])
+    found = partition([f"h.{i}" for i in range(4)], [Cost()] * 4, [0, 1], [2, 1])
     assert [len(some) for some in found.blocks] == [2, 2]
 
 
@@ -148,7 +148,7 @@ def test_divided_is_fastest_and_then_needs_least_memory(costs: list[Cost], data:
         ]
         return work, max(kept)
 
-    found = divided([str(i) for i in range(len(costs))], costs, range(count), flights)
+    found = partition([str(i) for i in range(len(costs))], costs, range(count), flights)
     best = min(map(needs, itertools.combinations(range(1, len(costs)), count - 1)))
     assert needs([*itertools.accumulate(map(len, found.blocks))][:-1]) == best
     assert max(found.memory) == best[1]
@@ -156,5 +156,5 @@ def test_divided_is_fastest_and_then_needs_least_memory(costs: list[Cost], data:
 
 def test_divided_gives_first_stages_fewer_equal_blocks() -> None:
     """They wait for the others' backward, and keep what more microbatches made."""
-    found = divided([str(i) for i in range(10)], [Cost(1, 1, 1)] * 10, range(4), [4, 3, 2, 1])
+    found = partition([str(i) for i in range(10)], [Cost(1, 1, 1)] * 10, range(4), [4, 3, 2, 1])
     assert [len(some) for some in found.blocks] == [2, 2, 3, 3]

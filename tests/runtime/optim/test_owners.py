@@ -14,7 +14,7 @@ from autotp.compiler import analyse
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.runtime.optim.owners import Held, Move, Owners, as_text, assign, from_text
-from autotp.sharding.boxes import Box, boxes, inner
+from autotp.sharding.boxes import Box, boxes, inner_box
 from autotp.sharding.layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
@@ -64,13 +64,13 @@ def expect_moved(layouts: Mapping[str, Layout], ranks: int) -> Owners:
         for move in (
             m for rank, plan in enumerate(plans) for m in plan.to_owner if m.source == rank and m.name == name
         ):
-            at(whole, move).copy_(inner(where[move.source], move.start, move.sizes).of(parts[move.source]))
+            at(whole, move).copy_(inner_box(where[move.source], move.start, move.sizes).of(parts[move.source]))
             sent += prod(move.sizes) * (move.source != move.target)
         assert torch.equal(whole, expected), name
         for move in (
             m for rank, plan in enumerate(plans) for m in plan.from_owner if m.target == rank and m.name == name
         ):
-            inner(where[move.target], move.start, move.sizes).of(back[move.target]).copy_(at(whole, move))
+            inner_box(where[move.target], move.start, move.sizes).of(back[move.target]).copy_(at(whole, move))
             sent += prod(move.sizes) * (move.source != move.target)
         assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True)), name
         assert sent <= (ranks - 1) * expected.numel(), name

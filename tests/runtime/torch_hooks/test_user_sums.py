@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks
+from ranks import Checks, run_ranks
 from small_models import Plain
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 
 import autotp
+from autotp.runtime.torch_hooks.user_sums import COMPARED
 
 checks = Checks()
 X = torch.linspace(-1, 1, 16).view(2, 8)
@@ -91,6 +92,19 @@ def user_sums_over_replicas_are_not_told(rank: int, n: int) -> None:
     loss = model(X * (1 + rank // 2)).square().mean().detach()
     assert len(told(lambda: dist.all_reduce(loss.clone()))) == 1
     assert told(lambda: dist.all_reduce(loss.clone(), group=mesh["dp"].get_group())) == []
+
+
+def compared_sums(rank: int, n: int, alike: bool) -> int:
+    """Makes as many sums as a group compares; returns the number of warnings."""
+    model = autotp.parallelize(Plain(), n, example_inputs=X)
+    assert len(list(model.parameters())) > 0 and dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
+    return len(told(lambda: [all_reduce(torch.tensor(1.0 if alike else rank + 1.0)) for _ in range(COMPARED)]))
+
+
+def test_user_sums_of_a_later_group_of_the_same_name_are_told() -> None:
+    """After `destroy_process_group` the next default group has the name of the first one."""
+    assert run_ranks(compared_sums, 2, False) == [0, 0]
+    assert run_ranks(compared_sums, 2, True) == [1, 1]
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

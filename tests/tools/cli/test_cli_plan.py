@@ -14,7 +14,7 @@ from torch import nn
 
 import autotp
 from autotp.options import Options
-from autotp.tools.cli.flags import spread
+from autotp.tools.cli.flags import repeat_flags
 
 
 def test_plan_takes_a_configuration(autotp_command, llama: Path) -> None:
@@ -70,7 +70,7 @@ def test_options_reach_the_plan(autotp_command, llama: Path) -> None:
     ],
 )
 def test_spread_repeats_an_option_for_each_value(given: str, expected: str) -> None:
-    assert spread(given.split()) == expected.split()
+    assert repeat_flags(given.split()) == expected.split()
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -13,7 +13,7 @@ import autotp
 from autotp.tools.estimation.calibrate import compared
 from autotp.tools.estimation.seconds.hardware import GIB, KINDS, NUMBERS, hardware_of
 from autotp.tools.estimation.seconds.measure_device import Measured
-from autotp.tools.estimation.seconds.measure_links import Link
+from autotp.tools.estimation.seconds.measure_links import MeasuredLink
 
 CPU, H100 = KINDS["cpu-gloo"], KINDS["h100-80gb"]
 AS_KNOWN = Measured(
@@ -21,7 +21,7 @@ AS_KNOWN = Measured(
     short=CPU.vector_flops,
     copy=CPU.memory_bandwidth, add=CPU.memory_bandwidth, call=CPU.launch, memory=CPU.memory,
 )  # fmt: skip
-LINK = Link(ranks=2, bandwidth=CPU.node_bandwidth, latency=CPU.latency)
+LINK = MeasuredLink(ranks=2, bandwidth=CPU.node_bandwidth, latency=CPU.latency)
 
 
 def test_a_device_like_the_known_one_differs_nowhere() -> None:
@@ -47,13 +47,16 @@ def test_the_page_shows_what_is_printed_of_its_numbers() -> None:
         AS_KNOWN, half=0.517e12, single=0.1122e12, double=0.05675e12, copy=54.57e9, add=50.51e9, call=21.002e-6,
         memory=11.77 * GIB,
     )  # fmt: skip
-    assert f"{compared(CPU, found, Link(ranks=2, bandwidth=3.06e9, latency=70.1e-6), None)}\n" == shown
+    assert f"{compared(CPU, found, MeasuredLink(ranks=2, bandwidth=3.06e9, latency=70.1e-6), None)}\n" == shown
 
 
 def test_a_gpu_keeps_the_sustained_parts_of_its_kind() -> None:
     """So the line has the peak of a data sheet, and an estimate comes to what was measured."""
     half, copy = H100.matrix_flops * H100.matrix_sustained, H100.memory_bandwidth * H100.memory_sustained
-    near, far = Link(ranks=8, bandwidth=300e9, latency=6e-6), Link(ranks=4, bandwidth=39e9, latency=9e-6)
+    near, far = (
+        MeasuredLink(ranks=8, bandwidth=300e9, latency=6e-6),
+        MeasuredLink(ranks=4, bandwidth=39e9, latency=9e-6),
+    )
     found = compared(H100, replace(AS_KNOWN, half=half, copy=copy, memory=80 * GIB), near, far)
     assert found.device.matrix_flops == pytest.approx(H100.matrix_flops)
     assert (found.device.node, found.device.net_bandwidth) == (8, pytest.approx(50e9))

@@ -8,7 +8,7 @@ import torch
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.tools.estimation.closed_form import ClosedForms
 from autotp.tools.estimation.estimate import captured
-from autotp.tools.estimation.layout import AUTOTP, Layout
+from autotp.tools.estimation.layout import AUTOTP, StepLayout
 from autotp.tools.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.tools.estimation.search import Layouts
 from autotp.tools.estimation.seconds.hardware import KINDS
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 def prices() -> Prices:
     with torch.device("meta"):
         model = GPT(GPTConfig(block_size=1024, vocab_size=8192, n_layer=16, n_head=16, n_embd=2048))
-    return Prices(captured(model, Layout(batch=1, tp=2, pp=2, dtype=BF16), None), KINDS["a100-80gb"], AUTOTP)
+    return Prices(captured(model, StepLayout(batch=1, tp=2, pp=2, dtype=BF16), None), KINDS["a100-80gb"], AUTOTP)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def prices() -> Prices:
     ids=lambda given: "-".join(map(str, given.values())) or "one",
 )  # fmt: skip
 def test_a_closed_form_is_priced_near_the_played_schedule(prices: Prices, given: dict[str, int]) -> None:
-    layout = Layout(batch=64, tp=2, micro_batch=2, dtype=BF16, **given)  # type: ignore[arg-type]
+    layout = StepLayout(batch=64, tp=2, micro_batch=2, dtype=BF16, **given)  # type: ignore[arg-type]
     step, full = ClosedForms(prices).simulated(layout), price(prices, layout)
     (memory,) = memory_of_ranks(prices, layout, step)
     assert step_seconds(prices, layout, step) == pytest.approx(full.seconds, rel=0.12)
@@ -41,7 +41,7 @@ def test_a_price_without_a_graph_is_low(tp: int, cp: int) -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(block_size=2048, vocab_size=8192, n_layer=4, n_head=16, n_embd=2048, dropout=0.0))
     layouts = Layouts(model, KINDS["a100-80gb"], AUTOTP, BF16, None, None)
-    base = Layout(batch=4, tp=tp, cp=cp, dtype=BF16, sequence_parallel=tp > 1)
+    base = StepLayout(batch=4, tp=tp, cp=cp, dtype=BF16, sequence_parallel=tp > 1)
     by_rows = {rows: replace(base, batch=rows, micro_batch=rows) for rows in (1, 4)}
     low = {rows: layouts.rough(layout) for rows, layout in by_rows.items()}
     layouts.prices(tp, cp, "none")

@@ -14,7 +14,7 @@ import autotp
 from autotp import compiler
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.options import Options
-from autotp.tools.estimation.estimate import call_of
+from autotp.tools.estimation.estimate import estimated_call
 from autotp.tools.estimation.layout import AUTOTP, FOREACH
 from autotp.tools.estimation.seconds.hardware import KINDS
 from autotp.training.pipeline.gradient_buckets import BUCKET
@@ -157,7 +157,7 @@ def test_a_sequence_that_is_not_divided_evenly_counts_as_the_next_multiple() -> 
     odd, even = (estimated(model, cp=4, sequence=n) for n in (9, 12))
     assert odd.row == "[12], [12]" and odd == even
     image = torch.zeros(2, 3, 8, 8)
-    assert call_of(nn.Conv2d(3, 4, 2), None, (image,), cp=2).arguments[0][0].shape == image.shape  # No sequence.
+    assert estimated_call(nn.Conv2d(3, 4, 2), None, (image,), cp=2).arguments[0][0].shape == image.shape  # No sequence.
 
 
 def test_parts_that_are_not_equal_inside_a_model_are_one_error() -> None:

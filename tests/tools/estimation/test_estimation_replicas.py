@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from autotp.tools.estimation.counts.pieces import Parameter, Piece
-from autotp.tools.estimation.layout import AUTOTP, Layout
+from autotp.tools.estimation.counts.pieces import ModelPiece, Parameter
+from autotp.tools.estimation.layout import AUTOTP, StepLayout
 from autotp.tools.estimation.price import Prices
 from autotp.tools.estimation.replicas import ReplicaWaits, Unit, exchanged, sums_of_buckets, sums_of_units, units_of
 from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import Group, collective_seconds
+from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action
 
@@ -29,8 +29,8 @@ def prices_of(sizes: dict[str, int]) -> Any:
     return Prices(SimpleNamespace(parameters=parameters, blocks=()), DEVICE, AUTOTP)  # type: ignore[arg-type]
 
 
-def piece(name: str, *parameters: str) -> Piece:
-    return Piece(name=name, kind=0, parameters=parameters, reads=(), sends=(), boundary=0)
+def piece(name: str, *parameters: str) -> ModelPiece:
+    return ModelPiece(name=name, kind=0, parameters=parameters, reads=(), sends=(), boundary=0)
 
 
 SIZES = {"embed": HALF, "h.0.a": HALF, "h.0.b": HALF, "h.1.a": HALF, "h.1.b": 4 * HALF}
@@ -40,15 +40,15 @@ PIECES = [piece("h.0", "embed", "h.0.a", "h.0.b"), piece("h.1", "h.1.a", "h.1.b"
 
 def test_buckets_are_full_when_their_last_gradient_is_there() -> None:
     """Backward of h.1 takes 5 s: 4 for h.1.b, which is a bucket alone, and 1 for h.1.a. That of h.0 takes 3 s."""
-    layout = Layout(batch=2, dp=2)
-    one = collective_seconds("all-reduce", BUCKET, Group(size=2, stride=1), DEVICE)
+    layout = StepLayout(batch=2, dp=2)
+    one = collective_seconds("all-reduce", BUCKET, RankGroup(size=2, stride=1), DEVICE)
     found = sums_of_buckets(prices_of(SIZES), layout, PIECES, [3.0, 5.0])
     assert [ready for ready, _ in found] == pytest.approx([4.0, 6.0, 8.0])  # h.1.b; h.1.a, h.0.b; h.0.a, embed
     assert [seconds for _, seconds in found] == pytest.approx([2 * one, one, one])
 
 
 def test_a_unit_is_a_block_and_one_is_all_else() -> None:
-    layout = Layout(batch=2, dp=2, zero=1)
+    layout = StepLayout(batch=2, dp=2, zero=1)
     outside, first, second = units_of(prices_of(SIZES), layout, PIECES, [(1.0, 2.0), (3.0, 4.0)])
     gather, total = exchanged(prices_of(SIZES), layout, frozenset(["embed"]))
     assert (outside.gather, outside.sum, outside.forward) == (gather, total, 0.0)
@@ -60,7 +60,7 @@ def test_a_unit_is_a_block_and_one_is_all_else() -> None:
 
 def waits(zero: int, units: tuple[Unit, ...], practice: Any = AUTOTP, pp: int = 1, m: int = 2) -> ReplicaWaits:
     row = tuple(Action(0, half, i) for i in range(m) for half in ("F", "B"))  # type: ignore[arg-type]
-    layout = Layout(batch=2 * m, dp=2, zero=zero, pp=pp)
+    layout = StepLayout(batch=2 * m, dp=2, zero=zero, pp=pp)
     return ReplicaWaits(layout=layout, practice=practice, device=DEVICE, units=[units], order=(row,))
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import autotp
-from autotp.tools.estimation.layout import Layout
+from autotp.tools.estimation.layout import StepLayout
 from autotp.tools.estimation.start_lines import python_line, torchrun_line
 
-PLAIN = Layout(batch=8, dp=2, micro_batch=2)
-EVERYTHING = Layout(
+PLAIN = StepLayout(batch=8, dp=2, micro_batch=2)
+EVERYTHING = StepLayout(
     batch=64, tp=2, cp=2, pp=4, dp=2, micro_batch=2, schedule="zero-bubble", sequence_parallel=True, recompute="full",
     overlap="batch", zero=1, dtype=torch.bfloat16,
 )  # fmt: skip
@@ -34,7 +34,7 @@ EVERYTHING = Layout(
     ],
     ids=["plain", "everything"],
 )  # fmt: skip
-def test_python_line_calls_distribute_with_all_of_the_layout(layout: Layout, expected: dict[str, str]) -> None:
+def test_python_line_calls_distribute_with_all_of_the_layout(layout: StepLayout, expected: dict[str, str]) -> None:
     (assignment,) = ast.parse(python_line(layout)).body
     assert isinstance(assignment, ast.Assign) and isinstance(assignment.value, ast.Call)
     given = {k.arg: ast.unparse(k.value) for k in assignment.value.keywords}
@@ -50,5 +50,5 @@ def test_torchrun_starts_all_nodes(devices: int, expected: str) -> None:
 
 
 def test_python_line_has_the_number_of_stages_that_was_chosen() -> None:
-    line = python_line(Layout(batch=8, pp=2, schedule="interleaved", interleave=3))
+    line = python_line(StepLayout(batch=8, pp=2, schedule="interleaved", interleave=3))
     assert 'schedule="interleaved", interleave=3)' in line

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autotp.tools.estimation.counts.pieces import Piece, Recorded
+from autotp.tools.estimation.counts.pieces import ModelPiece, Recorded
 from autotp.tools.estimation.counts.record import Record
 
 
@@ -33,7 +33,7 @@ class StageMemory:
     backward: int
 
 
-def stage_memory(pieces: Sequence[Piece], recorded: Recorded) -> StageMemory:
+def stage_memory(pieces: Sequence[ModelPiece], recorded: Recorded) -> StageMemory:
     """Returns the memory of a stage of these pieces."""
     private_bytes, logits, named = 0, 0, dict[str, int]()
     forward = backward = 0  # All bytes at the fullest moment.

@@ -63,6 +63,6 @@ def _stands_for(block: str, lengths: Mapping[str, int]) -> list[str]:
     return [f"{path}.{place if place == 0 else place + count - LEAST}"]
 
 
-def renamed(name: str, captured: str, block: str) -> str:
+def name_in_block(name: str, captured: str, block: str) -> str:
     """Returns the name of a captured block's parameter in another block."""
     return f"{block}{name.removeprefix(captured)}" if name.startswith(f"{captured}.") else name

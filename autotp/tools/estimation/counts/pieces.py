@@ -21,14 +21,14 @@ from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import COMMUNICATING
-from autotp.passes.fingerprint import fingerprint
+from autotp.passes.fingerprint import operators_as_text
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.pipeline.stages import Stage, blocks_in_order, staged
 from autotp.passes.plan.propagate import needs_grad
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
 from autotp.sharding.layout import Layout
-from autotp.tools.estimation.counts.depth import renamed, shorten, whole_order
+from autotp.tools.estimation.counts.depth import name_in_block, shorten, whole_order
 from autotp.tools.estimation.counts.record import META, Reads, Record, Value, record
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
@@ -59,7 +59,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ModelPiece:
     """A block of the model, with the operators before the first block or behind the last one.
 
     Attributes:
@@ -127,7 +127,7 @@ class Recorded:
         peaks: of each kind, what `own_peaks` of `activations.py` returns, once it was needed.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ModelPiece, ...]
     records: tuple[Record, ...]
     peaks: dict[int, Mapping[str, int]] = field(default_factory=dict, compare=False)
 
@@ -199,7 +199,7 @@ def _lowered(
     blocks = blocks_in_order(graph, list(program.captured.parameters))
     order = whole_order(blocks, lengths)
     # A parameter outside of blocks keeps its name here; a model without blocks has no order, and adds its names below.
-    names = {renamed(name, captured, block): name for name in program.layouts for block, captured in order}
+    names = {name_in_block(name, captured, block): name for name in program.layouts for block, captured in order}
     names |= {name: name for name in program.layouts if name in whole} if not order else {}
     parameters = {
         name: Parameter(
@@ -224,7 +224,7 @@ def _middles_are_alike(model: Lowered, lengths: Mapping[str, int]) -> bool:
 def _text(stage: Stage) -> str:
     """Returns the fingerprint of a piece."""
     nodes = [node for node in stage.graph.nodes if node.op not in ("placeholder", "output")]
-    return fingerprint(_placeholders(stage.graph), nodes, returned(stage.graph))
+    return operators_as_text(_placeholders(stage.graph), nodes, returned(stage.graph))
 
 
 def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = True) -> Recorded:
@@ -283,7 +283,7 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
     names = model.program.captured.parameters
     records_by_key: dict[Any, int] = {}
     records: list[Record] = []
-    pieces: list[Piece] = []
+    pieces: list[ModelPiece] = []
     values: dict[str, Value] = {}
     inputs = _inputs(model, rows)
     for i, stage in enumerate(divided.stages):
@@ -316,7 +316,7 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
         places = tuple(n.name for n in _placeholders(stage.graph))
         parameters = tuple(names[place] for place in places if place in names)
         block = next(iter(stage.blocks), "")
-        piece = Piece(
+        piece = ModelPiece(
             name=block, kind=number, parameters=parameters, reads=places, sends=tuple(sent),
             boundary=len(returned(stage.graph)),
         )  # fmt: skip
@@ -324,12 +324,12 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
     return Recorded(pieces=_whole(pieces, model.order), records=tuple(records))
 
 
-def _whole(pieces: Sequence[Piece], order: Sequence[tuple[str, str]]) -> tuple[Piece, ...]:
+def _whole(pieces: Sequence[ModelPiece], order: Sequence[tuple[str, str]]) -> tuple[ModelPiece, ...]:
     """Returns the pieces of the whole model: those of captured blocks, as often as they stand for blocks."""
     if not order:
         return tuple(pieces)
     places = {piece.name: i for i, piece in enumerate(pieces)}
-    repeated: list[Piece] = []
+    repeated: list[ModelPiece] = []
     for block, captured in order:
         like = pieces[places[captured]]
         before = pieces[places[captured] - 1] if repeated else None
@@ -339,7 +339,7 @@ def _whole(pieces: Sequence[Piece], order: Sequence[tuple[str, str]]) -> tuple[P
         names = {name: f"{name} of {block}" for name in like.sends[: like.boundary]} | received
         repeated.append(
             replace(
-                like, name=block, parameters=tuple(renamed(name, captured, block) for name in like.parameters),
+                like, name=block, parameters=tuple(name_in_block(name, captured, block) for name in like.parameters),
                 reads=tuple(names.get(name, name) for name in like.reads),
                 sends=tuple(names.get(name, name) for name in like.sends),
             )

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from autotp.ops.attention.causal_rows import alone, causal_rows
+from autotp.ops.attention.causal_rows import causal_rows, in_own_memory
 from autotp.ops.attention.products import attention_weights
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
 from autotp.ops.dropout import fast_attention, fast_dropout
@@ -227,7 +227,7 @@ def fused_causal_rows(
     """
     keys = start + (query.shape[-2] + 1) // 2
     return fused_attention(
-        alone(query), key.narrow(-2, 0, keys), value.narrow(-2, 0, keys), scale=scale, enable_gqa=enable_gqa
+        in_own_memory(query), key.narrow(-2, 0, keys), value.narrow(-2, 0, keys), scale=scale, enable_gqa=enable_gqa
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import Group
+from autotp.tools.estimation.seconds.links import RankGroup
 
 CHANNELS = 24
 """The units that NCCL takes for a collective: its channels in a DGX A100, as it logs them."""
@@ -26,7 +26,7 @@ CHANNEL_BYTES = 688e6 / CHANNELS
 (NVIDIA/nccl issue 964). They grow with the channels, and hardly with the ranks (issue 986)."""
 
 
-def channels(group: Group, device: Hardware) -> int:
+def channels(group: RankGroup, device: Hardware) -> int:
     """Returns the units that a collective of this group takes: as many channels as its slowest link needs.
 
     A group with one rank in each node has one adapter for each, and few channels.
@@ -36,14 +36,14 @@ def channels(group: Group, device: Hardware) -> int:
     return max(1, min(CHANNELS, math.ceil(min(bandwidth, device.node_bandwidth) / CHANNEL_BANDWIDTH)))
 
 
-def buffer_bytes(groups: Iterable[Group], device: Hardware) -> float:
+def buffer_bytes(groups: Iterable[RankGroup], device: Hardware) -> float:
     """Returns the bytes that NCCL's communicators of these groups take, at most; a group of one rank has none."""
     if not device.is_gpu:
         return 0.0
     return sum(channels(group, device) * CHANNEL_BYTES for group in groups if group.size > 1)
 
 
-def slowed(hidden: float, group: Group, device: Hardware) -> float:
+def slowed(hidden: float, group: RankGroup, device: Hardware) -> float:
     """Returns the seconds by which computation takes longer beside `hidden` seconds of collectives of this group."""
     return hidden * min(0.5, channels(group, device) / device.units)
 
@@ -61,7 +61,7 @@ def link_free(transfers: Iterable[tuple[float, float]], free: float = 0.0) -> fl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class PassOverUnits:
     """One pass over the units, forward or backward, beside its collectives.
 
     Attributes:
@@ -82,7 +82,7 @@ class Pass:
 
 def run_beside(
     work: Sequence[float], gathers: Sequence[float], sums: Sequence[float], *, begin: float = 0.0, ahead: float = 1
-) -> Pass:
+) -> PassOverUnits:
     """Returns a pass over units, whose parameters are gathered before, and whose gradients are summed behind.
 
     A sum starts when its unit has been computed and the sum before has ended, for which computation waits: torch's
@@ -118,4 +118,4 @@ def run_beside(
             free = summed = max(free, now) + sums[i]
         if ahead == 0:
             gather(i + 1, now)
-    return Pass(waited=now - begin - sum(work), ends=free - begin, seconds=now - begin)
+    return PassOverUnits(waited=now - begin - sum(work), ends=free - begin, seconds=now - begin)

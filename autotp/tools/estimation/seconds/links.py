@@ -16,7 +16,7 @@ from autotp.tools.estimation.seconds.hardware import Hardware
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankGroup:
     """A group of ranks that communicate.
 
     Attributes:
@@ -40,7 +40,7 @@ RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 """How often a ring goes around for a collective."""
 
 
-def collective_seconds(name: str, size: float, group: Group, device: Hardware) -> float:
+def collective_seconds(name: str, size: float, group: RankGroup, device: Hardware) -> float:
     """Returns the seconds of a collective.
 
     Args:

@@ -30,7 +30,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class MeasuredLink:
     """What ranks measured together.
 
     Attributes:
@@ -53,7 +53,7 @@ class Timed:
     seconds: float
 
 
-def fitted(times: Sequence[Timed], ranks: int) -> Link:
+def fitted(times: Sequence[Timed], ranks: int) -> MeasuredLink:
     """Returns latency and bandwidth of a ring with the least relative errors of these times.
 
     A ring of n ranks takes `rounds (n - 1) (latency + size / n / bandwidth)` seconds (links.py).
@@ -71,10 +71,10 @@ def fitted(times: Sequence[Timed], ranks: int) -> Link:
         latency = smallest.seconds / smallest.rounds / steps / 10
     if inverse <= 0:
         inverse = largest.seconds / largest.rounds / steps * ranks / largest.size
-    return Link(ranks=ranks, bandwidth=1 / inverse, latency=latency)
+    return MeasuredLink(ranks=ranks, bandwidth=1 / inverse, latency=latency)
 
 
-def timed(group: Any, device: torch.device, seconds: float) -> Link:
+def timed(group: Any, device: torch.device, seconds: float) -> MeasuredLink:
     """Returns the link of a group's ranks, which call it together; the fastest run of each collective counts."""
     ranks, timings = dist.get_world_size(group), []
     for size in (n * (8 if device.type == "cuda" else 1) for n in SIZES):
@@ -109,7 +109,7 @@ def _once(run: Any, device: torch.device) -> float:
 # ---- processes of its own
 
 
-def measured_alone(device_type: str, seconds: float) -> Link | None:
+def measured_alone(device_type: str, seconds: float) -> MeasuredLink | None:
     """Returns the link of ranks that are started for it; None where there is one GPU only. device_type: "cpu" or "cuda"
 
     Raises:
@@ -142,7 +142,7 @@ def measured_alone(device_type: str, seconds: float) -> Link | None:
         why = (failed[0].decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         raise Error(f"the processes that measure the links fail: {why}", fix="torchrun, with your network")
     # The last line: a library may have printed others before.
-    return Link(**json.loads(outputs[0][0].decode().splitlines()[-1]))
+    return MeasuredLink(**json.loads(outputs[0][0].decode().splitlines()[-1]))
 
 
 def _environment() -> dict[str, str]:

@@ -16,7 +16,7 @@ from autotp.tools.estimation.counts.operators import Op
 from autotp.tools.estimation.counts.record import Record
 from autotp.tools.estimation.seconds.beside_compute import CHANNELS
 from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import Group, collective_seconds
+from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
 from autotp.tools.estimation.seconds.roofline import op_seconds
 
 PRODUCTS, ELEMENTWISE = "products", "elementwise"
@@ -63,7 +63,7 @@ class Times:
         """Returns the times of both, one after the other: `other` comes after in forward, and before in backward."""
         (ahead, back), (next_ahead, next_back) = self.turns, other.turns
         forward, backward = min(ahead.last, next_ahead.first), min(next_back.last, back.first)
-        spent = added(self.spent, other.spent)
+        spent = summed_by_row(self.spent, other.spent)
         if forward + backward:
             spent[SUMS] -= forward + backward
         return Times(
@@ -75,7 +75,7 @@ class Times:
         )  # fmt: skip
 
 
-def added(*parts: Mapping[str, float]) -> dict[str, float]:
+def summed_by_row(*parts: Mapping[str, float]) -> dict[str, float]:
     """Returns the sums of the seconds of each row."""
     total = defaultdict[str, float](float)
     for name, seconds in (item for part in parts for item in part.items()):
@@ -109,7 +109,11 @@ def piece_times(
         if op.kind == "collective":
             across = op.axis == "cp"
             # `tp/4` is a group of four neighbours along the axis `tp`.
-            group = Group(size=cp, stride=tp) if across else Group(size=int(op.axis.partition("/")[2] or tp), stride=1)
+            group = (
+                RankGroup(size=cp, stride=tp)
+                if across
+                else RankGroup(size=int(op.axis.partition("/")[2] or tp), stride=1)
+            )
             free = max(free, now) + collective_seconds(op.name, op.size, group, device)
             ends[i] = free
             if not beside_kernels:

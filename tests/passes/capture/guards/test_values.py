@@ -19,7 +19,7 @@ from autotp.compiler import analyse
 from autotp.options import Options
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.captured import Attempt, contradicted
-from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, shown
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, place_text
 from autotp.passes.capture.skeleton import skeleton_of
 
 line = partial(line_of, __file__)
@@ -269,7 +269,7 @@ def test_a_number_that_decides_nothing_stays_a_symbol() -> None:
 
 def test_shown_place_has_file_and_line() -> None:
     place = Place(__file__, 1, "item")
-    assert shown(place).startswith("test_values.py:1  ")
+    assert place_text(place).startswith("test_values.py:1  ")
 
 
 def test_known_outcomes_come_before_other_values() -> None:

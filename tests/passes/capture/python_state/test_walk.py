@@ -29,7 +29,7 @@ from autotp.passes.capture.python_state.walk import (
     put_at,
     slot_of,
     spelled,
-    values_at,
+    values_by_path,
     walk,
 )
 
@@ -180,6 +180,6 @@ def test_values_of_opened_attributes() -> None:
     """Tensors at any depth, whole numbers where they are asked for; parameters are none of them."""
     model = Model()
     model.losses["weight"] = model.inner.weight
-    found = values_at(model, [("", "losses"), ("gone", "x")], [("", "calls"), ("", "config", "tau"), ("", "none")])
+    found = values_by_path(model, [("", "losses"), ("gone", "x")], [("", "calls"), ("", "config", "tau"), ("", "none")])
     assert set(found) == {("", "losses", "first", 0), ("", "losses", "pair", 1), ("", "calls")}
     assert found["", "calls"] == 3

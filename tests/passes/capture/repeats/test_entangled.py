@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.repeats.blocks import patched
-from autotp.passes.capture.repeats.queries import Number
+from autotp.passes.capture.repeats.queries import BlockNumber
 from autotp.passes.capture.skeleton import skeleton_of
 
 
@@ -75,7 +75,7 @@ def test_layer_numbers_beside_tensors_let_all_blocks_run(does: Any) -> None:
 
 def test_number_compares_and_computes_as_an_integer() -> None:
     used: list[int] = []
-    three, x = Number(3, ("", ""), lambda: used.append(1)), torch.arange(5)
+    three, x = BlockNumber(3, ("", ""), lambda: used.append(1)), torch.arange(5)
     for found, expected in ((x == three, x == 3), (three == x, x == 3), (x != three, x != 3), (7 - three, 4)):
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
     for found, expected in ((x**three, x**3), (three - x, 3 - x), (three < x, x > 3), (x // three, x // 3)):

@@ -12,7 +12,7 @@ from small_models import RAN, ZEROS, Block, runs, told
 from torch import Tensor, nn
 
 from autotp.passes.capture.capture import capture
-from autotp.passes.capture.repeats.queries import Number, as_integer, is_queryable
+from autotp.passes.capture.repeats.queries import BlockNumber, as_integer, is_queryable
 from autotp.passes.capture.skeleton import skeleton_of
 
 
@@ -298,7 +298,7 @@ def test_layer_numbers_used_later_let_all_blocks_run() -> None:
 
 def test_a_number_does_what_an_integer_does() -> None:
     used = []
-    number: Any = Number(6, ("", "index"), lambda: used.append(1))
+    number: Any = BlockNumber(6, ("", "index"), lambda: used.append(1))
     binary = [operator.add, operator.mul, operator.floordiv, operator.mod, operator.pow, operator.lt, operator.eq]
     for f in [*binary, operator.sub, operator.and_, operator.lshift, divmod, operator.truediv, operator.ne]:
         used.clear()

@@ -10,7 +10,7 @@ from autotp.tools.estimation.counts.operators import Op, Phase, Touch
 from autotp.tools.estimation.counts.pieces import Recorded, recorded, whole_flops
 from autotp.tools.estimation.counts.record import Record
 from autotp.tools.estimation.estimate import captured
-from autotp.tools.estimation.layout import Layout
+from autotp.tools.estimation.layout import StepLayout
 
 SEQ, ROWS, HIDDEN, HEADS, TP, VOCAB, LAYERS = 64, 3, 256, 16, 4, 512, 5
 SBH = SEQ * ROWS * HIDDEN
@@ -22,7 +22,7 @@ def found(
     with torch.device("meta"):
         config = GPTConfig(block_size=SEQ, vocab_size=vocab, n_layer=layers, n_head=HEADS, n_embd=HIDDEN)
         model = GPT(config).bfloat16()
-    layout = Layout(batch=ROWS, tp=TP, recompute=recompute, sequence_parallel=sequence_parallel)
+    layout = StepLayout(batch=ROWS, tp=TP, recompute=recompute, sequence_parallel=sequence_parallel)
     return recorded(captured(model, layout, None), ROWS)
 
 
@@ -101,4 +101,4 @@ def test_the_flops_are_those_of_the_whole_model_on_any_number_of_ranks() -> None
         model = GPT(GPTConfig(block_size=SEQ, vocab_size=VOCAB, n_layer=LAYERS, n_head=HEADS, n_embd=HIDDEN))
     formula = 72 * ROWS * LAYERS * SEQ * HIDDEN**2 * (1 + SEQ / 6 / HIDDEN + VOCAB / 12 / HIDDEN / LAYERS)
     for tp in (1, 4):
-        assert whole_flops(captured(model, Layout(batch=1, tp=tp), None), ROWS) == pytest.approx(formula)
+        assert whole_flops(captured(model, StepLayout(batch=1, tp=tp), None), ROWS) == pytest.approx(formula)

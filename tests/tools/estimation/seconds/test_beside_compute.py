@@ -15,10 +15,10 @@ from autotp.tools.estimation.seconds.beside_compute import (
     slowed,
 )
 from autotp.tools.estimation.seconds.hardware import KINDS
-from autotp.tools.estimation.seconds.links import Group
+from autotp.tools.estimation.seconds.links import RankGroup
 
 A100, H100, CPU = KINDS["a100-80gb"], KINDS["h100-80gb"], KINDS["cpu-gloo"]
-NODE, NETWORK, BOTH = Group(size=8, stride=1), Group(size=48, stride=8), Group(size=16, stride=1)
+NODE, NETWORK, BOTH = RankGroup(size=8, stride=1), RankGroup(size=48, stride=8), RankGroup(size=16, stride=1)
 
 
 def test_one_bucket_is_exposed_by_what_is_left_of_it() -> None:
@@ -75,5 +75,5 @@ def test_a_group_takes_the_channels_that_its_link_needs() -> None:
 
 
 def test_buffers_are_those_of_channels() -> None:
-    assert buffer_bytes([NODE, NETWORK, Group(size=1, stride=1)], A100) == pytest.approx(26 * CHANNEL_BYTES)
+    assert buffer_bytes([NODE, NETWORK, RankGroup(size=1, stride=1)], A100) == pytest.approx(26 * CHANNEL_BYTES)
     assert buffer_bytes([NODE], CPU) == 0

@@ -9,7 +9,7 @@ import pytest
 import autotp
 from autotp.tools.estimation.seconds import measure_links
 from autotp.tools.estimation.seconds.hardware import KINDS
-from autotp.tools.estimation.seconds.links import Group, collective_seconds
+from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
 from autotp.tools.estimation.seconds.measure_links import SIZES, Timed, fitted, measured_alone
 
 H100 = KINDS["h100-80gb"]
@@ -18,7 +18,7 @@ H100 = KINDS["h100-80gb"]
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_fit_is_exact_for_times_of_links(ranks: int) -> None:
     """It takes apart what links.py puts together."""
-    group = Group(size=ranks, stride=1)
+    group = RankGroup(size=ranks, stride=1)
     times = [
         Timed(1, size, collective_seconds("all-gather", size, group, H100)) for size in (*SIZES, 2**26)
     ]  # NCCL may sum by a tree.
