@@ -12,6 +12,7 @@ from small_models import Plain
 from torch import Tensor, nn
 
 import autotp
+from autotp.runtime.module import executable_of
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 line = partial(line_of, __file__)
@@ -201,13 +202,14 @@ class Lengths(Plain):
         return torch.cat([nn.functional.scaled_dot_product_attention(p[None], p[None], p[None])[0] for p in parts])
 
 
-def test_lengths_of_a_split_are_read_in_each_call() -> None:
+def test_lengths_that_decide_nothing_share_one_graph() -> None:
     ends = torch.tensor([0, 1, 3])
     assert autotp.verify(Lengths(), 2, example_inputs=(X, ends)).ok
     whole = Lengths()
     parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=(X, ends))
     for other_ends in (ends, torch.tensor([0, 2, 3]), torch.tensor([0, 3, 3])):
         torch.testing.assert_close(parallel(X, other_ends), whole(X, other_ends), msg=str(other_ends))
+    assert len(executable_of(parallel).entries) == 1
 
 
 @pytest.mark.system
