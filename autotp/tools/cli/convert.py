@@ -12,9 +12,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from autotp.checkpoint.conversion.content import FORMATS, Content, Format
-from autotp.checkpoint.conversion.differences import Unlike, differences
-from autotp.checkpoint.conversion.formats import CONFIG, OF_TORCH, cast, config_in, read_content, write_content
 from autotp.checkpoint.files.safetensors_files import nbytes
 from autotp.checkpoint.weights import parse_size
 from autotp.errors import within
@@ -23,6 +20,9 @@ from autotp.integrations.transformers.processor_files import copy_beside
 from autotp.tools.cli.flags import Debug, Json
 from autotp.tools.cli.model_argument import dtype_named
 from autotp.tools.cli.output import DIFFERENT, WrongUse, complain, console, print_json
+from autotp.tools.conversion.content import FORMATS, Content, Format
+from autotp.tools.conversion.differences import Unlike, differences
+from autotp.tools.conversion.formats import CONFIG, OF_TORCH, cast, config_in, read_content, write_content
 
 To = Enum("To", {name: name for name in FORMATS})  # type: ignore[misc]
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from autotp.compiler import CANONICALIZE, LOWER, PLAN, UNKNOWN, Program
-from autotp.diagnostics.graph_text import operator_text, operators_of, sizes_of
+from autotp.diagnostics.node_text import operator_text, sizes_of
 from autotp.diagnostics.report import traffic
 from autotp.display.sheet import DATA_VERSION, Code, Kind, Sheet, Shown, Table
 from autotp.display.text_table import bytes_text
@@ -23,6 +23,7 @@ from autotp.ops.eager_mode import uncollected
 from autotp.options import Options
 from autotp.passes.emit.bind import COMMUNICATING
 from autotp.runtime.build import expect_usable
+from autotp.tools.pass_by_pass.graph_text import operators_of
 from autotp.tools.pass_by_pass.steps import Step, run_steps
 
 Sends = tuple[int, int]

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from autotp.compiler import Program
-from autotp.diagnostics.graph_text import size_text, sizes_of, type_text
+from autotp.diagnostics.node_text import size_text, sizes_of, type_text
 from autotp.diagnostics.report import report
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.checkpoint.conversion.content import Content, Format, Held
-from autotp.checkpoint.conversion.formats import read_content, write_content
-from autotp.checkpoint.files.tensor_sources import read_whole
+from autotp.checkpoint.files.tensor_sources import InMemory, read_whole
+from autotp.tools.conversion.content import Content, Format
+from autotp.tools.conversion.formats import read_content, write_content
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "n_embd": 12, "n_layer": 2, "n_head": 4, "n_positions": 10}
 
@@ -175,14 +175,14 @@ def test_without_a_configuration_it_says_so(autotp_command, tmp_path: Path) -> N
     expect_equal(tmp_path / "out" / "model.safetensors", tmp_path / "model.pt")
 
 
-class Unreadable(Held):
+class Unreadable(InMemory):
     def read(self, box: Any) -> torch.Tensor:
         raise OSError("the disk does not answer")
 
 
 @pytest.mark.parametrize("to", ["training", "torch", "safetensors"])
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, to: Format) -> None:
-    content = Content("torch", {"x": Held(torch.ones(2)), "y": Unreadable(torch.ones(2))})
+    content = Content("torch", {"x": InMemory(torch.ones(2)), "y": Unreadable(torch.ones(2))})
     with pytest.raises(autotp.Error, match="the disk does not answer"):
         write_content(content, tmp_path / "written", to)
     assert [path for path in tmp_path.rglob("*") if path.name != "written"] == []
@@ -201,5 +201,5 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     for name in ("rename", "replace"):
         noted(name, "named")
     noted("fsync", "on the disk")
-    write_content(Content("torch", {"x": Held(torch.ones(2))}), tmp_path / "written", to)
+    write_content(Content("torch", {"x": InMemory(torch.ones(2))}), tmp_path / "written", to)
     assert events[-3:] == ["on the disk", "named", "on the disk"]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from autotp.checkpoint.conversion.content import Held
 from autotp.checkpoint.files.lazy_tensor import Lazy
-from autotp.checkpoint.files.tensor_sources import Source
+from autotp.checkpoint.files.tensor_sources import InMemory, Source
 from autotp.errors import Error
 from autotp.integrations.transformers.files.configuration import (
     ModelArguments,
@@ -36,7 +35,7 @@ def as_in_modules(folder: Path) -> dict[str, Source]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         # A buffer, which has been read already.
         if id(tensor) not in first:
-            sources_by_name[name] = Held(tensor)
+            sources_by_name[name] = InMemory(tensor)
         # A tied parameter has one source, under its first name.
         elif first[id(tensor)] == name:
             sources_by_name[name] = sources[name]

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.conversion.content import Content, Held
-from autotp.checkpoint.conversion.differences import Unlike, differences
+from autotp.checkpoint.files.tensor_sources import InMemory
+from autotp.tools.conversion.content import Content
+from autotp.tools.conversion.differences import Unlike, differences
 
 ONE = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
 
 
 def content(**tensors: Tensor) -> Content:
-    return Content("torch", {name: Held(tensor) for name, tensor in tensors.items()})
+    return Content("torch", {name: InMemory(tensor) for name, tensor in tensors.items()})
 
 
 @pytest.mark.parametrize(
@@ -68,8 +69,11 @@ def test_differences_compare_booleans_as_numbers() -> None:
 
 
 def test_differences_compare_optimizer_states_only_if_both_have_one() -> None:
-    moment = {"optimizer|x|exp_avg": Held(ONE)}
-    one, two = Content("training", {}, state=moment), Content("training", {}, state={"optimizer|x|exp_avg": Held(-ONE)})
+    moment = {"optimizer|x|exp_avg": InMemory(ONE)}
+    one, two = (
+        Content("training", {}, state=moment),
+        Content("training", {}, state={"optimizer|x|exp_avg": InMemory(-ONE)}),
+    )
     assert [it.name for it in differences(one, two)] == ["optimizer|x|exp_avg"]
     assert list(differences(one, Content("torch", {}))) == []
 

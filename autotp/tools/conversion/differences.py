@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.conversion.content import Content
 from autotp.checkpoint.files.tensor_sources import Source, read_whole
+from autotp.tools.conversion.content import Content
 
 What = Literal["only in the first", "only in the second", "shape", "dtype", "values"]
 
