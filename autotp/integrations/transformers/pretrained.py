@@ -33,11 +33,9 @@ from autotp.checkpoint.files.checksums import (
     expect_unchanged,
     fingerprint,
 )
-from autotp.checkpoint.files.lazy_tensor import Lazy, source_text
 from autotp.checkpoint.files.safetensors_files import Stored, stored_tensors
 from autotp.checkpoint.files.tensor_sources import Source, read_whole
 from autotp.checkpoint.weights import parse_size, read_parts, write_checkpoint
-from autotp.checkpoint.whole_tensors import GatheredTensor
 from autotp.distributed.agreement import Fact, agree, on_first_replica
 from autotp.distributed.mesh import Mesh, gather_ints, make_mesh
 from autotp.errors import Error, within
@@ -50,6 +48,8 @@ from autotp.integrations.transformers.files.configuration import (
     read_object,
     transformers_module,
 )
+from autotp.integrations.transformers.files.lazy_tensor import Lazy, source_text
+from autotp.integrations.transformers.files.whole_tensors import GatheredTensor
 from autotp.integrations.transformers.processor_files import copy_beside
 from autotp.options import CheckInputs, Experts, Options, Outputs, Overlap, Recompute
 from autotp.runtime.build import build
