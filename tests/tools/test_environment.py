@@ -59,8 +59,8 @@ def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_alone() -> None:
     found = examine()
-    assert found.launched is None and found.exchange is None and found.problems == ()
-    assert found.packages[0] == Installed("torch", torch.__version__, TESTED["torch"])
+    assert found.launcher is None and found.all_reduce is None and found.ok
+    assert found.packages["torch"] == Installed("torch", torch.__version__, TESTED["torch"])
 
 
 def test_older_gpus_need_one_queue_of_work() -> None:

@@ -138,6 +138,7 @@ def test_what_differs(autotp_command, tmp_path: Path) -> None:
     torch.save({"a": torch.tensor([1.0, 1.5]), "c": torch.ones(1)}, tmp_path / "2.pt")
     done = autotp_command("convert", "--diff", tmp_path / "1.pt", tmp_path / "2.pt")
     assert done.status == 1 and done.out.splitlines() == [
+        "3 tensors differ",
         "b  only in the first: float32 [2]",
         "c  only in the second: float32 [1]",
         "a  values: float32 [2], 1 elements, largest 5.0e-01",
