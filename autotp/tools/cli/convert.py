@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from autotp.checkpoint.files.safetensors_files import nbytes
-from autotp.checkpoint.weights import parse_size
+from autotp.checkpoint.files.tensor_pieces import nbytes
 from autotp.errors import within
 from autotp.integrations.transformers.files.conversion import as_in_files, as_in_modules
+from autotp.integrations.transformers.files.weights import parse_size
 from autotp.integrations.transformers.processor_files import copy_beside
 from autotp.tools.cli.flags import Debug, Json
 from autotp.tools.cli.model_argument import dtype_named

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.tensor_sources import Box, Shape, Source
 from autotp.checkpoint.manifest import Manifest
+from autotp.integrations.transformers.files.tensor_sources import Box, Shape, Source
 
 Format = Literal["safetensors", "torch", "training"]
 FORMATS: tuple[Format, ...] = ("safetensors", "torch", "training")

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.tensor_sources import Source, read_whole
 from autotp.display.sheet import Code, Sheet, Shown
+from autotp.integrations.transformers.files.tensor_sources import Source, read_whole
 from autotp.tools.conversion.content import Content
 
 What = Literal["only in the first", "only in the second", "shape", "dtype", "values"]

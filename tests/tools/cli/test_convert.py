@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.checkpoint.files.tensor_sources import InMemory, read_whole
+from autotp.integrations.transformers.files.tensor_sources import InMemory, read_whole
 from autotp.tools.conversion.content import Content, Format
 from autotp.tools.conversion.formats import read_content, write_content
 

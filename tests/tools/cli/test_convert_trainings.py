@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 import autotp
-from autotp.checkpoint.files.tensor_sources import read_whole
+from autotp.integrations.transformers.files.tensor_sources import read_whole
 from autotp.tools.conversion.formats import read_content
 
 SIZES: dict[str, Any] = {

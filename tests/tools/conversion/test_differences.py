@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.tensor_sources import InMemory
+from autotp.integrations.transformers.files.tensor_sources import InMemory
 from autotp.tools.conversion.content import Content
 from autotp.tools.conversion.differences import Unlike, differences
 

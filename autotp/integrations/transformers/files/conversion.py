@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from autotp.checkpoint.files.tensor_sources import InMemory, Source
 from autotp.errors import Error
 from autotp.integrations.transformers.files.configuration import (
     ModelArguments,
@@ -20,6 +19,7 @@ from autotp.integrations.transformers.files.configuration import (
 )
 from autotp.integrations.transformers.files.from_configuration import model_from_configuration
 from autotp.integrations.transformers.files.lazy_tensor import Lazy
+from autotp.integrations.transformers.files.tensor_sources import InMemory, Source
 from autotp.integrations.transformers.pretrained import lazy_model
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import Checks
 
-from autotp.checkpoint.files import tensor_sources
 from autotp.distributed.mesh import make_mesh
+from autotp.integrations.transformers.files import tensor_sources
 from autotp.integrations.transformers.files.whole_tensors import GatheredTensor, first_holders
 from autotp.sharding.layout import Layout, Range
 

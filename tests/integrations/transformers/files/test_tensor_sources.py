@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotp.checkpoint.files.tensor_sources import (
+from autotp.integrations.transformers.files.tensor_sources import (
     Computed,
     InMemory,
     Permuted,
@@ -50,7 +50,7 @@ SOURCES: dict[str, Source] = {
 def test_read_part_gives_what_layout_take_gives(
     layout: Layout, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotp.checkpoint.files.tensor_sources.BLOCK", 12)  # less than a row
+    monkeypatch.setattr("autotp.integrations.transformers.files.tensor_sources.BLOCK", 12)  # less than a row
     for rank in range(3):
         part = torch.full(layout.local_shape(rank), torch.nan)
         read_part(part, source, layout, rank)
