@@ -18,7 +18,7 @@ from autotp.tools.cli.flags import Debug, Json
 from autotp.tools.cli.model_argument import dtype_named
 from autotp.tools.cli.output import DIFFERENT, RIGHT, WrongUse, complain, print_json, show
 from autotp.tools.conversion.content import FORMATS, Content, Format
-from autotp.tools.conversion.differences import Compared, differences
+from autotp.tools.conversion.differences import CheckpointDifferences, differences
 from autotp.tools.conversion.formats import CONFIG, OF_TORCH, cast, config_in, read_content, write_content
 
 To = Enum("To", {name: name for name in FORMATS})  # type: ignore[misc]
@@ -53,7 +53,7 @@ def convert(
 
     if diff:
         rows = within("convert", lambda: tuple(differences(read(source), read(target), atol)))
-        show(Compared(atol, rows), json)
+        show(CheckpointDifferences(atol, rows), json)
         raise typer.Exit(DIFFERENT if rows else RIGHT)
     if atol:
         raise WrongUse("--atol is for --diff: write --diff, too")

@@ -42,7 +42,7 @@ class Unlike:
 
 
 @dataclass(frozen=True, repr=False)
-class Compared(Shown):
+class CheckpointDifferences(Shown):
     """How two checkpoints differ.
 
     Attributes:

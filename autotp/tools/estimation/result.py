@@ -12,7 +12,7 @@ from autotp.tools.estimation.error_bars import memory_bar, row_bar, step_bar
 from autotp.tools.estimation.layout import Layout
 from autotp.tools.estimation.seconds.hardware import GIB, Hardware
 
-KINDS = ("weights", "copies", "gradients", "optimizer", "activations", "logits", "transients")
+KINDS_OF_TENSORS = ("weights", "copies", "gradients", "optimizer", "activations", "logits", "transients")
 """The kinds of tensors in the memory of a rank."""
 ALLOCATOR = (1.0 * GIB, 0.08)
 """What a device holds beside tensors: bytes of libraries, and the allocator's part of the rest."""
@@ -34,7 +34,7 @@ class RankMemory:
         is_gpu: whether it is that of a GPU: estimates for a CPU have other error bars.
     """
 
-    DATA = (*KINDS, "buffers", "total", "error_bytes", "reserved")
+    DATA = (*KINDS_OF_TENSORS, "buffers", "total", "error_bytes", "reserved")
 
     weights: float = 0.0
     copies: float = 0.0
@@ -49,7 +49,7 @@ class RankMemory:
     @property
     def kinds(self) -> dict[str, float]:
         """The bytes of tensors of each kind."""
-        return {name: getattr(self, name) for name in KINDS}
+        return {name: getattr(self, name) for name in KINDS_OF_TENSORS}
 
     @property
     def total(self) -> float:
@@ -169,8 +169,8 @@ class Estimate(Shown):
     @property
     def memory_error(self) -> dict[str, float]:
         """Kind of memory that a rank has -> the relative error bar of its bytes."""
-        kinds = [kind for kind in KINDS if any(rank.kinds[kind] for rank in self.memory)]
-        return {kind: memory_bar(kind, self.device.is_gpu) for kind in kinds}
+        present = {kind for rank in self.memory for kind, size in rank.kinds.items() if size}
+        return {kind: memory_bar(kind, self.device.is_gpu) for kind in KINDS_OF_TENSORS if kind in present}
 
     @property
     def error(self) -> float:

@@ -403,9 +403,9 @@ def _fitting(priced: Iterable[Estimate], limit: float) -> list[Estimate]:
 
 def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[Layout, Rough]], limit: float) -> None:
     est = layouts.price(min(rough_prices, key=lambda pair: pair[1].memory)[0])
-    used = f"{est.fullest.total / GIB:.0f} GiB of {limit / GIB:.0f}"
+    size = est.fullest.total
     raise Error(
-        f"no layout fits: {est.layout} takes {used} on its fullest device",
+        f"no layout fits: {est.layout} takes {size / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
         fix="more gpus, or a smaller sequence",
     )
 

@@ -33,8 +33,11 @@ class Sends(NamedTuple):
     forward: int
     backward: int
 
+    def __str__(self) -> str:
+        return f"{self.forward} + {self.backward}" if any(self) else "0"
 
-class Change(NamedTuple):
+
+class BeforeAfter(NamedTuple):
     """Something before a pass and after it."""
 
     before: Any
@@ -49,6 +52,9 @@ class Rewrites(NamedTuple):
 
     new: int
     gone: int
+
+    def __str__(self) -> str:
+        return f"+{self.new} -{self.gone}" if any(self) else ""
 
 
 FOUND: dict[str, Callable[[Program], str]] = {
@@ -87,16 +93,15 @@ class PassRow:
     stage: str
     name: str
     seconds: float
-    operators: Change
+    operators: BeforeAfter
     rewrites: Rewrites | None
-    collectives: Change | None
+    collectives: BeforeAfter | None
     found: str
 
     def cells(self) -> tuple[str, ...]:
         """Returns the cells of the table."""
-        sends = "" if self.collectives is None else str(Change(*map(_sends, self.collectives)))
-        rewrites = "" if self.rewrites is None or not any(self.rewrites) else "+{} -{}".format(*self.rewrites)
-        return self.stage, self.name, str(self.operators), rewrites, sends, f"{self.seconds:.3f}", self.found
+        counts = ("" if x is None else str(x) for x in (self.operators, self.rewrites, self.collectives))
+        return self.stage, self.name, *counts, f"{self.seconds:.3f}", self.found
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,7 +121,7 @@ class PassTable(Shown):
     cp: int
     size: str
     passes: tuple[PassRow, ...]
-    code: dict[str, Change]
+    code: dict[str, BeforeAfter]
 
     def summary(self) -> str:
         """Returns the number of passes and their seconds."""
@@ -151,10 +156,6 @@ def _many(count: int, singular: str, plural: str = "") -> str:
     return f"{count} {singular if count == 1 else plural or f'{singular}s'}"
 
 
-def _sends(sends: Sends) -> str:
-    return " + ".join(map(str, sends)) if any(sends) else "0"
-
-
 def names_of_passes(options: Options) -> list[str]:
     """Returns the names of the passes that run with these options, in order."""
     passes = [pass_.name for pass_ in (*CANONICALIZE, *PLAN, *LOWER) if pass_.wanted(options)]
@@ -179,7 +180,7 @@ def pass_table(model: nn.Module, tp: int, options: Options, example_inputs: Any 
             for step in run_steps(model, tp, options, example_inputs):
                 rows.append(_row(step))
                 if step.name == chosen:
-                    code[chosen] = Change(step.was(), step.became())
+                    code[chosen] = BeforeAfter(step.was(), step.became())
         return PassTable(type(model).__name__, tp, options.cp, _size_of(model), tuple(rows), code)
 
     return within(f"stages({type(model).__name__}, tp={tp}{f', cp={options.cp}' * (options.cp != 1)})", run)
@@ -200,9 +201,9 @@ def _row(step: Step) -> PassRow:
         step.stage,
         step.name,
         step.seconds,
-        Change(len(before), len(after)),
+        BeforeAfter(len(before), len(after)),
         None if emits else Rewrites((became - was).total(), (was - became).total()),
-        None if emits else Change(_sent(step.graphs[0], step), _sent(step.graphs[1], step)),
+        None if emits else BeforeAfter(_sent(step.graphs[0], step), _sent(step.graphs[1], step)),
         ", ".join(_facts(step)),
     )
 
