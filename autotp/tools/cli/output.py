@@ -53,11 +53,11 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 def show(result: Shown, json: bool = False) -> None:
     """Prints a result: as JSON, in colour on a terminal (unless NO_COLOR is set), else as text."""
+    if json:
+        return print_json(result.to_dict())
     from rich.console import Console  # `main` says that it is missing with what stands here.
 
-    if json:
-        print_json(result.to_dict())
-    elif (console := Console(highlight=False)).is_terminal:
+    if (console := Console(highlight=False)).is_terminal:
         console.print(result, soft_wrap=True)
     else:
         print(result)
