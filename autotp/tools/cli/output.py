@@ -54,7 +54,8 @@ def print_json(data: Mapping[str, Any]) -> None:
 def show(result: Shown, json: bool = False) -> None:
     """Prints a result: as JSON, in colour on a terminal (unless NO_COLOR is set), else as text."""
     if json:
-        return print_json(result.to_dict())
+        print_json(result.to_dict())
+        return
     from rich.console import Console  # `main` says that it is missing with what stands here.
 
     if (console := Console(highlight=False)).is_terminal:
