@@ -16,8 +16,7 @@ from torch import Tensor
 
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content, sealed, unsealed
 from autotp.checkpoint.files.plain_json import decode, dtype_name, dtype_of
-from autotp.checkpoint.files.safetensors_files import nbytes
-from autotp.checkpoint.files.tensor_pieces import Piece, Shape, StoredPieces, file_of, tiled
+from autotp.checkpoint.files.tensor_pieces import Piece, Shape, StoredPieces, file_of, nbytes, tiled
 from autotp.errors import Error
 
 FORMAT = 2

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from torch import fx, nn
 
@@ -67,6 +66,11 @@ class MeshProof:
         without_gradient: in a pipeline, the parameters that get no gradient, for the loss has none on one device.
     """
 
+    DATA = (
+        "ranks", "tp", "cp", "pp", "dp", "schedule", "interleave", "microbatches", "zero", "operators", "division",
+        "sent", "parameters", "tied", "actions", "not_computed", "whole", "without_gradient",
+    )  # fmt: skip
+
     tp: int
     pp: int
     dp: int
@@ -104,10 +108,6 @@ class MeshProof:
     def divides(self) -> bool:
         """True if replicas divide tensors among them."""
         return self.zero > 0 and self.dp > 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the facts as plain data, for JSON."""
-        return {**asdict(self), "division": self.division.to_dict(), "ranks": self.ranks}
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         size = _number(self.operators[0])

@@ -94,6 +94,8 @@ class StepCollective:
 class Traffic:
     """The collectives of one step; their bytes are for inputs of the given `shapes`."""
 
+    DATA = ("forward", "backward", "forward_bytes", "backward_bytes", "shapes")
+
     sends: tuple[StepCollective, ...]
     shapes: tuple[tuple[int, ...], ...]
 
@@ -157,6 +159,11 @@ class Plan(Shown):
         [('2.bias', 'every rank uses it after the sum over ranks')]
     """
 
+    DATA = (
+        "model", "tp", "cp", "cuts", "whole", "bytes_total", "bytes_rank", "traffic", "traffic_over_cp", "in_sequence",
+        "balanced", "unbalanced", "in_halves", "types", "along_sequence", "outputs",
+    )  # fmt: skip
+
     model: str
     tp: int
     cuts: tuple[CutRow, ...]
@@ -173,9 +180,6 @@ class Plan(Shown):
     in_halves: int | None = None
     types: Mapping[str, int] = field(default_factory=dict)
     source: Any = field(default=None, compare=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "source"}
 
     def summary(self) -> str:
         """Returns how much is cut."""
@@ -195,6 +199,11 @@ class Plan(Shown):
         """The part of all bytes that the rank with the most holds."""
         return self.bytes_rank / self.bytes_total if self.bytes_total else 1.0
 
+    @property
+    def traffic_over_cp(self) -> Traffic:
+        """The part of `traffic` between context-parallel ranks."""
+        return self.traffic.over("cp")
+
     def sheet(self) -> Sheet:
         """Returns the tables of what is cut and what stays whole, and the totals."""
         head = ("cut", "shape", "forward", "backward", "why")
@@ -202,47 +211,6 @@ class Plan(Shown):
         whole = Table(("whole on every rank", "shape", "why", "at"), _whole_rows(self), ("whole", "", "note", "note"))
         tables = [table for table in (cut, whole) if table.rows]
         return Sheet(f"{self.model} on {self.sizes}", (*tables, tuple(_totals(self))))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as plain data, for JSON: numbers, texts, and lists and dicts of these."""
-        return {
-            "model": self.model,
-            "tp": self.tp,
-            "cp": self.cp,
-            "cuts": [_cut_data(row) for row in self.cuts],
-            "whole": [
-                {"name": row.name, "shape": list(row.shape), "why": row.reason, "at": row.at,
-                 "because": [vars(cause) for cause in row.because]}
-                for row in self.whole
-            ],
-            "bytes_total": self.bytes_total,
-            "bytes_rank": self.bytes_rank,
-            "traffic": _traffic_data(self.traffic.over("tp")),
-            "traffic_over_cp": _traffic_data(self.traffic.over("cp")),
-            "in_sequence": self.in_sequence,
-            "balanced": self.balanced,
-            "unbalanced": list(self.unbalanced),
-            "in_halves": self.in_halves,
-            "types": dict(self.types),
-            "along_sequence": self.along_sequence,
-            "outputs_that_stay_cut": [str(layout).replace("-1", "?") for layout in self.outputs],
-        }  # fmt: skip
-
-
-def _traffic_data(traffic: Traffic) -> dict[str, Any]:
-    return {
-        "forward": traffic.forward,
-        "backward": traffic.backward,
-        "forward_bytes": traffic.forward_bytes,
-        "backward_bytes": traffic.backward_bytes,
-        "shapes": [list(shape) for shape in traffic.shapes],
-    }
-
-
-def _cut_data(row: CutRow) -> dict[str, Any]:
-    layout = row.layout
-    shape = {"shape": list(layout.shape), "dim": layout.dim, "layout": str(layout)}
-    return {"name": row.name, **shape, "forward": row.forward, "backward": row.backward, "why": row.why}
 
 
 # ---- text

@@ -15,7 +15,7 @@ from functools import cached_property
 from torch import fx
 
 from autotp.compiler import Program
-from autotp.diagnostics.graph_text import operator_text
+from autotp.diagnostics.node_text import operator_text
 from autotp.diagnostics.plan import Cause
 from autotp.ops import collectives
 from autotp.passes.plan.candidate import Candidate, contracts, maker

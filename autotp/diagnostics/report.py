@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autotp.compiler import Program, flat_graph
-from autotp.diagnostics.graph_text import size_text, sizes_of
+from autotp.diagnostics.node_text import size_text, sizes_of
 from autotp.diagnostics.plan import CutRow, Plan, StepCollective, Traffic, WholeRow
 from autotp.diagnostics.reasons import Reasons, read_by
 from autotp.ops import collectives

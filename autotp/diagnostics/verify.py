@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -86,6 +85,8 @@ class Report(Shown):
         (True, True)
     """
 
+    DATA = ("ok", "computed", "tolerance", "outputs", "gradients", "steps", "plan", "mesh")
+
     plan: Plan
     outputs: tuple[Difference, ...]
     gradients: tuple[Difference, ...]
@@ -99,6 +100,11 @@ class Report(Shown):
         return all(d.error <= self.tolerance for d in (*self.outputs, *self.gradients, *self.steps))
 
     @property
+    def computed(self) -> bool:
+        """False if the graphs were proved only, and no numbers compared."""
+        return bool(self.gradients)
+
+    @property
     def worst(self) -> Difference:
         """The largest difference of a gradient: name and error."""
         return self.gradients[0] if self.gradients else Difference("nothing compared", 0.0)
@@ -106,21 +112,21 @@ class Report(Shown):
     @property
     def verdict(self) -> str:
         """Whether the ranks are equal to one device, in words."""
-        if not self.gradients and self.mesh is not None:
+        if not self.computed and self.mesh is not None:
             ranks = f"{self.mesh.ranks:,} rank{'s' * (self.mesh.ranks > 1)}"
             return f"proved on {ranks}; nothing computed, as {self.mesh.not_computed}"
-        if not self.gradients:
+        if not self.computed:
             return "the model is on meta: proved and counted, nothing computed"
         return "equal to one device" if self.ok else "DIFFERENT from one device"
 
     def summary(self) -> str:
         """Returns the verdict, with the largest difference of a gradient."""
-        worst = f", worst gradient {self.worst}" if self.gradients else ""
+        worst = f", worst gradient {self.worst}" if self.computed else ""
         return f"{self.title}: {self.verdict}{worst}"
 
     def sheet(self) -> Sheet:
         """Returns the verdict, the largest differences, and the collectives of a step."""
-        how = f" (float64, tolerance {self.tolerance:.0e})" if self.gradients else ""
+        how = f" (float64, tolerance {self.tolerance:.0e})" if self.computed else ""
         parts: tuple[Table | tuple[str, ...], ...] = (tuple(_lines(self)),)
         if self.mesh is not None:
             tables = (self.mesh.table(), self.mesh.not_proved())
@@ -132,23 +138,6 @@ class Report(Shown):
         """The model, and the sizes of the mesh."""
         sizes = "" if self.mesh is None else f", pp={self.mesh.pp}, dp={self.mesh.dp}"
         return f"{self.plan.model} on {self.plan.sizes}{sizes}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, for JSON; a difference that is no number is the text `inf` or `nan`."""
-        rows = {"outputs": self.outputs, "gradients": self.gradients, "after_a_step": self.steps}
-        return {
-            "ok": self.ok,
-            "computed": bool(self.gradients),
-            "tolerance": self.tolerance,
-            **{label: [{"name": d.name, "error": _number(d.error)} for d in row] for label, row in rows.items()},
-            "plan": self.plan.to_dict(),
-            "mesh": None if self.mesh is None else self.mesh.to_dict(),
-        }
-
-
-def _number(error: float) -> float | str:
-    """Returns an error as JSON has it: it has no infinite numbers."""
-    return error if math.isfinite(error) else str(abs(error))
 
 
 @dataclass(frozen=True)
@@ -446,7 +435,7 @@ def _on_meta(model: nn.Module) -> bool:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    if report.gradients:
+    if report.computed:
         rows_by_label = {"outputs": report.outputs, "gradients": report.gradients, "after a step": report.steps}
         for label, rows in rows_by_label.items():
             worst = rows[0] if rows else "none"

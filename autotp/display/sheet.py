@@ -1,4 +1,4 @@
-"""sheet: describes a result once; it is drawn as text, in the colours of a terminal, by rich, and as HTML.
+"""sheet: describes a result once; it is drawn as text, in the colours of a terminal, by rich, as HTML, and as JSON.
 
 NOTE [str is in colour on a terminal]
 `print(result)` gets its text from `str(result)`, and cannot say where it goes. So `str` has colours if the stdout of
@@ -12,30 +12,29 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autotp.display.colour import in_colour, painted
+from autotp.display.plain_data import compared_fields, plain
 from autotp.display.text_table import WIDTH, table_cells
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-DATA_VERSION = 1
-"""The version of the plain data of all results, and of what commands print with `--json`: it changes if a key gets
-another meaning."""
-Kind = Literal["", "cut", "whole", "sent", "note", "good", "bad", "gone", "new"]
-"""What a text is about: what is cut, what stays whole, what is sent between ranks, a note; good or bad news; a line of
-code that is gone, or new."""
+Kind = Literal["", "head", "cut", "whole", "sent", "note", "good", "bad", "gone", "new"]
+"""What a text is about: what follows, what is cut, what stays whole, what is sent between ranks, a note; good or bad
+news; a line of code that is gone, or new."""
 
 STYLES = {
-    "": "", "cut": "green", "whole": "yellow", "sent": "cyan", "note": "dim", "good": "green", "bad": "bold red",
-    "gone": "yellow", "new": "green",
+    "": "", "head": "bold", "cut": "green", "whole": "yellow", "sent": "cyan", "note": "dim", "good": "green",
+    "bad": "bold red", "gone": "yellow", "new": "green",
 }  # fmt: skip
 """The style of each kind on a terminal, in the words of rich."""
 CSS = {
-    "": "", "cut": "color:#1f8a4c", "whole": "color:#a87800", "sent": "color:#0e8aa0", "note": "opacity:.7",
-    "good": "color:#1f8a4c", "bad": "color:#d0342c;font-weight:bold", "gone": "color:#a87800", "new": "color:#1f8a4c",
+    "": "", "head": "font-weight:bold", "cut": "color:#1f8a4c", "whole": "color:#a87800", "sent": "color:#0e8aa0",
+    "note": "opacity:.7", "good": "color:#1f8a4c", "bad": "color:#d0342c;font-weight:bold", "gone": "color:#a87800",
+    "new": "color:#1f8a4c",
 }  # fmt: skip
 """The style of each kind in HTML: colours that are readable on white and on black."""
 Line = list[tuple[str, str]]
@@ -45,7 +44,7 @@ CELL = "text-align:left;vertical-align:top;padding:.1em 1em .1em 0;border:none;b
 
 @dataclass(frozen=True)
 class Table:
-    """Rows below a head, with the kind of each column."""
+    """Rows below a head, with the kind of each column. A head of empty texts is not shown."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -76,11 +75,17 @@ class Sheet:
 
 
 class Shown:
-    """A result that a person reads.
+    """A result that a person reads: a dataclass of facts, whose `sheet` says how they are shown.
 
     `str` is a text, in colour if stdout is a terminal; in an f-string it is the plain text. `repr` is one line. rich
-    prints it in colour, a notebook shows it as HTML.
+    prints it in colour, a notebook shows it as HTML, and `to_dict` is for JSON.
+
+    Attributes:
+        DATA: what `to_dict` returns: names of attributes, properties, and methods without arguments; empty for all
+            attributes that are compared. The others are left out of pickles, too.
     """
+
+    DATA: ClassVar[tuple[str, ...]] = ()
 
     def sheet(self) -> Sheet:
         """Returns what is shown."""
@@ -89,6 +94,14 @@ class Shown:
     def summary(self) -> str:
         """Returns the result in a few words."""
         raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as plain data, for JSON: numbers, texts, and lists and dicts of these."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+    def __getstate__(self) -> dict[str, Any]:
+        return compared_fields(self)
 
     def __str__(self) -> str:
         paint = painted if in_colour(sys.stdout) else lambda text, style: text
@@ -125,6 +138,8 @@ def lines_of_table(part: Table, width: int = WIDTH) -> Iterator[Line]:
     """Yields the lines of a table. width: the most characters of a line"""
     titles = len(list(table_cells(part.head, [], width)))
     for i, cells in enumerate(table_cells(part.head, part.rows, width)):
+        if i < titles and not any(part.head):
+            continue
         last = max((column for column, cell in enumerate(cells) if cell.strip()), default=-1)
         line: Line = []
         for column, (cell, column_kind) in enumerate(zip(cells[: last + 1], part.kinds, strict=False)):
@@ -153,7 +168,7 @@ def _html_part(part: Table | Code | tuple[str, ...]) -> str:
         return f'<pre style="background:none">{chr(10).join(spans)}</pre>'
     if not isinstance(part, Table):
         return f'<pre style="background:none;white-space:pre-wrap">{escape(chr(10).join(part))}</pre>'
-    head = "".join(f'<th style="{CELL}">{escape(cell)}</th>' for cell in part.head)
+    head = "".join(f'<th style="{CELL}">{escape(cell)}</th>' for cell in part.head if any(part.head))
     rows = "".join(f"<tr>{_html_cells(row, part.kinds)}</tr>" for row in part.rows)
     return f'<table style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 

@@ -94,6 +94,8 @@ class Layout:
         axis: the name of the cut axis.
     """
 
+    DATA = ("shape", "dim", "axis")
+
     shape: tuple[int, ...]
     dim: int | None = None
     pieces: tuple[tuple[Range, ...], ...] = ()

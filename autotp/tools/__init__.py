@@ -1,1 +1,1 @@
-"""Command line, pages, estimates and the search for a difference: no training step runs anything of it."""
+"""Command line, pages, estimates, conversion and the search for a difference: no training step runs anything of it."""

@@ -16,6 +16,7 @@ from torch import nn
 from autotp.compiler import Program
 from autotp.diagnostics.verify import Report, compare_calls
 from autotp.display.progress import Line, progress
+from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error
 from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.example_inputs import Inputs
@@ -27,8 +28,8 @@ SHOWN = 3
 """The weights that are named beside the guilty one."""
 
 
-@dataclass(frozen=True)
-class Blame:
+@dataclass(frozen=True, repr=False)
+class Blame(Shown):
     """What a difference comes from.
 
     Attributes:
@@ -46,20 +47,28 @@ class Blame:
     rule: str
     trials: int
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Returns what a difference comes from as texts: what it is, and its name."""
+    def summary(self) -> str:
+        """Returns how it was found."""
+        return f"what the difference comes from, found by {self.trials} comparisons"
+
+    def sheet(self) -> Sheet:
+        """Returns the table of what a difference comes from."""
+        return Sheet(self.summary(), (self.table(),), "bad", apart=False)
+
+    def table(self) -> Table:
+        """Returns what a difference comes from: what it is, and its name."""
         first, *further = self.weights or ("none: the difference stays when nothing is cut",)
         more = f" and {len(further) - SHOWN} more" if len(further) > SHOWN else ""
         passes = (
             f"{', '.join(self.passes)} (leave it out with --without)" if self.passes else "none that can be left out"
         )
-        return [
+        rows = (
             ("guilty weight", first),
             *[("cut with it", f"{', '.join(further[:SHOWN])}{more}  ({self.why})")] * bool(further),
-            ("guilty pass", passes or "none that can be left out"),
+            ("guilty pass", passes),
             ("guilty rule", self.rule or "none"),
-            ("found by", f"{self.trials} comparisons"),
-        ]
+        )
+        return Table(("", ""), rows, ("note", ""))
 
 
 def halve(suspects: Sequence[T], differs: Callable[[Sequence[T]], bool]) -> list[T]:

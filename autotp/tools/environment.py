@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,25 +62,34 @@ TIMES = 9
 
 @dataclass(frozen=True)
 class Installed:
-    """A package. found: its version, "" if it is not installed; tested: the version that the tests run with, or ""."""
+    """A package. version: "" if it is not installed; tested: the version that the tests run with, or ""."""
+
+    DATA = ("version", "tested", "state", "works")
 
     name: str
-    found: str
+    version: str
     tested: str
+
+    @property
+    def works(self) -> str:
+        """What works with it, in a line."""
+        return LIBRARIES.get(self.name, "")
 
     @property
     def state(self) -> str:
         """One of: missing, tested, untested."""
-        if not self.found:
+        if not self.version:
             return "missing"
         # A version of torch may end in its build, as 2.13.0+cpu.
-        is_tested = self.found.partition("+")[0] == self.tested
+        is_tested = self.version.partition("+")[0] == self.tested
         return "tested" if is_tested else "untested"
 
 
 @dataclass(frozen=True)
 class Exchange:
     """An all-reduce that was timed. seconds: the median; gigabytes: bytes of the tensor a second, in GB"""
+
+    DATA = ("bytes", "seconds", "gigabytes")
 
     bytes: int
     seconds: float
@@ -98,46 +106,56 @@ class Environment(Shown):
 
     Attributes:
         python: the version of Python.
-        packages: autotp's requirements and the libraries it works with.
-        launched: how this process was started; None if it is alone.
+        packages: autotp's requirements and the libraries it works with, by their names.
+        launcher: how this process was started; None if it is alone.
         variables: the variables of launchers that are set.
         cores: of this machine.
         gpus: the names of the GPUs that this process sees.
         backend: that the ranks use, or would use: nccl or gloo.
-        exchange: an all-reduce among the ranks; None for a process that is alone.
+        all_reduce: one that was timed among the ranks; None for a process that is alone.
         problems: what will not work, each with what to do.
         advice: what would be faster, each with what to do.
     """
 
+    DATA = (
+        "ok", "python", "packages", "launcher", "variables", "cores", "gpus", "backend", "all_reduce", "problems",
+        "advice",
+    )  # fmt: skip
+
     python: str
-    packages: tuple[Installed, ...]
-    launched: Launch | None
+    packages: dict[str, Installed]
+    launcher: Launch | None
     variables: dict[str, str]
     cores: int
     gpus: tuple[str, ...]
     backend: str
-    exchange: Exchange | None
+    all_reduce: Exchange | None
     problems: tuple[str, ...]
     advice: tuple[str, ...] = ()
 
     @property
+    def ok(self) -> bool:
+        """False if something will not work."""
+        return not self.problems
+
+    @property
     def untested(self) -> list[str]:
         """The libraries that are here in another version than the tests run with."""
-        return [p.name for p in self.packages if p.state == "untested" and p.tested]
+        return [p.name for p in self.packages.values() if p.state == "untested" and p.tested]
 
     def summary(self) -> str:
         """Returns in a line whether a training would start here, and with which command."""
         if self.problems:
             return f"not ready: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, see above"
         versions = ", but not with the versions that were tested together" * bool(self.untested)
-        if self.exchange is not None:
+        if self.all_reduce is not None:
             return f"ready{versions}: the ranks find each other over {self.backend}"
         ranks = len(self.gpus) or self.cores
         return f"ready{versions}: torchrun --nproc-per-node {ranks} train.py starts {ranks} ranks over {self.backend}"
 
     def sheet(self) -> Sheet:
         """Returns the table of libraries, how the process was started, the machine, and the verdict."""
-        rows = ((p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in self.packages)
+        rows = ((p.name, p.version or "missing", p.tested or "none", p.works) for p in self.packages.values())
         table = Table(("library", "here", "tests", "what works"), tuple(rows), ("", "good", "", "note"))
         untested: Lines = [(f"not the versions that were tested together: {', '.join(self.untested)}", "whole")]
         verdict: Lines = [(f"problem       {text}", "bad") for text in self.problems]
@@ -147,7 +165,7 @@ class Environment(Shown):
         return Sheet(f"autotp {autotp.__version__}, Python {self.python}", (table, *codes))
 
     def _started(self) -> Lines:
-        by = self.launched
+        by = self.launcher
         lines: Lines = [(f"started by    {by.by if by else 'no launcher: one process, one rank'}", "")]
         if by is not None:
             lines += [(f"rank          {by.rank} of {by.size}; here {by.local_rank} of {by.local_size}", "")]
@@ -155,38 +173,13 @@ class Environment(Shown):
         return lines
 
     def _machine(self) -> Lines:
-        sent, facts = self.exchange, {"cores": self.cores, "GPUs": ", ".join(self.gpus) or "none"}
+        sent, facts = self.all_reduce, {"cores": self.cores, "GPUs": ", ".join(self.gpus) or "none"}
         lines: Lines = [(f"{name:<14}{value}", "") for name, value in {**facts, "backend": self.backend}.items()]
         if sent is not None:
             speed = f"{sent.bytes / 1e6:.1f} MB in {sent.seconds * 1e3:.2f} ms, {sent.gigabytes:.2f} GB/s"
             lines += [(f"all-reduce    {speed}", "")]
         lines += [(f"faster with   {advice}", "whole") for advice in self.advice]
         return lines
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns what was found as plain data, for JSON."""
-        by, sent = self.launched, self.exchange
-        return {
-            "ok": not self.problems,
-            "python": self.python,
-            "packages": {
-                p.name: {"version": p.found or None, "tested": p.tested or None, "state": p.state,
-                         "works": LIBRARIES.get(p.name, "")}
-                for p in self.packages
-            },
-            "launcher": None if by is None else {
-                name: getattr(by, name) for name in ("by", "rank", "size", "local_rank", "local_size")
-            },
-            "variables": self.variables,
-            "cores": self.cores,
-            "gpus": list(self.gpus),
-            "backend": self.backend,
-            "all_reduce": None if sent is None else {
-                "bytes": sent.bytes, "seconds": sent.seconds, "gigabytes_a_second": sent.gigabytes,
-            },
-            "problems": list(self.problems),
-            "advice": list(self.advice),
-        }  # fmt: skip
 
 
 def examine() -> Environment:
@@ -202,13 +195,13 @@ def examine() -> Environment:
     enough = bool(gpus) and len(gpus) >= (started.local_size if started is not None else 1)
     return Environment(
         python=platform.python_version(),
-        packages=tuple(_installed(name) for name in dict.fromkeys(["torch", "numpy", *LIBRARIES])),
-        launched=started,
+        packages={name: _installed(name) for name in ["torch", "numpy", *LIBRARIES]},
+        launcher=started,
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         cores=os.cpu_count() or 1,
         gpus=gpus,
         backend=dist.get_backend() if dist.is_initialized() else "nccl" if enough else "gloo",
-        exchange=exchange,
+        all_reduce=exchange,
         problems=tuple(problems),
         advice=tuple(advice_of(dict(os.environ), [torch.cuda.get_device_capability(i)[0] for i in range(len(gpus))])),
     )

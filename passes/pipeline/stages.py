@@ -17,7 +17,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -78,13 +77,6 @@ class Division(Shown):
         texts = tuple((str(i), str(rank), *cells) for i, (rank, *cells) in enumerate(rows))
         head = ("stage", "pp rank", "blocks", "multiplications", "memory")
         return Sheet(self.summary(), (Table(head, texts, ("", "note", "cut", "", "")),))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the division as plain data, for JSON."""
-        rows = zip(self.ranks, self.blocks, self.costs, self.memory, strict=True)
-        return {
-            "stages": [{"rank": rank, "blocks": list(x), "multiplications": c, "memory": m} for rank, x, c, m in rows]
-        }
 
 
 def _shares(parts: Sequence[float]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from autotp.checkpoint.files.tensor_sources import BLOCK
+from autotp.integrations.transformers.files.tensor_sources import BLOCK
 
 SIZES = {"hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 2816, "vocab_size": 32000}
 BESIDES = 60e6  # bytes: the graphs, and what torch allocates

@@ -18,10 +18,10 @@ from torch import Tensor
 from trainers import batch, mine, started
 
 import autotp
-from autotp.checkpoint.files import tensor_sources
 from autotp.checkpoint.files.staging import SMALLEST
-from autotp.checkpoint.whole_tensors import GatheredTensor
 from autotp.distributed.mesh import make_mesh
+from autotp.integrations.transformers.files import tensor_sources
+from autotp.integrations.transformers.files.whole_tensors import GatheredTensor
 from autotp.sharding.layout import Layout
 
 checks = Checks(cards=True)

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 import autotp
 from autotp import compiler
-from autotp.checkpoint import read, weights, write
+from autotp.checkpoint import read, write
 from autotp.diagnostics import mesh_proof, verify
 from autotp.display import progress
+from autotp.integrations.transformers.files import weights
 from autotp.options import DEFAULTS
 from autotp.tools import bisect
 

@@ -12,7 +12,7 @@ ORDER = (
     "rules", "options", "distributed",
     "passes.builder", "passes.fingerprint", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower",
     "passes.check", "passes.emit", "passes.pipeline",
-    "compiler", "deferred_init", "diagnostics.plan", "diagnostics.graph_text", "diagnostics.reasons",
+    "compiler", "deferred_init", "diagnostics.plan", "diagnostics.node_text", "diagnostics.reasons",
     "diagnostics.report", "runtime",
     "training", "diagnostics", "checkpoint", "api", "integrations", "experimental", "tools", "__main__",
 )  # fmt: skip

@@ -12,8 +12,8 @@ TESTS = ROOT / "tests"
 THROUGH_A_PUBLIC_CALL = {
     "training/step_facts": "cards/test_steps_on_cards",
     "api": "system/test_refusals",
-    "checkpoint/conversion/content": "tools/cli/test_convert",
-    "checkpoint/conversion/formats": "tools/cli/test_convert",
+    "tools/conversion/content": "tools/cli/test_convert",
+    "tools/conversion/formats": "tools/cli/test_convert",
     "checkpoint/optimizers": "runtime/optim/test_whole_states",
     "checkpoint/write": "checkpoint/test_saving_ends",
     "tools/cli/app": "tools/cli/test_main",

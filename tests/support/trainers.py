@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.checkpoint.files.checksums import sealed, unsealed
-from autotp.checkpoint.files.tensor_sources import Box
+from autotp.integrations.transformers.files.tensor_sources import Box
 
 Layout = tuple[int, int, int]
 

@@ -59,8 +59,8 @@ def test_problems_have_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) 
 
 def test_examine_of_a_process_alone_finds_no_problem() -> None:
     found = examine()
-    assert found.launched is None and found.exchange is None and found.problems == ()
-    assert found.packages[0] == Installed("torch", torch.__version__, TESTED["torch"])
+    assert found.launcher is None and found.all_reduce is None and found.ok
+    assert found.packages["torch"] == Installed("torch", torch.__version__, TESTED["torch"])
 
 
 def test_older_gpus_need_one_queue_of_work() -> None:

@@ -1,4 +1,4 @@
-"""Files of tensors: formats, checksums, locks, and folders that are replaced in one step.
+"""Files of tensors: pieces, checksums, locks, and folders that are replaced in one step.
 
 What may not enter: models.
 """

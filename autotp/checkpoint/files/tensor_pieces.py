@@ -98,6 +98,11 @@ class StoredPieces:
         return tensor
 
 
+def nbytes(tensor: Any) -> int:
+    """Returns the bytes of a tensor or source, from its shape and its dtype."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
 def tiled(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
     """Whether the pieces contain each element of a tensor of this shape exactly once."""
     if any(len(n) != len(shape) for piece in pieces for n in (piece.at, piece.sizes)):

@@ -25,7 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from autotp.arguments import expect_arguments
-from autotp.checkpoint.files.checksums import (
+from autotp.distributed.agreement import Fact, agree, on_first_replica
+from autotp.distributed.mesh import Mesh, gather_ints, make_mesh
+from autotp.errors import Error, within
+from autotp.integrations.transformers.files.checksum_file import (
     SIDE_FILE,
     STALE,
     changed_settings,
@@ -33,14 +36,6 @@ from autotp.checkpoint.files.checksums import (
     expect_unchanged,
     folder_fingerprint,
 )
-from autotp.checkpoint.files.lazy_tensor import Lazy, source_text
-from autotp.checkpoint.files.safetensors_files import Stored, stored_tensors
-from autotp.checkpoint.files.tensor_sources import Source, read_whole
-from autotp.checkpoint.weights import parse_size, read_parts, write_checkpoint
-from autotp.checkpoint.whole_tensors import GatheredTensor
-from autotp.distributed.agreement import Fact, agree, on_first_replica
-from autotp.distributed.mesh import Mesh, gather_ints, make_mesh
-from autotp.errors import Error, within
 from autotp.integrations.transformers.files.configuration import (
     ModelArguments,
     class_of,
@@ -50,6 +45,11 @@ from autotp.integrations.transformers.files.configuration import (
     read_object,
     transformers_module,
 )
+from autotp.integrations.transformers.files.lazy_tensor import Lazy, source_text
+from autotp.integrations.transformers.files.safetensors_files import Stored, stored_tensors
+from autotp.integrations.transformers.files.tensor_sources import Source, read_whole
+from autotp.integrations.transformers.files.weights import parse_size, read_parts, write_checkpoint
+from autotp.integrations.transformers.files.whole_tensors import GatheredTensor
 from autotp.integrations.transformers.processor_files import copy_beside
 from autotp.options import CheckInputs, Experts, Options, Outputs, Overlap, Recompute
 from autotp.runtime.build import build

@@ -7,7 +7,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from autotp.checkpoint.files.checksums import SIDE_FILE
+from autotp.integrations.transformers.files.checksum_file import SIDE_FILE
 
 WRITTEN = ("config.json", "generation_config.json", SIDE_FILE)
 """The files that a save writes anew, and does not copy."""

@@ -13,7 +13,7 @@ from autotp.tools.cli.flags import Debug, Html, Json
 from autotp.tools.cli.output import WrongUse, expect_writable, show
 from autotp.tools.estimation.calibrate import calibrate, expect_json
 from autotp.tools.estimation.seconds.hardware import KINDS, hardware_of
-from autotp.tools.page.save_page import save_sheets
+from autotp.tools.page.save_page import save_sheet
 
 
 def calibrate_command(
@@ -52,5 +52,5 @@ def calibrate_command(
     if path is not None:
         calibration.save(Path(path))
     if html is not None:
-        save_sheets([calibration.sheet()], html)
+        save_sheet(calibration.sheet(), html)
     show(calibration, json)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from autotp.checkpoint.conversion.content import FORMATS, Content, Format
-from autotp.checkpoint.conversion.differences import Unlike, differences
-from autotp.checkpoint.conversion.formats import CONFIG, OF_TORCH, cast_sources, config_in, read_content, write_content
-from autotp.checkpoint.files.safetensors_files import nbytes
-from autotp.checkpoint.weights import parse_size
+from autotp.checkpoint.files.tensor_pieces import nbytes
 from autotp.errors import within
 from autotp.integrations.transformers.files.conversion import as_in_files, as_in_modules
+from autotp.integrations.transformers.files.weights import parse_size
 from autotp.integrations.transformers.processor_files import copy_beside
 from autotp.tools.cli.flags import Debug, Json
 from autotp.tools.cli.model_argument import dtype_named
-from autotp.tools.cli.output import DIFFERENT, WrongUse, complain, console, print_json
+from autotp.tools.cli.output import DIFFERENT, RIGHT, WrongUse, complain, print_json, show
+from autotp.tools.conversion.content import FORMATS, Content, Format
+from autotp.tools.conversion.differences import CheckpointDifferences, differences
+from autotp.tools.conversion.formats import CONFIG, OF_TORCH, cast_sources, config_in, read_content, write_content
 
 To = Enum("To", {name: name for name in FORMATS})  # type: ignore[misc]
 
@@ -55,9 +52,9 @@ def convert(
         return within("convert", lambda: read_content(path))
 
     if diff:
-        unlike = within("convert", lambda: list(differences(read(source), read(target), atol)))
-        _print_differences(unlike, json, atol)
-        return
+        rows = within("convert", lambda: tuple(differences(read(source), read(target), atol)))
+        show(CheckpointDifferences(atol, rows), json)
+        raise typer.Exit(DIFFERENT if rows else RIGHT)
     if atol:
         raise WrongUse("--atol is for --diff: write --diff, too")
     form: Format = to.value if to is not None else "torch" if target.suffix in OF_TORCH else "safetensors"
@@ -93,24 +90,3 @@ def _named(content: Content, source: Path, form: Format, config: Path | None) ->
     if form == "safetensors" and config is not None and content.format in ("training", "torch"):
         return replace(content, tensors=as_in_files(content.tensors, config), config=settings)
     return content if settings is None else replace(content, config=settings)
-
-
-def _print_differences(unlike: Sequence[Unlike], json: bool, atol: float) -> None:
-    if json:
-        # JSON has no infinity.
-        rows = [{**asdict(row), "largest": row.largest if math.isfinite(row.largest) else "inf"} for row in unlike]
-        print_json({"ok": not unlike, "atol": atol, "differences": rows})
-    else:
-        console().print(*_text(unlike, atol), sep="\n", soft_wrap=True)
-    if unlike:
-        raise typer.Exit(DIFFERENT)
-
-
-def _text(unlike: Sequence[Unlike], atol: float) -> Iterator[Text]:
-    if not unlike:
-        values = f"values that differ by at most {atol:g}" if atol else "values"
-        yield Text(f"equal: the same names, shapes, dtypes and {values}", style="green")
-    for row in unlike:
-        values_of_both = " and ".join(filter(None, (row.first, row.second if row.second != row.first else "")))
-        line = Text(row.name, style="yellow").append(f"  {row.what}: {values_of_both}", "default")
-        yield line.append(f", {row.count} elements, largest {row.largest:.1e}" if row.count else "", "default")

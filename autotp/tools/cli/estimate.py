@@ -87,9 +87,9 @@ def estimate_command(
     if json:
         print_json({**est.to_dict(), "proof": None if proof is None else proof_data(est, proof)})
     else:
-        show(est, json)
+        show(est)
         if proof is not None:
-            show(proof, json)
+            show(proof)
     if not est.fits:
         raise typer.Exit(DIFFERENT)
 

@@ -11,15 +11,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import autotp
-from autotp.display.sheet import DATA_VERSION
+from autotp.display.plain_data import DATA_VERSION
+from autotp.display.sheet import Shown
 from autotp.errors import Error
 from autotp.torch_internals import SHOW_WARNING
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 RIGHT, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """The exit statuses."""
@@ -38,13 +36,6 @@ def arguments_in_use() -> Iterator[None]:
         raise WrongUse(str(error)) from error
 
 
-def console() -> Console:
-    """Returns the console of stdout: in colour on a terminal, unless NO_COLOR is set."""
-    from rich.console import Console  # `main` says that it is missing with what stands here.
-
-    return Console(highlight=False, soft_wrap=False)
-
-
 def json_text(data: Mapping[str, Any]) -> str:
     """Returns plain data as JSON, with `version` and `autotp` before it."""
     # NaN is no JSON, and strict readers refuse it.
@@ -61,12 +52,15 @@ def print_json(data: Mapping[str, Any]) -> None:
     print(json_text(data))
 
 
-def show(result: Any, json: bool) -> None:
-    """Prints a plan, an estimate or the like: as JSON, in colour on a terminal, else as text."""
+def show(result: Shown, json: bool = False) -> None:
+    """Prints a result: as JSON, in colour on a terminal (unless NO_COLOR is set), else as text."""
     if json:
         print_json(result.to_dict())
-    elif (to := console()).is_terminal:
-        to.print(result)
+        return
+    from rich.console import Console  # `main` says that it is missing with what stands here.
+
+    if (console := Console(highlight=False)).is_terminal:
+        console.print(result, soft_wrap=True)
     else:
         print(result)
 

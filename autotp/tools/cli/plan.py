@@ -7,12 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from autotp.api import explain
-from autotp.display.sheet import rich_lines
 from autotp.options import Options
 from autotp.tools.cli.flags import Debug, Html, Json, with_model, with_options_of
 from autotp.tools.cli.model_argument import ModelArgument, on_meta
-from autotp.tools.cli.output import WrongUse, console, expect_writable, show
-from autotp.tools.page.save_page import save_page, save_sheets
+from autotp.tools.cli.output import WrongUse, expect_writable, show
+from autotp.tools.page.save_page import save_page, save_sheet
 from autotp.tools.pass_by_pass.pass_table import names_of_passes, pass_table
 from autotp.tools.pass_by_pass.stages import stages
 
@@ -64,7 +63,5 @@ def stages_command(
         raise WrongUse(f"--pass {shown}: no such pass runs with these options; they are {', '.join(names)}")
     table = pass_table(on_meta(argument), tp, options, argument.example_inputs(), shown or "")
     if html is not None:
-        save_sheets((table.sheet(), *table.code_sheets()), html)
+        save_sheet(table.sheet(), html)
     show(table, json)
-    for sheet in table.code_sheets() if not json else ():
-        console().print("", *rich_lines(sheet), sep="\n", soft_wrap=True)

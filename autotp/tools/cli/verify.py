@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Annotated, Any, cast
 
 import typer
-from rich.text import Text
 from torch import nn
 
 from autotp.diagnostics.verify import (
@@ -19,7 +16,7 @@ from autotp.diagnostics.verify import (
     training_of,
     verify,
 )
-from autotp.display.sheet import rich_lines
+from autotp.display.plain_data import plain
 from autotp.errors import within
 from autotp.options import Options
 from autotp.passes.capture.example_inputs import Inputs
@@ -28,7 +25,7 @@ from autotp.runtime.build import expect_usable
 from autotp.tools.bisect import Blame, bisect
 from autotp.tools.cli.flags import PLAIN, Debug, Html, Interleave, Json, ScheduleName, with_model, with_options_of
 from autotp.tools.cli.model_argument import ModelArgument, on_meta, with_values
-from autotp.tools.cli.output import DIFFERENT, WrongUse, arguments_in_use, console, expect_writable, print_json
+from autotp.tools.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, print_json, show
 from autotp.tools.page.save_page import save_report
 
 Result = tuple[Report, Blame | None]
@@ -87,13 +84,15 @@ def verify_command(
         else:
             report, call = _verified(built, example_inputs, size, settings)
             results.append((report, bisect(built, call, size, settings) if bisects and not report.ok else None))
-        if not json:
-            console().print(*_text(*results[-1]), sep="\n", soft_wrap=True)
+        for result in results[-1] if not json else ():
+            if result is not None:
+                show(result)
     if html is not None:
         save_report(*results[0], html)
     right = all(report.ok for report, _ in results)
     if json:
-        print_json({"ok": right, "reports": [_data(*row) for row in results]})
+        rows = [{"tp": report.plan.tp, **report.to_dict(), "guilty": plain(blame)} for report, blame in results]
+        print_json({"ok": right, "reports": rows})
     if not right:
         raise typer.Exit(DIFFERENT)
 
@@ -107,14 +106,3 @@ def _verified(model: nn.Module, example_inputs: Any, tp: int, settings: Options)
         return compare_calls(model, call, tp, settings), call
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)
-
-
-def _text(report: Report, blame: Blame | None) -> Iterator[Text]:
-    """Yields the lines of a report, the verdict in green or red, and what a difference comes from."""
-    yield from rich_lines(report.sheet())
-    for label, name in blame.rows() if blame is not None else ():
-        yield Text(f"  {label:<16}{name}", style="red" if label.startswith("guilty") else "")
-
-
-def _data(report: Report, blame: Blame | None) -> dict[str, Any]:
-    return {"tp": report.plan.tp, **report.to_dict(), "guilty": None if blame is None else asdict(blame)}

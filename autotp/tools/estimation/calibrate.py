@@ -6,13 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autotp.arguments import expect_arguments
-from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
+from autotp.display.sheet import Sheet, Shown, Table
 from autotp.distributed.launch import launch
 from autotp.distributed.mesh import start_distributed
 from autotp.errors import Error, within
@@ -23,7 +22,6 @@ from autotp.tools.estimation.seconds.hardware import (
     H100_80GB,
     KINDS,
     MICRO,
-    NUMBERS,
     TERA,
     Hardware,
     hardware_of,
@@ -40,6 +38,8 @@ DIFFERS = 0.1
 class MeasuredNumber:
     """A number that was measured, and what the known kind has for it; both in `unit`."""
 
+    DATA = ("name", "measured", "known", "unit", "differs")
+
     name: str
     measured: float
     known: float
@@ -49,6 +49,11 @@ class MeasuredNumber:
     def more(self) -> float:
         """How much more was measured: 0.1 is a tenth more."""
         return self.measured / self.known - 1
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two differ by more than a tenth."""
+        return abs(self.more) > DIFFERS
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -67,6 +72,8 @@ class Calibration(Shown):
         (True, True)
     """
 
+    DATA = ("known", "ranks", "line", "device", "numbers")
+
     device: Hardware
     known: Hardware
     numbers: tuple[MeasuredNumber, ...]
@@ -75,7 +82,7 @@ class Calibration(Shown):
     @property
     def differing(self) -> tuple[MeasuredNumber, ...]:
         """The numbers that differ from the known kind's by more than a tenth."""
-        return tuple(number for number in self.numbers if abs(number.more) > DIFFERS)
+        return tuple(number for number in self.numbers if number.differs)
 
     def line(self) -> str:
         """Returns the line that describes the device, for `--gpu`.
@@ -109,7 +116,7 @@ class Calibration(Shown):
         """Returns the table of the numbers, and the lines for `--gpu`."""
         rows = tuple(
             (number.name, f"{number.measured:.4g} {number.unit}", f"{number.known:.4g} {number.unit}",
-             f"{number.more:+.0%}", "differs" if number in self.differing else "")
+             f"{number.more:+.0%}", "differs" if number.differs else "")
             for number in self.numbers
         )  # fmt: skip
         differ = f"{len(self.differing)} of {len(self.numbers)} numbers differ by more than {DIFFERS:.0%}"
@@ -119,18 +126,6 @@ class Calibration(Shown):
         return Sheet(
             f"this device beside {self.known.name}", (Table(head, rows, ("", "cut", "note", "note", "bad")), lines)
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the result as plain data, for JSON; in FLOP/s, bytes/s, bytes and seconds."""
-        rows = [
-            {"name": n.name, "measured": n.measured, "known": n.known, "unit": n.unit, "differs": n in self.differing}
-            for n in self.numbers
-        ]
-        device = {name: getattr(self.device, name) for name in NUMBERS}
-        return {
-            "version": DATA_VERSION, "known": self.known.name, "ranks": self.ranks, "line": self.line(),
-            "device": device, "numbers": rows,
-        }  # fmt: skip
 
 
 def calibrate(*, gpu: str | Hardware | None = None, seconds: float = 40.0) -> Calibration:

@@ -473,6 +473,7 @@ def _rank_memory(
         activations=activations,
         logits=logits,
         transients=transients,
+        is_gpu=prices.device.is_gpu,
     )
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
+from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import within
 from autotp.tools.estimation.error_bars import memory_bar, row_bar, step_bar
 from autotp.tools.estimation.layout import StepLayout
 from autotp.tools.estimation.seconds.hardware import GIB, Hardware
 
+KINDS_OF_TENSORS = ("weights", "copies", "gradients", "optimizer", "activations", "logits", "transients")
+"""The kinds of tensors in the memory of a rank."""
 ALLOCATOR = (1.0 * GIB, 0.08)
 """What a device holds beside tensors: bytes of libraries, and the allocator's part of the rest."""
 
@@ -29,7 +31,10 @@ class RankMemory:
         logits: the part of it behind the last block.
         transients: what the running block needs beside.
         buffers: those of NCCL's communicators, at most. They are no tensors, and not a part of `total`.
+        is_gpu: whether it is that of a GPU: estimates for a CPU have other error bars.
     """
+
+    DATA = (*KINDS_OF_TENSORS, "buffers", "total", "error_bytes", "reserved")
 
     weights: float = 0.0
     copies: float = 0.0
@@ -39,11 +44,12 @@ class RankMemory:
     logits: float = 0.0
     transients: float = 0.0
     buffers: float = 0.0
+    is_gpu: bool = True
 
     @property
     def kinds(self) -> dict[str, float]:
         """The bytes of tensors of each kind."""
-        return {name: size for name, size in vars(self).items() if name != "buffers"}
+        return {name: getattr(self, name) for name in KINDS_OF_TENSORS}
 
     @property
     def total(self) -> float:
@@ -53,11 +59,17 @@ class RankMemory:
     @property
     def reserved(self) -> float:
         """The bytes of the device that are taken at most: with the allocator's part, libraries, and NCCL's buffers."""
-        return self.total * (1 + ALLOCATOR[1]) + self.error_bytes() + ALLOCATOR[0] + self.buffers
+        return self.total * (1 + ALLOCATOR[1]) + self.error_bytes + ALLOCATOR[0] + self.buffers
 
-    def error_bytes(self, is_gpu: bool = True) -> float:
-        """Returns the error bar of `total`: the sum of those of all kinds, as if all erred in the same direction."""
-        return sum(size * memory_bar(category, is_gpu) for category, size in self.kinds.items())
+    @property
+    def error_bytes(self) -> float:
+        """The error bar of `total`: the sum of those of all kinds, as if all erred in the same direction."""
+        return sum(size * memory_bar(category, self.is_gpu) for category, size in self.kinds.items())
+
+    @property
+    def text(self) -> str:
+        """The bytes of all tensors with their error bar, in GiB."""
+        return f"{self.total / GIB:.1f} ±{self.error_bytes / GIB:.1f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +118,11 @@ class Estimate(Shown):
         (2, True, True)
     """
 
+    DATA = (
+        "layout", "device", "row", "seconds", "error", "tflops", "hardware_tflops", "mfu", "spent", "savings", "memory",
+        "memory_error", "fits", "stages", "homes",
+    )  # fmt: skip
+
     layout: StepLayout
     device: Hardware
     seconds: float
@@ -118,9 +135,6 @@ class Estimate(Shown):
     row: str
     savings: tuple[TimeSaving, ...] = ()
     source: Any = field(default=None, compare=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "source"}
 
     @property
     def tflops(self) -> float:
@@ -149,6 +163,17 @@ class Estimate(Shown):
         return max(rank.reserved for rank in self.memory) <= self.device.memory
 
     @property
+    def fullest(self) -> RankMemory:
+        """The memory of the pipeline rank with the most."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def memory_error(self) -> dict[str, float]:
+        """Kind of memory that a rank has -> the relative error bar of its bytes."""
+        present = {kind for rank in self.memory for kind, size in rank.kinds.items() if size}
+        return {kind: memory_bar(kind, self.device.is_gpu) for kind in KINDS_OF_TENSORS if kind in present}
+
+    @property
     def error(self) -> float:
         """The relative error bar of `seconds`, and of all that is computed from it."""
         return step_bar(self.device, self.layout.zero)
@@ -174,12 +199,10 @@ class Estimate(Shown):
 
     def summary(self) -> str:
         """Returns layout, seconds and memory in a line."""
-        fullest = max(self.memory, key=lambda rank: rank.total)
-        memory = f"{fullest.total / GIB:.1f} ±{fullest.error_bytes(self.device.is_gpu) / GIB:.1f} GiB"
         fit = "fits" if self.fits else "does not fit"
         return (
             f"{self.layout} on {self.layout.devices} x {self.device.name}: {self.seconds:.3g} s and "
-            f"{self.tflops:.0f} TFLOP/s ±{self.error:.0%}, {memory}, {fit}"
+            f"{self.tflops:.0f} TFLOP/s ±{self.error:.0%}, {self.fullest.text} GiB, {fit}"
         )
 
     def batch_line(self) -> tuple[str, ...]:
@@ -201,16 +224,14 @@ class Estimate(Shown):
             "computed again",
         )
         memory = tuple(self._memory_row(i, rank) for i, rank in self._ranks())
-        kinds = [name for name in RankMemory().kinds if any(vars(r)[name] for r in self.memory)]
-        bars = ("error bar", *(f"±{memory_bar(category, self.device.is_gpu):.1%}" for category in kinds), "")
-        fit = "fits" if self.fits else "does not fit"
-        fullest = max(self.memory, key=lambda rank: rank.total)
+        bars = ("error bar", *(f"±{bar:.1%}" for bar in self.memory_error.values()), "")
+        fit, fullest = "fits" if self.fits else "does not fit", self.fullest
         beside = (
             f"memory       {fit}: at most {fullest.reserved / GIB:.1f} of {self.device.memory / GIB:.1f} GiB, with "
             f"{ALLOCATOR[0] / GIB:.0f} GiB for libraries, {fullest.buffers / GIB:.1f} for NCCL's buffers and "
             f"{ALLOCATOR[1]:.0%} for the allocator",
         )
-        head = ("pp rank", *kinds, "GiB in all")
+        head = ("pp rank", *self.memory_error, "GiB in all")
         return Sheet(
             f"{self.layout} on {self.layout.devices} x {self.device.name}",
             (
@@ -245,39 +266,7 @@ class Estimate(Shown):
         return rows
 
     def _memory_row(self, name: str, rank: RankMemory) -> tuple[str, ...]:
-        kinds = [category for category in rank.kinds if any(vars(r)[category] for r in self.memory)]
         if name == "...":
-            return ("...", *("" for _ in kinds), "")
-        cells = [f"{vars(rank)[category] / GIB:.2f}" for category in kinds]
-        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.error_bytes(self.device.is_gpu) / GIB:.1g}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the estimate as plain data, for JSON; bytes, seconds and FLOPs."""
-        layout = {key: str(v).removeprefix("torch.") if key == "dtype" else v for key, v in vars(self.layout).items()}
-        return {
-            "version": DATA_VERSION,
-            "layout": layout,
-            "device": self.device.name,
-            "row": self.row,
-            "seconds": self.seconds,
-            "error": self.error,
-            "tflops": self.tflops,
-            "hardware_tflops": self.hardware_tflops,
-            "mfu": self.mfu,
-            "spent": dict(self.spent),
-            "savings": [dict(vars(saving)) for saving in self.savings],
-            "memory": [
-                {
-                    **vars(rank),
-                    "total": rank.total,
-                    "error_bytes": rank.error_bytes(self.device.is_gpu),
-                    "at_most": rank.reserved,
-                }
-                for rank in self.memory
-            ],
-            "memory_error": {category: memory_bar(category, self.device.is_gpu) for category in RankMemory().kinds},
-            "fits": self.fits,
-            "stages": [
-                {"rank": rank, "blocks": list(blocks)} for rank, blocks in zip(self.homes, self.stages, strict=True)
-            ],
-        }
+            return ("...", *("" for _ in self.memory_error), "")
+        cells = [f"{rank.kinds[category] / GIB:.2f}" for category in self.memory_error]
+        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.error_bytes / GIB:.1g}")

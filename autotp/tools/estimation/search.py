@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autotp.arguments import expect_arguments
-from autotp.display.sheet import DATA_VERSION, Sheet, Shown, Table
+from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Recompute
@@ -83,7 +83,16 @@ class Search(Shown):
 
     def sheet(self) -> Sheet:
         """Returns the tables of the best layouts and of those that lost."""
-        first = self.best[0]
+        first, (best, *lost) = self.best[0], self.tables()
+        title = f"the best of {self.tried} layouts on {first.layout.devices} x {first.device.name}"
+        notes: tuple[str, ...] = (f"too close    {ties}",) if (ties := self._ties()) else ()
+        if any(est.layout.zero == 3 for est in self.best):
+            notes += (f"zero=3       {why_zero_3()}",)
+        lines = torchrun_line(first.layout.devices, first.device.node), python_line(first.layout)
+        return Sheet(title, (first.batch_line(), best, *[notes] * bool(notes), *lost, ("the first:", *lines)))
+
+    def tables(self) -> list[Table]:
+        """Returns the table of the best layouts, and that of the obvious ones that lost, if there are any."""
         head = ("layout", "a step", "TFLOP/s", "of peak", "GiB")
         rows = tuple(
             (
@@ -91,23 +100,13 @@ class Search(Shown):
                 f"{est.seconds:.3g} ±{float(f'{est.seconds * est.error:.1g}'):g} s",
                 f"{est.tflops:.0f} ±{est.tflops * est.error:.0f}",
                 f"{est.mfu:.0%} ±{est.mfu * est.error:.0%}",
-                f"{fullest.total / GIB:.1f} ±{fullest.error_bytes(est.device.is_gpu) / GIB:.1f}",
+                est.fullest.text,
             )
-            for est, fullest in ((est, max(est.memory, key=lambda rank: rank.total)) for est in self.best)
+            for est in self.best
         )
         lost = tuple((loser.layout, loser.why) for loser in self.lost)
-        title = f"the best of {self.tried} layouts on {first.layout.devices} x {first.device.name}"
-        parts: list[Table | tuple[str, ...]] = [
-            first.batch_line(),
-            Table(head, rows, ("cut", "", "note", "note", "note")),
-        ]
-        notes: tuple[str, ...] = (f"too close    {ties}",) if (ties := self._ties()) else ()
-        if any(est.layout.zero == 3 for est in self.best):
-            notes += (f"zero=3       {why_zero_3()}",)
-        parts += [notes] * bool(notes)
-        parts += [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
-        lines = torchrun_line(first.layout.devices, first.device.node), python_line(first.layout)
-        return Sheet(title, (*parts, ("the first:", *lines)))
+        tables = [Table(head, rows, ("cut", "", "note", "note", "note"))]
+        return tables + [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
 
     def _ties(self) -> str:
         """Returns which layouts the error bars do not tell from the first one; "" for none."""
@@ -115,16 +114,6 @@ class Search(Shown):
         near = [est for est in self.best[1:] if est.seconds * (1 - est.error) <= first.seconds * (1 + first.error)]
         which = "all others" if len(near) == len(self.best) - 1 else f"{len(near)} of the others"
         return f"the error bars of {which} overlap that of the first: measure before you choose" if near else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the result as plain data, for JSON."""
-        lost = [{"layout": loser.layout, "why": loser.why} for loser in self.lost]
-        return {
-            "version": DATA_VERSION,
-            "tried": self.tried,
-            "best": [est.to_dict() for est in self.best],
-            "lost": lost,
-        }
 
 
 def search(
@@ -416,17 +405,14 @@ def _fastest(
 
 def _fitting(priced: Iterable[Estimate], limit: float) -> list[Estimate]:
     """Returns the fastest estimates that fit, the fastest first."""
-    return sorted((est for est in priced if _most(est) <= limit), key=lambda est: est.seconds)[:SHOWN]
-
-
-def _most(est: Estimate) -> float:
-    return max(rank.total for rank in est.memory)
+    return sorted((est for est in priced if est.fullest.total <= limit), key=lambda est: est.seconds)[:SHOWN]
 
 
 def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]], limit: float) -> None:
     est = layouts.price(min(rough_prices, key=lambda pair: pair[1].memory)[0])
+    size = est.fullest.total
     raise Error(
-        f"no layout fits: {est.layout} takes {_most(est) / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
+        f"no layout fits: {est.layout} takes {size / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
         fix="more gpus, or a smaller sequence",
     )
 
@@ -472,8 +458,8 @@ def _obvious(won: StepLayout, node: int) -> Mapping[str, Any]:
 def _why(est: Estimate, won: Estimate, device: Hardware, limit: float) -> str:
     """Returns in a line why a layout lost against the best."""
     fullest = max(range(len(est.memory)), key=lambda i: est.memory[i].total)
-    if _most(est) > limit:
-        return f"does not fit: {_most(est) / GIB:.0f} of {limit / GIB:.0f} GiB on pipeline rank {fullest}"
+    if est.fullest.total > limit:
+        return f"does not fit: {est.fullest.total / GIB:.0f} of {limit / GIB:.0f} GiB on pipeline rank {fullest}"
     more = {name: s - won.spent.get(name, 0.0) for name, s in est.spent.items()}
     row = max(more, key=more.__getitem__)
     crossing = f", tp={est.layout.tp} crosses nodes" if est.layout.tp > device.node and row.endswith("tp") else ""

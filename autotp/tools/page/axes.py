@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autotp.diagnostics.graph_text import dtype_text
+from autotp.diagnostics.node_text import dtype_text
 from autotp.passes.check.types import Typed
 from autotp.passes.lower.local_sizes import cut_lengths, renamed
 from autotp.passes.plan.candidate import Candidate

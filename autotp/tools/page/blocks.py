@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from autotp.diagnostics.graph_text import operator_text
+from autotp.diagnostics.node_text import operator_text
 from autotp.diagnostics.report import BACKWARD, FORWARD
 from autotp.ops import collectives
 from autotp.ops.coalesced import together

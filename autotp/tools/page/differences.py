@@ -12,6 +12,7 @@ from typing import Any
 
 from autotp.diagnostics.differences import descending
 from autotp.diagnostics.verify import Report
+from autotp.display.plain_data import plain
 from autotp.tools.bisect import Blame
 
 LEAST = -17
@@ -28,10 +29,10 @@ def difference_data(report: Report, blame: Blame | None) -> dict[str, Any]:
     layouts = {row.name: str(row.layout) for row in report.plan.cuts}
     layouts |= {row.name: str(list(row.shape)) for row in report.plan.whole if not row.operator}
     return {
-        "title": f"{report}".splitlines()[0],
+        "title": report.sheet().title,
         "ok": report.ok,
         "mesh": report.mesh is not None,
-        "computed": bool(report.gradients),
+        "computed": report.computed,
         "tolerance": f"{report.tolerance:.0e}",
         "limit": _bar(report.tolerance),
         "outputs": [_row(row.name, {"error": row.error}, report) for row in sorted(report.outputs, key=descending)],
@@ -43,7 +44,7 @@ def difference_data(report: Report, blame: Blame | None) -> dict[str, Any]:
             }
             for row in sorted(report.gradients, key=descending)
         ],
-        "guilty": None if blame is None else [{"what": what, "name": name} for what, name in blame.rows()],
+        "guilty": None if blame is None else plain(blame.table()),
     }
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import autotp
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.verify import Report
+from autotp.display.plain_data import plain
 from autotp.tools.bisect import Blame
-from autotp.tools.estimation.error_bars import memory_bar, row_bar
+from autotp.tools.estimation.error_bars import row_bar
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.search import Search
 from autotp.tools.estimation.seconds.hardware import GIB
@@ -56,7 +57,7 @@ def page_data(
         "title": _title(subject) if compared is None else compared.title,
         "layout": [] if estimate is None else _layout(estimate),
         "spent": [] if estimate is None else _spent(estimate),
-        "savings": [] if estimate is None else _savings(estimate),
+        "savings": [] if estimate is None else plain(estimate.savings_table()),
         "memory": None if estimate is None else _memory(estimate),
         "sizes": _sizes(subject),
         "report": None if compared is None else difference_data(compared, blame),
@@ -69,8 +70,7 @@ def page_data(
         "whole": whole_data(subject),
         "torchrun": torchrun_line(subject),
         "python": python_line(subject),
-        "lost": [vars(lost) for lost in result.lost] if isinstance(result, Search) else [],
-        "others": [est.summary() for est in result.best[1:]] if isinstance(result, Search) else [],
+        "others": plain(result.tables()) if isinstance(result, Search) else [],
     }
 
 
@@ -101,7 +101,6 @@ def _layout(estimate: Estimate) -> list[dict[str, str]]:
     layout, error = estimate.layout, estimate.error
     rounds = f" x {layout.interleave}" if layout.interleave else ""
     schedule = f"{layout.schedule}{rounds}" if layout.pp > 1 else "none"
-    fullest = max(estimate.memory, key=lambda rank: rank.total)
     cells = (
         ("GPUs", f"{layout.devices:,}", ""), ("tensor", str(layout.tp), ""),
         *[("context", str(layout.cp), "")] * (layout.cp > 1), ("pipeline", str(layout.pp), ""),
@@ -112,7 +111,7 @@ def _layout(estimate: Estimate) -> list[dict[str, str]]:
         ("seconds a step", f"{estimate.seconds:.3g}", f"± {estimate.seconds * error:.1g}"),
         ("TFLOP/s a GPU", f"{estimate.tflops:.0f}", f"± {estimate.tflops * error:.0f}"),
         ("of peak", f"{estimate.mfu:.1%}", f"± {estimate.mfu * error:.1%}"),
-        ("GiB", f"{fullest.total / GIB:.1f}", f"± {fullest.error_bytes(estimate.device.is_gpu) / GIB:.1f}"),
+        ("GiB", f"{estimate.fullest.total / GIB:.1f}", f"± {estimate.fullest.error_bytes / GIB:.1f}"),
     )  # fmt: skip
     return [dict(zip(("name", "value", "error"), cell, strict=True)) for cell in cells]
 
@@ -124,20 +123,13 @@ def _spent(estimate: Estimate) -> list[dict[str, Any]]:
     return [{"name": name, "seconds": s, "share": s / estimate.seconds, "error": s * error} for name, s in rows]
 
 
-def _savings(estimate: Estimate) -> list[dict[str, Any]]:
-    """Returns the table of what is hidden and fused, if something is."""
-    return [{"head": list(x.head), "rows": [list(row) for row in x.rows]} for x in estimate.savings_table()]
-
-
 def _memory(estimate: Estimate) -> dict[str, Any]:
-    fullest, ranks = max(estimate.memory, key=lambda rank: rank.total), len(estimate.memory)
-    # Evenly spread, with the first and the last.
+    ranks = len(estimate.memory)
     some = {round(i * (ranks - 1) / (BARS - 1)) for i in range(BARS)}
-    kinds = [category for category in fullest.kinds if any(vars(rank)[category] for rank in estimate.memory)]
     return {
         "ranks": sorted(some if ranks > BARS else range(ranks)),
-        "fits": estimate.fits, "reserved": fullest.reserved, "limit": estimate.device.memory,
-        "kinds": kinds, "errors": [memory_bar(category, estimate.device.is_gpu) for category in kinds],
+        "fits": estimate.fits, "reserved": estimate.fullest.reserved, "limit": estimate.device.memory,
+        "kinds": estimate.memory_error,
     }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -69,15 +68,14 @@ def save_report(report: Report, blame: Blame | None, path: Path) -> None:
     within("save_page", lambda: _write(path, page_text(page_data(report, blame=blame))))
 
 
-def save_sheets(sheets: Iterable[Sheet], path: Path) -> None:
-    """Writes a page of sheets, one below the other, as one file of HTML that needs no network.
-
-    The page has the title of the first sheet.
+def save_sheet(sheet: Sheet, path: Path) -> None:
+    """Writes a page of a sheet as one file of HTML that needs no network.
 
     Raises:
         Error: the file cannot be written.
     """
-    within("save_page", lambda: _write(path, sheets_text(list(sheets))))
+    page = {"title": sheet.title, "version": autotp.__version__, "shown": Markup(html(sheet))}
+    within("save_page", lambda: _write(path, _rendered("sheet.html.jinja", **page)))
 
 
 def save_trace(estimate: Estimate, path: str | os.PathLike[str]) -> None:
@@ -108,14 +106,8 @@ def save_trace(estimate: Estimate, path: str | os.PathLike[str]) -> None:
 def page_text(data: dict[str, Any]) -> str:
     """Returns the page of what `page_data` returned."""
     script_data = {"ranks": data["ranks"], "timeline": data["timeline"] and _packed(data["timeline"])}
-    script_data["kinds"] = data["memory"]["kinds"] if data["memory"] else []
+    script_data["kinds"] = list(data["memory"]["kinds"]) if data["memory"] else []
     return _rendered("page.html.jinja", d=data, shown=script_data, js=Markup(_file("page.js")))
-
-
-def sheets_text(sheets: Sequence[Sheet]) -> str:
-    """Returns the page of sheets."""
-    parts = [Markup(html(sheet)) for sheet in sheets]
-    return _rendered("sheets.html.jinja", title=sheets[0].title, version=autotp.__version__, parts=parts)
 
 
 def _rendered(template: str, **variables: Any) -> str:

@@ -26,7 +26,7 @@ def stamp_data(subject: Subject, report: Report | None = None) -> dict[str, Any]
     expect_same_layout(subject, report)
     proved = _rows(report.mesh) if report.mesh else _typed(subject)
     compared = len(report.outputs), len(report.gradients), len(report.steps)
-    if report.gradients and report.ok:
+    if report.computed and report.ok:
         proved.append(
             "numbers: {} outputs, {} gradients and {} parameters after a step equal one device's, in float64".format(
                 *compared
@@ -68,7 +68,7 @@ def _open(subject: Subject, report: Report | None = None) -> list[str]:
     layout = None if subject.estimate is None else subject.estimate.layout
     mesh = None if report is None else report.mesh
     gaps = []
-    if report is None or not report.gradients:
+    if report is None or not report.computed:
         gaps.append("The numbers. autotp verify compares a model that has values with one device, in float64.")
     if subject.program.options.cp > 1 and mesh is None:
         gaps.append("The graphs of the other parts of a sequence: autotp verify proves those of all.")

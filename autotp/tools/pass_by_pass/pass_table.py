@@ -9,24 +9,54 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
 from autotp.compiler import CANONICALIZE, LOWER, PLAN, UNKNOWN, Program
-from autotp.diagnostics.graph_text import operator_text, operators_of, sizes_of
+from autotp.diagnostics.node_text import operator_text, sizes_of
 from autotp.diagnostics.report import traffic
-from autotp.display.sheet import DATA_VERSION, Code, Kind, Sheet, Shown, Table
+from autotp.display.sheet import Code, Kind, Sheet, Shown, Table
 from autotp.display.text_table import bytes_text
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Options
 from autotp.passes.emit.bind import COMMUNICATING
 from autotp.runtime.build import expect_usable
+from autotp.tools.pass_by_pass.graph_text import operators_of
 from autotp.tools.pass_by_pass.steps import PassRun, run_steps
 
-Sends = tuple[int, int]
-"""The number of collectives in forward and in backward."""
+
+class Sends(NamedTuple):
+    """The number of collectives in forward and in backward."""
+
+    forward: int
+    backward: int
+
+    def __str__(self) -> str:
+        return f"{self.forward} + {self.backward}" if any(self) else "0"
+
+
+class BeforeAfter(NamedTuple):
+    """Something before a pass and after it."""
+
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.after}" if self.before == self.after else f"{self.before} -> {self.after}"
+
+
+class Rewrites(NamedTuple):
+    """The number of operators that are new, and of those that are gone."""
+
+    new: int
+    gone: int
+
+    def __str__(self) -> str:
+        return f"+{self.new} -{self.gone}" if any(self) else ""
+
+
 FOUND: dict[str, Callable[[Program], str]] = {
     "totals": lambda p: "the totals of the loss",
     "sequences": lambda p: f"{_many(p.sequences.operators, 'operator')} cut over cp",
@@ -55,8 +85,7 @@ class PassRow:
         seconds: that it took.
         operators: the number of operators before it and after it; parameters, inputs, sizes and items of tuples do not
             count.
-        rewrites: the number of operators that are new, and of those that are gone; None for `emit`, which makes modules
-            of blocks.
+        rewrites: None for `emit`, which makes modules of blocks.
         collectives: those of a step before it and after it; None for `emit`.
         found: the facts that it found, in words.
     """
@@ -64,32 +93,15 @@ class PassRow:
     stage: str
     name: str
     seconds: float
-    operators: tuple[int, int]
-    rewrites: tuple[int, int] | None
-    collectives: tuple[Sends, Sends] | None
+    operators: BeforeAfter
+    rewrites: Rewrites | None
+    collectives: BeforeAfter | None
     found: str
 
     def cells(self) -> tuple[str, ...]:
         """Returns the cells of the table."""
-        sends = "" if self.collectives is None else _change(*(_sends(pair) for pair in self.collectives))
-        rewrites = "" if self.rewrites is None or not any(self.rewrites) else "+{} -{}".format(*self.rewrites)
-        return self.stage, self.name, _change(*self.operators), rewrites, sends, f"{self.seconds:.3f}", self.found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the row as plain data."""
-        sends = None if self.collectives is None else [dict(zip(SIDES, pair, strict=True)) for pair in self.collectives]
-        return {
-            "stage": self.stage,
-            "pass": self.name,
-            "seconds": self.seconds,
-            "operators": dict(zip(TIMES, self.operators, strict=True)),
-            "rewrites": None if self.rewrites is None else dict(zip(("new", "gone"), self.rewrites, strict=True)),
-            "collectives": None if sends is None else dict(zip(TIMES, sends, strict=True)),
-            "found": self.found,
-        }
-
-
-TIMES, SIDES = ("before", "after"), ("forward", "backward")
+        counts = ("" if x is None else str(x) for x in (self.operators, self.rewrites, self.collectives))
+        return self.stage, self.name, *counts, f"{self.seconds:.3f}", self.found
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +112,7 @@ class PassTable(Shown):
         model: the name of the model's class.
         tp, cp: the numbers of ranks.
         size: what the model has, in words.
-        rows: the capture, each pass, the check and the emission, in order.
+        passes: the capture, each pass, the check and the emission, in order.
         code: the code before and after the pass that was asked for, by its name.
     """
 
@@ -108,62 +120,40 @@ class PassTable(Shown):
     tp: int
     cp: int
     size: str
-    rows: tuple[PassRow, ...]
-    code: dict[str, tuple[str, str]]
+    passes: tuple[PassRow, ...]
+    code: dict[str, BeforeAfter]
 
     def summary(self) -> str:
         """Returns the number of passes and their seconds."""
         sizes = f"tp={self.tp}" + f", cp={self.cp}" * (self.cp > 1)
-        return f"{self.model} on {sizes}: {len(self.rows)} passes, {sum(row.seconds for row in self.rows):.2f} s"
+        return f"{self.model} on {sizes}: {len(self.passes)} passes, {sum(row.seconds for row in self.passes):.2f} s"
 
     def sheet(self) -> Sheet:
         """Returns the table of the passes."""
         head = ("stage", "pass", "operators", "rewrites", "collectives", "seconds", "found")
-        rows = (("model", "", "", "", "", "", self.size), *(row.cells() for row in self.rows))
+        rows = (("model", "", "", "", "", "", self.size), *(row.cells() for row in self.passes))
         kinds = ("note", "", "", "whole", "sent", "note", "note")
         lines = ("collectives  of a step: forward + backward", "one pass     --pass NAME: the code before and after it")
-        return Sheet(self.summary(), (Table(head, rows, kinds), lines))  # type: ignore[arg-type]
+        return Sheet(self.summary(), (Table(head, rows, kinds), lines, *self._code()))  # type: ignore[arg-type]
 
-    def code_sheets(self) -> Iterator[Sheet]:
+    def _code(self) -> Iterator[Code]:
         """Yields the code before and after the pass that was asked for, or once, if the pass does not change it."""
         for name, (before, after) in self.code.items():
             if before == after:
-                yield _code_sheet(f"before and after {name}", before, before, "")
+                yield _marked(f"before and after {name}", before, before, "")
             else:
-                yield _code_sheet(f"before {name}", before, after, "gone")
-                yield _code_sheet(f"after {name}", after, before, "new")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the table as plain data, for JSON."""
-        code = [{"pass": name, **dict(zip(TIMES, texts, strict=True))} for name, texts in self.code.items()]
-        return {
-            "version": DATA_VERSION,
-            "model": self.model,
-            "tp": self.tp,
-            "cp": self.cp,
-            "passes": [row.to_dict() for row in self.rows],
-            "code": code[0] if code else None,
-        }
+                yield _marked(f"before {name}", before, after, "gone")
+                yield _marked(f"after {name}", after, before, "new")
 
 
-def _code_sheet(title: str, code: str, other_code: str, mark: Kind) -> Sheet:
-    """Returns a sheet of code. mark: of its lines that `other_code` does not have"""
+def _marked(title: str, code: str, other_code: str, mark: Kind) -> Code:
+    """Returns code below a title. mark: of its lines that `other_code` does not have"""
     other_lines = set(other_code.splitlines())
-    return Sheet(
-        title, (Code(tuple((line, "" if line in other_lines else mark) for line in code.splitlines())),), apart=False
-    )
+    return Code(((title, "head"), *((line, "" if line in other_lines else mark) for line in code.splitlines())))
 
 
 def _many(count: int, singular: str, plural: str = "") -> str:
     return f"{count} {singular if count == 1 else plural or f'{singular}s'}"
-
-
-def _change(before: Any, after: Any) -> str:
-    return f"{after}" if before == after else f"{before} -> {after}"
-
-
-def _sends(sends: Sends) -> str:
-    return " + ".join(map(str, sends)) if any(sends) else "0"
 
 
 def names_of_passes(options: Options) -> list[str]:
@@ -190,7 +180,7 @@ def pass_table(model: nn.Module, tp: int, options: Options, example_inputs: Any 
             for step in run_steps(model, tp, options, example_inputs):
                 rows.append(_row(step))
                 if step.name == chosen:
-                    code[chosen] = step.was(), step.became()
+                    code[chosen] = BeforeAfter(step.was(), step.became())
         return PassTable(type(model).__name__, tp, options.cp, _size_of(model), tuple(rows), code)
 
     return within(f"stages({type(model).__name__}, tp={tp}{f', cp={options.cp}' * (options.cp != 1)})", run)
@@ -211,9 +201,9 @@ def _row(step: PassRun) -> PassRow:
         step.stage,
         step.name,
         step.seconds,
-        (len(before), len(after)),
-        None if emits else ((became - was).total(), (was - became).total()),
-        None if emits else (_sent(step.graphs[0], step), _sent(step.graphs[1], step)),
+        BeforeAfter(len(before), len(after)),
+        None if emits else Rewrites((became - was).total(), (was - became).total()),
+        None if emits else BeforeAfter(_sent(step.graphs[0], step), _sent(step.graphs[1], step)),
         ", ".join(_facts(step)),
     )
 
@@ -242,7 +232,7 @@ def _sent(graphs: tuple[fx.Graph, ...], step: PassRun) -> Sends:
     traffics = [
         traffic(graph, step.program) for graph in graphs if any(node.target in COMMUNICATING for node in graph.nodes)
     ]
-    return sum(sum(t.forward.values()) for t in traffics), sum(sum(t.backward.values()) for t in traffics)
+    return Sends(*(sum(sum(getattr(t, side).values()) for t in traffics) for side in Sends._fields))
 
 
 def _kind(node: fx.Node) -> tuple[str, str, str]:

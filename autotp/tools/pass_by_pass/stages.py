@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from autotp.compiler import Program
-from autotp.diagnostics.graph_text import size_text, sizes_of, type_text
+from autotp.diagnostics.node_text import size_text, sizes_of, type_text
 from autotp.diagnostics.report import report
+from autotp.display.sheet import Code, Sheet, Shown
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Experts, Options, Outputs, Overlap, Recompute
@@ -20,9 +21,9 @@ from autotp.sharding.axis import find, leaves
 from autotp.tools.pass_by_pass.steps import PassRun, run_steps
 
 
-@dataclass(frozen=True)
-class Stages:
-    """The text of a model at each stage of the compiler, returned by `stages`; `str(stages)` is all of it.
+@dataclass(frozen=True, repr=False)
+class Stages(Shown):
+    """The text of a model at each stage of the compiler, returned by `stages`; `print(stages)` shows all of it.
 
     Attributes:
         pages: stage -> text, in order: model, capture, canonicalize, axes, plan, lower, check, emit.
@@ -40,8 +41,15 @@ class Stages:
     def __getitem__(self, stage: str) -> str:
         return self.pages[stage]
 
-    def __str__(self) -> str:
-        return "\n\n".join(f"==== {stage}\n{text}" for stage, text in self.pages.items())
+    def summary(self) -> str:
+        """Returns the names of the stages."""
+        return " -> ".join(self.pages)
+
+    def sheet(self) -> Sheet:
+        """Returns the text of each stage below its name."""
+        texts = ((stage, text.splitlines()) for stage, text in self.pages.items())
+        codes = (Code(((f"==== {stage}", "head"), *((line, "") for line in lines))) for stage, lines in texts)
+        return Sheet(self.summary(), tuple(codes))
 
 
 def stages(

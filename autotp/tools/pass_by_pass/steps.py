@@ -21,7 +21,7 @@ from autotp.compiler import (
     graphs_after_passes,
     programs_after_passes,
 )
-from autotp.diagnostics.graph_text import INDENT, graph_text, size_text, sizes_of
+from autotp.diagnostics.node_text import size_text, sizes_of
 from autotp.options import Options
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import named_leaves, signature_of, states
@@ -29,6 +29,7 @@ from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.recompute import Recomputed
 from autotp.passes.lower.local_sizes import Target
 from autotp.source_location import block_of
+from autotp.tools.pass_by_pass.graph_text import INDENT, graph_text
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 from transformers.utils import logging as theirs
 
 import autotp
-from autotp.checkpoint.files.safetensors_files import Stored
 from autotp.distributed.cut_tensors.cut_parameter import CutTensor
+from autotp.integrations.transformers.files.safetensors_files import Stored
 
 checks = Checks(timeout=480)  # Importing transformers alone takes a while on busy cores.
 theirs.disable_progress_bar()
@@ -332,7 +332,7 @@ def gone_while_it_is_read(rank: int, n: int) -> None:
 @checks.on(2)
 def full_disk(rank: int, n: int) -> None:
     """The first rank cannot write: an error on every rank, the old checkpoint is whole, nothing is left behind."""
-    from autotp.checkpoint import weights as checkpoint
+    from autotp.integrations.transformers.files import weights as checkpoint
 
     model, _, given = family("llama")
     folder = saved(model, shared(rank) / "out", rank)

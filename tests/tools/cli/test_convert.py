@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.checkpoint.conversion.content import Content, Format, InMemory
-from autotp.checkpoint.conversion.formats import read_content, write_content
-from autotp.checkpoint.files.tensor_sources import read_whole
+from autotp.integrations.transformers.files.tensor_sources import InMemory, read_whole
+from autotp.tools.conversion.content import Content, Format
+from autotp.tools.conversion.formats import read_content, write_content
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "n_embd": 12, "n_layer": 2, "n_head": 4, "n_positions": 10}
 
@@ -138,6 +138,7 @@ def test_convert_diff_prints_what_differs(autotp_command, tmp_path: Path) -> Non
     torch.save({"a": torch.tensor([1.0, 1.5]), "c": torch.ones(1)}, tmp_path / "2.pt")
     done = autotp_command("convert", "--diff", tmp_path / "1.pt", tmp_path / "2.pt")
     assert done.status == 1 and done.out.splitlines() == [
+        "3 tensors differ",
         "b  only in the first: float32 [2]",
         "c  only in the second: float32 [1]",
         "a  values: float32 [2], 1 elements, largest 5.0e-01",

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 import autotp
-from autotp.checkpoint.conversion.formats import read_content
-from autotp.checkpoint.files.tensor_sources import read_whole
+from autotp.integrations.transformers.files.tensor_sources import read_whole
+from autotp.tools.conversion.formats import read_content
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37, "n_embd": 12, "n_layer": 2, "n_head": 4, "n_positions": 10, "bos_token_id": 0, "eos_token_id": 0,

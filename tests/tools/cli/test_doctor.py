@@ -61,7 +61,7 @@ def test_doctor_says_what_works_with_each_library(autotp_command, monkeypatch: p
     data = autotp_command("doctor", "--json").json["packages"]
     assert {name: data[name]["works"] for name in LIBRARIES} == LIBRARIES
     assert data["peft"] == {
-        "version": None, "tested": TESTED["peft"], "state": "missing", "works": LIBRARIES["peft"],
+        "version": "", "tested": TESTED["peft"], "state": "missing", "works": LIBRARIES["peft"],
     }  # fmt: skip
     assert (data["tqdm"]["state"], data["torch"]["works"]) == ("untested", "")
 
@@ -82,5 +82,7 @@ def test_doctor_of_two_ranks_prints_once() -> None:
     done = subprocess.run([*torchrun, "-m", "autotp", "doctor", "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert data["launcher"] == {"by": "torchrun", "rank": 0, "size": 2, "local_rank": 0, "local_size": 2}
+    assert data["launcher"] == {
+        "by": "torchrun", "rank": 0, "size": 2, "local_rank": 0, "local_size": 2, "job": "",
+    }  # fmt: skip
     assert data["all_reduce"]["bytes"] == 2**24 and data["all_reduce"]["seconds"] > 0

@@ -80,7 +80,8 @@ def test_the_line_and_the_file_are_devices(tmp_path: Path) -> None:
 
 def test_calibration_is_plain_data() -> None:
     data = json.loads(json.dumps(compared(CPU, AS_KNOWN, LINK, None).to_dict()))
-    assert data["version"] == 1 and data["known"] == "cpu-gloo" and set(data["device"]) == set(NUMBERS)
+    assert data["known"]["name"] == "cpu-gloo" and set(data["device"]) == {"name", *NUMBERS}
+    assert data["line"].endswith("like=cpu-gloo")
     assert len(data["numbers"]) == 9 and data["numbers"][0]["differs"] is False
 
 

@@ -1,1 +1,1 @@
-"""Reads folders of transformers: configurations, models without weights, and the names of tensors in files."""
+"""Reads and writes folders of transformers: configurations, models without weights, and tensors in safetensors."""

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import torch
 
-from autotp.checkpoint.conversion.content import InMemory
-from autotp.checkpoint.files.lazy_tensor import Lazy
-from autotp.checkpoint.files.tensor_sources import Source
 from autotp.errors import Error
 from autotp.integrations.transformers.files.configuration import (
     ModelArguments,
@@ -21,6 +18,8 @@ from autotp.integrations.transformers.files.configuration import (
     transformers_module,
 )
 from autotp.integrations.transformers.files.from_configuration import model_from_configuration
+from autotp.integrations.transformers.files.lazy_tensor import Lazy
+from autotp.integrations.transformers.files.tensor_sources import InMemory, Source
 from autotp.integrations.transformers.pretrained import lazy_model
 
 

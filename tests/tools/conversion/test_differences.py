@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.conversion.content import Content, InMemory
-from autotp.checkpoint.conversion.differences import Unlike, differences
+from autotp.integrations.transformers.files.tensor_sources import InMemory
+from autotp.tools.conversion.content import Content
+from autotp.tools.conversion.differences import Unlike, differences
 
 ONE = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
 

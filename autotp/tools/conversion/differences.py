@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.conversion.content import Content
-from autotp.checkpoint.files.tensor_sources import Source, read_whole
+from autotp.display.sheet import Code, Sheet, Shown
+from autotp.integrations.transformers.files.tensor_sources import Source, read_whole
+from autotp.tools.conversion.content import Content
 
 What = Literal["only in the first", "only in the second", "shape", "dtype", "values"]
 
@@ -33,6 +34,42 @@ class Unlike:
     second: str
     largest: float = 0.0
     count: int = 0
+
+    def __str__(self) -> str:
+        of_both = " and ".join(filter(None, (self.first, self.second if self.second != self.first else "")))
+        elements = f", {self.count} elements, largest {self.largest:.1e}" if self.count else ""
+        return f"{self.name}  {self.what}: {of_both}{elements}"
+
+
+@dataclass(frozen=True, repr=False)
+class CheckpointDifferences(Shown):
+    """How two checkpoints differ.
+
+    Attributes:
+        atol: elements that differ by no more than this are equal.
+        differences: a row for each tensor that differs.
+    """
+
+    DATA = ("ok", "atol", "differences")
+
+    atol: float
+    differences: tuple[Unlike, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if they are equal."""
+        return not self.differences
+
+    def summary(self) -> str:
+        """Returns whether they are equal."""
+        values = f"values that differ by at most {self.atol:g}" if self.atol else "values"
+        count = len(self.differences)
+        return f"{count} tensors differ" if count else f"equal: the same names, shapes, dtypes and {values}"
+
+    def sheet(self) -> Sheet:
+        """Returns a line for each difference."""
+        lines = Code(tuple((str(row), "whole") for row in self.differences))
+        return Sheet(self.summary(), (lines,) * bool(self.differences), "good" if self.ok else "bad", apart=False)
 
 
 def differences(first: Content, second: Content, atol: float = 0.0) -> Iterator[Unlike]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autotp.checkpoint.files.tensor_sources import (
+from autotp.errors import Error
+from autotp.integrations.transformers.files.tensor_sources import (
     Cast,
     Computed,
     Joined,
@@ -28,7 +29,6 @@ from autotp.checkpoint.files.tensor_sources import (
     read_whole,
     whole_box,
 )
-from autotp.errors import Error
 
 aten = torch.ops.aten
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import autotp
-from autotp.checkpoint.files import checksums, safetensors_files
-from autotp.checkpoint.files.safetensors_files import (
+from autotp.checkpoint.files import checksums
+from autotp.integrations.transformers.files import safetensors_files
+from autotp.integrations.transformers.files.safetensors_files import (
     STORED_DTYPES,
     Stored,
     append_tensor,
@@ -97,7 +98,7 @@ def test_stored_tensors_read_any_box_of_any_dtype(tmp_path: Path, largest: int) 
 
 
 def test_reader_opens_a_file_anew_after_each_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotp.checkpoint.files.safetensors_files.BLOCK", 100)
+    monkeypatch.setattr("autotp.integrations.transformers.files.safetensors_files.BLOCK", 100)
     found = stored_tensors(written(tmp_path, {name: torch.ones(9) for name in "abc"}))
     handles = []
     for name in "abcabc":  # 36 bytes each

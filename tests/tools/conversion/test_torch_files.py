@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import autotp
-from autotp.checkpoint.conversion.torch_files import Unread, read_torch_file, state_dict_in
+from autotp.tools.conversion.torch_files import Unread, read_torch_file, state_dict_in
 
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.checkpoint.files.staging import on_host
-from autotp.checkpoint.files.tensor_sources import Box, Shape, blocks_of_box
 from autotp.distributed.mesh import Mesh, group_of
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of
+from autotp.integrations.transformers.files.tensor_sources import Box, Shape, blocks_of_box
 from autotp.sharding.layout import Layout, Range
 
 

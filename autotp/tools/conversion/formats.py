@@ -10,19 +10,19 @@ from uuid import uuid4
 
 import torch
 
-from autotp.checkpoint.conversion.content import Content, Format, InMemory, Saved
-from autotp.checkpoint.conversion.torch_files import state_dict_in
 from autotp.checkpoint.files.atomic_folder import new_folder, sync_path
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, read_regular, write_whole
-from autotp.checkpoint.files.safetensors_files import INDEX, ONE_FILE, stored_tensors, tensors_of_file
 from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
-from autotp.checkpoint.files.tensor_sources import Cast, Source, read_whole
 from autotp.checkpoint.keys import SEPARATOR, entry_key, path_of
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, manifest_content, read_manifest
 from autotp.checkpoint.save import saved_steps
-from autotp.checkpoint.weights import write_checkpoint
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
+from autotp.integrations.transformers.files.safetensors_files import INDEX, ONE_FILE, stored_tensors, tensors_of_file
+from autotp.integrations.transformers.files.tensor_sources import Cast, InMemory, Source, read_whole
+from autotp.integrations.transformers.files.weights import write_checkpoint
+from autotp.tools.conversion.content import Content, Format, Saved
+from autotp.tools.conversion.torch_files import state_dict_in
 
 CONFIG = "config.json"
 OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")

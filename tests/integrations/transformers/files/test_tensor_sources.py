@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from trainers import Given
 
-from autotp.checkpoint.files.lazy_tensor import Lazy
-from autotp.checkpoint.files.tensor_sources import blocks_of_box, read_part, read_whole, whole_box
+from autotp.integrations.transformers.files.tensor_sources import (
+    Computed,
+    InMemory,
+    Permuted,
+    Source,
+    blocks_of_box,
+    read_part,
+    read_whole,
+    whole_box,
+)
 from autotp.sharding.layout import Layout
 
 
@@ -33,20 +37,27 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("run", [lambda x: x, lambda x: x.t().t(), lambda x: 1 * x], ids=["stored", "view", "computed"])
+FULL = torch.arange(24.0).view(6, 4)
+SOURCES: dict[str, Source] = {
+    "stored": InMemory(FULL),
+    "view": Permuted(InMemory(FULL.t()), (1, 0)),
+    "computed": Computed(lambda: 1 * FULL, (6, 4), torch.float32),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_read_part_gives_what_layout_take_gives(
-    layout: Layout, run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+    layout: Layout, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotp.checkpoint.files.tensor_sources.BLOCK", 12)  # less than a row
-    full = torch.arange(24.0).view(6, 4)
+    monkeypatch.setattr("autotp.integrations.transformers.files.tensor_sources.BLOCK", 12)  # less than a row
     for rank in range(3):
         part = torch.full(layout.local_shape(rank), torch.nan)
-        read_part(part, run(Lazy(Given(full))).source, layout, rank)
-        assert torch.equal(part, layout.take(full, rank))
+        read_part(part, source, layout, rank)
+        assert torch.equal(part, layout.take(FULL, rank))
 
 
 def test_read_part_and_read_whole_take_scalars() -> None:
-    lazy, part = Lazy(Given(torch.tensor(3.5))), torch.zeros(())
-    read_part(part, lazy.source, Layout(()), 0)
-    assert part == 3.5 and read_whole(lazy.source) == 3.5 and whole_box(()) == ()
+    scalar, part = InMemory(torch.tensor(3.5)), torch.zeros(())
+    read_part(part, scalar, Layout(()), 0)
+    assert part == 3.5 and read_whole(scalar) == 3.5 and whole_box(()) == ()

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import Checks
 
-from autotp.checkpoint.files import tensor_sources
-from autotp.checkpoint.whole_tensors import GatheredTensor, first_holders
 from autotp.distributed.mesh import make_mesh
+from autotp.integrations.transformers.files import tensor_sources
+from autotp.integrations.transformers.files.whole_tensors import GatheredTensor, first_holders
 from autotp.sharding.layout import Layout, Range
 
 checks = Checks()

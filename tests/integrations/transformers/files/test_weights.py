@@ -10,8 +10,8 @@ import torch
 from errors import message
 from trainers import Given
 
-from autotp.checkpoint.weights import parse_size, write_checkpoint
 from autotp.distributed.mesh import Mesh
+from autotp.integrations.transformers.files.weights import parse_size, write_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.tensor_sources import Box, Shape, Source, cut
 from autotp.checkpoint.manifest import Manifest
+from autotp.integrations.transformers.files.tensor_sources import Box, Shape, Source
 
 Format = Literal["safetensors", "torch", "training"]
 FORMATS: tuple[Format, ...] = ("safetensors", "torch", "training")
@@ -33,24 +33,6 @@ class Content:
     config: Mapping[str, Any] | None = None
     state: Mapping[str, Source] = field(default_factory=dict)
     step: int = 0
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """A tensor in memory, or in a file that is mapped into memory."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> Shape:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, box: Box) -> Tensor:
-        return cut(self.tensor, box)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import pytest
 import torch
 from graphs import canonical, draft, some
 from small_models import Plain
 from torch import fx
 
-from autotp.diagnostics.graph_text import dtype_text, graph_text, size_text, type_text
+from autotp.tools.pass_by_pass.graph_text import graph_text
 
 aten = torch.ops.aten
 VALUES = {"x": some(3, 4, dtype=torch.float32), "w": some(4, 4), "v": some(4, 4)}
@@ -77,23 +76,3 @@ def test_graph_text_names_symbolic_sizes() -> None:
     text = graph_text(graph, captured.parameters, {captured.inputs[0]: "x"})
     assert text.splitlines()[0] == "x: f32[b, s, 8]"
     assert "f32[b, s, 32]" in text
-
-
-@pytest.mark.parametrize(
-    ("dtype", "text"),
-    [
-        (torch.float32, "f32"),
-        (torch.bfloat16, "bf16"),
-        (torch.int64, "i64"),
-        (torch.bool, "bool"),
-        (torch.uint8, "ui8"),
-    ],
-)
-def test_types_are_printed_with_dtype_and_sizes(dtype: torch.dtype, text: str) -> None:
-    assert dtype_text(dtype) == text
-    assert type_text(dtype, ["b", "768@tp"]) == f"{text}[b, 768@tp]"
-
-
-def test_size_text_has_letters_for_symbols() -> None:
-    letters = {"s0": "b", "s77": "s"}
-    assert [size_text(size, letters) for size in (7, "s0", "s0*s77 + 1", "s1")] == ["7", "b", "b*s + 1", "s1"]

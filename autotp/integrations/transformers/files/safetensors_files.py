@@ -17,9 +17,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import INVALID_CONTENT, MOST_JSON, SummedFile, bytes_of, read_regular
-from autotp.checkpoint.files.tensor_sources import BLOCK, Box, Shape
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, MOST_JSON, bytes_of, read_regular
+from autotp.checkpoint.files.tensor_pieces import nbytes
 from autotp.errors import Error
+from autotp.integrations.transformers.files.checksum_file import SummedFile
+from autotp.integrations.transformers.files.tensor_sources import BLOCK, Box, Shape
 
 STORED_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
@@ -240,11 +242,6 @@ def shards_of(tensors: Mapping[str, Any], largest: int) -> list[FileShard]:
         FileShard(file, tuple(sorted(names, key=lambda name: -tensors[name].dtype.itemsize)))
         for file, names in zip(files, groups, strict=True)
     ]
-
-
-def nbytes(tensor: Any) -> int:
-    """Returns the bytes of a tensor or source, from its shape and its dtype."""
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def header_of(tensors: Mapping[str, Any], names: Sequence[str]) -> bytes:

@@ -14,9 +14,9 @@ from torch import Tensor
 from trainers import Given
 
 import autotp
-from autotp.checkpoint.files.lazy_tensor import Lazy
-from autotp.checkpoint.files.safetensors_files import Stored
-from autotp.checkpoint.files.tensor_sources import Box, sliceable
+from autotp.integrations.transformers.files.lazy_tensor import Lazy
+from autotp.integrations.transformers.files.safetensors_files import Stored
+from autotp.integrations.transformers.files.tensor_sources import Box, sliceable
 
 
 def tensors(count: int, *shape: int) -> list[Tensor]:

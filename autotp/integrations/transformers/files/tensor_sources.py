@@ -37,6 +37,24 @@ class Source(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class InMemory:
+    """A tensor in memory, or in a file that is mapped into memory."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, box: Box) -> Tensor:
+        return cut(self.tensor, box)
+
+
 # ---- operators on parts
 
 

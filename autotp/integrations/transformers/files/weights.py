@@ -14,22 +14,23 @@ import torch
 from torch import Tensor
 
 from autotp.checkpoint.files.atomic_folder import new_folder
-from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, json_values, side_file, write_whole
-from autotp.checkpoint.files.safetensors_files import (
+from autotp.checkpoint.files.checksums import write_whole
+from autotp.checkpoint.files.tensor_pieces import nbytes
+from autotp.display.progress import progress
+from autotp.distributed.agreement import agree, expect_alike
+from autotp.distributed.mesh import Mesh
+from autotp.errors import Error
+from autotp.integrations.transformers.files.checksum_file import SIDE_FILE, SummedFile, json_values, side_file
+from autotp.integrations.transformers.files.safetensors_files import (
     INDEX,
     ONE_FILE,
     FileShard,
     append_tensor,
     header_of,
     index_of,
-    nbytes,
     shards_of,
 )
-from autotp.checkpoint.files.tensor_sources import Source, blocks_of_box, read_part, sliceable, whole_box
-from autotp.display.progress import progress
-from autotp.distributed.agreement import agree, expect_alike
-from autotp.distributed.mesh import Mesh
-from autotp.errors import Error
+from autotp.integrations.transformers.files.tensor_sources import Source, blocks_of_box, read_part, sliceable, whole_box
 from autotp.sharding.layout import Layout
 
 NAMED = "|".join(map(re.escape, (ONE_FILE, INDEX, SIDE_FILE)))
