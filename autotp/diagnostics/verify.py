@@ -237,7 +237,7 @@ def run_ranks(trial: Trial, change: Edit = _unchanged) -> Ran[tuple[list[RankTen
         return rows[0], (ranks, rows)
 
 
-def compare(
+def run_and_compare(
     trial: Trial, change: Edit = _unchanged, ran: tuple[list[RankTensors], list[list[Any]]] | None = None
 ) -> Report:
     """Runs a model, and its ranks in lockstep, with the same random numbers; returns the differences.
@@ -620,6 +620,6 @@ def _compared(
 
     if _on_meta(model):
         trial = prepare(NO_VALUES)
-        return trial, compare(trial)
+        return trial, run_and_compare(trial)
     trial, (_, ran) = run_until_right(prepare, run_ranks, _read_by_one_device)
-    return trial, compare(trial, ran=ran)
+    return trial, run_and_compare(trial, ran=ran)

@@ -17,7 +17,7 @@ def compared_fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
 
 
-def plain(value: Any) -> Any:
+def as_plain_data(value: Any) -> Any:
     """Returns a value as JSON has it. Units are those that the attributes' docstrings say.
 
     A dataclass is a dict of what its class lists in `DATA`: attributes, properties, and methods without arguments;
@@ -30,14 +30,14 @@ def plain(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else str(value)
         case Mapping():
-            return {str(key): plain(item) for key, item in value.items()}
+            return {str(key): as_plain_data(item) for key, item in value.items()}
         case tuple() | list() if not hasattr(value, "_asdict"):
-            return [plain(item) for item in value]
+            return [as_plain_data(item) for item in value]
         case tuple():
-            return plain(value._asdict())  # type: ignore[attr-defined]
+            return as_plain_data(value._asdict())  # type: ignore[attr-defined]
         case _ if is_dataclass(value):
             names: tuple[str, ...] = getattr(value, "DATA", ())
-            return plain({name: _read(value, name) for name in names} or compared_fields(value))
+            return as_plain_data({name: _read(value, name) for name in names} or compared_fields(value))
         case _:
             return str(value).removeprefix("torch.")
 

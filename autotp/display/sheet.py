@@ -15,7 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autotp.display.colour import in_colour, painted
-from autotp.display.plain_data import compared_fields, plain
+from autotp.display.plain_data import as_plain_data, compared_fields
 from autotp.display.text_table import WIDTH, table_cells
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Shown:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as plain data, for JSON: numbers, texts, and lists and dicts of these."""
-        data: dict[str, Any] = plain(self)
+        data: dict[str, Any] = as_plain_data(self)
         return data
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from autotp.display.plain_data import plain
+from autotp.display.plain_data import as_plain_data
 from autotp.display.sheet import Shown
 
 
@@ -59,8 +59,8 @@ class Listed:
     ids=["plain", "dtype", "no-number", "named-tuple", "dataclass", "listed"],
 )
 def test_plain_is_numbers_texts_lists_and_dicts(value: Any, expected: Any) -> None:
-    assert plain(value) == expected
-    assert json.loads(json.dumps(plain(value), allow_nan=False)) == expected
+    assert as_plain_data(value) == expected
+    assert json.loads(json.dumps(as_plain_data(value), allow_nan=False)) == expected
 
 
 def test_source_of_a_result_is_in_no_data_and_in_no_pickle() -> None:

@@ -16,7 +16,7 @@ from autotp.diagnostics.verify import (
     training_of,
     verify,
 )
-from autotp.display.plain_data import plain
+from autotp.display.plain_data import as_plain_data
 from autotp.errors import within
 from autotp.options import Options
 from autotp.passes.capture.example_inputs import Inputs
@@ -91,7 +91,7 @@ def verify_command(
         save_report(*results[0], html)
     right = all(report.ok for report, _ in results)
     if json:
-        rows = [{"tp": report.plan.tp, **report.to_dict(), "guilty": plain(blame)} for report, blame in results]
+        rows = [{"tp": report.plan.tp, **report.to_dict(), "guilty": as_plain_data(blame)} for report, blame in results]
         print_json({"ok": right, "reports": rows})
     if not right:
         raise typer.Exit(DIFFERENT)

@@ -12,7 +12,7 @@ from typing import Any
 
 from autotp.diagnostics.differences import descending
 from autotp.diagnostics.verify import Report
-from autotp.display.plain_data import plain
+from autotp.display.plain_data import as_plain_data
 from autotp.tools.bisect import Blame
 
 LEAST = -17
@@ -44,7 +44,7 @@ def difference_data(report: Report, blame: Blame | None) -> dict[str, Any]:
             }
             for row in sorted(report.gradients, key=descending)
         ],
-        "guilty": None if blame is None else plain(blame.table()),
+        "guilty": None if blame is None else as_plain_data(blame.table()),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import autotp
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.verify import Report
-from autotp.display.plain_data import plain
+from autotp.display.plain_data import as_plain_data
 from autotp.tools.bisect import Blame
 from autotp.tools.estimation.error_bars import row_bar
 from autotp.tools.estimation.result import Estimate
@@ -57,7 +57,7 @@ def page_data(
         "title": _title(subject) if compared is None else compared.title,
         "layout": [] if estimate is None else _layout(estimate),
         "spent": [] if estimate is None else _spent(estimate),
-        "savings": [] if estimate is None else plain(estimate.savings_table()),
+        "savings": [] if estimate is None else as_plain_data(estimate.savings_table()),
         "memory": None if estimate is None else _memory(estimate),
         "sizes": _sizes(subject),
         "report": None if compared is None else difference_data(compared, blame),
@@ -70,7 +70,7 @@ def page_data(
         "whole": whole_data(subject),
         "torchrun": torchrun_line(subject),
         "python": python_line(subject),
-        "others": plain(result.tables()) if isinstance(result, Search) else [],
+        "others": as_plain_data(result.tables()) if isinstance(result, Search) else [],
     }
 
 
