@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).resolve().parent.parent / "seconds.txt"
-COSTLY = 1.5
+COSTLY = 0.75
 """The seconds from which on a test is for `make test-rest`."""
-SHORTEST = 1.0
+SHORTEST = 0.5
 """The seconds from which on a test is listed."""
 OTHERS = 0.1
 """Seconds of a test that is not listed, on average."""
