@@ -27,7 +27,7 @@ from cards.build import NoCompiler
 from cards.pretend import DEVICES, pretend
 from hypothesis import Phase, settings
 from ranks import BILL, RUNNING, SELECTED
-from seconds import COSTLY, Written, listed, shares, slowness
+from seconds import COSTLY, Written, costs, listed, shares, slowness
 
 from autotp.errors import TRACEBACK
 
@@ -35,8 +35,6 @@ HERE = Path(__file__).parent
 NAMES = ("examples", "benchmarks")
 NAMED_ONLY = [HERE / name for name in NAMES]
 SYSTEM = [HERE / name for name in ("system", "integrations/transformers", "integrations/loops", *NAMES)]
-LONG = ("system", "checkpoint", "training", "integrations", "experimental", "distributed", "runtime", "ops")
-"""The folders whose files take longest, for most of their tests start ranks."""
 NO_CARDS = pytest.StashKey[str]()
 """Why there are none, if `--cards` asks for some."""
 CAPTURES = "AUTOTP_TESTS_CAPTURES"
@@ -103,6 +101,8 @@ def _skip_without_cards(config: pytest.Config, items: list[pytest.Item]) -> None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path in SYSTEM and "not system" in config.getoption("markexpr"):
+        return True  # They need not be imported.
     if collection_path not in NAMED_ONLY or config.getoption("all"):
         return None
     named = [Path(config.invocation_params.dir, arg.partition("::")[0]).resolve() for arg in config.args]
@@ -130,13 +130,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left += [item for item in runs if item.nodeid.partition("::")[0] not in mine]
         runs = [item for item in runs if item.nodeid.partition("::")[0] in mine]
     config.hook.pytest_deselected(items=left)
-    items[:] = sorted(runs, key=_place)
-
-
-def _place(item: pytest.Item) -> int:
-    """Where the folder of a test stands: the long files first, so that two workers are done at the same time."""
-    folder = item.path.relative_to(HERE).parts[0]
-    return LONG.index(folder) if folder in LONG else len(LONG)
+    places = {file: place for place, file in enumerate(costs([item.nodeid for item in runs]))}
+    # The longest files come first, so that two workers are done at the same time.
+    items[:] = sorted(runs, key=lambda item: places[item.nodeid.partition("::")[0]])
 
 
 @pytest.hookimpl(wrapper=True)

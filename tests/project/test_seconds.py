@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import seconds
-from seconds import COSTLY, OTHERS, Written, listed, shares, slowness
+from seconds import COSTLY, OTHERS, SHORTEST, Written, costs, listed, shares, slowness
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = ["a.py::test_x", "a.py::test_y[1]", "b.py::test_x", "c.py::test_x", "d.py::test_x"]
@@ -22,7 +22,12 @@ def test_listed_tests_are_there() -> None:
 
 
 def test_what_is_not_listed_takes_less_than_what_is_costly() -> None:
-    assert 0 < OTHERS < COSTLY and min(listed().values()) >= 1.0
+    assert 0 < OTHERS < SHORTEST <= min(listed().values()) and SHORTEST < COSTLY
+
+
+def test_costs_name_the_longest_file_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seconds.listed", lambda: {"b.py::test_x": 3.0, "a.py::test_y[1]": 2.0})
+    assert list(costs(NAMES).items()) == [("b.py", 3.0), ("a.py", 2.0 + OTHERS), ("c.py", OTHERS), ("d.py", OTHERS)]
 
 
 def test_shares_have_each_file_once() -> None:
@@ -51,7 +56,7 @@ def test_written_list_has_what_is_long(tmp_path: Path, monkeypatch: pytest.Monke
     written = Written()
     for name, cpu, duration in [
         ("a.py::test_programs", 0.1, 9.04), ("a.py::test_short", 0.2, 0.3),
-        ("b.py::test_on_ranks[2-first one]", 0.5, 30.0), ("b.py::test_on_ranks[2-other]", 2.5, 0.0),
+        ("b.py::test_on_ranks[2-first one]", 0.4, 30.0), ("b.py::test_on_ranks[2-other]", 2.5, 0.0),
     ]:  # fmt: skip
         report = pytest.TestReport(
             name, ("", 0, ""), {}, "passed", None, "call", duration=duration, user_properties=[("seconds of CPU", cpu)]

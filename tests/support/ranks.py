@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,6 +40,10 @@ PRELOADED = [
     "transformers.modeling_utils", "graphs", "scripts.warm",
 ]  # fmt: skip
 """What every rank would import, or most: forked, they have it already. A failure in one of them is not told."""
+SERVERS: dict[str, ForkServer] = {}
+"""A hash seed -> the process with it that ranks are forked from. Python's own context has only one."""
+HASH_SEEDS = ("1", "3")
+"""Of those that `fresh` ranks are forked from. tests/passes/canonicalize/test_canonical_order.py sees them differ."""
 HERE = Path(__file__).resolve().parent
 """`scripts` beside this file has programs: torchrun starts them, but for `warm`, which runs before ranks are forked."""
 ROOT = HERE.parent.parent
@@ -122,8 +129,8 @@ def run_ranks(
     Args:
         timeout: in seconds, for the whole run and for each collective.
         may_die: these ranks may end without an answer. Such a run has processes of its own.
-        fresh: each rank is an interpreter of its own, as torchrun's are, with a hash seed of its own: sets of strings
-            have another order on each. (Forked from one server, all have its seed.) A start costs seconds more.
+        fresh: the run has processes of its own, and sets of strings have another order on each rank than on the one
+            before it, as torchrun's do: they are forked from two servers with two hash seeds.
         alone: the run has processes of its own, for it changes what cannot be put back.
         cards: each rank has an NVIDIA card of its own, a pretended one where the machine has too few, and NCCL. The
             test is skipped where no cards can be pretended. With pytest's `--cards` every run is so.
@@ -180,15 +187,12 @@ class Ranks:
         self.folder, self.cards = Path(tempfile.mkdtemp()), cards
         self.runs = 0
         self.ranks: list[tuple[BaseProcess, Connection]] = []
-        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        if not fresh:
-            context.set_forkserver_preload(PRELOADED)
+        context = multiprocessing.get_context("forkserver")
         for rank in range(n):
             here, there = context.Pipe()
             process = context.Process(target=_rank, args=(rank, n, there), daemon=True)
-            seed = {"PYTHONHASHSEED": str(2 * rank + 1)} if fresh else {}
-            with _variables(seed | {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}):
-                process.start()  # The first one starts the server, which does not get our `sys.path`.
+            with _forked_from(HASH_SEEDS[rank % len(HASH_SEEDS)] if fresh else ""):
+                process.start()
             there.close()  # so that reading ends when the rank does
             self.ranks.append((process, here))
 
@@ -226,6 +230,18 @@ def _waiting(file: Path, n: int, cards: bool) -> Ranks:
     if (file, n, cards) not in WAITING:
         WAITING[file, n, cards] = Ranks(n, cards=cards)
     return WAITING[file, n, cards]
+
+
+@contextmanager
+def _forked_from(hash_seed: str) -> Iterator[None]:
+    """A region in which processes are forked from the server with this hash seed; "": with any. It starts here."""
+    server = SERVERS.setdefault(hash_seed, ForkServer())
+    server.set_forkserver_preload(PRELOADED)
+    variables = {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}  # It does not get `sys.path`.
+    if hash_seed:
+        variables["PYTHONHASHSEED"] = hash_seed
+    with _variables(variables), patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        yield
 
 
 @contextmanager

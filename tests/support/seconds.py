@@ -1,4 +1,4 @@
-"""Which tests take long: `seconds.txt` lists them, and files are shared out so that shares take about as long."""
+"""Which tests take long: `seconds.txt` lists them. The longest files come first, and shares take about as long."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).resolve().parent.parent / "seconds.txt"
-COSTLY = 1.5
+COSTLY = 0.75
 """The seconds from which on a test is for `make test-rest`."""
-SHORTEST = 1.0
+SHORTEST = 0.5
 """The seconds from which on a test is listed."""
 OTHERS = 0.1
 """Seconds of a test that is not listed, on average."""
@@ -42,6 +42,14 @@ def listed() -> dict[str, float]:
     return {name: float(seconds) for seconds, name in rows}
 
 
+def costs(names: Sequence[str]) -> dict[str, float]:
+    """File -> seconds of these tests, by node id; the longest file first."""
+    seconds, found = listed(), defaultdict[str, float](float)
+    for name in names:
+        found[name.partition("::")[0]] += seconds.get(name, OTHERS)
+    return dict(sorted(found.items(), key=lambda row: (-row[1], row[0])))
+
+
 def shares(names: Sequence[str], share: str) -> set[str]:
     """The files of a share such as "2/4" of these tests, by node id.
 
@@ -52,11 +60,8 @@ def shares(names: Sequence[str], share: str) -> set[str]:
     which, count = (int(one) for one in found.groups()) if found else (2, 1)
     if which > count:
         raise pytest.UsageError(f"--share {share}: write --share 2/4 for the second of four")
-    seconds, costs = listed(), defaultdict[str, float](float)
-    for name in names:
-        costs[name.partition("::")[0]] += seconds.get(name, OTHERS)
     made: list[tuple[float, set[str]]] = [(0.0, set()) for _ in range(count)]
-    for file, cost in sorted(costs.items(), key=lambda each: (-each[1], each[0])):
+    for file, cost in costs(names).items():
         least = min(range(count), key=lambda i: made[i][0])
         made[least] = made[least][0] + cost, made[least][1] | {file}
     return made[which - 1][1]
