@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from autotp.model_library import ModelLibrary, register
+from autotp import extensions, model_library
 
 if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the table below.
     from autotp.api import explain as explain
@@ -99,11 +99,20 @@ if not TYPE_CHECKING:  # Editors and mypy would take any name of a module with _
         return sorted({*globals(), *__all__})
 
 
-def _transformers() -> type[ModelLibrary]:
+def _transformers() -> type[model_library.ModelLibrary]:
     from autotp.integrations.transformers.library import Transformers
 
     return Transformers
 
 
-if importlib.util.find_spec("autotp.integrations"):  # A copy of autotp may be without it.
-    register(_transformers)
+def _batch_halves() -> extensions.Extension:
+    from autotp.experimental.batch_halves.overlap_batch import extension
+
+    return extension()
+
+
+# A copy of autotp may be without these folders.
+if importlib.util.find_spec("autotp.integrations"):
+    model_library.register(_transformers)
+if importlib.util.find_spec("autotp.experimental"):
+    extensions.register("overlap", "batch", _batch_halves, optional=("weight_sums",))

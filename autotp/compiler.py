@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autotp.display.progress import progress
 from autotp.errors import REPORT, Error
+from autotp.extensions import chosen
 from autotp.ops.eager_mode import uncollected
 from autotp.ops.placement_moves import apart
 from autotp.options import DEFAULTS, Options
@@ -44,12 +45,10 @@ from autotp.passes.check.check import check
 from autotp.passes.check.sequence_order import expect_sequence_order
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import COMMUNICATING, bind
-from autotp.passes.emit.interleave import interleave
 from autotp.passes.emit.late_sums import late_sums
 from autotp.passes.emit.python_calls import call_python
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.emit.recompute import recompute
-from autotp.passes.emit.weight_sums import weight_sums
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
 from autotp.passes.lower.decompose import decompose, has_expansion
@@ -66,8 +65,6 @@ from autotp.passes.plan.candidate import Candidate
 from autotp.passes.plan.choose import Decision, choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts import experts
-from autotp.passes.plan.halves.two_halves import AXIS as HALVES
-from autotp.passes.plan.halves.two_halves import batch_axes, merged
 from autotp.passes.plan.hoist import hoist
 from autotp.passes.plan.infer_axes import Axes, Factor, infer_axes
 from autotp.passes.plan.match import match
@@ -81,13 +78,13 @@ from autotp.passes.plan.outputs import (
 from autotp.passes.plan.propagate import Have, needs_grad, propagate
 from autotp.passes.plan.sequence.balance import Balanced, balance
 from autotp.passes.plan.sequence.causal_masks import causal_masks
-from autotp.passes.plan.sequence.context_parallel import CutSequences, context_parallel, cut_sequences
+from autotp.passes.plan.sequence.context_parallel import context_parallel
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
 from autotp.rules.call import operand_nodes, operator_name, placeholders, returned
 from autotp.rules.registry import USER_RULES
-from autotp.rules.traits import draws, sparse_argument
+from autotp.rules.traits import sparse_argument
 from autotp.sharding.axis import Axis
 from autotp.sharding.layout import Layout
 from autotp.source_location import line_of
@@ -140,14 +137,12 @@ class SequenceFacts:
     Attributes:
         whole: the graph before sequences are cut over the axis `cp`; None if none is cut.
         operators: the number of operators that are cut.
-        needed: the operators that need whole sequences, and compute on every rank.
         balanced: the number of causal attentions in which all ranks have equal work.
         unbalanced: why other causal attentions are not so: a sentence for each reason.
     """
 
     whole: fx.Graph | None = None
     operators: int = 0
-    needed: tuple[fx.Node, ...] = ()
     balanced: int = 0
     unbalanced: tuple[str, ...] = ()
 
@@ -163,8 +158,8 @@ class Program:
         options: the user's options.
         cp_rank: the rank on the axis `cp`, whose graph is made, if sequences are cut over this axis.
         sequences: then, what is cut.
-        in_halves: the number of operators that compute the batch, or the sequence of its one row, in halves.
-        needs_batch: then, the operators that need both halves.
+        undivided: the operators that read all of what other operators divide, each with the reason.
+        notes: what the user is told of a pass: the beginning of a line -> the rest of it.
         call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
         totals: how a part of the batch contributes to the totals of a summed loss (loss_totals).
@@ -186,8 +181,8 @@ class Program:
     call: CallState
     cp_rank: int = 0
     sequences: SequenceFacts = SequenceFacts()
-    in_halves: int = 0
-    needs_batch: tuple[fx.Node, ...] = ()
+    undivided: tuple[tuple[fx.Node, str], ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
     updated: Sequence[str] = ()
     totals: Totals | None = None
     axes: Axes = UNKNOWN
@@ -225,7 +220,7 @@ class Pass:
     """A row of the table of passes.
 
     Attributes:
-        stage: the folder of `passes/` with its file.
+        stage: the folder of `passes/` with its file; of an extension's pass, the one with the passes beside it.
         name: the name of its file.
         run: the function that runs it.
         wanted: returns whether it runs under the user's options.
@@ -409,7 +404,7 @@ def _context_parallel(p: Program) -> Program:
     `tp` get the result as they get any graph. `check` proves for each axis that a rank's graph computes the graph
     before; together, that both cuts do.
     """
-    cut = context_parallel(dce(p.graph), lambda graph: _sources_of(p, graph), _has_form)
+    cut = context_parallel(dce(p.graph), lambda graph: sources_of(p, graph), can_be_divided)
     if cut is None and p.call.layouts is not None:
         return p  # For example one token, in generation: every rank computes it. `warn_of_whole_sequences` says so.
     if cut is None:
@@ -428,7 +423,7 @@ def _context_parallel(p: Program) -> Program:
         if balanced.sequences:
             expect_sequence_order(graph, balanced.graph, balanced.axes, cuts, balanced.sequences, p.options.cp)
     graph, axes, decision = balanced.graph, balanced.axes, balanced.decision
-    differentiable = needs_grad(graph, _sources_of(p, graph))
+    differentiable = needs_grad(graph, sources_of(p, graph))
     have = propagate(graph, axes, decision.cuts, decision.held)
     hoisted = balanced.keys | {node for node in graph.nodes if node.target is apart}
     if p.options.optional("hoist"):
@@ -443,21 +438,23 @@ def _context_parallel(p: Program) -> Program:
         sequences=SequenceFacts(
             whole=p.graph,
             operators=len(cut.decision.cuts),
-            needed=cut.whole,
             balanced=balanced.balanced,
             unbalanced=balanced.reasons,
         ),
+        undivided=tuple((node, "it needs whole sequences: on every cp rank") for node in cut.whole),
     )
 
 
-def _has_form(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
+def can_be_divided(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
+    """True for an operator of which `lower` has a form that is cut along this factor."""
     return has_form(node, factor, leaf) or has_expansion(node, factor, leaf)
 
 
 # ---- plan
 
 
-def _decouple(p: Program) -> Program:
+def decoupled(p: Program) -> Program:
+    """Returns the program with the axes of its graph."""
     graph, axes = decouple(p.graph, p.captured.parameters)
     return replace(p, graph=graph, axes=axes)
 
@@ -467,43 +464,6 @@ def _row_independence(p: Program) -> Program:
     if p.totals is not None:
         expect_sums(p.totals.counts, infer_axes(p.totals.counts), p.rows)
     return p
-
-
-def _two_halves(p: Program) -> Program:
-    """Returns the program with a graph that computes the batch, or the sequence of its one row, in two halves.
-
-    NOTE [Halves are two ranks of one process] in `two_halves.py` says how. A row is divided as `context_parallel` cuts
-    it; where that has cut it already, it is not divided again. Nothing is divided in evaluation: in generation, caches
-    would be copied for each token.
-    """
-
-    def has_halves(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
-        return _has_form(node, factor, leaf) and (p.options.randomness == "fast" or not draws(node))
-
-    def sources(graph: fx.Graph) -> frozenset[fx.Node]:
-        return _sources_of(p, graph)
-
-    if not p.call.training:
-        return p
-    cut: CutSequences | None
-    if along := batch_axes(p.graph, p.axes, p.rows):
-        cut = cut_sequences(p.graph, p.axes, along, sources, has_halves)
-    else:
-        cut = context_parallel(dce(causal_masks(p.graph)), sources, has_halves) if p.options.cp == 1 else None
-    if cut is None:
-        return p
-    graph, axes, decision = decompose(cut.graph, cut.axes, cut.decision)
-    if p.options.optional("defer_reductions"):
-        graph, axes, decision = defer_reductions(graph, axes, decision)
-    differentiable, separate = needs_grad(graph, sources(graph)), {n for n in graph.nodes if n.target is apart}
-    graphs = []
-    for half in (0, 1):
-        to = Target(HALVES, 2, half, p.options.randomness)
-        graphs.append(dce(lower(graph, axes, decision, differentiable, to, separate)))
-        check(graphs[-1], graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
-    joined = dce(joined_again(merged(graphs)))
-    # The joined graph is a new one, so its axes are inferred again.
-    return _decouple(replace(p, graph=joined, in_halves=len(cut.decision.cuts), needs_batch=cut.whole))
 
 
 def _experts(p: Program) -> Program:
@@ -585,13 +545,12 @@ def _outputs(p: Program) -> Program:
 
 
 PLAN = (
-    Pass("plan", "equal_inputs", _equal_inputs, lambda options: options.cp > 1 or options.overlap == "batch"),
+    Pass("plan", "equal_inputs", _equal_inputs, _cuts_sequences),
     Pass("plan", "causal_masks", lambda p: replace(p, graph=causal_masks(p.graph)), _cuts_sequences),
     Pass("plan", "context_parallel", _context_parallel, _cuts_sequences),
-    Pass("plan", "decouple", _decouple),
+    Pass("plan", "decouple", decoupled),
     Pass("pipeline", "row_independence", _row_independence, lambda options: options.summed),
     Pass("plan", "experts", _experts, lambda options: options.experts == "expert", by_tp=True),
-    Pass("plan", "two_halves", _two_halves, lambda options: options.overlap == "batch"),
     Pass("lower", "prove_rules", _prove_rules, by_tp=True),
     Pass("plan", "match", _match, by_tp=True),
     Pass("plan", "choose", _choose, by_tp=True),
@@ -606,10 +565,11 @@ PLAN = (
 
 def _sources(p: Program) -> frozenset[fx.Node]:
     """Returns the nodes that may require a gradient: parameters and inputs."""
-    return _sources_of(p, p.graph)
+    return sources_of(p, p.graph)
 
 
-def _sources_of(p: Program, graph: fx.Graph) -> frozenset[fx.Node]:
+def sources_of(p: Program, graph: fx.Graph) -> frozenset[fx.Node]:
+    """Returns the nodes of another graph of the program that may require a gradient."""
     names = {*p.captured.parameters, *p.captured.inputs}
     return frozenset(n for n in graph.nodes if n.op == "placeholder" and n.name in names)
 
@@ -659,26 +619,24 @@ def _recompute(p: Program, site: Site, graph: fx.Graph) -> fx.GraphModule:
     return recompute(graph, site.settings.recompute, p.updated)
 
 
-def _is_in_halves(options: Options) -> bool:
-    return options.overlap == "batch"
-
-
 EMIT = (
-    # `bind` is first because the next three take a bound graph, and `python_calls` last because all others ask what an
+    # `bind` is first because the next two take a bound graph, and `python_calls` last because all others ask what an
     # operator is. `recompute` makes a module of the graph.
     Pass("emit", "bind", _bind),
-    Pass("emit", "interleave", lambda p, site, graph: interleave(graph), _is_in_halves),
-    Pass(
-        "emit", "weight_sums", lambda p, site, graph: weight_sums(graph),
-        lambda options: _is_in_halves(options) and options.optional("weight_sums"),
-    ),
     Pass("emit", "late_sums", lambda p, site, graph: late_sums(graph), _unless_left_out("late_sums")),
     Pass("emit", "recompute", _recompute),
     Pass("emit", "python_calls", lambda p, site, module: call_python(module)),
-)  # fmt: skip
+)
 
 
 # ---- all stages
+
+
+def passes_of(table: Sequence[Pass], options: Options) -> list[Pass]:
+    """Returns the passes of a table that run under the user's options, with those of extensions behind theirs."""
+    added = [extension.passes for extension in chosen(options)]
+    rows = (row for own in table for row in (own, *(more for passes in added for more in passes.get(own.name, ()))))
+    return [row for row in rows if row.wanted(options)]
 
 
 class Captures:
@@ -722,7 +680,7 @@ def _for_any_tp(program: Program) -> Program:
 
 
 def _wanted(options: Options) -> list[Pass]:
-    return [pass_ for pass_ in (*CANONICALIZE, *PLAN) if pass_.wanted(options)]
+    return passes_of((*CANONICALIZE, *PLAN), options)
 
 
 def _before_tp(options: Options) -> list[Pass]:
@@ -954,10 +912,9 @@ def flat_graphs(program: Program, randomness: Literal["exact", "fast"]) -> Itera
 def graphs_after_passes(program: Program, to: Target) -> Iterator[tuple[Pass, fx.Graph]]:
     """Yields each pass of the stage lower, with one rank's graph after it."""
     graph = program.graph
-    for pass_ in LOWER:
-        if pass_.wanted(program.options):
-            graph = pass_.run(program, to, graph)
-            yield pass_, graph
+    for pass_ in passes_of(LOWER, program.options):
+        graph = pass_.run(program, to, graph)
+        yield pass_, graph
 
 
 def expect_typed(
@@ -1011,7 +968,6 @@ def emitted_operators(
 
 def _emitted(passes: Sequence[Pass], graph: fx.Graph, program: Program, site: Site) -> fx.GraphModule:
     emission: Any = graph
-    for pass_ in passes:
-        if pass_.wanted(site.settings):
-            emission = pass_.run(program, site, emission)
+    for pass_ in passes_of(passes, site.settings):
+        emission = pass_.run(program, site, emission)
     return emission

@@ -8,16 +8,17 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from autotp.errors import Error
+from autotp.extensions import chosen, optional_passes, values_of
 
 Outputs = Literal["auto", "full", "local"]
 Experts = Literal["width", "expert"]
 Randomness = Literal["fast", "exact"]
 CheckInputs = Literal["always", "first", "never"]
 Recompute = Literal["none", "selective", "full"]
-Overlap = Literal["none", "batch"]
+Overlap = Literal["none", "batch"]  # "batch" is an extension's.
 OPTIONAL = (
     "repeats", "cse", "balance", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
-    "late_sums", "weight_sums",
+    "late_sums", *optional_passes(),
 )  # fmt: skip
 """Passes that can be left out: they change the cost to capture, run or compile a model, but no result."""
 
@@ -77,18 +78,14 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
         "experts": ("width", "expert"),
         "sequence_parallel": (True, False),
         "recompute": ("none", "selective", "full"),
-        "overlap": ("none", "batch"),
+        "overlap": ("none",),
     }  # fmt: skip
     for name, value in vars(options).items():
-        if name in allowed and value not in allowed[name]:
-            raise Error(f"{name}={value!r}", expected=", ".join(map(repr, allowed[name])))
+        if name in allowed and value not in (values := (*allowed[name], *values_of(name))):
+            raise Error(f"{name}={value!r}", expected=", ".join(map(repr, values)))
     if unknown := [name for name in options.without if name not in OPTIONAL]:
         raise Error(f"without={unknown}: there is no such pass", expected=", ".join(map(repr, OPTIONAL)))
-    if options.overlap == "batch" and options.sequence_parallel:
-        raise Error(
-            'overlap="batch" with sequence_parallel=True: no sum would run beside the other half of the batch',
-            fix='overlap="none"',
-            alternative="sequence_parallel=False",
-        )
+    for extension in chosen(options):
+        extension.expect(options)
     if "outline" in options.without and options.recompute != "none":
         raise Error("without=('outline',): recompute needs blocks, which outline makes", fix='recompute="none"')

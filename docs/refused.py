@@ -28,8 +28,8 @@ SECTIONS = {
     ),
     "Inputs and arguments": (
         "passes/capture/example_inputs.py", "passes/plan/choose.py", "autotp/compiler.py:_match",
-        "autotp/arguments.py", "autotp/options.py", "passes/emit/recompute.py", "passes/capture/pytree.py",
-        "passes/capture/capture.py",
+        "autotp/arguments.py", "autotp/options.py", "autotp/experimental", "passes/emit/recompute.py",
+        "passes/capture/pytree.py", "passes/capture/capture.py",
     ),
     "Values of tensors": (
         "passes/capture/unsupported/tensor_values.py", "passes/capture/guards/values.py",
@@ -66,8 +66,8 @@ SECTIONS = {
     "Only with compile_blocks": ("passes/emit",),
     "Only with estimate and search": ("autotp/tools/estimation", "autotp/tools/page"),
     OWN: (
-        "passes/check", "passes/lower", "passes/plan/halves", "passes/capture/guards/sizes.py",
-        "autotp/compiler.py:_expect_no_assumptions",
+        "passes/check", "passes/lower", "autotp/experimental/batch_halves/two_halves.py",
+        "passes/capture/guards/sizes.py", "autotp/compiler.py:_expect_no_assumptions",
     ),
 }  # fmt: skip
 """Heading -> the modules, or functions of them, whose messages it has, in the order of the page.
@@ -76,8 +76,9 @@ The longest path counts. The page does not show those of OWN.
 """
 SCOPE = (
     "passes", "autotp/rules", "autotp/deferred_init", "autotp/api.py", "autotp/arguments.py", "autotp/compiler.py",
-    "autotp/options.py", "autotp/ops/custom_vjp.py", "autotp/ops/experts.py", "autotp/runtime/build.py",
-    "autotp/runtime/graph_digest.py", "autotp/runtime/holdings.py", "autotp/runtime/torch_hooks/wrappers.py",
+    "autotp/options.py", "autotp/experimental", "autotp/ops/custom_vjp.py", "autotp/ops/experts.py",
+    "autotp/runtime/build.py", "autotp/runtime/graph_digest.py", "autotp/runtime/holdings.py",
+    "autotp/runtime/torch_hooks/wrappers.py",
     "autotp/runtime/torch_hooks/gradient_nodes.py", "autotp/distributed/mesh.py", "autotp/distributed/agreement.py",
     "autotp/distributed/cut_tensors", "autotp/distributed/gather.py",
     "autotp/training/distribute.py", "autotp/training/compute_dtype.py", "autotp/training/model_settings.py",

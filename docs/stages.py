@@ -40,6 +40,11 @@ and without processes; `autotp.stages(model, tp=2)["plan"]` is one stage. `autot
 pass did ([command_line.md](command_line.md#stages)). `python docs/stages.py` writes this page."""
 
 
+BESIDE = """`capture` comes before these, `check` and `emit` behind them. A pass with * may be left out:
+`without='cse'`. Options may add passes: see [performance.md](performance.md#overlapbatch) for those of
+`overlap="batch"`."""
+
+
 class MLP(nn.Module):
     """Two products around an activation."""
 
@@ -87,7 +92,7 @@ def page() -> str:
         "# From a model to what a rank runs",
         fill(OPENING, 120),
         "## The passes, in order",
-        "`capture` comes before these, `check` and `emit` behind them. A pass with * may be left out: `without='cse'`.",
+        fill(BESIDE, 120),
         table(),
     ]
     for title, kind in (("An MLP", MLP), ("An attention", Attention)):

@@ -18,9 +18,12 @@ from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_like, zigzag_ro
 from autotp.ops.channels import conv_transpose, conv_transpose_like, convolution, convolution_like
 
 aten = torch.ops.aten
-HALF = "half"
-"""The key of `node.meta` that tells which half of the batch an operator computes, 0 or 1; others compute the whole."""
-META = ("val", "stack_trace", "nn_module_stack", HALF)
+PART = "part"
+"""The key of `node.meta` that tells which part of the batch an operator computes, of how many: `(0, 2)`.
+
+Operators without it compute the whole.
+"""
+META = ("val", "stack_trace", "nn_module_stack", PART)
 """The keys of `node.meta` that passes carry over; `val` is the example value."""
 
 
@@ -106,6 +109,12 @@ def _kind(value: Any) -> Any:
     if isinstance(value, slice):
         return slice, _kind((value.start, value.stop, value.step))
     return type(value), value
+
+
+def parts_of(node: fx.Node) -> int:
+    """Returns the number of parts of the batch of which an operator computes one."""
+    parts: int = node.meta.get(PART, (0, 1))[1]
+    return parts
 
 
 def at_captured_sizes(values: Any, mode: FakeTensorMode) -> Any:

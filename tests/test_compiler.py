@@ -28,8 +28,10 @@ from autotp.compiler import (
     captured_program,
     flat_graph,
     graphs_after_passes,
+    passes_of,
     programs_after_passes,
 )
+from autotp.extensions import values_of
 from autotp.options import DEFAULTS, OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.local_sizes import Target
@@ -116,11 +118,13 @@ def test_each_pass_file_is_in_the_table(stage: str) -> None:
 
 def test_each_optional_pass_is_left_out_alone() -> None:
     """Each of `OPTIONAL` is one row, which no other choice leaves out."""
-    everything = Options(sequence_parallel=True, experts="expert", summed=True, cp=2, overlap="batch")
-    assert all(row.wanted(everything) for row in TABLE)
+    overlap: Any = ("none", *values_of("overlap"))[-1]
+    everything = Options(sequence_parallel=True, experts="expert", summed=True, cp=2, overlap=overlap)
+    rows = passes_of(TABLE, everything)
+    assert {*TABLE} <= {*rows}
     for name in OPTIONAL:
-        left = [row.name for row in TABLE if not row.wanted(replace(everything, without=(name,)))]
-        assert left == [name] * (name not in NOT_IN_THE_TABLE)
+        remaining = passes_of(TABLE, replace(everything, without=(name,)))
+        assert [row.name for row in rows if row not in remaining] == [name] * (name not in NOT_IN_THE_TABLE)
     assert set(OPTIONAL) > NOT_IN_THE_TABLE
 
 
@@ -131,9 +135,8 @@ def test_each_optional_pass_is_left_out_alone() -> None:
         (Options(experts="expert"), ["experts"]),
         (Options(sequence_parallel=True), ["sequence_parallel"]),
         (Options(cp=2), ["equal_inputs", "causal_masks", "context_parallel"]),
-        (Options(overlap="batch"), ["equal_inputs", "two_halves", "interleave", "weight_sums"]),
     ],
-    ids=["summed", "experts", "sequence", "context", "halves"],
+    ids=["summed", "experts", "sequence", "context"],
 )
 def test_options_add_their_passes(options: Options, more: list[str]) -> None:
     assert [row.name for row in TABLE if row.wanted(options) and not row.wanted(DEFAULTS)] == more
@@ -169,15 +172,16 @@ def verify_step(options: Options) -> None:
     assert autotp.verify(gpt(**SIZES), 2, dp=2, overlap=options.overlap).ok
 
 
-SUMMED, HALVES = Options(summed=True), Options(overlap="batch")
+SUMMED = Options(summed=True)
+OVERLAPS = [Options(overlap=value) for value in values_of("overlap")]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("road", "options"),
     [
-        *[(road, options) for road in (parallelize, verify) for options in (DEFAULTS, HALVES)],
+        *[(road, options) for road in (parallelize, verify) for options in (DEFAULTS, *OVERLAPS)],
         *[(road, Options(without=("late_sums", "cse"))) for road in (parallelize, verify)],
-        *[(road, options) for road in (distribute, verify_step) for options in (SUMMED, replace(HALVES, summed=True))],
+        *[(road, replace(x, summed=True)) for road in (distribute, verify_step) for x in (SUMMED, *OVERLAPS)],
     ],
 )
 def test_each_road_runs_each_pass_in_table_order(
@@ -186,7 +190,7 @@ def test_each_road_runs_each_pass_in_table_order(
     """A row that is added is on all roads at once: what `verify` ran is what runs in a call, or in a step."""
     with noted_passes() as ran:
         road(options)
-    assert ran == [row.name for row in TABLE if row.wanted(options)]
+    assert ran == [row.name for row in passes_of(TABLE, options)]
 
 
 def test_program_facts_are_unknown_before_their_pass() -> None:

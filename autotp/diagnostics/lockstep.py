@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from autotp.compiler import Program, rank_program
 from autotp.ops import collectives, custom_vjp
 from autotp.ops.async_linear import async_linear, products
-from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
 from autotp.ops.random_state import random_state_of, set_random_state
@@ -206,7 +205,9 @@ class _Conjugate(torch.autograd.Function):
         return None, None, *_Conjugate.apply(CONJUGATE[ctx.kind], ctx.rest, *grads)
 
 
-def _conjugate(name: str) -> Callable[..., Ranks]:
+def conjugate(name: str) -> Callable[..., Ranks]:
+    """Returns a collective of FORWARDS on the tensors of all ranks."""
+
     def run(*xs: Tensor, rest: tuple[Any, ...]) -> Ranks:
         if name == "reduce" and rest[:1] == ("max",):
             maximum = torch.stack([x.detach() for x in xs]).amax(0)
@@ -253,25 +254,22 @@ def _together(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]
     columns = []
     for i, where in enumerate(arguments[0][2]):
         rows = [(row[0][i], row[1], *(row[2][i] or ())) for row in arguments]
-        columns.append(_share(rows) if where is not None else _conjugate("copy")(*(row[0] for row in rows), rest=()))
+        columns.append(_share(rows) if where is not None else conjugate("copy")(*(row[0] for row in rows), rest=()))
     return list(zip(*columns, strict=True))
 
 
 def _async_linear(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
     """Runs `async_linear(x, axis, gathered, ...)`: the conjugate, then the products."""
     gathered = arguments[0][2]
-    conjugate = _conjugate("copy" if gathered is None else "all_gather")
-    read = conjugate(*(row[0] for row in arguments), rest=gathered or ())
+    collective = conjugate("copy" if gathered is None else "all_gather")
+    read = collective(*(row[0] for row in arguments), rest=gathered or ())
     return [products(x, *row[3:]) for x, row in zip(read, arguments, strict=True)]
 
 
 COLLECTIVES: dict[Any, Callable[..., Any]] = {
-    **{getattr(collectives, name): _conjugate(name) for name in FORWARDS},
-    start_reduce: _conjugate("reduce"),
-    start_copy: _conjugate("copy"),
-    finish: lambda *xs, rest: xs,
-    wait_in_backward: lambda *xs, rest: xs,
+    **{getattr(collectives, name): conjugate(name) for name in FORWARDS},
     collectives.share: _share,
     together: _together,
     async_linear: _async_linear,
 }
+"""Operator -> what it does to the tensors of all ranks. Extensions add theirs."""

@@ -142,8 +142,8 @@ class Plan(Shown):
         in_sequence: the number of operators that are cut along a sequence over these.
         balanced: the number of causal attentions in which all of them have equal work (`balance`).
         unbalanced: why other causal attentions have not.
-        in_halves: the number of operators that compute the batch, or one row's sequence, in halves; None without
-            `overlap="batch"`.
+        notes: what passes say about the plan: the beginning of a line -> the rest of it. With `overlap="batch"`,
+            "overlap" -> how many operators compute the batch, or one row's sequence, in halves.
         types: the types of the values that these operators return, such as `[b, s@cp, 3072@tp]` -> how many have it.
         source: the captured model, which `save_page` draws; only in what `explain` and `verify` return, and not a part
             of what is compared, copied by pickle or printed.
@@ -161,7 +161,7 @@ class Plan(Shown):
 
     DATA = (
         "model", "tp", "cp", "cuts", "whole", "bytes_total", "bytes_rank", "traffic", "traffic_over_cp", "in_sequence",
-        "balanced", "unbalanced", "in_halves", "types", "along_sequence", "outputs",
+        "balanced", "unbalanced", "notes", "types", "along_sequence", "outputs",
     )  # fmt: skip
 
     model: str
@@ -177,7 +177,7 @@ class Plan(Shown):
     in_sequence: int = 0
     balanced: int = 0
     unbalanced: tuple[str, ...] = ()
-    in_halves: int | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, int] = field(default_factory=dict)
     source: Any = field(default=None, compare=False)
 
@@ -237,10 +237,7 @@ def _totals(plan: Plan) -> Iterator[str]:
         layout_counts = Counter(str(layout).replace("-1", "?") for layout in plan.outputs)
         cut_outputs = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in layout_counts.items())
         yield f'outputs     {cut_outputs} stay cut: autotp.gather makes them whole, or outputs="full"'
-    if plan.in_halves is not None:
-        none = "nothing: a batch is divided in training, and one row where an attention has a sequence that can be cut"
-        halves = f"{plan.in_halves} operators compute in halves, which take turns"
-        yield f"overlap     {halves if plan.in_halves else none}"
+    yield from (f"{name:<12}{note}" for name, note in plan.notes.items())
     if plan.cp > 1 and not plan.in_sequence:
         yield "over cp     no sequence can be cut: every cp rank computes the whole call"
     if plan.in_sequence:

@@ -66,7 +66,7 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
         model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs,
         cp=analysis.options.cp, in_sequence=analysis.sequences.operators, types=_types_along_sequences(analysis),
         balanced=analysis.sequences.balanced, unbalanced=analysis.sequences.unbalanced,
-        in_halves=analysis.in_halves if analysis.options.overlap == "batch" else None,
+        notes=analysis.notes,
     )  # fmt: skip
 
 
@@ -187,9 +187,7 @@ def _whole(name: str, node: fx.Node, analysis: Program, reasons: Reasons) -> Who
 
 def _needs_whole(analysis: Program) -> Iterator[WholeRow]:
     """Yields the operators that are not cut along the sequence or the batch, although a gradient flows through them."""
-    sequences = [(node, "it needs whole sequences: on every cp rank") for node in analysis.sequences.needed]
-    batches = [(node, "it needs both halves: they wait for each other") for node in analysis.needs_batch]
-    for node, why in (*sequences, *batches):
+    for node, why in analysis.undivided:
         value = node.meta["val"]
         shape = tuple(n if isinstance(n, int) else n.node.hint for n in getattr(value, "shape", ()))
         name = f"{layer_of(node)} {node.target}".strip()

@@ -5,10 +5,16 @@ the input's gradient is summed over ranks while the weights' gradients are compu
 kept, but gathered again while the input's gradient is computed.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
+
+NOTE [Who takes a gradient] The autograd function that made an operand may take over what backward does with the
+operand's gradient, by an attribute of its node: `start_gradient(gradient, group, fresh=True)` starts the sum of the
+input's gradient over the ranks, which the node waits for; `add_to_gradient(a, b)` adds a product to the gradient of a
+weight, which the node returns.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autotp.groups.process_group import seat
-from autotp.ops.batch_halves.read_twice import rows_of, sum_of
-from autotp.ops.batch_halves.turns import is_awaited, start_in_backward, waits_now
 from autotp.ops.collectives import all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
-from autotp.ops.eager_mode import apply_plain, is_kept, no_transform
+from autotp.ops.eager_mode import apply_plain, is_kept, no_transform, waits_now
 
 Gathered = tuple[int, Any, int] | None
 """Dimension, global length and block for the `all_gather` of the input; None: the input is read through `copy`."""
@@ -105,7 +109,7 @@ class CompiledLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
         ctx.group, ctx.gathered, ctx.flattened, ctx.turned = inputs[:4]
-        ctx.totals = [None] * len(ctx.turned)
+        ctx.adds = [None] * len(ctx.turned)
         ctx.save_for_backward(inputs[4] if ctx.gathered is None else outputs[-1], *inputs[5 : 5 + len(ctx.turned)])
 
     @staticmethod
@@ -133,9 +137,10 @@ class AsyncLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
         ctx.group, ctx.gathered, ctx.flattened, ctx.turned, x = inputs[:5]
-        ctx.late = ctx.gathered is None and is_awaited(x)
+        # (Names of their own: an operand may be the result of an AsyncLinear.)
+        ctx.start = _taken_over(x, "start_gradient") if ctx.gathered is None else None
         weights = inputs[5 : 5 + len(ctx.turned)]
-        ctx.totals = [*map(sum_of, weights)]
+        ctx.adds = [_taken_over(w, "add_to_gradient") for w in weights]
         ctx.save_for_backward(x, *weights)
         # A product that nothing read has None for a gradient, and its products in backward are left out.
         ctx.materialize_grads = False
@@ -150,6 +155,11 @@ class AsyncLinear(torch.autograd.Function):
         return None, None, None, None, *input_grads
 
 
+def _taken_over(x: Tensor, name: str) -> Any:
+    """Returns an attribute of the node that made `x`: NOTE [Who takes a gradient]; None if it has none."""
+    return getattr(x.grad_fn, name, None)
+
+
 def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
     """Returns the gradients of input, weights and biases; sums the first over ranks while computing the others."""
     again = sent = None
@@ -157,9 +167,8 @@ def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[
         # Only the weights' gradients read the whole input. The gather runs while the input's gradient is computed.
         again = start_gather(x, ctx.group, *ctx.gathered)
     total = _input_gradient(ctx, x, _whole_shape(ctx, x), weights, grads) if ctx.needs_input_grad[4] else None
-    if total is not None and ctx.late and not waits_now():
-        running = start_in_backward(total, ctx.group, fresh=True)
-        return [running, *_other_gradients(ctx, x, grads)]  # `wait_in_backward` waits.
+    if total is not None and ctx.start is not None and not waits_now():
+        return [ctx.start(total, ctx.group, fresh=True), *_other_gradients(ctx, x, grads)]
     if total is not None:
         sent = start_sum(total, ctx.group, ctx.gathered)
     rest = _other_gradients(ctx, x if again is None else again(), grads)
@@ -203,6 +212,15 @@ def _input_gradient(
     return x.new_zeros(shape) if total is None else total.view(shape)
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """Flattens all dimensions but the last, without -1, which is ambiguous for an empty shard."""
+    if x.dim() == 2:
+        return x
+    if x.numel():
+        return x.reshape(-1, x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # Not `flatten`: gradients that torch batches have no rule.
+
+
 def _is_read_later(total: Tensor) -> bool:
     """True if other code may keep this sum of products."""
     return torch.compiler.is_compiling() or torch.is_grad_enabled() or is_kept(total)
@@ -219,10 +237,10 @@ def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) ->
         if grad is not None:
             if needed[i]:
                 a, b = (rows.t(), grad) if ctx.turned[i] else (grad.t(), rows)
-                if ctx.totals[i] is None or torch.is_grad_enabled():
+                if ctx.adds[i] is None or torch.is_grad_enabled():
                     result[i] = a.mm(b)
                 else:
-                    ctx.totals[i].add(a, b)
+                    ctx.adds[i](a, b)
             if needed[n + i]:
                 result[n + i] = grad.sum(0)
     return result

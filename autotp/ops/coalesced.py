@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from autotp.groups.process_group import seat
-from autotp.ops.batch_halves.turns import running_sums, waits_now
 from autotp.ops.collectives import communicate_all, copy, share, start_all
-from autotp.ops.eager_mode import apply_plain, is_plain, no_transform
+from autotp.ops.eager_mode import apply_plain, is_plain, no_transform, waits_now
 from autotp.ops.placement_moves import chosen, replaced
 
 Where = tuple[int, tuple[tuple[int, int], ...]] | None
@@ -91,6 +90,38 @@ def _late(_: bool, group: str, where: tuple[Where, ...], *xs: Tensor) -> tuple[T
     outputs: tuple[Tensor, ...] = apply_plain(StartedTogether, running, group, where, *read)
     _before = number
     return outputs
+
+
+Waits = dict[Any, Callable[[], Any]]
+"""Running sums, by any key: functions that wait for them. They may be called several times."""
+
+
+def running_sums() -> Waits:
+    """Returns the running sums of this backward; the end of backward waits for those that are left there."""
+    run = torch._C._current_graph_task_id()
+    if run not in _waits_of_run:
+        wait_for_the_rest()  # of a backward that ended in an error
+        _waits_of_run[run] = {}
+        torch.autograd.Variable._execution_engine.queue_callback(wait_for_the_rest)
+    return _waits_of_run[run]
+
+
+def wait_for_the_rest() -> None:
+    """Waits for the sums of gradients that nothing has waited for."""
+    while _waits_of_run:
+        _, sums = _waits_of_run.popitem()
+        for wait_for in sums.values():
+            wait_for()
+
+
+def forget_running(key: Any) -> None:
+    """Takes a sum that was waited for off the running sums."""
+    for sums in _waits_of_run.values():
+        sums.pop(key, None)
+
+
+_waits_of_run: dict[int, Waits] = {}
+"""Run of a backward -> its running sums."""
 
 
 class _Running:

@@ -119,6 +119,11 @@ def is_last_backward() -> bool:
     return not torch.is_grad_enabled() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def waits_now() -> bool:
+    """True in a backward in which others read gradients at once: one that is differentiated, or searched for NaN."""
+    return torch.is_grad_enabled() or torch.is_anomaly_enabled()
+
+
 def is_recorded() -> bool:
     """True in a region in which checkpointing or a dispatch mode may record what is computed, to compute it again."""
     return (

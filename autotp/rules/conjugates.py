@@ -25,20 +25,6 @@ def another_length(call: Call) -> Rule:
     return Rule.of(spell([before], [after]), "all")
 
 
-def halves(call: Call) -> Rule:
-    """`halves`: `dim` has other lengths, and is needed whole."""
-    ns, dim = letters(call.operands[0].dim()), call.dim()
-    before, a, b = ([*ns[:dim], name, *ns[dim + 1 :]] for name in ("x^", "y^", "z^"))
-    return Rule.of(spell([before], [a, b]), "all")
-
-
-def joined(call: Call) -> Rule:
-    """`joined`: the inverse of `halves`."""
-    ns, dim = letters(call.operands[0].dim()), call.dim()
-    a, b, after = ([*ns[:dim], name, *ns[dim + 1 :]] for name in ("x^", "y^", "z^"))
-    return Rule.of(spell([a, b], [after]), "all")
-
-
 def whole_along(call: Call) -> Rule:
     """`first`: positions of `dim` have a gradient or none, so it is needed whole."""
     names = letters(call.operands[0].dim())

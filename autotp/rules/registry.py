@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ from autotp.rules import common as f
 from autotp.rules.call import Call
 from autotp.rules.language import STAR, Rule, parse
 from autotp.rules.products import grouped_mm
+from autotp.rules.row import Row
 from autotp.rules.table import ROWS, overloads
+from autotp.rules.traits import having
 
 Operator = Callable[..., Any]
 
@@ -23,6 +25,13 @@ RULES: dict[Operator, f.RuleFunction] = {op: row.rule for op, row in ROWS.items(
 
 USER_RULES: set[Operator] = set()
 """Operators whose rule a user registered: each is tested on the shapes of each captured graph."""
+
+
+def add_rows(rows: Mapping[Operator, Row]) -> None:
+    """Adds rows of other operators to the table: those of an extension."""
+    ROWS.update(rows)
+    RULES.update({op: row.rule for op, row in rows.items() if row.rule is not None})
+    having.cache_clear()
 
 
 def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> None:

@@ -63,6 +63,7 @@ class Trait(Flag):
     CLASS_LOSS = auto()  # A loss of scores for classes and of `target`, with `weight`, `ignore_index`, `reduction`.
 
     # In graphs.
+    JOIN = auto()  # Puts its operands, or those of all ranks, together in order: they are parts of the result.
     NO_GRADIENT = auto()  # Stops gradients.
     UNSAVED = auto()  # The result is a new tensor, which backward does not read.
     ASSERTION = auto()  # Asserts a fact about the example, and computes nothing.

@@ -17,7 +17,6 @@ from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.products import attention
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
-from autotp.ops.batch_halves import halves
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import cross_entropy, ctc_loss
 from autotp.rules import common as f
@@ -243,8 +242,8 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     collectives.copy: Row(c.one_for_one),
     collectives.reduce: Row(c.one_for_one),
     collectives.scatter: Row(c.another_length),
-    collectives.gather: Row(c.another_length),
-    collectives.all_gather: Row(c.another_length),
+    collectives.gather: Row(c.another_length, T.JOIN),
+    collectives.all_gather: Row(c.another_length, T.JOIN),
     collectives.reduce_scatter: Row(c.another_length),
     cross_entropy.peak: Row(f.parallel_peak, T.NO_GRADIENT),
     cross_entropy.class_terms: Row(f.parallel_class_terms, T.UNSAVED),
@@ -254,10 +253,8 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     dropout.fast_attention: Row(p.attention, T.RANDOM | T.ATTENTION),
     causal_rows: Row(p.attention, T.ATTENTION),
     zigzag_rows: Row(p.attention, T.ATTENTION),
-    halves.halves: Row(c.halves),
-    halves.joined: Row(c.joined),
     zigzag: Row(c.whole_along),
-    in_order: Row(c.whole_along),
+    in_order: Row(c.whole_along, T.JOIN),
     attention: Row(traits=T.ATTENTION),
     channels.convolution: Row(p.convolution_rule),
     channels.conv_transpose: Row(p.conv_transpose_rule),

@@ -20,11 +20,12 @@ UNKNOWN = Row()
 
 def has(op: Any, traits: Trait) -> bool:
     """True for an operator that has this trait, or at least one of several (`Trait.SAME | Trait.RESHAPE`)."""
-    return op in _having(traits)
+    return op in having(traits)
 
 
 @cache
-def _having(traits: Trait) -> frozenset[Any]:
+def having(traits: Trait) -> frozenset[Any]:
+    """Returns the operators that have at least one of these traits."""
     return frozenset(op for op, row in ROWS.items() if row.traits & traits)
 
 

@@ -17,7 +17,7 @@ from autotp.errors import Error, within
 from autotp.options import Overlap, Recompute, expect_choices
 from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
-from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, engine_of, expect_whole_backward
+from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, engine_of
 from autotp.training.process_groups import mesh_of
 from autotp.training.trainer import Trainer
 
@@ -119,7 +119,6 @@ def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
     engine_of(training.schedule, training.interleave)
-    expect_whole_backward(training)
 
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:

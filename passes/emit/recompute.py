@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autotp.errors import Error
-from autotp.ops.batch_halves.turns import arrived, recomputation
 from autotp.ops.eager_mode import no_transform
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Recompute
@@ -57,7 +56,7 @@ class Recomputed(nn.Module):
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if hooked or not isinstance(self.inner, fx.GraphModule):  # Else it is a compiled block.
             # What is kept for backward is handed to these hooks, which may read it: save_on_cpu copies it.
-            return self._by_torch(tuple(map(arrived, args)) if hooked else args)
+            return self._by_torch(tuple(map(_arrived, args)) if hooked else args)
         replay = _Replay(self, args, tensors)
         push_hooks(replay.pack, replay.unpack)
         try:
@@ -90,6 +89,30 @@ class Recomputed(nn.Module):
                 return self._plain(*args)
 
         return run
+
+
+def _arrived(x: Any) -> Any:
+    """Returns an operand of a block, once it has its values: a node that makes it later has `wait_for_value`."""
+    wait_for_value = getattr(getattr(x, "grad_fn", None), "wait_for_value", None)
+    if wait_for_value is not None:
+        with torch.no_grad():
+            wait_for_value(x)
+    return x
+
+
+recomputations: list[ExitStack] = []
+"""What the end of each recomputation that runs has to do: it may end before the last operator of its block."""
+
+
+@contextmanager
+def recomputation() -> Iterator[None]:
+    """A region that computes a block again."""
+    with ExitStack() as at_end:
+        recomputations.append(at_end)
+        try:
+            yield
+        finally:
+            recomputations.pop()
 
 
 NO_RUN = -1

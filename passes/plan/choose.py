@@ -21,7 +21,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.channels import conv_transpose, convolution
-from autotp.passes.builder import HALF
+from autotp.passes.builder import parts_of
 from autotp.passes.plan.candidate import ATTENTION, MLP, Candidate, contracts, cut_values, maker, readers, root
 from autotp.passes.plan.infer_axes import Axes
 from autotp.sharding.axis import Axis, Size, find, leaves, touches
@@ -279,9 +279,8 @@ def _places(weight: fx.Node, convolutions: Sequence[fx.Node], axes: Axes) -> flo
     """Returns how often a step reads each element of a weight: once a token, or once a pixel in a convolution."""
     for node in convolutions:
         if root(axes.bound[node].operands[1]) is weight:
-            halves = 2 if HALF in node.meta else 1
             # The elements of an output channel: batch times places.
-            return max(halves * elements(node) // _channels(node), 1)
+            return max(parts_of(node) * elements(node) // _channels(node), 1)
     # Batch and sequence have the nominal length.
     return float(NOMINAL**2)
 
@@ -352,13 +351,12 @@ def _exchanged(
 
 
 def elements(node: fx.Node) -> int:
-    """Returns the number of elements of a node's value at nominal batch and sequence; of a half, half as many."""
+    """Returns the number of elements of a node's value at nominal batch and sequence, or of a part of it."""
     value = node.meta["val"]
     total = 0
     for tensor in value if isinstance(value, list | tuple) else [value]:
         size = Size.of(1)
         for n in tensor.shape if isinstance(tensor, torch.Tensor) else ():
             size = size * Size.of(n)
-        halves = 2 if size.symbols and HALF in node.meta else 1
-        total += size.number * NOMINAL ** len(size.symbols) // halves
+        total += size.number * NOMINAL ** len(size.symbols) // (parts_of(node) if size.symbols else 1)
     return total

@@ -11,16 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
-from autotp.ops.attention.zigzag import in_order
-from autotp.ops.batch_halves.halves import joined
-from autotp.ops.collectives import all_gather, gather
 from autotp.options import Outputs
 from autotp.passes.capture.captured import Captured
 from autotp.passes.plan.candidate import maker
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes
 from autotp.passes.plan.propagate import Have
-from autotp.rules.call import returned
+from autotp.rules.call import operand_nodes, returned
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import find
 from autotp.sharding.layout import Layout, layout_of
 from autotp.sharding.placement import Shard
@@ -59,10 +58,11 @@ def positions_that_stay(
 
 
 def _parts(node: fx.Node) -> Sequence[fx.Node]:
-    """Returns the parts, of halves or of a sequence, that a value is put together of; the value itself if of none."""
-    if node.target is joined:
-        return [part for half in node.all_input_nodes for part in _parts(half)]
-    return _parts(node.all_input_nodes[0]) if node.target in (gather, all_gather, in_order) else [node]
+    """Returns the parts, of a batch or of a sequence, that a value is put together of; the value itself if of none."""
+    if not has(node.target, Trait.JOIN):
+        return [node]
+    operands = [operand for operand in operand_nodes(node) if operand is not None]
+    return [part for operand in operands for part in _parts(operand)]
 
 
 def makers(graph: fx.Graph, positions: Iterable[int]) -> set[fx.Node]:

@@ -19,6 +19,7 @@ import autotp
 from autotp import compiler as transform
 from autotp.diagnostics.differences import Difference
 from autotp.diagnostics.verify import Report, Trial, make_trial, run_and_compare
+from autotp.extensions import values_of
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops import collectives, dropout, lookup
@@ -413,7 +414,7 @@ def last_pass_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {},
         {"sequence_parallel": True, "recompute": "full"},
-        {"overlap": "batch"},
+        *({"overlap": value} for value in values_of("overlap")),
         {"without": ("outline",)},
         {"cp": 2},
         {"pp": 2, "microbatches": 2},

@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.distributed import fake_pg
 
 from autotp.ops.async_linear import async_linear, products
-from autotp.ops.collectives import all_gather, copy
+from autotp.ops.collectives import all_gather, copy, reduce
 from autotp.sharding.partition import chunk_bounds
 
 aten = torch.ops.aten
@@ -94,6 +94,37 @@ def async_linear_has_the_gradients_of_each_product(rank: int, n: int) -> None:
             again.append(torch.autograd.grad(sum((g**2).sum() for g in first), leaves))
         same(*again)
     tied(rank)
+
+
+class Taken(torch.autograd.Function):
+    """The identity, whose node takes over what backward does with its gradient: it notes it in `seen`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[str]) -> Tensor:
+        ctx.products, ctx.seen = [], seen
+        ctx.start_gradient = lambda grad, group, fresh: seen.append("sum") or reduce(grad, group)
+        ctx.add_to_gradient = lambda a, b: ctx.products.append(a @ b)
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor, None]:
+        if grad is None:
+            ctx.seen.append("product")
+        return sum(ctx.products) if grad is None else grad, None
+
+
+@checks.on(2)
+def async_linear_leaves_a_gradient_to_the_node_that_takes_it(rank: int, n: int) -> None:
+    """The sum of the input's gradient, and the products of the weights' gradients; with the same numbers."""
+    (one, each), given = drawn("copy", rank, n)
+    found, seen = [], list[str]()
+    for f, taken in ((each, False), (one, True)):
+        leaves = [t.clone().requires_grad_() for t in given]
+        operands = [Taken.apply(leaf, seen) for leaf in leaves[:3]] if taken else leaves[:3]
+        found.append(torch.autograd.grad(scalar(f(*operands, *leaves[3:])), leaves))
+    torch.testing.assert_close(*found)
+    assert sorted(seen) == ["product", "product", "sum"]
 
 
 def tied(rank: int) -> None:

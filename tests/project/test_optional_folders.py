@@ -29,6 +29,13 @@ assert autotp.verify(model, 2, example_inputs=x).ok
 print(autotp.explain(model, 2, example_inputs=x))
 autotp.parallelize(model, 1)(x).sum().backward()
 """
+CHOOSING = """
+import torch, autotp
+try:
+    autotp.explain(torch.nn.Linear(2, 2), 2, example_inputs=torch.ones(1, 2), overlap="batch")
+except autotp.Error as error:
+    print(error)
+"""
 
 
 def files_without(folders: Iterable[str]) -> list[str]:
@@ -72,6 +79,8 @@ def test_kernel_needs_no_optional_folder(folders: tuple[str, ...], tmp_path: Pat
     tree, files = copy_without(folders, tmp_path), files_without(folders)
     assert len(files) > 150
     assert "Sequential on tp=2" in run(tree, "-c", SCRIPT)
+    if "experimental" in folders:
+        assert "overlap='batch'\n  expected 'none'\n" in run(tree, "-c", CHOOSING)
     pytest_of = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     run(tree, *pytest_of, "--collect-only", *files)
     run(tree, *pytest_of, *(file for file in files if file.startswith(SAMPLE)))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from autotp.ops import collectives, placement_moves
-from autotp.ops.batch_halves import halves
 from autotp.rules.call import Call
 from autotp.rules.registry import rule_of
 
@@ -44,11 +43,3 @@ def test_rules_of_moves_keep_their_dimension_whole(target: Any, dim: int) -> Non
     """Another number of positions leaves than comes, and each comes from another rank."""
     found = rule(target, torch.empty(2, 3, 4), dim=dim, size=6)
     assert found == "a x^ c -> a y^ c, linear in [[0]]"
-
-
-@pytest.mark.parametrize("dim", [1, -2])
-def test_rules_of_halves_keep_their_dimension_whole(dim: int) -> None:
-    half = torch.empty(2, 3, 4)
-    divided = rule_of(Call(halves.halves, {"x": X, "dim": dim, "block": 1}, (X,), (half, half)))
-    joined = rule_of(Call(halves.joined, {"a": half, "b": half, "dim": dim}, (half, half), (X,)))
-    assert (str(divided), str(joined)) == ("a x^ c -> a y^ c, a z^ c", "a x^ c, a y^ c -> a z^ c")

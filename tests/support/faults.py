@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from autotp.compiler import CallState, Program, analyse, rank_graph
 from autotp.diagnostics.verify import Change, Report, Trial, run_and_compare
 from autotp.errors import Error
+from autotp.extensions import values_of
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
@@ -506,9 +507,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "decoder-fast": lambda: decoder(2, randomness="fast"),
     "sequence": lambda: replace(decoder(2), sequence_parallel=True),
     "sequence-fast": lambda: replace(encoder(3, randomness="fast"), sequence_parallel=True),
-    "halves": lambda: replace(decoder(2), overlap="batch"),
-    "halves-of-a-row": lambda: replace(one_row(decoder(2)), overlap="batch"),
-    "halves-bare": lambda: replace(encoder(2), overlap="batch", without=OPTIONAL),
     "decoder-bare": lambda: replace(decoder(2), without=OPTIONAL),
     "sequence-bare": lambda: replace(decoder(2), sequence_parallel=True, without=OPTIONAL),
     "decoder-eval": lambda: decoder(3, train=False),
@@ -530,6 +528,12 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 PARTS = 3  # One node of so many is broken in a test.
+if "batch" in values_of("overlap"):
+    CASES |= {
+        "halves": lambda: replace(decoder(2), overlap="batch"),
+        "halves-of-a-row": lambda: replace(one_row(decoder(2)), overlap="batch"),
+        "halves-bare": lambda: replace(encoder(2), overlap="batch", without=OPTIONAL),
+    }
 RARE = (
     "gathering",
     "decoder-fast",

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from autotp import compiler
 from autotp.diagnostics.lockstep import COLLECTIVES
+from autotp.extensions import values_of
 from autotp.model_library import library
 from autotp.ops import channels, collectives
 from autotp.ops.grouped_mm import OPERATOR
@@ -199,14 +200,15 @@ class Language(nn.Module):
 
 CUTS = [name for name in OPTIONAL if name != "outline"]
 """Those that a rank's graph is made by."""
-SEQUENCE, BATCH = "sequence", "batch"
-PASSES = [*CUTS, SEQUENCE, BATCH]
-PAIRS = [pair for pair in itertools.combinations(PASSES, 2) if set(pair) != {SEQUENCE, BATCH}]
+SEQUENCE, OVERLAPS = "sequence", values_of("overlap")
+PASSES = [*CUTS, SEQUENCE, *OVERLAPS]
+PAIRS = [pair for pair in itertools.combinations(PASSES, 2) if not {SEQUENCE} < {*pair} <= {SEQUENCE, *OVERLAPS}]
 
 
 def only(names: Collection[str]) -> dict[str, Any]:
     """The choices with these passes and no others of those that may be left out."""
-    choices = {"sequence_parallel": SEQUENCE in names, "overlap": "batch" if BATCH in names else "none"}
+    overlap = next((name for name in OVERLAPS if name in names), "none")
+    choices = {"sequence_parallel": SEQUENCE in names, "overlap": overlap}
     return {**choices, "without": tuple(name for name in CUTS if name not in names)}
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from trainers import mine
 
 import autotp
+from autotp.extensions import values_of
 from autotp.models.bert import BERT, BERTConfig
 from autotp.training.distribute import distribute
 from autotp.training.pipeline.schedules import ENGINES
@@ -143,12 +144,15 @@ def test_distribute_in_any_layout_equals_one_device(layout: tuple[int, int, int]
     run_ranks(each_model, tp * pp * dp, MODELS, layout, schedule, along, timeout=280)
 
 
-def in_halves(rank: int, n: int, names: Sequence[str], layout: tuple[int, int, int], schedule: str) -> None:
+def overlapped(
+    rank: int, n: int, names: Sequence[str], layout: tuple[int, int, int], schedule: str, overlap: str
+) -> None:
     for name in names:
-        steps(rank, n, name, layout, schedule, overlap="batch")
+        steps(rank, n, name, layout, schedule, overlap=overlap)
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("overlap", values_of("overlap"))
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [
@@ -157,10 +161,10 @@ def in_halves(rank: int, n: int, names: Sequence[str], layout: tuple[int, int, i
     ],
     ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else it,
 )
-def test_distribute_overlapping_batch_halves_equals_one_device(layout: tuple[int, int, int], schedule: str) -> None:
-    """Each microbatch is computed in two halves that take turns."""
+def test_distribute_with_overlap_equals_one_device(layout: tuple[int, int, int], schedule: str, overlap: str) -> None:
+    """With "batch" each microbatch is computed in two halves that take turns."""
     tp, pp, dp = layout
-    run_ranks(in_halves, tp * pp * dp, MODELS, layout, schedule, timeout=280)
+    run_ranks(overlapped, tp * pp * dp, MODELS, layout, schedule, overlap, timeout=280)
 
 
 def sharded(rank: int, n: int, names: Sequence[str], layout: tuple[int, int, int], zero: int, schedule: str) -> None:

@@ -19,7 +19,7 @@ from autotp.tools.estimation.layout import AUTOTP, COMPILED, StepLayout
 from autotp.tools.estimation.price import Prices, price, savings
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.seconds.hardware import Hardware, hardware_of
-from autotp.training.pipeline.schedules import Schedule, Training, engine_of, expect_whole_backward
+from autotp.training.pipeline.schedules import Schedule, Training, engine_of
 
 LENGTHS = ("block_size", "n_positions", "max_position_embeddings", "seq_length", "n_ctx", "max_seq_len")
 """The names under which configurations have the longest sequence."""
@@ -154,7 +154,6 @@ def lowered_for(call: Capturing, layout: StepLayout, without: tuple[str, ...] = 
     )  # fmt: skip
     # What was asked for is checked as `distribute` checks it, also where a microbatch has one row.
     expect_choices(replace(training, overlap=layout.overlap))
-    expect_whole_backward(replace(training, overlap=layout.overlap))
     try:
         return lowered(call, layout.tp, training, checked)
     except Error:

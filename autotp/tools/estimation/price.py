@@ -112,7 +112,7 @@ class Prices:
         if rows not in self._times:
             tp, cp = self.model.program.tp, self.model.training.cp
             training = self.model.training
-            turns = training.overlap == "batch" and training.recompute == "none"
+            turns = training.overlap != "none" and training.recompute == "none"
             beside = self.practice.beside_products
             records = self.pieces(rows).records
             self._times[rows] = [piece_times(x, self.device, tp, cp, turns, beside) for x in records]

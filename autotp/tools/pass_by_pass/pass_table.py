@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from autotp.compiler import CANONICALIZE, LOWER, PLAN, UNKNOWN, Program
+from autotp.compiler import CANONICALIZE, LOWER, PLAN, UNKNOWN, Program, passes_of
 from autotp.diagnostics.node_text import operator_text, sizes_of
 from autotp.diagnostics.report import traffic
 from autotp.display.sheet import Code, Kind, Sheet, Shown, Table
@@ -60,7 +60,7 @@ class Rewrites(NamedTuple):
 FOUND: dict[str, Callable[[Program], str]] = {
     "totals": lambda p: "the totals of the loss",
     "sequences": lambda p: f"{_many(p.sequences.operators, 'operator')} cut over cp",
-    "in_halves": lambda p: f"{_many(p.in_halves, 'operator')} in halves",
+    "notes": lambda p: ", ".join(p.notes.values()),
     "axes": lambda p: f"axes of {_many(len(p.axes.dims), 'value')}",
     "candidates": lambda p: f"{_many(len(p.candidates), 'axis', 'axes')} that may be cut",
     "decision": lambda p: (
@@ -158,7 +158,7 @@ def _many(count: int, singular: str, plural: str = "") -> str:
 
 def names_of_passes(options: Options) -> list[str]:
     """Returns the names of the passes that run with these options, in order."""
-    passes = [pass_.name for pass_ in (*CANONICALIZE, *PLAN, *LOWER) if pass_.wanted(options)]
+    passes = [pass_.name for pass_ in passes_of((*CANONICALIZE, *PLAN, *LOWER), options)]
     return ["capture", *passes, "check", "emit"]
 
 

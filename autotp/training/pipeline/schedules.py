@@ -347,15 +347,6 @@ def _torch_stages(schedule: Engine, works: Mapping[int, nn.Module], device: torc
     return [TrialStage(work, i, count, device, group=group) for i, work in works.items()]
 
 
-def expect_whole_backward(training: Training) -> None:
-    """Raises Error if the halves of a batch take turns, and the schedule divides backward."""
-    if training.overlap == "batch" and training.engine.halves:
-        raise Error(
-            f'overlap="batch" with schedule="{training.schedule}", which computes the gradients of weights later',
-            fix='overlap="none", or schedule="1F1B"',
-        )
-
-
 def analyse_microbatch(
     skeleton: nn.Module,
     args: Any,

@@ -15,7 +15,6 @@ from autotp.diagnostics.lockstep import run_lockstep
 from autotp.errors import Error
 from autotp.ops import collectives, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
-from autotp.ops.batch_halves.halves import halves, joined
 from autotp.ops.coalesced import together
 from autotp.ops.losses import cross_entropy
 from autotp.passes.emit.bind import bind
@@ -117,7 +116,6 @@ def test_check_cases_contain_every_conjugate() -> None:
     }
     assert seen > forms
     assert seen > {together, placement_moves.place, placement_moves.first, routing.dispatch, routing.combine}
-    assert seen > {halves, joined}
 
 
 def test_check_names_the_pass_that_broke_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

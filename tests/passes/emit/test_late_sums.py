@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.compiler import analyse, rank_graph
+from autotp.extensions import values_of
 from autotp.ops import coalesced, collectives
 from autotp.ops.coalesced import begin_sums, together
 from autotp.options import Options
@@ -282,7 +283,9 @@ def odd_backwards(rank: int, n: int, given: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("given", [{"sequence_parallel": True}, {"overlap": "batch"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"sequence_parallel": True}, *({"overlap": value} for value in values_of("overlap"))], ids=str
+)
 def test_late_sums_in_odd_backwards_equal_one_device(given: dict[str, Any]) -> None:
     assert run_ranks(odd_backwards, 2, given) == [[], []]
 

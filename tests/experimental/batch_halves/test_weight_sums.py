@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.compiler import analyse, rank_graph
+from autotp.experimental.batch_halves.halves import half_of
+from autotp.experimental.batch_halves.interleave import interleave
+from autotp.experimental.batch_halves.read_twice import linear, read_twice
+from autotp.experimental.batch_halves.weight_sums import weight_sums
 from autotp.ops.async_linear import async_linear
-from autotp.ops.batch_halves.read_twice import linear, read_twice
 from autotp.options import Options
-from autotp.passes.builder import HALF
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import bind
-from autotp.passes.emit.interleave import interleave
-from autotp.passes.emit.weight_sums import weight_sums
 from autotp.source_location import block_of
 
 TOKENS = torch.randint(27, (4, 7), generator=torch.Generator().manual_seed(0))
@@ -47,7 +47,7 @@ def test_weight_sums_gives_each_half_its_weight() -> None:
     for read in reads:
         for item in read.users:
             (reader,) = item.users
-            assert item.target is operator.getitem and item.args[1] == reader.meta[HALF]
+            assert item.target is operator.getitem and item.args[1] == half_of(reader)
             assert reader.target in (linear, async_linear)
             assert block_of(read) == block_of(item) == block_of(reader)
     made = {node for read in reads for node in (read, *read.users)}

@@ -6,7 +6,7 @@
 
 A turn is the operators of one half up to the first that reads a sum which this turn has started. Then the other half
 has its turn, while the sum runs. In backward the turns come in reverse order: a product's gradient is summed while the
-turn before it has its backward (`autotp/ops/batch_halves/turns.py`).
+turn before it has its backward (`turns.py`).
 
 The operators and what they read stay as they are. Random draws of one half keep their order, and an operator that
 writes into its input stays behind the others that read it. A turn that ends one block and begins another belongs to
@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.experimental.batch_halves.halves import half_of
+from autotp.experimental.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
-from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
-from autotp.passes.builder import HALF, copied
+from autotp.passes.builder import copied
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
@@ -63,7 +64,7 @@ class _Turns:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         # From the last to the first, so that the next operator is at the end of the list.
-        self.halves = [[n for n in reversed(graph.nodes) if n.meta.get(HALF) == half] for half in (0, 1)]
+        self.halves = [[n for n in reversed(graph.nodes) if half_of(n) == half] for half in (0, 1)]
         self.behind = dict(_order(graph))
         self.done = set[fx.Node]()
         self.started = set[fx.Node]()
@@ -119,7 +120,7 @@ def _order(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     for node in graph.nodes:
         before = [user for x in _overwritten(node) for user in x.users if order[user] < order[node]]
         if draws(node):
-            half = node.meta.get(HALF)
+            half = half_of(node)
             # A draw of the whole batch keeps its place among all draws, and one of a half among those of this half.
             before += [draw for key, draw in drawn.items() if half is None or key in (half, None)]
             drawn[half] = node
@@ -140,13 +141,13 @@ def _overwritten(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_sum(node: fx.Node) -> bool:
     """True for a sum over ranks of one half, which can run while the other half computes."""
-    return node.target is collectives.reduce and HALF in node.meta
+    return node.target is collectives.reduce and half_of(node) is not None
 
 
 def _name_blocks(turns: Collection[Turn]) -> None:
     """Gives the operators of a turn the block of its last operator."""
     for turn in turns:
-        halves = [node for node in turn if HALF in node.meta]
+        halves = [node for node in turn if half_of(node) is not None]
         if halves and len({block_of(node) for node in halves}) > 1:
             stack = halves[-1].meta.get("nn_module_stack")
             for node in turn:
@@ -194,7 +195,7 @@ class _Writing:
                 read = self._call(wait_in_backward, node, x, self.env[x], node.args[1], self.anchor)
             copy.args = (read, *copy.args[1:])
             copy.target = start_copy if node.target is collectives.copy else copy.target
-        elif self.first is None and HALF in node.meta and _is_floating(node):
+        elif self.first is None and half_of(node) is not None and _is_floating(node):
             self.first = copy
 
     def _call(self, target: Callable[..., Any], reader: fx.Node, x: fx.Node, *args: Any) -> fx.Node:
@@ -209,7 +210,7 @@ class _Writing:
 def _sums_in_backward(node: fx.Node) -> bool:
     """True for an operator of one half whose backward adds a gradient over ranks."""
     copies = node.target is collectives.copy or (node.target is async_linear and node.args[2] is None)
-    return copies and HALF in node.meta and _is_floating(node.args[0])
+    return copies and half_of(node) is not None and _is_floating(node.args[0])
 
 
 def _is_floating(node: Any) -> bool:

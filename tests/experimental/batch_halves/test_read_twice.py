@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from autotp.ops.batch_halves.read_twice import linear, read_twice
+from autotp.experimental.batch_halves.read_twice import linear, read_twice
 
 X = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Products = Callable[[Tensor, Tensor, Tensor], Tensor]

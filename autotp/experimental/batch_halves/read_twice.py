@@ -9,13 +9,13 @@ autograd as usual, and `ReadTwice` adds it.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autotp.ops.async_linear import rows_of
 from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform
 
 
@@ -43,15 +43,6 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, w, bias)
     output: Tensor = apply_plain(HalfLinear, total, x, w, bias)
     return output
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """Flattens all dimensions but the last, without -1, which is ambiguous for an empty shard."""
-    if x.dim() == 2:
-        return x
-    if x.numel():
-        return x.reshape(-1, x.shape[-1])
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # Not `flatten`: gradients that torch batches have no rule.
 
 
 class Sum:
@@ -100,6 +91,7 @@ class ReadTwice(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], _: Any) -> None:
         ctx.total = Sum()
+        ctx.add_to_gradient = ctx.total.add  # NOTE [Who takes a gradient] in `async_linear.py`
         # None says that a product has added its gradient to `total` itself.
         ctx.set_materialize_grads(False)
 

@@ -12,8 +12,7 @@ of its `anchor`, the first operator of that work: then it runs after all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,10 @@ from torch import Tensor
 
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import seat
+from autotp.ops.coalesced import forget_running, running_sums
 from autotp.ops.collectives import copy, in_memory, reduce
-from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform
+from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform, waits_now
+from autotp.passes.emit.recompute import recomputations
 
 
 def start_reduce(x: Tensor, group: str | None, op: str = "sum", outside: bool = False, fresh: bool = False) -> Tensor:
@@ -33,7 +34,7 @@ def start_reduce(x: Tensor, group: str | None, op: str = "sum", outside: bool = 
     """
     if _waits_at_once(x, group):
         return reduce(x, group, op, fresh)
-    if outside and _recomputed:
+    if outside and recomputations:
         return x
     if op == "max":
         return start(x.detach(), group, op)
@@ -90,9 +91,9 @@ def start(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) ->
     name = "all_reduce_" if fresh and x.is_contiguous() and not is_kept(x) else "all_reduce"
     with in_collective(name, str(group)):
         started = _sent(name, x, op, group)
-    if _recomputed:
-        # `recomputation` waits for it, since the block may end before its `finish`.
-        _recomputed[-1].append((started, group))
+    if recomputations:
+        # The block may end before its `finish`.
+        recomputations[-1].callback(wait, started, group)
     return started
 
 
@@ -107,49 +108,8 @@ def start_in_backward(x: Tensor, group: str | None, fresh: bool = False) -> Tens
     return started
 
 
-Waits = dict[Any, Callable[[], Any]]
-"""Running sums, by any key: functions that wait for them. They may be called several times."""
-
-
-def running_sums() -> Waits:
-    """Returns the running sums of this backward; the end of backward waits for those that are left there."""
-    run = torch._C._current_graph_task_id()
-    if run not in _running:
-        wait_for_the_rest()  # of a backward that ended in an error
-        _running[run] = {}
-        torch.autograd.Variable._execution_engine.queue_callback(wait_for_the_rest)
-    return _running[run]
-
-
-def wait_for_the_rest() -> None:
-    """Waits for the sums of gradients that nothing has waited for."""
-    while _running:
-        _, sums = _running.popitem()
-        for wait_for in sums.values():
-            wait_for()
-
-
-_running: dict[int, Waits] = {}
-"""Run of a backward -> its running sums."""
-
-
 def _memory(x: Tensor) -> int:
     return x.untyped_storage()._cdata
-
-
-_recomputed: list[list[tuple[Tensor, str | None]]] = []
-"""For each recomputation that runs, the sums that it has started."""
-
-
-@contextmanager
-def recomputation() -> Iterator[None]:
-    """A region that computes a block again, and may end early: at its end it waits for all that it has started."""
-    _recomputed.append([])
-    try:
-        yield
-    finally:
-        for started, group in _recomputed.pop():
-            wait(started, group)
 
 
 def wait(x: Tensor, group: str | None) -> Tensor:
@@ -158,14 +118,6 @@ def wait(x: Tensor, group: str | None) -> Tensor:
         return _received(x)
     with in_collective("all_reduce", str(group)):
         return _received(x)
-
-
-def arrived(x: Any) -> Any:
-    """Returns `x`; if it is a result of `start_reduce`, after the sum is there."""
-    if isinstance(x, Tensor) and isinstance(x.grad_fn, StartedReduce._backward_cls):
-        with torch.no_grad():
-            wait(x, x.grad_fn.group)  # type: ignore[union-attr]
-    return x
 
 
 def _sent(name: str, x: Tensor, op: str, group: str | None) -> Tensor:
@@ -188,6 +140,7 @@ class StartedReduce(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
         ctx.group = inputs[1]
+        ctx.wait_for_value = partial(wait, group=ctx.group)  # `_arrived` in `recompute.py` calls it.
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -240,16 +193,11 @@ class WaitInBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
         ctx.group = inputs[1]
         ctx._set_sequence_nr(inputs[2])
+        ctx.start_gradient = start_in_backward  # NOTE [Who takes a gradient] in `async_linear.py`
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if waits_now() or not is_plain(grad):
             return grad, None, None
-        for sums in _running.values():
-            sums.pop(_memory(grad), None)
+        forget_running(_memory(grad))
         return wait(grad, ctx.group), None, None
-
-
-def waits_now() -> bool:
-    """True in a backward in which others read gradients at once: one that is differentiated, or searched for NaN."""
-    return torch.is_grad_enabled() or torch.is_anomaly_enabled()

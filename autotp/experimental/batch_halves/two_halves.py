@@ -11,6 +11,9 @@ is `joined`, and a sum over the two ranks is an addition. What both ranks comput
 Autograd adds the gradients of a value that both halves read: a copy needs nothing. An operator that mixes rows (a batch
 norm, a mean with a divisor) reads the whole batch, so no proof of independent rows is needed.
 
+A row is divided as `context_parallel` cuts it; where that has cut it already, it is not divided again. Nothing is
+divided in evaluation: in generation, caches would be copied for each token.
+
 Random numbers are drawn for the whole batch, in the order of one device.
 """
 
@@ -18,19 +21,31 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from autotp.compiler import Program, can_be_divided, decoupled, sources_of
 from autotp.errors import Error
-from autotp.ops.batch_halves.halves import halves, joined
+from autotp.experimental.batch_halves.halves import halves, joined
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
-from autotp.ops.placement_moves import first
-from autotp.passes.builder import HALF, Builder, fake_mode_of
+from autotp.ops.placement_moves import apart, first
+from autotp.passes.builder import PART, Builder, fake_mode_of
 from autotp.passes.canonicalize.cse import argument_key
-from autotp.passes.plan.infer_axes import Axes
+from autotp.passes.check.check import check
+from autotp.passes.lower.dce import dce
+from autotp.passes.lower.decompose import decompose
+from autotp.passes.lower.defer_reductions import defer_reductions
+from autotp.passes.lower.local_sizes import Target
+from autotp.passes.lower.lower import lower
+from autotp.passes.plan.infer_axes import Axes, Factor
+from autotp.passes.plan.propagate import needs_grad
+from autotp.passes.plan.sequence.causal_masks import causal_masks
+from autotp.passes.plan.sequence.context_parallel import CutSequences, context_parallel, cut_sequences
+from autotp.passes.plan.sequence.separate_keys import joined_again
+from autotp.rules.traits import draws
 from autotp.sharding.axis import Axis, leaves
 from autotp.source_location import line_of
 
@@ -39,6 +54,44 @@ AXIS = "half"
 """The name of the mesh axis whose two ranks are the halves."""
 WITHOUT = 'overlap="none", and a report of it'
 """What to write if the halves do not compute the same."""
+
+
+def two_halves(p: Program) -> Program:
+    """Returns the program with a graph that computes the batch, or the sequence of its one row, in two halves."""
+    cut = _cut(p)
+    if cut is None:
+        none = "nothing: a batch is divided in training, and one row where an attention has a sequence that can be cut"
+        return replace(p, notes={**p.notes, "overlap": none})
+    graph, axes, decision = decompose(cut.graph, cut.axes, cut.decision)
+    if p.options.optional("defer_reductions"):
+        graph, axes, decision = defer_reductions(graph, axes, decision)
+    differentiable, separate = needs_grad(graph, sources_of(p, graph)), {n for n in graph.nodes if n.target is apart}
+    graphs = []
+    for half in (0, 1):
+        to = Target(AXIS, 2, half, p.options.randomness)
+        graphs.append(dce(lower(graph, axes, decision, differentiable, to, separate)))
+        check(graphs[-1], graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
+    both = dce(joined_again(merged(graphs)))
+    undivided = tuple((node, "it needs both halves: they wait for each other") for node in cut.whole)
+    note = f"{len(cut.decision.cuts)} operators compute in halves, which take turns"
+    # The graph of both is a new one, so its axes are inferred again.
+    return decoupled(replace(p, graph=both, undivided=(*p.undivided, *undivided), notes={**p.notes, "overlap": note}))
+
+
+def _cut(p: Program) -> CutSequences | None:
+    """Returns the decision which operators are divided along which axis; None if nothing is divided."""
+
+    def has_halves(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
+        return can_be_divided(node, factor, leaf) and (p.options.randomness == "fast" or not draws(node))
+
+    def sources(graph: fx.Graph) -> frozenset[fx.Node]:
+        return sources_of(p, graph)
+
+    if not p.call.training:
+        return None
+    if along := batch_axes(p.graph, p.axes, p.rows):
+        return cut_sequences(p.graph, p.axes, along, sources, has_halves)
+    return context_parallel(dce(causal_masks(p.graph)), sources, has_halves) if p.options.cp == 1 else None
 
 
 def batch_axes(graph: fx.Graph, axes: Axes, rows: Collection[str]) -> list[Axis]:
@@ -98,7 +151,7 @@ class _Merging:
 
     def _written(self, node: fx.Node, arguments: tuple[Any, Any], half: int | None) -> fx.Node:
         merged_node = self.builder.graph.create_node(node.op, node.target, *arguments, name=node.name)
-        merged_node.meta = dict(node.meta) if half is None else {**node.meta, HALF: half}
+        merged_node.meta = dict(node.meta) if half is None else {**node.meta, PART: (half, 2)}
         return merged_node
 
     def _mapped(self, half: int, value: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from small_models import both, expect_gradients, gradient_differences, step_differences, tokens
 from small_models import gpt as small
-from small_models import gradient_differences, step_differences
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,14 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.compiler import analyse, rank_graph
+from autotp.experimental.batch_halves import turns
+from autotp.experimental.batch_halves.halves import half_of
+from autotp.experimental.batch_halves.interleave import interleave
+from autotp.experimental.batch_halves.turns import finish, start_reduce, wait_in_backward
 from autotp.ops import collectives
-from autotp.ops.batch_halves import turns
-from autotp.ops.batch_halves.turns import finish, start_reduce, wait_in_backward
 from autotp.options import Options
-from autotp.passes.builder import HALF
+from autotp.passes.builder import PART
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import bind
-from autotp.passes.emit.interleave import interleave
 from autotp.rules.traits import draws
 from autotp.source_location import block_of
 
@@ -78,13 +79,13 @@ def test_interleave_puts_products_of_the_other_half_beside_sums() -> None:
     for start in starts:
         (end,) = start.users
         between = nodes[at[start] : at[end]]
-        products = [n for n in between if "linear" in str(n.target) and n.meta.get(HALF) == 1 - start.meta[HALF]]
+        products = [n for n in between if "linear" in str(n.target) and half_of(n) == 1 - half_of(start)]
         beside += bool(products)
     assert beside >= 2 * (2 * 3)  # Attention and MLP of three blocks, in both halves.
 
 
 def test_interleave_keeps_blocks_together() -> None:
-    nodes = [n for n in interleave(bound(gpt(layers=3))).nodes if HALF in n.meta]
+    nodes = [n for n in interleave(bound(gpt(layers=3))).nodes if half_of(n) is not None]
     names = [block_of(node) for node in nodes]
     changes = [b for a, b in pairwise(names) if a != b]
     assert len(changes) == len(set(changes)) <= 4, changes
@@ -92,16 +93,14 @@ def test_interleave_keeps_blocks_together() -> None:
 
 def test_interleave_moves_nothing_without_sums() -> None:
     before = bound(gpt(), tp=1)
-    assert any(HALF in node.meta for node in before.nodes)
+    assert any(half_of(node) == 1 for node in before.nodes)
     assert interleave(before) is before
 
 
 def test_interleave_keeps_the_order_of_draws() -> None:
     before = bound(gpt(dropout=0.1))
     for half in (0, 1, None):
-        drawn = [
-            [n.name for n in g.nodes if draws(n) and n.meta.get(HALF) == half] for g in (before, interleave(before))
-        ]
+        drawn = [[n.name for n in g.nodes if draws(n) and half_of(n) == half] for g in (before, interleave(before))]
         assert drawn[0] == drawn[1]
 
 
@@ -113,7 +112,7 @@ def test_interleave_keeps_overwriting_sums_behind_other_readers() -> None:
     w = graph.call_function(collectives.reduce, (y, "0"), {"fresh": True})
     graph.output((z, w))
     for node in (y, z, w):
-        node.meta.update({"val": torch.empty(2, 2, device="meta"), HALF: 0 if node is not z else 1})
+        node.meta.update({"val": torch.empty(2, 2, device="meta"), PART: (0 if node is not z else 1, 2)})
     order = [node.name for node in interleave(graph).nodes]
     assert order.index(z.name) < order.index(w.name)
 
@@ -335,6 +334,20 @@ def unwaited(rank: int, n: int) -> int:
 def test_interleaved_sums_are_all_waited_for() -> None:
     """A recomputation ends when backward has what it needs."""
     assert run_ranks(unwaited, 2) == [0, 0]
+
+
+def hooked(rank: int, n: int) -> None:
+    whole, parallel = both(n, small().double().train(), overlap="batch", recompute="full")
+    for seed in (1, 2, 3):
+        whole(*tokens(seed=seed)).backward()
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
+            parallel(*tokens(seed=seed)).backward()
+        expect_gradients(whole, parallel)
+
+
+def test_saved_tensor_hooks_never_see_an_unfinished_sum() -> None:
+    """A block keeps its inputs: one that the ranks are still summing is no value yet."""
+    run_ranks(hooked, 2)
 
 
 def for_some(rank: int, n: int) -> list[int]:

@@ -3,7 +3,7 @@
     Before: y0 = linear(x0, w); y1 = linear(x1, w)
     After:  w0, w1 = read_twice(w); y0 = linear(x0, w0); y1 = linear(x1, w1)
 
-Here `linear` is that of `autotp/ops/batch_halves/read_twice.py`: the second product adds its gradient into the memory
+Here `linear` is that of `read_twice.py`: the second product adds its gradient into the memory
 of the first, and no third tensor is written.
 """
 
@@ -14,9 +14,10 @@ import operator
 import torch
 from torch import fx
 
+from autotp.experimental.batch_halves.halves import half_of
+from autotp.experimental.batch_halves.read_twice import linear, read_twice
 from autotp.ops.async_linear import async_linear
-from autotp.ops.batch_halves.read_twice import linear, read_twice
-from autotp.passes.builder import HALF, copied
+from autotp.passes.builder import PART, copied
 
 LINEAR = torch.ops.aten.linear.default
 
@@ -47,8 +48,8 @@ def weight_sums(graph: fx.Graph) -> fx.Graph:
 def _readers(w: fx.Node) -> list[fx.Node] | None:
     """Returns the products of the first and of the second half that read a weight; None unless there is one of each."""
     products = [node for node in w.users if _is_weight_of(w, node)]
-    halves = [node.meta.get(HALF) for node in products]
-    return sorted(products, key=lambda node: node.meta[HALF]) if sorted(map(str, halves)) == ["0", "1"] else None
+    by_half = {half_of(node): node for node in products}
+    return [by_half[0], by_half[1]] if len(products) == 2 and by_half.keys() == {0, 1} else None
 
 
 def _is_weight_of(w: fx.Node, node: fx.Node) -> bool:
@@ -61,5 +62,5 @@ def _is_weight_of(w: fx.Node, node: fx.Node) -> bool:
 def _call(graph: fx.Graph, target: object, reader: fx.Node, args: tuple[object, ...], value: object) -> fx.Node:
     """Writes a call in the block of its reader."""
     call = graph.call_function(target, args)  # type: ignore[arg-type]
-    call.meta = {key: x for key, x in reader.meta.items() if key != HALF} | {"val": value}
+    call.meta = {key: x for key, x in reader.meta.items() if key != PART} | {"val": value}
     return call

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from autotp.errors import Error
-from autotp.ops.batch_halves.turns import finish, is_awaited, start_copy, start_reduce, wait_in_backward
+from autotp.experimental.batch_halves.turns import finish, is_awaited, start_copy, start_reduce, wait_in_backward
 from autotp.ops.collectives import copy, reduce
 
 
