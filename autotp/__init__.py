@@ -115,4 +115,4 @@ def _batch_halves() -> extensions.Extension:
 if importlib.util.find_spec("autotp.integrations"):
     model_library.register(_transformers)
 if importlib.util.find_spec("autotp.experimental"):
-    extensions.register("overlap", "batch", _batch_halves, optional=("weight_sums",))
+    extensions.register_value("overlap", "batch", _batch_halves, optional=("weight_sums",))

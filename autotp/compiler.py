@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autotp.display.progress import progress
 from autotp.errors import REPORT, Error
-from autotp.extensions import chosen
+from autotp.extensions import chosen_extensions
 from autotp.ops.eager_mode import uncollected
 from autotp.ops.placement_moves import apart
 from autotp.options import DEFAULTS, Options
@@ -634,7 +634,7 @@ EMIT = (
 
 def passes_of(table: Sequence[Pass], options: Options) -> list[Pass]:
     """Returns the passes of a table that run under the user's options, with those of extensions behind theirs."""
-    added = [extension.passes for extension in chosen(options)]
+    added = [extension.passes for extension in chosen_extensions(options)]
     rows = (row for own in table for row in (own, *(more for passes in added for more in passes.get(own.name, ()))))
     return [row for row in rows if row.wanted(options)]
 

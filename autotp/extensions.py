@@ -1,6 +1,6 @@
 """Values of options that a package beside the kernel adds, such as `overlap="batch"`: the passes that run for them.
 
-The kernel knows no such package by name. `register` notes a value; what it adds is loaded when a user chooses it. Where
+The kernel knows no such package by name. `register_value` notes a value; what it adds is loaded when a user chooses it. Where
 the package is deleted, nobody registers the value, and the check of options refuses it as any other wrong value.
 """
 
@@ -35,7 +35,7 @@ _REGISTERED: dict[tuple[str, str], _Registered] = {}
 """(Name of an option, value) -> what adds it."""
 
 
-def register(option: str, value: str, load: Callable[[], Extension], optional: tuple[str, ...] = ()) -> None:
+def register_value(option: str, value: str, load: Callable[[], Extension], optional: tuple[str, ...] = ()) -> None:
     """Adds a value of an option, before `autotp.options` is loaded. `load` runs when the value is first chosen.
 
     Args:
@@ -54,6 +54,6 @@ def optional_passes() -> tuple[str, ...]:
     return tuple(name for added in _REGISTERED.values() for name in added.optional)
 
 
-def chosen(options: object) -> list[Extension]:
+def chosen_extensions(options: object) -> list[Extension]:
     """Returns the extensions whose values a user has chosen, loaded."""
     return [added.load() for (name, value), added in _REGISTERED.items() if getattr(options, name) == value]

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from autotp.errors import Error
-from autotp.extensions import chosen, optional_passes, values_of
+from autotp.extensions import chosen_extensions, optional_passes, values_of
 
 Outputs = Literal["auto", "full", "local"]
 Experts = Literal["width", "expert"]
@@ -85,7 +85,7 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
             raise Error(f"{name}={value!r}", expected=", ".join(map(repr, values)))
     if unknown := [name for name in options.without if name not in OPTIONAL]:
         raise Error(f"without={unknown}: there is no such pass", expected=", ".join(map(repr, OPTIONAL)))
-    for extension in chosen(options):
+    for extension in chosen_extensions(options):
         extension.expect(options)
     if "outline" in options.without and options.recompute != "none":
         raise Error("without=('outline',): recompute needs blocks, which outline makes", fix='recompute="none"')

@@ -111,7 +111,7 @@ def _kind(value: Any) -> Any:
     return type(value), value
 
 
-def parts_of(node: fx.Node) -> int:
+def number_of_parts(node: fx.Node) -> int:
     """Returns the number of parts of the batch of which an operator computes one."""
     parts: int = node.meta.get(PART, (0, 1))[1]
     return parts

@@ -1,4 +1,4 @@
-"""extensions: a value of an option that is added is allowed, loaded when it is chosen, and adds its passes."""
+"""extensions: a value of an option that is added is allowed, loaded when it is chosen_extensions, and adds its passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from errors import message
 from autotp import extensions
 from autotp.compiler import CANONICALIZE, EMIT, LOWER, PLAN, Pass, passes_of
 from autotp.errors import Error
-from autotp.extensions import Extension, chosen, register, values_of
+from autotp.extensions import Extension, chosen_extensions, register_value, values_of
 from autotp.options import DEFAULTS, Options, expect_choices
 
 TABLE = (*CANONICALIZE, *PLAN, *LOWER, *EMIT)
@@ -34,12 +34,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `overlap="rows"`, and no other value."""
     monkeypatch.setattr(extensions, "_REGISTERED", {})
     loaded.clear()
-    register("overlap", "rows", rows, optional=("second",))
+    register_value("overlap", "rows", rows, optional=("second",))
 
 
 def test_a_value_is_loaded_when_it_is_first_chosen(registered: None) -> None:
     expect_choices(DEFAULTS)
-    assert (values_of("overlap"), values_of("outputs"), chosen(DEFAULTS), loaded) == (("rows",), (), [], [])
+    assert (values_of("overlap"), values_of("outputs"), chosen_extensions(DEFAULTS), loaded) == (("rows",), (), [], [])
     for _ in range(2):
         expect_choices(CHOSEN)
     assert loaded == ["rows"] and extensions.optional_passes() == ("second",)

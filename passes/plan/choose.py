@@ -21,7 +21,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.channels import conv_transpose, convolution
-from autotp.passes.builder import parts_of
+from autotp.passes.builder import number_of_parts
 from autotp.passes.plan.candidate import ATTENTION, MLP, Candidate, contracts, cut_values, maker, readers, root
 from autotp.passes.plan.infer_axes import Axes
 from autotp.sharding.axis import Axis, Size, find, leaves, touches
@@ -280,7 +280,7 @@ def _places(weight: fx.Node, convolutions: Sequence[fx.Node], axes: Axes) -> flo
     for node in convolutions:
         if root(axes.bound[node].operands[1]) is weight:
             # The elements of an output channel: batch times places.
-            return max(parts_of(node) * elements(node) // _channels(node), 1)
+            return max(number_of_parts(node) * elements(node) // _channels(node), 1)
     # Batch and sequence have the nominal length.
     return float(NOMINAL**2)
 
@@ -358,5 +358,5 @@ def elements(node: fx.Node) -> int:
         size = Size.of(1)
         for n in tensor.shape if isinstance(tensor, torch.Tensor) else ():
             size = size * Size.of(n)
-        total += size.number * NOMINAL ** len(size.symbols) // (parts_of(node) if size.symbols else 1)
+        total += size.number * NOMINAL ** len(size.symbols) // (number_of_parts(node) if size.symbols else 1)
     return total

@@ -12,7 +12,7 @@ from autotp.compiler import CANONICALIZE, EMIT, LOWER, PLAN, passes_of
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.experimental.batch_halves.halves import halves, joined
 from autotp.experimental.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
-from autotp.extensions import chosen
+from autotp.extensions import chosen_extensions
 from autotp.options import DEFAULTS, Options, expect_choices
 from autotp.rules.registry import has_rule
 from autotp.rules.row import Trait
@@ -46,7 +46,7 @@ def test_overlap_batch_adds_its_passes(options: dict[str, Any], more: list[str])
 
 
 def test_operators_of_halves_are_in_the_tables() -> None:
-    assert chosen(DEFAULTS) == [] and len(chosen(BATCH)) == 1
+    assert chosen_extensions(DEFAULTS) == [] and len(chosen_extensions(BATCH)) == 1
     assert has_rule(halves) and has_rule(joined) and has(joined, Trait.JOIN) and not has(halves, Trait.JOIN)
     assert {start_reduce, start_copy, finish, wait_in_backward} <= COLLECTIVES.keys()
 
