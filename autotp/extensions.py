@@ -1,7 +1,7 @@
 """Values of options that a package beside the kernel adds, such as `overlap="batch"`: the passes that run for them.
 
-The kernel knows no such package by name. `register_value` notes a value; what it adds is loaded when a user chooses it. Where
-the package is deleted, nobody registers the value, and the check of options refuses it as any other wrong value.
+The kernel knows no such package by name. `register_value` notes a value; what it adds is loaded when a user chooses
+it. Where the package is deleted, nobody registers the value, and the check of options refuses it as any wrong value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""extensions: a value of an option that is added is allowed, loaded when it is chosen_extensions, and adds its passes."""
+"""extensions: a value of an option that is added is allowed, loaded when it is chosen, and adds its passes."""
 
 from __future__ import annotations
 
