@@ -30,6 +30,14 @@ print(autotp.explain(model, 2, example_inputs=x))
 autotp.parallelize(model, 1)(x).sum().backward()
 """
 
+NAMED = """
+import autotp
+try:
+    autotp.{}
+except AttributeError as error:
+    print(error)
+"""
+
 
 def files_without(folders: Iterable[str]) -> list[str]:
     """The test files of the kernel that use nothing of these folders, in their text."""
@@ -72,6 +80,10 @@ def test_kernel_needs_no_optional_folder(folders: tuple[str, ...], tmp_path: Pat
     tree, files = copy_without(folders, tmp_path), files_without(folders)
     assert len(files) > 150
     assert "Sequential on tp=2" in run(tree, "-c", SCRIPT)
+    gone = {name: home.partition(".")[0] for name, home in autotp._HOMES.items() if home.partition(".")[0] in folders}
+    for name, folder in gone.items():
+        text = f"autotp.{name} is in autotp/{folder}, and this copy of autotp is without it"
+        assert run(tree, "-c", NAMED.format(name)) == f"{text}\n"
     pytest_of = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     run(tree, *pytest_of, "--collect-only", *files)
     run(tree, *pytest_of, *(file for file in files if file.startswith(SAMPLE)))

@@ -14,7 +14,6 @@ THROUGH_A_PUBLIC_CALL = {
     "api": "system/test_refusals",
     "checkpoint/conversion/content": "tools/cli/test_convert",
     "checkpoint/conversion/formats": "tools/cli/test_convert",
-    "checkpoint/optimizers": "runtime/optim/test_whole_states",
     "checkpoint/write": "checkpoint/test_saving_ends",
     "tools/cli/app": "tools/cli/test_main",
     "tools/cli/flags": "tools/cli/test_cli_plan",

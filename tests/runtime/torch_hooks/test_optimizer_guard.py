@@ -178,8 +178,9 @@ def test_lbfgs_over_a_pipeline_is_refused() -> None:
     """What goes by all gradients is refused where a rank has some layers only."""
     for found in run_ranks(over_a_pipeline, 2):
         assert found == (
-            "LBFGS.step: LBFGS does not step a small tensor: TypeError: LBFGS.step() missing 1 required positional "
-            "argument: 'closure'\n  try      an optimizer that steps each element by itself, such as torch.optim.AdamW"
+            "LBFGS.step: LBFGS does not step a small tensor without a closure: TypeError: LBFGS.step() missing 1 "
+            "required positional argument: 'closure'\n"
+            "  try      an optimizer that steps each element by itself, such as torch.optim.AdamW"
         )
 
 
