@@ -14,6 +14,7 @@ THROUGH_A_PUBLIC_CALL = {
     "api": "system/test_refusals",
     "checkpoint/conversion/content": "tools/cli/test_convert",
     "checkpoint/conversion/formats": "tools/cli/test_convert",
+    "checkpoint/optimizers": "checkpoint/test_whole_optimizer",
     "checkpoint/write": "checkpoint/test_saving_ends",
     "tools/cli/app": "tools/cli/test_main",
     "tools/cli/flags": "tools/cli/test_cli_plan",

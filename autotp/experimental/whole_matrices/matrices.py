@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -191,17 +192,18 @@ def exchange(moves: Sequence[Move], dtypes: Iterable[str], mesh: Mesh, sources: 
         dtypes: those of which some box moves between ranks of `mesh`. All of them call this together.
         sources, targets: name -> the tensor of this rank.
     """
-    sent, received = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+    sent, received = (defaultdict[tuple[int, torch.dtype], list[Tensor]](list) for _ in range(2))
     for name, source, target, source_box, target_box in moves:
         if source == target:
             _at(targets[name], target_box).copy_(_at(sources[name], source_box))
         elif source == mesh.rank:
-            sent.append((target, _at(sources[name], source_box)))
+            sent[target, sources[name].dtype].append(_at(sources[name], source_box))
         else:
-            received.append((source, _at(targets[name], target_box)))
+            received[source, targets[name].dtype].append(_at(targets[name], target_box))
     for dtype in (getattr(torch, name) for name in sorted(set(dtypes))):
-        outgoing, to_ranks = _by_rank(sent, dtype, mesh.size)
-        incoming, from_ranks = _by_rank(received, dtype, mesh.size)
+        by_rank = [[boxes[rank, dtype] for rank in range(mesh.size)] for boxes in (sent, received)]
+        to_ranks, from_ranks = ([sum(box.nbytes for box in boxes) for boxes in some] for some in by_rank)
+        outgoing, incoming = ([box for boxes in some for box in boxes] for some in by_rank)
         out = torch.empty(sum(to_ranks) // dtype.itemsize, dtype=dtype, device=mesh.device)
         for place, box in zip(out.split([box.numel() for box in outgoing]), outgoing, strict=True):
             place.view(box.shape).copy_(box)
@@ -209,15 +211,6 @@ def exchange(moves: Sequence[Move], dtypes: Iterable[str], mesh: Mesh, sources: 
         data = communicate("all_to_all_single", out.view(torch.uint8), from_ranks, to_ranks, mesh.group).view(dtype)
         for place, box in zip(data.split([box.numel() for box in incoming]), incoming, strict=True):
             box.copy_(place.view(box.shape))
-
-
-def _by_rank(boxes: Iterable[tuple[int, Tensor]], dtype: torch.dtype, ranks: int) -> tuple[list[Tensor], list[int]]:
-    """Returns the boxes of a dtype in the order of the ranks at their other end, and the bytes for each of these."""
-    ordered = sorted(((rank, box) for rank, box in boxes if box.dtype is dtype), key=lambda pair: pair[0])
-    counts = [0] * ranks
-    for rank, box in ordered:
-        counts[rank] += box.nbytes
-    return [box for _, box in ordered], counts
 
 
 def _at(tensor: Tensor, box: Box) -> Tensor:

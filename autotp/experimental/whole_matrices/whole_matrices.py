@@ -196,21 +196,21 @@ class WholeMatrices(OwnedStates, Optimizer):
 
     def _step_wholes(self) -> None:
         """Steps the matrices that this rank owns, and parameters of no parallel model."""
-        parts = {id(p): m.wholes.get(name) for m in self._models.values() for name, p in m.parameters.items()}
-        pairs = [[(p, parts.get(id(p), p)) for p in group["params"]] for group in self.param_groups]
-        owned = [[(p, matrix) for p, matrix in pairs_of_group if matrix is not None] for pairs_of_group in pairs]
-        groups = [
-            {**group, "params": [matrix for _, matrix in some] or [_placeholder(group["params"])]}
-            for group, some in zip(self.param_groups, owned, strict=True)
+        stepper, owned = self._stepper, {p: p for group in self.param_groups for p in group["params"]}
+        for matrices in self._models.values():
+            for name, p in matrices.parameters.items():
+                owned[p] = matrices.wholes.get(name)
+        owned = {p: matrix for p, matrix in owned.items() if matrix is not None}
+        stepper.param_groups = [
+            {**group, "params": [owned[p] for p in group["params"] if p in owned] or [_placeholder(group["params"])]}
+            for group in self.param_groups
         ]
-        states = {matrix: self.state[p] for some in owned for p, matrix in some if self.state.get(p)}
-        self._stepper.param_groups, self._stepper.state = groups, defaultdict(dict, states)
-        unhooked_step(self.kind)(self._stepper)
-        for group, stepped in zip(self.param_groups, groups, strict=True):
+        stepper.state = defaultdict(dict, {owned[p]: self.state[p] for p in owned if self.state.get(p)})
+        unhooked_step(self.kind)(stepper)
+        for group, stepped in zip(self.param_groups, stepper.param_groups, strict=True):
             group.update({key: value for key, value in stepped.items() if key != "params"})
         self.state.clear()
-        states = self._stepper.state
-        self.state.update({p: states[matrix] for some in owned for p, matrix in some if states.get(matrix)})
+        self.state.update({p: stepper.state[matrix] for p, matrix in owned.items() if stepper.state.get(matrix)})
 
 
 def _placeholder(parameters: Sequence[Tensor]) -> nn.Parameter:
