@@ -536,18 +536,20 @@ def another_dtype_later(rank: int, n: int) -> None:
 
 @checks.on(2)
 def compiled_and_scaled_steps(rank: int, n: int) -> None:
-    whole, parallel = pair(n)
-    optimizers = [ByRow(whole.parameters()), autotp.whole_matrices(ByRow)(parallel.parameters())]
-    for model, optimizer in zip((whole, parallel), optimizers, strict=True):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        compiled = torch.compile(lambda optimizer=optimizer, scaler=scaler: scaler.step(optimizer), backend="eager")
-        for number in range(3):
-            optimizer.zero_grad()
-            scaler.scale(model(X * (1 + number))).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-            compiled()
-            scaler.update()
-    expect_equal(whole, parallel)
+    """The scaler divides the gradients of the parts; also for an optimizer that would divide them itself."""
+    for kind, more in ((ByRow, {}), (torch.optim.Adam, {"lr": 0.01, "fused": True})):
+        whole, parallel = pair(n)
+        optimizers = [kind(whole.parameters(), **more), autotp.whole_matrices(kind)(parallel.parameters(), **more)]
+        for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            compiled = torch.compile(lambda optimizer=optimizer, scaler=scaler: scaler.step(optimizer), backend="eager")
+            for number in range(3):
+                optimizer.zero_grad()
+                scaler.scale(model(X * (1 + number))).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+                compiled()
+                scaler.update()
+        expect_equal(whole, parallel)
 
 
 class ByStack(torch.optim.Optimizer):
