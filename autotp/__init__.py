@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.diagnostics.verify import verify as verify
     from autotp.distributed.gather import gather as gather
     from autotp.errors import Error as Error
+    from autotp.experimental.whole_matrices.whole_matrices import whole_matrices as whole_matrices
     from autotp.integrations.transformers.pretrained import from_pretrained as from_pretrained
     from autotp.integrations.transformers.pretrained import save_pretrained as save_pretrained
     from autotp.rules.registry import rule as rule
     from autotp.runtime.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from autotp.runtime.module import ParallelModule as ParallelModule
-    from autotp.runtime.optim.whole_matrices import whole_matrices as whole_matrices
     from autotp.tools.estimation.calibrate import Calibration as Calibration
     from autotp.tools.estimation.calibrate import calibrate as calibrate
     from autotp.tools.estimation.estimate import estimate as estimate
@@ -78,7 +78,7 @@ _HOMES = {
     "stages": "tools.pass_by_pass.stages",
     "verify": "diagnostics.verify",
     "weight_decay_groups": "training.weight_decay_groups",
-    "whole_matrices": "runtime.optim.whole_matrices",
+    "whole_matrices": "experimental.whole_matrices.whole_matrices",
 }
 """Public name -> the module that defines it."""
 
@@ -88,6 +88,9 @@ if not TYPE_CHECKING:  # Editors and mypy would take any name of a module with _
     def __getattr__(name: str) -> Any:
         """Loads a public name, or a module such as `autotp.errors`."""
         if name in _HOMES:
+            folder = _HOMES[name].partition(".")[0]
+            if importlib.util.find_spec(f"autotp.{folder}") is None:
+                raise AttributeError(f"autotp.{name} is in autotp/{folder}, and this copy of autotp is without it")
             value = getattr(importlib.import_module(f"autotp.{_HOMES[name]}"), name)
             globals()[name] = value  # The next time Python finds it without this function.
             return value

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from autotp.distributed.cut_tensors.cut_parameter import hold_parts
 from autotp.errors import Error
-from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
+from autotp.runtime.torch_hooks.optimizer_state import OF_RANK, OwnedStates
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,20 @@ class Optimizers:
         # `get`, as `optimizer.state[parameter]` adds an empty state.
         return next((optimizer.state[parameter] for optimizer in self.each if optimizer.state.get(parameter)), {})
 
-    def steps_whole(self, parameter: Tensor) -> bool:
-        """Whether the state of a parameter is of the whole."""
-        return self._owns(parameter) is not None
+    @property
+    def owned(self) -> list[OwnedStates]:
+        """Those that keep the state of a parameter whole, on its owner."""
+        return [optimizer for optimizer in self.each if isinstance(optimizer, OwnedStates)]
 
-    def is_elsewhere(self, parameter: Tensor) -> bool:
-        """Whether another rank has the state of a parameter."""
-        return self._owns(parameter) is False
-
-    def _owns(self, parameter: Tensor) -> bool | None:
-        for optimizer in self.each:
-            # `is`: `in` would compare the elements of tensors.
-            if isinstance(optimizer, WholeMatrices) and any(
-                parameter is p for g in optimizer.param_groups for p in g["params"]
-            ):
-                return optimizer.owns(parameter)
-        return None
+    def owner(self, parameter: Tensor) -> int | None:
+        """Returns the rank that has the whole state of a parameter; None if each rank has the state of its part."""
+        owners = [optimizer.owner(parameter) for optimizer in self.owned]
+        return next((rank for rank in owners if rank is not None), None)
 
     def choose_owners(self) -> None:
-        """Chooses the owners of whole matrices. Call it on every rank."""
-        for optimizer in self.each:
-            if isinstance(optimizer, WholeMatrices):
-                optimizer.choose_owners()
+        """Chooses the owners of states. Call it on every rank."""
+        for optimizer in self.owned:
+            optimizer.choose_owners()
 
     def replace_states(self, states: dict[Any, dict[str, Any]]) -> None:
         """Replaces the states of all parameters; of cut ones they behave as wholes."""

@@ -163,8 +163,8 @@ def read_state(
             )
     names = {name: parameter for parameter, name in names_of(optimizers, parts).items()}
     holds = {name: keys for _, keys_by_name in manifest.about["groups"] for name, keys in keys_by_name.items()}
-    # Of a whole matrix only the owner reads the state.
-    owned = {name: p for name, p in names.items() if not optimizers.is_elsewhere(p)}
+    # Of a state that has an owner only this rank reads it.
+    owned = {name: p for name, p in names.items() if optimizers.owner(p) in (None, parts.everyone.rank)}
     entries = [(p, name, key) for name, p in owned.items() for key in holds[name]]
     model, moments = dict[str, Tensor](), {p: dict[str, Any]() for p in names.values()}
     with progress(f"reading {manifest.folder}", len(names_held(parts)) + len(entries)) as line:
@@ -172,7 +172,7 @@ def read_state(
             model[name] = _part(manifest, entry_key("model", name), parts, name)
             line.count()
         for parameter, name, key in entries:
-            moments[parameter][key] = _moment(manifest, parts, name, key, optimizers.steps_whole(parameter))
+            moments[parameter][key] = _moment(manifest, parts, name, key, optimizers.owner(parameter) is not None)
             line.count()
     options = _options(manifest, parts, optimizers, of_groups)
     named_states = {name: manifest.value(manifest.about["more"][name]) for name in more}

@@ -176,7 +176,7 @@ def load_checkpoint(
         parts = holdings_of(trainer, "load_checkpoint")
         expect_all_saved(parts)
         agree(everyone, lambda: expect_same_training(manifest, trainer, parts, optimizers, more, changed))
-        # Before reading, as the owner of a matrix reads its state.
+        # Before reading, as an owner reads its states.
         optimizers.choose_owners()
         groups = parameter_of_groups(optimizers, parts, everyone)
         saved = agree(

@@ -20,8 +20,7 @@ from autotp.distributed.live_models import sorted_by_model
 from autotp.distributed.mesh import group_of
 from autotp.groups.one_thread import in_collective
 from autotp.runtime.holdings import Holdings, holdings_of
-from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
-from autotp.runtime.torch_hooks.optimizer_state import not_watched
+from autotp.runtime.torch_hooks.optimizer_state import OF_RANK, OwnedStates, not_watched
 
 State = dict[str, Any]
 
@@ -64,7 +63,7 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
     for model, named in parameters_by_model.items():
         parts = holdings_of(model, "state_dict")
         is_first = is_first and parts.everyone.rank == 0
-        if isinstance(optimizer, WholeMatrices):
+        if isinstance(optimizer, OwnedStates):
             states = _of_owners(parts, {name: optimizer.state.get(p, {}) for name, p in named.items()})
             model_numbers = {numbers[id(p)] for p in named.values()}
             whole["state"] = {i: values for i, values in whole["state"].items() if i not in model_numbers}

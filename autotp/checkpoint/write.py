@@ -190,7 +190,7 @@ def _state(
         # A number beside the parameter, such as a count of steps: each rank has it.
         elif value.dim() == 0 and value.shape != parts.held[name].shape:
             items.append(Item(entry, (), (), staging.copy(value)))
-        elif optimizers.steps_whole(parameter):
+        elif optimizers.owner(parameter) is not None:
             items.append(Item(entry, (0,) * value.dim(), tuple(value.shape), staging.copy(value)))
         else:
             items += _items_of(entry, parts, name, _as_parameter(value, name, key, parts, optimizers), staging)
@@ -210,7 +210,7 @@ def _group(
 ) -> list[Any]:
     names = names_of(optimizers, parts)
     options = {key: value for key, value in group.items() if key not in PARAMETER_ENTRIES}
-    owned = [p for p in group["params"] if not optimizers.is_elsewhere(p)]
+    owned = [p for p in group["params"] if optimizers.owner(p) in (None, parts.everyone.rank)]
     holds = {names[p]: list(optimizers.state(p)) for p in owned}
     return [encode(options, "a group of the optimizer", keep), holds]
 

@@ -8,7 +8,7 @@ Now, by one sum: all ranks come to the same call.
     arguments, mode, random state                first calls of a graph, or each call    `call_consistency.py`
     what Python reads of values                  each call of a model that branches      `call_consistency.py`
     batch, mode, frozen, steps, random state     each step of a trainer                  `step_consistency.py`
-    gradients, writes into parameters            each step of whole matrices             `optim/matrices.py`
+    gradients, writes into parameters            each step of whole matrices             `matrices.py`
     arguments, files, names, steps               calls that save, load and generate      `checkpoint`, `integrations`
     which public call it is                      in each of these sums                   `mesh.py`
 Now, through the store: a rank may not come, and a collective would pair with that rank's next one.

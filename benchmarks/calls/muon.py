@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autotp
-from autotp.runtime.optim import moves
+from autotp.experimental.whole_matrices import matrices
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from step import SHAPES, Shape, build, in_turn
@@ -38,17 +38,17 @@ RATE = 1e-4
 def bytes_sent() -> Iterator[list[int]]:
     """Yields a list that gets the bytes which each all-to-all of this rank sends to other ranks."""
     found: list[int] = []
-    before = moves.communicate
+    before = matrices.communicate
 
     def counted(name: str, x: Tensor, to: Any, of: Any, group: Any) -> Any:
         found.append(x.numel() * x.element_size() - of[dist.get_rank()])
         return before(name, x, to, of, group)
 
-    moves.communicate = counted  # type: ignore[assignment]
+    matrices.communicate = counted  # type: ignore[assignment]
     try:
         yield found
     finally:
-        moves.communicate = before
+        matrices.communicate = before
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,14 @@ except autotp.Error as error:
     print(error)
 """
 
+NAMED = """
+import autotp
+try:
+    autotp.{}
+except AttributeError as error:
+    print(error)
+"""
+
 
 def files_without(folders: Iterable[str]) -> list[str]:
     """The test files of the kernel that use nothing of these folders, in their text."""
@@ -81,6 +89,10 @@ def test_kernel_needs_no_optional_folder(folders: tuple[str, ...], tmp_path: Pat
     assert "Sequential on tp=2" in run(tree, "-c", SCRIPT)
     if "experimental" in folders:
         assert "overlap='batch'\n  expected 'none'\n" in run(tree, "-c", CHOOSING)
+    gone = {name: home.partition(".")[0] for name, home in autotp._HOMES.items() if home.partition(".")[0] in folders}
+    for name, folder in gone.items():
+        text = f"autotp.{name} is in autotp/{folder}, and this copy of autotp is without it"
+        assert run(tree, "-c", NAMED.format(name)) == f"{text}\n"
     pytest_of = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     run(tree, *pytest_of, "--collect-only", *files)
     run(tree, *pytest_of, *(file for file in files if file.startswith(SAMPLE)))

@@ -14,7 +14,7 @@ THROUGH_A_PUBLIC_CALL = {
     "api": "system/test_refusals",
     "tools/conversion/content": "tools/cli/test_convert",
     "tools/conversion/formats": "tools/cli/test_convert",
-    "checkpoint/optimizers": "runtime/optim/test_whole_states",
+    "checkpoint/optimizers": "checkpoint/test_whole_optimizer",
     "checkpoint/write": "checkpoint/test_saving_ends",
     "tools/cli/app": "tools/cli/test_main",
     "tools/cli/flags": "tools/cli/test_cli_plan",

@@ -51,11 +51,10 @@ from autotp.errors import Error, within
 from autotp.groups.process_group import process_group
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
-from autotp.runtime.optim.alone import expect_alone_in_groups, expect_elementwise
-from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.runtime.shard_parameters import is_left_behind
-from autotp.runtime.torch_hooks.optimizer_state import watch_state
+from autotp.runtime.torch_hooks.optimizer_state import OwnedStates, watch_state
 from autotp.runtime.torch_hooks.optimizer_steps import SteppedModels
+from autotp.runtime.torch_hooks.optimizer_trial import expect_alone, expect_elementwise
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 
@@ -131,8 +130,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if parts.everyone.size > 1:
             watch_state(optimizer)
             watched.always |= parts.check == "always"
-            whole = isinstance(optimizer, WholeMatrices)  # Its states are whole, and it checks them itself.
-            if is_new_state and parts.place.size > 1 and parts.check != "never" and not whole:
+            compares = parts.place.size > 1 and parts.check != "never"
+            if is_new_state and compares and not isinstance(optimizer, OwnedStates):
                 check = partial(_expect_own_state, optimizer, parts, parameters, step)
                 within(f"{type(optimizer).__name__}.step", check)
             begin = partial(_checked, optimizer, parts, parameters, step, due and parts.check != "never")
@@ -174,7 +173,7 @@ def _checked(
     """Returns the comparisons to make with other ranks; raises Error if the step would not be that of one device."""
     cut = [name for name in parameters if parts.layout(name).dim is not None and parts.place.size > 1]
     foreign = list[str]()
-    if not isinstance(optimizer, WholeMatrices):
+    if not isinstance(optimizer, OwnedStates):
         _expect_seen(optimizer, parts, parameters, cut)
         for parameter in parameters.values():
             _move_state(optimizer, parameter)
@@ -199,7 +198,7 @@ def _expect_seen(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str,
     if is_elementwise(optimizer):
         return
     if parts.pipeline is not None:
-        expect_alone_in_groups(optimizer, "a rank of the pipeline has some of the parameters")
+        expect_alone(optimizer, "a rank of the pipeline has some of the parameters")
     if sharded := [name for name in cut if type(parameters[name]) is CutDTensor]:
         expect_elementwise(optimizer, f"each rank has a shard of a part of `{sharded[0]}`")
         attached(optimizer, Marks).add(TRIED)

@@ -1,7 +1,7 @@
 """Warns where the user's code reads an optimizer's `state_dict()` that has what this rank steps only.
 
-States of cut parameters behave as wholes, and are saved as wholes. A rank of a pipeline, and `whole_matrices`, have the
-states of some parameters.
+States of cut parameters behave as wholes, and are saved as wholes. A rank of a pipeline has the states of some
+parameters, and so has a rank of an optimizer with owners (`OwnedStates`).
 
 torch has no hook for the state dicts of all optimizers, so each gets one at its first step. It has no state before.
 """
@@ -19,12 +19,29 @@ from autotp.attached import Marks, attached, first_time
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.live_models import sorted_by_model
 from autotp.runtime.holdings import Holdings, holdings_of
-from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.source_location import calling_frame, is_users, reads_for_caller
 from autotp.torch_internals import BETWEEN
 
 WHOLE = "its state dict is whole"
 """The mark of an optimizer in a region of `not_watched`."""
+OF_RANK = "of_rank"
+"""The entry of a state dict of owned states with the rank that it is of, and the number of ranks."""
+
+
+class OwnedStates:
+    """A base of optimizers that keep the state of a parameter whole, on one of the ranks that hold it: its owner.
+
+    Such an optimizer compares its states itself before each step. Checkpoints take each state from its owner, and give
+    it to the owner.
+    """
+
+    def choose_owners(self) -> None:
+        """Chooses the owners, if the parameters are others than in the last step. Call it on every rank."""
+        raise NotImplementedError
+
+    def owner(self, parameter: Tensor) -> int | None:
+        """Returns the rank that owns a parameter's state, of all that hold the model; None if no owner is chosen."""
+        raise NotImplementedError
 
 
 def watch_state(optimizer: Optimizer) -> None:
@@ -74,7 +91,11 @@ def _is_between(frame: FrameType) -> bool:
 
 def _missing(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor]) -> str:
     """Returns what this rank does not have of the optimizer's state, as text; "" if it has the whole."""
-    if isinstance(optimizer, WholeMatrices):
-        return optimizer.missing()
+    if isinstance(optimizer, OwnedStates):
+        owners = {name: optimizer.owner(p) for name, p in parameters.items()}
+        elsewhere = [(name, rank) for name, rank in owners.items() if rank not in (None, parts.everyone.rank)]
+        for name, rank in elsewhere[:1]:
+            more = f", and {len(elsewhere) - 1} more are on other ranks" if elsewhere[1:] else ""
+            return f"the state of `{name}` is on {parts.everyone.named([rank])}{more}"
     has_state = any(optimizer.state.get(parameter) for parameter in parameters.values())
     return "it has the parameters of this rank's stages" if has_state and parts.pipeline is not None else ""

@@ -194,8 +194,9 @@ def test_what_goes_by_all_gradients_is_refused_over_a_pipeline() -> None:
             "several parameters at once\n  try      AdamW, SGD, Lion or the like; or pp=1"
         )
         assert lbfgs == (
-            "LBFGS.step: LBFGS does not step a small tensor: TypeError: LBFGS.step() missing 1 required positional "
-            "argument: 'closure'\n  try      an optimizer that steps each element by itself, such as torch.optim.AdamW"
+            "LBFGS.step: LBFGS does not step a small tensor without a closure: TypeError: LBFGS.step() missing 1 "
+            "required positional argument: 'closure'\n"
+            "  try      an optimizer that steps each element by itself, such as torch.optim.AdamW"
         )
 
 

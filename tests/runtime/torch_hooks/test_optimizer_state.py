@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import Checks, shared, silence
 from small_models import ROWS, Plain, WithLoss
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 import autotp
+from autotp.runtime.torch_hooks.optimizer_state import OwnedStates
 
 checks = Checks()
 
@@ -65,18 +66,27 @@ def optimizer_states_of_cut_parameters_behave_as_wholes(rank: int, n: int) -> No
         set_optimizer_state_dict(model, optimizer, read)
 
 
+class Owned(OwnedStates, AdamW):
+    """Has the state of the first parameter on rank 0, and of the others on rank 1."""
+
+    def owner(self, parameter: Tensor) -> int | None:
+        return int(parameter is not self.param_groups[0]["params"][0])
+
+
 @checks.on(2)
 def partial_state_dict_warns_once_a_line(rank: int, n: int) -> None:
-    """Matrices that other ranks step."""
+    """States that other ranks own."""
     torch.manual_seed(0)
     model = autotp.parallelize(Plain().double(), n, example_inputs=ROWS)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    optimizer = autotp.whole_matrices(Muon)(matrices, lr=0.1)
+    names, optimizer = [name for name, _ in model.named_parameters()], Owned(model.parameters(), lr=0.1)
     model(ROWS).sum().backward()
     optimizer.step()
     texts = told(lambda: optimizer.state_dict())
-    assert len(texts) == 1 and texts[0].startswith("`Muon.state_dict()` has what this rank steps only: ")
-    assert texts[0].endswith(REMEDY)
+    others = [
+        f"`{names[1]}` is on tp rank 1, and {len(names) - 2} more are on other ranks",
+        f"`{names[0]}` is on tp rank 0",
+    ]
+    assert texts == [f"`Owned.state_dict()` has what this rank steps only: the state of {others[rank]}. {REMEDY}"]
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -106,22 +106,3 @@ def test_states_of_whole_matrices_go_on_in_another_layout(
     for key, expected in found[0][0][0].items():
         if expected.dim() > 1:  # Adafactor scales the round-off in a bias whose gradient is 0.
             torch.testing.assert_close(found[1][0][0][key], expected, rtol=0, atol=1e-12, msg=key)
-
-
-def refused(rank: int, n: int, folder: Path) -> None:
-    trainer, (muon, sgd) = made("muon", (2, 1, 1, 0))
-    autotp.save_checkpoint(folder, trainer, [muon, sgd], 0)
-    for given, text in (
-        ([sgd, muon], "has the state of Muon and SGD, and this is SGD and Muon"),
-        (muon, "has the state of Muon and SGD, and this is Muon"),
-        ([muon, sgd, sgd], "two optimizers have the same parameter"),
-        ([muon, "sgd"], "str is no optimizer"),
-    ):
-        with pytest.raises(autotp.Error, match=text):
-            autotp.load_checkpoint(folder, trainer, given)
-    with pytest.raises(autotp.Error, match="list is no optimizer"):
-        autotp.save_checkpoint(folder, trainer, [], 1)
-
-
-def test_states_of_other_optimizers_are_refused(tmp_path: Path) -> None:
-    run_ranks(refused, 2, tmp_path / "ckpt")

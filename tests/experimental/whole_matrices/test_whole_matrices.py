@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from errors import message
 from ranks import run_ranks
 from small_models import Mixture, gpt
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from trainers import mine, wide_muon
 
 import autotp
+from autotp import whole_matrices
 from autotp.diagnostics.double import all_double
 from autotp.models.bert import BERT, BERTConfig
 
@@ -257,3 +259,94 @@ def test_whole_matrices_of_a_trainer_equal_one_device(name: str, layout: tuple[i
     tp, cp, pp, dp = layout
     (expected,) = run_ranks(on_one_device, 1, name)
     expect_same(run_ranks(distributed, tp * cp * pp * dp, name, layout, zero, timeout=250)[0], expected)
+
+
+# ---- classes of optimizers that are refused
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 3))]
+
+
+class ByAllNorms(torch.optim.SGD):
+    """Divides by the norm of all gradients, as some versions of LAMB do."""
+
+    def step(self, closure: Any = None) -> Any:
+        every = [p.grad for group in self.param_groups for p in group["params"]]
+        for grad in every:
+            grad.div_(torch.stack([grad.norm() for grad in every]).norm())
+        return super().step(closure)
+
+
+class Twice(torch.optim.SGD):
+    """Needs the gradients at another point, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "a closure"
+        closure()
+        return super().step(closure)
+
+
+class Wrapper(torch.optim.SGD):
+    """Steps another optimizer, as Lookahead does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.fast = torch.optim.SGD([p for group in self.param_groups for p in group["params"]], lr)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.fast.step(closure)
+
+
+def test_parameters_that_depend_on_each_other_are_refused() -> None:
+    make: Callable[..., Any] = whole_matrices(ByAllNorms)
+    assert message(lambda: make(parameters(), lr=0.1)) == (
+        "whole_matrices(ByAllNorms): ByAllNorms steps a parameter in another way beside other parameters than alone: "
+        "it uses the gradients of several parameters at once, or random numbers\n"
+        "  try      an optimizer of each parameter by itself, such as torch.optim.Muon; for the norm of all gradients "
+        "autotp.clip_grad_norm_\n"
+        "  or       autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
+    )
+    first, second = parameters()
+    with pytest.raises(autotp.Error, match="beside other parameters"):
+        make([{"params": [first]}, {"params": [second], "lr": 0.2}], lr=0.1)
+
+
+def test_a_closure_that_is_needed_is_refused() -> None:
+    make: Any = whole_matrices(Twice)
+    assert message(lambda: make(parameters(), lr=0.1)) == (
+        "whole_matrices(Twice): Twice does not step a small tensor without a closure: AssertionError: a closure\n"
+        "  try      an optimizer that uses each gradient once, such as torch.optim.Muon\n"
+        "  or       autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
+    )
+    assert "LBFGS does not step a small tensor without a closure" in message(
+        lambda: whole_matrices(torch.optim.LBFGS)(parameters())
+    )
+
+
+def test_an_optimizer_that_keeps_parameters_is_refused() -> None:
+    make: Any = whole_matrices(Wrapper)
+    assert message(lambda: make(parameters(), lr=0.1)) == (
+        "whole_matrices(Wrapper): Wrapper keeps parameters in `fast`, and would step this rank's parts of them\n"
+        "  try      an optimizer that reads its param_groups in each step\n"
+        "  or       autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
+    )
+
+
+ACCEPTED: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "muon": lambda p: whole_matrices(torch.optim.Muon)(p, lr=0.02),
+    "adafactor": lambda p: whole_matrices(torch.optim.Adafactor)(p),
+    "adamw": lambda p: whole_matrices(torch.optim.AdamW)(p, lr=1e-3, foreach=True),
+    "adam-fused": lambda p: whole_matrices(torch.optim.Adam)(p, lr=torch.tensor(1e-3), fused=True),
+    "groups": lambda p: whole_matrices(torch.optim.SGD)([{"params": p[:1]}, {"params": p[1:], "lr": 1}], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_trial_of_a_class_changes_nothing(name: str) -> None:
+    every = parameters()
+    values, random_state = [p.clone() for p in every], torch.get_rng_state()
+    optimizer = ACCEPTED[name](every)
+    assert torch.equal(random_state, torch.get_rng_state()) and not optimizer.state
+    assert all(torch.equal(a, b) and a.grad is None for a, b in zip(every, values, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from math import prod
 
@@ -11,10 +12,11 @@ from errors import message
 from torch import Tensor
 
 from autotp.compiler import analyse
+from autotp.experimental.whole_matrices.owners import Box, Move, Part, Plan, plan
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.runtime.optim.owners import Held, Move, Owners, as_text, assign, from_text
-from autotp.sharding.boxes import Box, boxes, inner_box
+from autotp.sharding.boxes import Box as HeldBox
+from autotp.sharding.boxes import boxes
 from autotp.sharding.layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
@@ -34,45 +36,52 @@ CASES = {
 }  # fmt: skip
 
 
-def boxes_of(layout: Layout, rank: int, first: bool) -> list[Box]:
-    return boxes(torch.empty(layout.local_shape(rank), device="meta"), layout, rank, first)
+def boxes_of(layout: Layout, rank: int) -> list[HeldBox]:
+    return boxes(torch.empty(layout.local_shape(rank), device="meta"), layout, rank, first=False)
 
 
-def held(name: str, layout: Layout, rank: int, group: int = 0) -> Held:
-    places = [tuple((box.whole, box.sizes) for box in boxes_of(layout, rank, first)) for first in (False, True)]
-    return Held(name, group, layout.shape, "float64", places[0], places[1])
+def sides(start: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(low, low + size) for low, size in zip(start, sizes, strict=True)]
 
 
-def at(whole: Tensor, move: Move) -> Tensor:
-    return whole[tuple(slice(start, start + size) for start, size in zip(move.start, move.sizes, strict=True))]
+def part_of(layout: Layout, rank: int, group: int = 0) -> Part:
+    pairs = [(sides(box.whole, box.sizes), sides(box.local, box.sizes)) for box in boxes_of(layout, rank)]
+    return Part(group, layout.shape, "float64", pairs)
 
 
-def expect_moved(layouts: Mapping[str, Layout], ranks: int) -> Owners:
+def at(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(*side) for side in box)]
+
+
+def expect_moved(layouts: Mapping[str, Layout], ranks: int) -> Plan:
     """Each whole is made up of the parts, each part comes back; no more elements move than an all-gather has."""
-    every = [[held(name, layout, rank) for name, layout in layouts.items()] for rank in range(ranks)]
-    every = [from_text(as_text(some)) for some in every]
-    plans = [assign(every, rank) for rank in range(ranks)]
+    every = [{name: part_of(layout, rank) for name, layout in layouts.items()} for rank in range(ranks)]
+    every = [{name: part for name, part in parts.items() if part.boxes} for parts in every]
+    told = json.loads(json.dumps(every))  # As ranks tell each other.
+    every = [{name: Part(*row) for name, row in parts.items()} for parts in told]
+    plans = [plan(every, rank, {}) for rank in range(ranks)]
     for a, b in ((a, b) for a in range(ranks) for b in range(ranks)):
-        for one, other in ((plans[a].to_owner, plans[b].to_owner), (plans[a].from_owner, plans[b].from_owner)):
-            between = [[move for move in some if (move.source, move.target) == (a, b)] for some in (one, other)]
+        for some, others in ((plans[a].to_owner, plans[b].to_owner), (plans[a].from_owner, plans[b].from_owner)):
+            between = [[move for move in moves if (move.source, move.target) == (a, b)] for moves in (some, others)]
             assert between[0] == between[1], "the same moves in the same order on both ranks"
+    assert all(each[:4] == plans[0][:4] for each in plans), "all ranks plan alike"
     for name, layout in layouts.items():
         expected = torch.arange(prod(layout.shape), dtype=torch.float64).view(layout.shape)
         parts = [layout.take(expected, rank) for rank in range(ranks)]
-        where = [boxes_of(layout, rank, False) for rank in range(ranks)]
-        whole, back, sent = torch.full_like(expected, -1), [torch.full_like(part, -1) for part in parts], 0
-        for move in (
-            m for rank, plan in enumerate(plans) for m in plan.to_owner if m.source == rank and m.name == name
-        ):
-            at(whole, move).copy_(inner_box(where[move.source], move.start, move.sizes).of(parts[move.source]))
-            sent += prod(move.sizes) * (move.source != move.target)
+        whole, back = torch.full_like(expected, -1), [torch.full_like(part, -1) for part in parts]
+        gathered, scattered = (
+            [m for rank in range(ranks) for m in plans[rank].to_owner if (m.source, m.name) == (rank, name)],
+            [m for rank in range(ranks) for m in plans[rank].from_owner if (m.target, m.name) == (rank, name)],
+        )
+        for move in gathered:
+            at(whole, move.target_box).copy_(at(parts[move.source], move.source_box))
         assert torch.equal(whole, expected), name
-        for move in (
-            m for rank, plan in enumerate(plans) for m in plan.from_owner if m.target == rank and m.name == name
-        ):
-            inner_box(where[move.target], move.start, move.sizes).of(back[move.target]).copy_(at(whole, move))
-            sent += prod(move.sizes) * (move.source != move.target)
+        for move in scattered:
+            at(back[move.target], move.target_box).copy_(at(whole, move.source_box))
         assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True)), name
+        moving = [[move for move in moves if move.source != move.target] for moves in (gathered, scattered)]
+        assert [bool(moves) for moves in moving] == [name in plans[0].gathered, name in plans[0].scattered]
+        sent = sum(prod(stop - start for start, stop in move.source_box) for moves in moving for move in moves)
         assert sent <= (ranks - 1) * expected.numel(), name
     return plans[0]
 
@@ -125,35 +134,46 @@ def test_of_two_uneven_parts_the_larger_rank_owns() -> None:
     assert set(expect_moved({f"w{i}": HALVES for i in range(4)}, 2).owners.values()) == {0}
 
 
-def test_owners_stay_where_they_were() -> None:
-    every = [[held("a", WHOLE, rank), held("b", WHOLE, rank)] for rank in range(2)]
-    assert assign(every, 0, {"b": 0}).owners == {"a": 1, "b": 0}
-    assert assign(every, 0).owners == {"a": 0, "b": 1}
-    assert assign(every, 0, {"a": 7}).owners == {"a": 0, "b": 1}, "a rank that does not hold it"
+def test_owners_stay() -> None:
+    every = [{"a": part_of(WHOLE, rank), "b": part_of(WHOLE, rank)} for rank in range(2)]
+    assert plan(every, 0, {"b": 0}).owners == {"a": 1, "b": 0}
+    assert plan(every, 0, {}).owners == {"a": 0, "b": 1}
+    assert plan(every, 0, {"a": 7}).owners == {"a": 0, "b": 1}, "a rank that does not hold it"
 
 
 def test_a_replica_has_its_own_part_for_itself() -> None:
     """The gradients of replicas are equal, so nothing moves to the owner; to the other rank the new values do."""
-    plan = assign([[held("w", WHOLE, 0)], [held("w", WHOLE, 0)]], 1)
-    assert (plan.gathered, plan.scattered, plan.sent) == ((), ("float64",), frozenset())
-    assert plan.from_owner == (Move("w", 0, 1, (0, 0), (3, 4)),)
+    of_second = plan([{"w": part_of(WHOLE, 0)}, {"w": part_of(WHOLE, 0)}], 1, {})
+    assert (of_second.gathered, of_second.scattered, of_second.to_owner) == ({}, {"w": "float64"}, [])
+    assert of_second.from_owner == [Move("w", 0, 1, ((0, 3), (0, 4)), ((0, 3), (0, 4)))]
 
 
 def test_owners_of_stages_share_only_tied_matrices() -> None:
     """A rank of a pipeline has other parameters; what two stages share has one owner."""
-    every = [[held("a", WHOLE, 0), held("tied", WHOLE, 0)], [held("tied", WHOLE, 0), held("b", WHOLE, 0)]]
-    plans = [assign(every, rank) for rank in range(2)]
+    part = part_of(WHOLE, 0)
+    every = [{"a": part, "tied": part}, {"tied": part, "b": part}]
+    plans = [plan(every, rank, {}) for rank in range(2)]
     assert plans[0].owners == {"a": 0, "b": 1, "tied": 0}
-    assert {move.name for plan in plans for move in plan.from_owner if move.source != move.target} == {"tied"}
+    assert {move.name for each in plans for move in each.from_owner if move.source != move.target} == {"tied"}
+    assert plans[0].holders == {"a": (0,), "b": (1,), "tied": (0, 1)}
 
 
-def test_assign_refuses_ranks_that_differ() -> None:
-    other = [[held("w", HALVES, 0)], [held("w", HALVES, 1, group=1)]]
-    assert message(lambda: assign(other, 0)) == (
+def test_holders_that_share_a_box_send_in_turn() -> None:
+    """Ranks 1 and 2 hold the same half: each sends one of two matrices to the owner of the other half."""
+    local = ((0, 2), (0, 2))
+    half, rest = (Part(0, (4, 2), "float32", [((rows, (0, 2)), local)]) for rows in ((0, 2), (2, 4)))
+    every = [{"a": half, "b": half}, {"a": rest, "b": rest}, {"a": rest, "b": rest}]
+    moves = plan(every, 0, {"a": 0, "b": 0}).to_owner
+    assert [(m.name, m.source) for m in moves if m.source] == [("a", 1), ("b", 2)]
+
+
+def test_refused() -> None:
+    other = [{"w": part_of(HALVES, 0)}, {"w": part_of(HALVES, 1, group=1)}]
+    assert message(lambda: plan(other, 0, {})) == (
         "`w` is not in the same group of the optimizer on all ranks, or has another shape or dtype there\n"
         "  try      the same groups of parameters on all ranks"
     )
-    assert message(lambda: assign([[held("w", HALVES, 0)], []], 0)) == (
+    assert message(lambda: plan([{"w": part_of(HALVES, 0)}, {}], 0, {})) == (
         "the ranks that step `w` together hold 16 of its 24 elements\n"
         "  try      autotp.distribute(model, tp=..., dp=..., zero=...) in place of fully_shard on a parallel model\n"
         "  or       an optimizer with the same parameters on all ranks"

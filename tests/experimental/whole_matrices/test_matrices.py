@@ -20,8 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import autotp
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
+from autotp.distributed.mesh import make_mesh
+from autotp.experimental.whole_matrices import matrices as module
+from autotp.experimental.whole_matrices.owners import Move
 from autotp.ops import collectives
-from autotp.runtime.optim import moves
 
 checks = Checks()
 FLOAT64 = torch.float64
@@ -142,12 +144,12 @@ def count(number: list[int]) -> Callable[..., Any]:
 def bytes_sent() -> Iterator[list[int]]:
     """The bytes that each all-to-all of this rank sends to others."""
     sent: list[int] = []
-    before = moves.communicate
-    moves.communicate = count(sent)
+    before = module.communicate
+    module.communicate = count(sent)
     try:
         yield sent
     finally:
-        moves.communicate = before
+        module.communicate = before
 
 
 @checks.on(2, 3, 4)
@@ -175,7 +177,7 @@ def collectives_and_bytes_of_a_step(rank: int, n: int) -> None:
 
 def owners(optimizer: Any, names: tuple[str, ...]) -> list[int]:
     (matrices,) = optimizer._models.values()
-    return [matrices.owners.owners[name] for name in names]
+    return [matrices.plan.owners[name] for name in names]
 
 
 @checks.on(2)
@@ -249,6 +251,7 @@ def a_gradient_on_some_ranks(rank: int, n: int) -> None:
         parallel.up.weight.grad = None
     assert message(optimizer.step) == (
         "ByRow.step: `up.weight` does not have a gradient on all ranks that hold a part of it\n"
+        "  expected one, as on tp rank 0\n"
         "  got      none on tp rank 1\n"
         "  try      one backward for all ranks"
     )
@@ -319,6 +322,22 @@ def what_has_no_gradient_is_left(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def a_parameter_may_lack_a_gradient_in_one_step(rank: int, n: int) -> None:
+    """It is then stepped with the values that it has, also if other code wrote them meanwhile."""
+    whole, parallel = pair(n)
+    optimizers = [ByRow(whole.parameters()), autotp.whole_matrices(ByRow)(parallel.parameters())]
+    for number in range(6):
+        for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(X * (1 + number)).backward()
+            if number in (0, 3):
+                model.down.weight.grad = None
+                model.down.weight.data.clamp_(-0.2, 0.2)
+            optimizer.step()
+    expect_equal(whole, parallel)
+
+
+@checks.on(2)
 def copies_are_equal_bit_for_bit(rank: int, n: int) -> None:
     """What ranks hold alike comes from one rank, whatever each would have computed."""
     torch.manual_seed(0)
@@ -332,6 +351,46 @@ def copies_are_equal_bit_for_bit(rank: int, n: int) -> None:
     assert torch.equal(every[0], every[1])
     (matrices,) = optimizer._models.values()
     assert (optimizer.state.get(parallel.norm.weight) is not None) == ("norm.weight" in matrices.wholes)
+
+
+# ---- moves
+
+DTYPES = {"a": torch.float64, "b": torch.bfloat16, "c": torch.float64}
+
+
+@checks.on(2, 3)
+def boxes_of_several_dtypes_reach_their_places(rank: int, n: int) -> None:
+    """Each rank gives the next one a row and a column, itself a row, and nothing to others."""
+    mesh = make_mesh(n)
+    sources = {name: (torch.arange(20.0).view(4, 5) + 100 * rank).to(dtype) for name, dtype in DTYPES.items()}
+    targets = {name: torch.full((4, 5), -1.0).to(dtype) for name, dtype in DTYPES.items()}
+    moves = []
+    for source in range(n):
+        after = (source + 1) % n
+        row, last_row, corner = ((1, 2), (0, 5)), ((3, 4), (0, 5)), ((3, 4), (3, 4))
+        moves += [
+            Move("a", source, after, row, row), Move("b", source, after, ((0, 4), (2, 3)), ((0, 4), (1, 2))),
+            Move("c", source, source, last_row, last_row), Move("a", source, after, corner, corner),
+        ]  # fmt: skip
+    local = [move for move in moves if rank in (move.source, move.target)]
+
+    with Collectives() as seen:
+        module.exchange(local, ["bfloat16", "float64", "float64"], mesh, sources, targets)
+    assert seen.counts == {"all-to-all-single": 2}, "one for each dtype"
+    before = 100 * ((rank - 1) % n)
+    expected = {name: torch.full((4, 5), -1.0).to(dtype) for name, dtype in DTYPES.items()}
+    sent = {name: (torch.arange(20.0).view(4, 5) + before).to(dtype) for name, dtype in DTYPES.items()}
+    expected["a"][1], expected["a"][3, 3], expected["b"][:, 1] = sent["a"][1], sent["a"][3, 3], sent["b"][:, 2]
+    expected["c"][3] = sources["c"][3]
+    assert all(torch.equal(targets[name], x) for name, x in expected.items())
+
+
+@checks.on(2)
+def without_boxes_all_ranks_communicate(rank: int, n: int) -> None:
+    mesh = make_mesh(n)
+    with Collectives() as seen:
+        module.exchange([], ["float32"], mesh, {}, {})
+    assert seen.counts == {"all-to-all-single": 1}
 
 
 # ---- states
@@ -477,22 +536,24 @@ def another_dtype_later(rank: int, n: int) -> None:
 
 @checks.on(2)
 def compiled_and_scaled_steps(rank: int, n: int) -> None:
-    whole, parallel = pair(n)
-    optimizers = [ByRow(whole.parameters()), autotp.whole_matrices(ByRow)(parallel.parameters())]
-    for model, optimizer in zip((whole, parallel), optimizers, strict=True):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        compiled = torch.compile(lambda optimizer=optimizer, scaler=scaler: scaler.step(optimizer), backend="eager")
-        for number in range(3):
-            optimizer.zero_grad()
-            scaler.scale(model(X * (1 + number))).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-            compiled()
-            scaler.update()
-    expect_equal(whole, parallel)
+    """The scaler divides the gradients of the parts; also for an optimizer that would divide them itself."""
+    for kind, more in ((ByRow, {}), (torch.optim.Adam, {"lr": 0.01, "fused": True})):
+        whole, parallel = pair(n)
+        optimizers = [kind(whole.parameters(), **more), autotp.whole_matrices(kind)(parallel.parameters(), **more)]
+        for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            compiled = torch.compile(lambda optimizer=optimizer, scaler=scaler: scaler.step(optimizer), backend="eager")
+            for number in range(3):
+                optimizer.zero_grad()
+                scaler.scale(model(X * (1 + number))).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+                compiled()
+                scaler.update()
+        expect_equal(whole, parallel)
 
 
 class ByStack(torch.optim.Optimizer):
-    """Stacks the gradients of a group, as nanochat's Muon does."""
+    """Stacks the gradients of a group, as nanochat's Muon does, and counts steps in the group."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -500,6 +561,7 @@ class ByStack(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
             gradients = torch.stack([p.grad for p in group["params"]])
             gradients /= gradients.norm(dim=tuple(range(1, gradients.dim())), keepdim=True)
             for p, gradient in zip(group["params"], gradients, strict=True):
@@ -513,6 +575,7 @@ def groups_of_which_a_rank_owns_nothing(rank: int, n: int) -> None:
         optimizer = kind([{"params": [p]} for p in (model.up.weight, model.down.weight)])
         for number in range(3):
             step(model, optimizer, number)
+        assert [group["steps"] for group in optimizer.param_groups] == [3, 3]
     expect_equal(whole, parallel)
 
 
