@@ -79,16 +79,19 @@ OF_THE_PROCESS = {
         "distributed.peers.heartbeat._topics", "distributed.peers.heartbeat._waits", "errors._listeners",
         "groups.failures._comparing", "groups.failures._informed", "model_library._MADE", "model_library._REGISTERED",
     },
+    "what extensions add: values of options, and rows of tables": {
+        "diagnostics.lockstep.COLLECTIVES", "extensions._REGISTERED", "rules.table.ROWS",
+    },
     "the region that a thread is in: a region within another has its own": {
         "display.progress._of_threads", "errors._calls", "groups.one_thread._users",
         "integrations.loops.accelerate_state._shown", "integrations.transformers.adapters._making",
-        "integrations.transformers.adapters._saved", "ops.batch_halves.turns._recomputed", "ops.coalesced._at_once",
+        "integrations.transformers.adapters._saved", "ops.coalesced._at_once", "passes.emit.recompute.recomputations",
         "passes.capture.guards.looks._looking", "passes.capture.repeats.record.CALLS",
     },
     "the live models of the process, and what is put back in torch after the last one": {
         "distributed.live_models._models", "distributed.live_models._undo",
     },
-    "of one backward": {"ops.batch_halves.turns._running", "ops.coalesced._before"},
+    "of one backward": {"ops.coalesced._before", "ops.coalesced._waits_of_run"},
     "what other ranks have told, by numbers that no two meshes share": {
         "distributed.peers.in_step._first", "distributed.peers.in_step._progress",
         "runtime.torch_hooks.interrupted._passed", "runtime.torch_hooks.interrupted._waiting",

@@ -12,7 +12,7 @@ from autotp.distributed.agreement import Among, Fact, compare, told
 from autotp.distributed.fingerprint import bits_of_all
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
-from autotp.experimental.whole_matrices.owners import Box, Move, Part, Plan, plan
+from autotp.experimental.whole_matrices.owners import Box, HeldPart, Move, OwnerPlan, plan_owners
 from autotp.ops.collectives import communicate
 from autotp.runtime.holdings import Holdings
 from autotp.sharding.boxes import local_of
@@ -34,7 +34,7 @@ class Matrices:
     def __init__(self, parts: Holdings, parameters: Mapping[str, Tensor], groups: Mapping[str, int]) -> None:
         self.parts, self.parameters, self.mesh = parts, parameters, parts.everyone
         self.wholes: dict[str, nn.Parameter] = {}
-        self.plan: Plan | None = None
+        self.plan: OwnerPlan | None = None
         self._groups, self._together, self._changed = groups, list[tuple[Among, frozenset[str]]](), True
         self._boxes = {name: parts.boxes(name, first=False) for name in parameters}
         self._sent: dict[str, tuple[Sequence[int], Tensor]] = {}
@@ -43,8 +43,8 @@ class Matrices:
     def assign(self, before: Mapping[str, int]) -> None:
         """Chooses the owners, and makes the whole matrices. Call it on every rank. before: owners that stay"""
         every = told(self.mesh, lambda: [before, {name: self._part(name) for name in self._boxes if self._boxes[name]}])
-        parts = [{name: Part(*row) for name, row in part_by_name.items()} for _, part_by_name in every]
-        self.plan = plan(parts, self.mesh.rank, every[0][0])
+        parts = [{name: HeldPart(*row) for name, row in part_by_name.items()} for _, part_by_name in every]
+        self.plan = plan_owners(parts, self.mesh.rank, every[0][0])
         holders = self.plan.holders
         self._together = [
             (Among.of(self.mesh.rank, [ranks]), frozenset(name for name in holders if holders[name] == ranks))
@@ -53,10 +53,10 @@ class Matrices:
         owned = [name for name in self.parameters if self.plan.owners.get(name) == self.mesh.rank]
         self.wholes, self._sent = {name: self._whole(name) for name in owned}, {}
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> HeldPart:
         dtype = str(self.parameters[name].dtype).removeprefix("torch.")
         pairs = [(_sides(box.whole, box.sizes), _sides(box.local, box.sizes)) for box in self._boxes[name]]
-        return Part(self._groups[name], self.parts.shapes[name], dtype, pairs)
+        return HeldPart(self._groups[name], self.parts.shapes[name], dtype, pairs)
 
     def _whole(self, name: str) -> nn.Parameter:
         part = _plain(self.parameters[name])

@@ -20,7 +20,7 @@ Pieces = dict[Box, dict[int, Box]]
 """Boxes that make up a parameter -> rank that holds one -> the same box in the rank's part."""
 
 
-class Part(NamedTuple):
+class HeldPart(NamedTuple):
     """What a rank holds of a parameter.
 
     Attributes:
@@ -45,7 +45,7 @@ class Move(NamedTuple):
     target_box: Box
 
 
-class Plan(NamedTuple):
+class OwnerPlan(NamedTuple):
     """The owner of each parameter, and what a rank sends, receives and has for itself.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     from_owner: Sequence[Move]
 
 
-def plan(every: Sequence[Mapping[str, Part]], rank: int, before: Mapping[str, int]) -> Plan:
+def plan_owners(every: Sequence[Mapping[str, HeldPart]], rank: int, before: Mapping[str, int]) -> OwnerPlan:
     """Returns the owners of all parameters, and the moves of `rank`.
 
     Args:
@@ -74,7 +74,7 @@ def plan(every: Sequence[Mapping[str, Part]], rank: int, before: Mapping[str, in
     Raises:
         Error: ranks disagree about a parameter, or do not hold all of it.
     """
-    parts: dict[str, dict[int, Part]] = {}
+    parts: dict[str, dict[int, HeldPart]] = {}
     for holder, part_by_name in enumerate(every):
         for name, part in part_by_name.items():
             parts.setdefault(name, {})[holder] = part
@@ -95,10 +95,10 @@ def plan(every: Sequence[Mapping[str, Part]], rank: int, before: Mapping[str, in
         for moves in (to_owner, from_owner)
     )
     local = [[move for move in moves if rank in (move.source, move.target)] for moves in (to_owner, from_owner)]
-    return Plan(owners, holders_by_name, gathered, scattered, local[0], local[1])
+    return OwnerPlan(owners, holders_by_name, gathered, scattered, local[0], local[1])
 
 
-def _owners(parts: Mapping[str, Mapping[int, Part]], before: Mapping[str, int], ranks: int) -> dict[str, int]:
+def _owners(parts: Mapping[str, Mapping[int, HeldPart]], before: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Chooses the owners: the most expensive parameter first, each time the rank with the least work that may own it.
 
     The cost is that of a product of a matrix with its transpose, which orthogonalization repeats.
@@ -114,7 +114,7 @@ def _owners(parts: Mapping[str, Mapping[int, Part]], before: Mapping[str, int], 
     return owners
 
 
-def _candidates(by_rank: Mapping[int, Part], elements: int) -> list[int]:
+def _candidates(by_rank: Mapping[int, HeldPart], elements: int) -> list[int]:
     """Returns the ranks that may own a parameter: those that keep the moves within the bytes of an all-gather.
 
     Let n ranks hold H of the W elements together, copies included, and a rank h of them. It receives W - h elements as
@@ -126,7 +126,7 @@ def _candidates(by_rank: Mapping[int, Part], elements: int) -> list[int]:
     return [rank for rank, size in sizes.items() if elements + sum(sizes.values()) - 2 * size <= limit]
 
 
-def _pieces(name: str, by_rank: Mapping[int, Part]) -> Pieces:
+def _pieces(name: str, by_rank: Mapping[int, HeldPart]) -> Pieces:
     """Returns the pieces of a parameter; raises Error if its holders disagree about it, or lack some."""
     if len({(part.group, *part.shape, part.dtype) for part in by_rank.values()}) > 1:
         raise Error(

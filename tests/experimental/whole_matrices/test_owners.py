@@ -12,7 +12,7 @@ from errors import message
 from torch import Tensor
 
 from autotp.compiler import analyse
-from autotp.experimental.whole_matrices.owners import Box, Move, Part, Plan, plan
+from autotp.experimental.whole_matrices.owners import Box, HeldPart, Move, OwnerPlan, plan_owners
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.sharding.boxes import Box as HeldBox
@@ -44,22 +44,22 @@ def sides(start: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, int
     return [(low, low + size) for low, size in zip(start, sizes, strict=True)]
 
 
-def part_of(layout: Layout, rank: int, group: int = 0) -> Part:
+def part_of(layout: Layout, rank: int, group: int = 0) -> HeldPart:
     pairs = [(sides(box.whole, box.sizes), sides(box.local, box.sizes)) for box in boxes_of(layout, rank)]
-    return Part(group, layout.shape, "float64", pairs)
+    return HeldPart(group, layout.shape, "float64", pairs)
 
 
 def at(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(*side) for side in box)]
 
 
-def expect_moved(layouts: Mapping[str, Layout], ranks: int) -> Plan:
+def expect_moved(layouts: Mapping[str, Layout], ranks: int) -> OwnerPlan:
     """Each whole is made up of the parts, each part comes back; no more elements move than an all-gather has."""
     every = [{name: part_of(layout, rank) for name, layout in layouts.items()} for rank in range(ranks)]
     every = [{name: part for name, part in parts.items() if part.boxes} for parts in every]
     told = json.loads(json.dumps(every))  # As ranks tell each other.
-    every = [{name: Part(*row) for name, row in parts.items()} for parts in told]
-    plans = [plan(every, rank, {}) for rank in range(ranks)]
+    every = [{name: HeldPart(*row) for name, row in parts.items()} for parts in told]
+    plans = [plan_owners(every, rank, {}) for rank in range(ranks)]
     for a, b in ((a, b) for a in range(ranks) for b in range(ranks)):
         for some, others in ((plans[a].to_owner, plans[b].to_owner), (plans[a].from_owner, plans[b].from_owner)):
             between = [[move for move in moves if (move.source, move.target) == (a, b)] for moves in (some, others)]
@@ -136,14 +136,14 @@ def test_of_two_uneven_parts_the_larger_rank_owns() -> None:
 
 def test_owners_stay() -> None:
     every = [{"a": part_of(WHOLE, rank), "b": part_of(WHOLE, rank)} for rank in range(2)]
-    assert plan(every, 0, {"b": 0}).owners == {"a": 1, "b": 0}
-    assert plan(every, 0, {}).owners == {"a": 0, "b": 1}
-    assert plan(every, 0, {"a": 7}).owners == {"a": 0, "b": 1}, "a rank that does not hold it"
+    assert plan_owners(every, 0, {"b": 0}).owners == {"a": 1, "b": 0}
+    assert plan_owners(every, 0, {}).owners == {"a": 0, "b": 1}
+    assert plan_owners(every, 0, {"a": 7}).owners == {"a": 0, "b": 1}, "a rank that does not hold it"
 
 
 def test_a_replica_has_its_own_part_for_itself() -> None:
     """The gradients of replicas are equal, so nothing moves to the owner; to the other rank the new values do."""
-    of_second = plan([{"w": part_of(WHOLE, 0)}, {"w": part_of(WHOLE, 0)}], 1, {})
+    of_second = plan_owners([{"w": part_of(WHOLE, 0)}, {"w": part_of(WHOLE, 0)}], 1, {})
     assert (of_second.gathered, of_second.scattered, of_second.to_owner) == ({}, {"w": "float64"}, [])
     assert of_second.from_owner == [Move("w", 0, 1, ((0, 3), (0, 4)), ((0, 3), (0, 4)))]
 
@@ -152,7 +152,7 @@ def test_owners_of_stages_share_only_tied_matrices() -> None:
     """A rank of a pipeline has other parameters; what two stages share has one owner."""
     part = part_of(WHOLE, 0)
     every = [{"a": part, "tied": part}, {"tied": part, "b": part}]
-    plans = [plan(every, rank, {}) for rank in range(2)]
+    plans = [plan_owners(every, rank, {}) for rank in range(2)]
     assert plans[0].owners == {"a": 0, "b": 1, "tied": 0}
     assert {move.name for each in plans for move in each.from_owner if move.source != move.target} == {"tied"}
     assert plans[0].holders == {"a": (0,), "b": (1,), "tied": (0, 1)}
@@ -161,19 +161,19 @@ def test_owners_of_stages_share_only_tied_matrices() -> None:
 def test_holders_that_share_a_box_send_in_turn() -> None:
     """Ranks 1 and 2 hold the same half: each sends one of two matrices to the owner of the other half."""
     local = ((0, 2), (0, 2))
-    half, rest = (Part(0, (4, 2), "float32", [((rows, (0, 2)), local)]) for rows in ((0, 2), (2, 4)))
+    half, rest = (HeldPart(0, (4, 2), "float32", [((rows, (0, 2)), local)]) for rows in ((0, 2), (2, 4)))
     every = [{"a": half, "b": half}, {"a": rest, "b": rest}, {"a": rest, "b": rest}]
-    moves = plan(every, 0, {"a": 0, "b": 0}).to_owner
+    moves = plan_owners(every, 0, {"a": 0, "b": 0}).to_owner
     assert [(m.name, m.source) for m in moves if m.source] == [("a", 1), ("b", 2)]
 
 
 def test_refused() -> None:
     other = [{"w": part_of(HALVES, 0)}, {"w": part_of(HALVES, 1, group=1)}]
-    assert message(lambda: plan(other, 0, {})) == (
+    assert message(lambda: plan_owners(other, 0, {})) == (
         "`w` is not in the same group of the optimizer on all ranks, or has another shape or dtype there\n"
         "  try      the same groups of parameters on all ranks"
     )
-    assert message(lambda: plan([{"w": part_of(HALVES, 0)}, {}], 0, {})) == (
+    assert message(lambda: plan_owners([{"w": part_of(HALVES, 0)}, {}], 0, {})) == (
         "the ranks that step `w` together hold 16 of its 24 elements\n"
         "  try      autotp.distribute(model, tp=..., dp=..., zero=...) in place of fully_shard on a parallel model\n"
         "  or       an optimizer with the same parameters on all ranks"
