@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,7 +223,6 @@ class Estimate(Shown):
             f"hardware     {self.hardware_tflops:.1f} ±{self.hardware_tflops * self.error:.1f} TFLOP/s, with what is "
             "computed again",
         )
-        memory = tuple(self._memory_row(i, rank) for i, rank in self._ranks())
         bars = ("error bar", *(f"±{bar:.1%}" for bar in self.memory_error.values()), "")
         fit, fullest = "fits" if self.fits else "does not fit", self.fullest
         beside = (
@@ -239,7 +238,7 @@ class Estimate(Shown):
                 Table(("where the time goes", "", "", ""), (*times, total), ("", "cut", "note", "note")),
                 *self.savings_table(),
                 lines,
-                Table(head, (*memory, bars), ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
+                Table(head, (*self._memory_rows(), bars), ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
                 beside,
             ),
         )  # fmt: skip
@@ -254,19 +253,12 @@ class Estimate(Shown):
         )  # fmt: skip
         return (Table(head, rows, ("", "note", "cut", "", "note")),) if rows else ()
 
-    def _ranks(self) -> list[tuple[str, RankMemory]]:
-        """Returns the pipeline ranks with their names; of more than eight the first two and the last two."""
-        rows: list[tuple[str, RankMemory]] = []
+    def _memory_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields a row for each pipeline rank; of more than eight, for two at each end."""
+        hidden = range(2, len(self.memory) - 2) if len(self.memory) > 8 else range(0)
         for i, rank in enumerate(self.memory):
-            if len(self.memory) > 8 and 1 < i < len(self.memory) - 2:
-                if i == 2:
-                    rows.append(("...", rank))
-                continue
-            rows.append((str(i), rank))
-        return rows
-
-    def _memory_row(self, name: str, rank: RankMemory) -> tuple[str, ...]:
-        if name == "...":
-            return ("...", *("" for _ in self.memory_error), "")
-        cells = [f"{rank.kinds[category] / GIB:.2f}" for category in self.memory_error]
-        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.error_bytes / GIB:.1g}")
+            if i not in hidden:
+                cells = (f"{rank.kinds[category] / GIB:.2f}" for category in self.memory_error)
+                yield (str(i), *cells, f"{rank.total / GIB:.2f} ±{rank.error_bytes / GIB:.1g}")
+            elif i == hidden.start:
+                yield ("...", *("" for _ in self.memory_error), "")

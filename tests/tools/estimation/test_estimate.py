@@ -1,6 +1,7 @@
 """`estimate`: what it predicts for whole models, what it prints, and what it refuses."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -361,6 +362,12 @@ def test_the_table_has_an_error_bar_on_every_number(pipeline: autotp.Estimate) -
         bars = data["memory_error"]
         assert memory["error_bytes"] == pytest.approx(sum(memory[kind] * bar for kind, bar in bars.items()))
     assert any(line.startswith("memory       fits: at most") and "allocator" in line for line in lines)
+
+
+def test_table_of_many_pipeline_ranks_has_two_at_each_end(pipeline: autotp.Estimate) -> None:
+    lines = str(replace(pipeline, memory=pipeline.memory * 5)).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("pp rank"))
+    assert [line.split()[0] for line in lines[first + 1 : first + 7]] == ["0", "1", "...", "8", "9", "error"]
 
 
 def test_it_is_html_and_plain_data(pipeline: autotp.Estimate) -> None:
