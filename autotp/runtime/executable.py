@@ -229,6 +229,9 @@ class Executable:
                     in_places({self.places[name]: x for name, x in func_parts.items()}),
                 )
         key = self._key(leaves, spec, called.autocast, model_tensors)
+        if torch.compiler.is_compiling() and self._find_compiled(key, called, model_tensors) is None:
+            # Nothing of a first call is compiled: it may look at masks, and learn numbers.
+            return self.uncompiled(self._result_of, args, kwargs)
         with parts:
             entry, (outputs, (written, shapes)) = self._run_until_right(key, called, model_tensors)
             return self._returned(entry, outputs, states((args, kwargs)), written, shapes)
@@ -284,9 +287,16 @@ class Executable:
                     raise
                 self._set_numbers(called.spec, frozenset())  # Perhaps the graph has no operator for a number.
                 raise _OtherNumbers from None
-        find = partial(self.uncompiled, self._find) if self.read_places else self._find  # Dynamo has no values, either.
-        entry = find(key, called, model_tensors, outcomes)
+        entry = self._find_compiled(key, called, model_tensors, outcomes)
         return entry or self.uncompiled(self._agreed, entry, called, key, model_tensors, outcomes)
+
+    def _find_compiled(
+        self, key: Key, called: FlatCall, model_tensors: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
+    ) -> GraphEntry | None:
+        """Returns the graph for a compiled call, as `_find`. Dynamo has no values, which Python may read."""
+        find = partial(self.uncompiled, self._find) if self.read_places else self._find
+        found: GraphEntry | None = find(key, called, model_tensors, outcomes)
+        return found
 
     def _run(self, entry: GraphEntry, called: FlatCall) -> _Ran:
         """Runs a graph on a call's tensors and the model's."""
