@@ -48,7 +48,7 @@ SECTIONS = {
     ),
     "The model is not an ordinary model": (
         "autotp/runtime/build.py", "autotp/runtime/torch_hooks/wrappers.py", "passes/capture/skeleton.py",
-        "autotp/runtime/holdings.py",
+        "autotp/runtime/holdings.py", "passes/emit/rank_program.py",
     ),
     "Operators": (
         "autotp/rules", "passes/lower/prove_rules.py", "passes/canonicalize/autocast.py", "autotp/ops/experts.py",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -191,6 +194,35 @@ def test_each_road_runs_each_pass_in_table_order(
     with noted_passes() as ran:
         road(options)
     assert ran == [row.name for row in passes_of(TABLE, options)]
+
+
+RUN_ELSEWHERE = {
+    # The graph of what Python reads, and that of the totals of a loss: neither is a rank's graph.
+    "bind": {"runtime.graph_entry", "training.microbatches"},
+    # As in `rank_graph`, but the graphs before it are compared, proved or counted.
+    "fuse": {"diagnostics.verify", "diagnostics.mesh_proof", "tools.estimation.counts.pieces"},
+    # Counts the collectives of a copy.
+    "separate": {"diagnostics.report"},
+}
+"""Functions of passes that return a graph -> modules that call them beside the compiler."""
+
+
+def test_no_road_runs_a_pass_of_its_own() -> None:
+    """What one road did to a graph by itself, the others would not run, and `verify` would not see."""
+    files = [file for stage in ("canonicalize", "plan", "lower", "emit") for file in (PASSES / stage).rglob("*.py")]
+    passes = {file.stem for file in files if file.read_text().startswith(f'"""{file.stem}: ')}
+    found: dict[str, set[str]] = {}
+    for file in (PASSES.parent / "autotp").rglob("*.py"):
+        module = ".".join(file.relative_to(PASSES.parent / "autotp").with_suffix("").parts)
+        imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        for node in imports if module != "compiler" else ():
+            if (node.module or "").startswith("autotp.passes.") and str(node.module).rpartition(".")[2] in passes:
+                for name in [alias.name for alias in node.names]:
+                    value = getattr(importlib.import_module(str(node.module)), name)
+                    if inspect.isfunction(value) and "fx.Graph" in str(value.__annotations__.get("return")):
+                        found.setdefault(name, set()).add(module)
+    assert "attach_parameters" in passes and found.keys() <= RUN_ELSEWHERE.keys()
+    assert all(modules <= RUN_ELSEWHERE[name] for name, modules in found.items()), found
 
 
 def test_program_facts_are_unknown_before_their_pass() -> None:

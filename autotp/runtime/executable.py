@@ -37,7 +37,15 @@ from autotp.passes.capture.autocast_regions import Autocast, ambient
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted
 from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
-from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, place_text
+from autotp.passes.capture.guards.values import (
+    NO_VALUES,
+    KnownValues,
+    Outcome,
+    Place,
+    ValueRead,
+    other_reads,
+    place_text,
+)
 from autotp.passes.capture.python_state.attribute_writes import AnyChange, Change, Write, make_changes, write_into
 from autotp.passes.capture.python_state.code_names import CodeName
 from autotp.passes.capture.python_state.freeze import freeze_argument
@@ -229,21 +237,30 @@ class Executable:
                     in_places({self.places[name]: x for name, x in func_parts.items()}),
                 )
         key = self._key(leaves, spec, called.autocast, model_tensors)
+        compiled = self._find_compiled(key, called, model_tensors) if torch.compiler.is_compiling() else None
+        if compiled is None and torch.compiler.is_compiling():
+            # Nothing of a first call is compiled: it may look at masks, and learn numbers.
+            return self.uncompiled(self._result_of, args, kwargs)
         with parts:
-            entry, (outputs, (written, shapes)) = self._run_until_right(key, called, model_tensors)
+            entry, (outputs, (written, shapes)) = self._run_until_right(key, called, model_tensors, compiled)
             return self._returned(entry, outputs, states((args, kwargs)), written, shapes)
 
     def _run_until_right(
-        self, key: Key, called: FlatCall, model_tensors: Mapping[str, Tensor]
+        self, key: Key, called: FlatCall, model_tensors: Mapping[str, Tensor], compiled: GraphEntry | None
     ) -> tuple[GraphEntry, _Ran]:
-        """Returns the graph that is right for a call, and what it computed."""
+        """Returns the graph that is right for a call, and what it computed.
+
+        Args:
+            compiled: the graph of a compiled call, as far as nothing has run.
+        """
         device = self.mesh.device
         state: list[Tensor] = []
 
         def prepare(known: KnownValues) -> GraphEntry:
             if known.guesses:
                 self.guesses = known.guesses
-            entry = self._entry(key, called, model_tensors, known.outcomes)
+            first = compiled if known is NO_VALUES else None
+            entry = first or self._entry(key, called, model_tensors, known.outcomes)
             draw_again()
             if entry.assumes and entry.random and not state:
                 state.append(random_state_of(device))
@@ -284,9 +301,16 @@ class Executable:
                     raise
                 self._set_numbers(called.spec, frozenset())  # Perhaps the graph has no operator for a number.
                 raise _OtherNumbers from None
-        find = partial(self.uncompiled, self._find) if self.read_places else self._find  # Dynamo has no values, either.
-        entry = find(key, called, model_tensors, outcomes)
+        entry = self._find_compiled(key, called, model_tensors, outcomes)
         return entry or self.uncompiled(self._agreed, entry, called, key, model_tensors, outcomes)
+
+    def _find_compiled(
+        self, key: Key, called: FlatCall, model_tensors: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
+    ) -> GraphEntry | None:
+        """Returns the graph for a compiled call, as `_find`. Dynamo has no values, which Python may read."""
+        find = partial(self.uncompiled, self._find) if self.read_places else self._find
+        found: GraphEntry | None = find(key, called, model_tensors, outcomes)
+        return found
 
     def _run(self, entry: GraphEntry, called: FlatCall) -> _Ran:
         """Runs a graph on a call's tensors and the model's."""

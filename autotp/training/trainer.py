@@ -45,6 +45,7 @@ from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
+from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
@@ -75,7 +76,6 @@ from autotp.training.original_model import OriginalModel, expect_one_mode
 from autotp.training.pipeline.full_masks import are_full, masks_left_out
 from autotp.training.pipeline.gradient_buckets import GradientSums, sum_in_buckets
 from autotp.training.pipeline.schedules import (
-    StageGraph,
     StageModule,
     Training,
     analyse_microbatch,
@@ -146,7 +146,7 @@ class Pipeline:
     key: Any
     shapes: Sequence[Any]
     analysis: Program
-    stages: Mapping[int, StageGraph]
+    stages: Mapping[int, RankProgram]
     engine: Any
     guard: Guard
     learning: frozenset[str] | None
@@ -450,8 +450,8 @@ class Trainer(InGraphs, HasHoldings):
         (pipeline,), every = self._pipelines, set(self.parameters())
         empty = {parameter for parameter in every if not parameter.numel()}
         whole = dict(self.named_parameters())
-        programs = [stage.ready for stage in pipeline.stages.values()]
-        outside = {x.places[source][0] for x in programs for _, source in x.order if isinstance(source, str)}
+        stage_programs = pipeline.stages.values()
+        outside = {x.places[source][0] for x in stage_programs for _, source in x.order if isinstance(source, str)}
         for i, work in self._works.items():
             read = set(parameters_of_stage(stages[i], names)) - self._several
             parameters = {parameter for name in read if (parameter := value_at(place_in(self, name))).dim()} - empty
@@ -484,7 +484,7 @@ class Trainer(InGraphs, HasHoldings):
         # x: [1], the loss of a microbatch.
         return engine(self._training, works, analysis, self.place.device, group, lambda x, _: self._scale(x.sum()))
 
-    def _graph(self, stage: Stage, analysis: Program) -> StageGraph:
+    def _graph(self, stage: Stage, analysis: Program) -> RankProgram:
         """Returns a stage's graph for this rank; its blocks read their parameters from the trainer's modules."""
         captured, place = analysis.captured, self.place
         expect_collectives_of_replicas(captured.graph, place)
@@ -497,7 +497,7 @@ class Trainer(InGraphs, HasHoldings):
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
         ready = rank_program(stage.graph, analysis, self._training, place.device, place.groups)
-        return StageGraph(ready.attached(places, owners.get, self._read), stage.received)
+        return replace(ready.attached(places, owners.get, self._read), received=stage.received)
 
     def _seed(self) -> None:
         """Seeds each replica and each pipeline rank differently, by a random number of the first rank."""

@@ -27,6 +27,7 @@ class RankProgram:
         places: first name of a parameter or buffer -> where it is; none before `attached`.
         read: returns the tensor at a place.
         order: the placeholders of `module` with their sources, in order; None for what a call gives.
+        received: of a stage, the placeholders for tensors from other stages.
     """
 
     module: fx.GraphModule
@@ -35,6 +36,7 @@ class RankProgram:
     places: Mapping[str, ParameterPlace] = field(default_factory=dict)
     read: ReadParameter = value_at
     order: Sequence[tuple[str, str | Tensor | None]] = ()
+    received: Sequence[str] = ()
 
     def attached(
         self,

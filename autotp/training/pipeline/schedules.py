@@ -169,19 +169,6 @@ def division(training: Training, ranks: int, analysis: Program, lowered: fx.Grap
     return partition(blocks, costs, [homes[i] for i in range(len(homes))], flights)
 
 
-@dataclass(frozen=True)
-class StageGraph:
-    """The graph that a stage runs in one mode, for microbatches of one kind.
-
-    Attributes:
-        ready: the graph that runs.
-        received: the names of the placeholders for tensors from other stages.
-    """
-
-    ready: RankProgram
-    received: tuple[str, ...]
-
-
 class ContiguousGradient(torch.autograd.Function):
     """The identity, with a contiguous gradient: process groups send contiguous tensors only."""
 
@@ -207,7 +194,7 @@ class StageModule(nn.Module):
         sums: the sums of gradients over the replicas that begin under the last backward of a step.
     """
 
-    graph: StageGraph
+    graph: RankProgram
     totals: Mapping[str, Tensor]
     sums: GradientSums
 
@@ -215,13 +202,13 @@ class StageModule(nn.Module):
         super().__init__()
         self.holders = nn.ModuleList(holders)
 
-    def use(self, graph: StageGraph, totals: Mapping[str, Tensor]) -> None:
+    def use(self, graph: RankProgram, totals: Mapping[str, Tensor]) -> None:
         """Sets the graph and the totals that the next calls of `forward` use."""
         self.graph, self.totals = graph, totals
 
     def units(self) -> list[FSDPModule]:
         """Returns what of `fully_shard` the graph runs, in order: this module, then each block that it calls."""
-        calls = (part for part in self.graph.ready.module.children() if isinstance(part, BlockCall))
+        calls = (part for part in self.graph.module.children() if isinstance(part, BlockCall))
         units = dict.fromkeys([self, *(call.owner[0] for call in calls)])
         return [unit for unit in units if isinstance(unit, FSDPModule)]
 
@@ -235,7 +222,7 @@ class StageModule(nn.Module):
         given = {**self.totals, **inputs, **dict(zip(self.graph.received, arrived, strict=True))}
         # Inside, the tensors are local parts, in the layouts of the plan.
         with torch._C.DisableTorchFunctionSubclass():
-            results = self.graph.ready(given)
+            results = self.graph(given)
         results = tuple(torch.stack([value]) if value.dim() == 0 else value.contiguous() for value in results)
         return results[0] if len(results) == 1 else results
 

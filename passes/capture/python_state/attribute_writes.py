@@ -330,7 +330,7 @@ def make_changes(
     made: list[tuple[Any, Any, Any]] = []
     for change in changes:
         if isinstance(change, Assignment):
-            change.make()
+            change.assign()
         elif isinstance(change, AddedHook):
             hook_table = table(modules[change.path], "_forward_hooks")["_forward_hooks"]
             hook_table[RemovableHandle(hook_table).id] = change.hook

@@ -144,7 +144,7 @@ class Assignment:
     def __str__(self) -> str:
         return str(self.name)
 
-    def make(self) -> None:
+    def assign(self) -> None:
         """Sets the name."""
         self.name.scope.put(self.name.name, self.value)
 
@@ -276,7 +276,7 @@ class NamedBefore:
     def restore(self) -> None:
         """Restores all values and contents."""
         for name, was, _ in self._changed():
-            Assignment(name, was).make()
+            Assignment(name, was).assign()
         for _, contents in self.contents:
             contents.restore()
 

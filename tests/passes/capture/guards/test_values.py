@@ -288,7 +288,8 @@ def test_what_an_earlier_graph_read_is_not_compared() -> None:
     found = capture(skeleton_of(Reading(all_is_well)), (IDS,), {})
     outputs = [torch.tensor(False)] * 20
     given = [contradicted(found, outputs, first) for first in (0, 1, 2)]
-    assert [outcomes and [o.value for o in outcomes] for outcomes in given] == [[False], [True, False], None]
+    values = [known and [outcome.value for outcome in known.outcomes] for known in given]
+    assert values == [[False], [True, False], None]
 
 
 # ---- refused
