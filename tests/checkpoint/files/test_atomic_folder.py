@@ -144,7 +144,7 @@ def count(event, args):
         if left == 0:
             os._exit(9)
 sys.addaudithook(count)
-with folder.replaced(pathlib.Path(sys.argv[2]), lambda name: name in ("model", "index")) as new:
+with folder.new_folder(pathlib.Path(sys.argv[2]), lambda name: name in ("model", "index")) as new:
     (new / "model").write_text("new")
 """
 
