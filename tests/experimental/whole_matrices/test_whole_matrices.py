@@ -339,6 +339,7 @@ ACCEPTED: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "adafactor": lambda p: whole_matrices(torch.optim.Adafactor)(p),
     "adamw": lambda p: whole_matrices(torch.optim.AdamW)(p, lr=1e-3, foreach=True),
     "adam-fused": lambda p: whole_matrices(torch.optim.Adam)(p, lr=torch.tensor(1e-3), fused=True),
+    "adagrad": lambda p: whole_matrices(torch.optim.Adagrad)(p),
     "groups": lambda p: whole_matrices(torch.optim.SGD)([{"params": p[:1]}, {"params": p[1:], "lr": 1}], lr=0.1),
 }
 
