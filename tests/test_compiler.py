@@ -215,7 +215,8 @@ def test_no_road_runs_a_pass_of_its_own() -> None:
     for file in (PASSES.parent / "autotp").rglob("*.py"):
         module = ".".join(file.relative_to(PASSES.parent / "autotp").with_suffix("").parts)
         imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-        for node in imports if module != "compiler" else ():
+        # What an extension adds are passes, made of others: rows of the table for all roads (`passes_of`).
+        for node in imports if module != "compiler" and not module.startswith("experimental.") else ():
             if (node.module or "").startswith("autotp.passes.") and str(node.module).rpartition(".")[2] in passes:
                 for name in [alias.name for alias in node.names]:
                     value = getattr(importlib.import_module(str(node.module)), name)

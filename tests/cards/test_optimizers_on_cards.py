@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cards.spies import host_waits
+from errors import message
 from ranks import Checks
 from small_models import Normed, X, expect_equal_state
 from torch import Tensor, nn
@@ -24,12 +25,6 @@ checks = Checks(cards=True)
 EVERY = 8
 """In these tests ranks are compared in every eighth step."""
 FLOAT64 = torch.float64
-
-
-def message(call: Callable[[], Any]) -> str:
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    return str(raised.value)
 
 
 def normed(n: int) -> tuple[nn.Module, Any]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cards.pretend import has_priority
 from cards.spies import host_waits
+from errors import message
 from ranks import Checks, run_ranks, shared
 from small_models import gpt
 from torch import Tensor, nn
@@ -41,12 +42,6 @@ LAYOUTS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
 
 
 # ---- batches
-
-
-def message(call: Any) -> str:
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    return str(raised.value)
 
 
 def ended(trainer: Any, optimizer: Any, steps: range, of: Any = batch) -> list[Tensor]:

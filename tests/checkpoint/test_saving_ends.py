@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from errors import message
 from ranks import ROOT, job, over, run_ranks
 from trainers import fingerprint, started, trained
 
@@ -29,12 +30,6 @@ from autotp.checkpoint.save import saved_steps
 from autotp.distributed.peers import heartbeat
 
 pytestmark = pytest.mark.system
-
-
-def problem(call: Any) -> str:
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    return str(raised.value)
 
 
 # ---- a file system that fails
@@ -60,7 +55,7 @@ def full_disk(rank: int, n: int, folder: str) -> list[str]:
     trained(trainer, optimizer, range(1, 2))
     for full in (0, 1):
         with small_files(2000 if rank == full else resource.RLIM_INFINITY):
-            found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 2)))
+            found.append(message(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 2)))
     dist.barrier()
     assert {path.name for path in Path(folder).iterdir()} == {"step-00000001", ".lock"}
     assert autotp.load_checkpoint(folder, trainer, optimizer) == 1
@@ -69,7 +64,7 @@ def full_disk(rank: int, n: int, folder: str) -> list[str]:
     if rank == 0:
         no_folder.parent.touch()
     dist.barrier()
-    found.append(problem(lambda: autotp.save_checkpoint(no_folder, trainer, optimizer, 2)))
+    found.append(message(lambda: autotp.save_checkpoint(no_folder, trainer, optimizer, 2)))
     autotp.save_checkpoint(folder, trainer, optimizer, 2)
     assert saved_steps(folder) == [1, 2]
     return found
@@ -112,10 +107,10 @@ def told_late(rank: int, n: int, folder: str) -> list[str]:
     found, before = list[str](), writing.write_pieces
     writing.write_pieces = fails if rank else before  # type: ignore[assignment]
     if rank:
-        found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1)))
+        found.append(message(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1)))
     else:
         autotp.save_checkpoint(folder, trainer, optimizer, 1, wait=False)
-    found.append(problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer)))
+    found.append(message(lambda: autotp.load_checkpoint(folder, trainer, optimizer)))
     writing.write_pieces = before
     assert autotp.load_checkpoint(folder, trainer, optimizer) == 0
     autotp.save_checkpoint(folder, trainer, optimizer, 2)
@@ -137,7 +132,7 @@ def no_memory(rank: int, n: int, folder: str, names: list[str]) -> list[str]:
             if rank == 1:
                 error = RuntimeError(of_torch) if name == "_state" else MemoryError()
                 patch.setattr(writing, name, NoMemory(error))
-            found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1)))
+            found.append(message(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1)))
         dist.barrier()
         assert {path.name for path in Path(folder).iterdir()} == {".lock"}
     autotp.save_checkpoint(folder, trainer, optimizer, 1)
@@ -191,11 +186,11 @@ def two_jobs(rank: int, n: int, folder: str) -> str:
     if rank == 0:
         with other_job(folder) as process:
             owner = f"process {process.pid} on "
-            found = problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1))
+            found = message(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1))
             assert owner in found
             left.mkdir()
     else:
-        found = problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1))
+        found = message(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1))
     dist.barrier()
     autotp.save_checkpoint(folder, trainer, optimizer, 1)
     assert saved_steps(folder) == [1] and not left.exists()
@@ -230,7 +225,7 @@ def vanishing(rank: int, n: int, folder: str) -> list[str]:
             return value
 
         setattr(module, name, removed)
-        found.append(problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer)))
+        found.append(message(lambda: autotp.load_checkpoint(folder, trainer, optimizer)))
         setattr(module, name, run)
         assert fingerprint(trainer, optimizer) == before
         assert autotp.load_checkpoint(folder, trainer, optimizer) == 1
@@ -323,12 +318,12 @@ def others(rank: int, n: int, folder: str) -> list[str]:
     autotp.save_checkpoint(folder, trainer, optimizer, 1, one=Schedule((1, {2: torch.ones(2)})), two=Schedule(5))
     trained(trainer, optimizer, range(1, 2))
     before, one, two = fingerprint(trainer, optimizer), Schedule(8), Schedule(9, fails=rank == 1)
-    found = [problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer, one=one, two=two))]
+    found = [message(lambda: autotp.load_checkpoint(folder, trainer, optimizer, one=one, two=two))]
     assert (one.value, two.value) == (8, 9)
     assert fingerprint(trainer, optimizer) == before
     for value in (rank, torch.full((2,), float(rank)), lambda: 3):
         call = {"one": Schedule({"a": [value]})}
-        found.append(problem(lambda call=call: autotp.save_checkpoint(folder, trainer, optimizer, 2, **call)))
+        found.append(message(lambda call=call: autotp.save_checkpoint(folder, trainer, optimizer, 2, **call)))
     two.fails = False
     assert autotp.load_checkpoint(folder, trainer, optimizer, one=one, two=two) == 1
     assert two.value == 5 and one.value[0] == 1 and torch.equal(one.value[1][2], torch.ones(2))

@@ -128,7 +128,7 @@ def test_parallelize_shows_progress_of_capture(slow: Slow, alone: None) -> None:
 def test_verify_shows_progress_of_capture_and_run(slow: Slow) -> None:
     """The capture is a part of its line; then the ranks run."""
     slow.until(r"verify\(Mlp, tp=2\): capture of Mlp: +0%.* 0/2 ", compiler, "captured_program")
-    slow.until(r"verify\(Mlp, tp=2\): run: +50%.* 1/2 ", verify, "compare")
+    slow.until(r"verify\(Mlp, tp=2\): run: +50%.* 1/2 ", verify, "run_and_compare")
     autotp.verify(Mlp(), 2, example_inputs=X)
     slow.expect(r"verify\(Mlp, tp=2\): capture of Mlp: +0%.* 0/2 ", r"verify\(Mlp, tp=2\): run: +50%.* 1/2 ")
 

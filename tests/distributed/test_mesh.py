@@ -3,7 +3,6 @@
 import os
 import sys
 import types
-from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from errors import message
 from ranks import run_ranks
 from torch._C._distributed_c10d import TCPStore, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,12 +21,6 @@ import autotp
 from autotp.distributed.mesh import Mesh, _own_device, broadcast_from_first, gather_ints, make_mesh, timeout_of
 
 SCRIPT = "train.py"
-
-
-def message(call: Callable[[], Any]) -> str:
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    return str(raised.value)
 
 
 @pytest.fixture

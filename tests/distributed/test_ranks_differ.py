@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from errors import message
 from hugging_face import built, prompt
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -20,9 +21,7 @@ from autotp.integrations.transformers import pretrained
 
 
 def problem(call: Any) -> str:
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    return str(raised.value).splitlines()[0]
+    return message(call).splitlines()[0]
 
 
 def training(rank: int, n: int, folder: str) -> list[str]:

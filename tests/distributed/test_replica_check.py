@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from errors import message
 from ranks import Checks
 from small_models import Normed, X, expect_equal_state, pair
 from torch import nn
@@ -20,12 +21,6 @@ import autotp
 
 checks = Checks()
 FLOAT64 = torch.float64
-
-
-def message(call: Callable[[], Any]) -> str:
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    return str(raised.value)
 
 
 class Blocks(nn.Module):

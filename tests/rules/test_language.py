@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from errors import message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotp import Error
 from autotp.rules.language import Group, Name, Rule, names, parse, spell
 from autotp.sharding.axis import Size
 
@@ -100,9 +100,7 @@ def token(at: str) -> str:
     ],
 )
 def test_malformed_rule_says_what_was_expected(text: str, expected: str) -> None:
-    with pytest.raises(Error) as caught:
-        Rule.of(text)
-    assert str(caught.value) == "\n".join(
+    assert message(lambda: Rule.of(text)) == "\n".join(
         [f'the rule "{text}" does not parse', f"  expected {expected}", '  try      for example "* i, o i -> * o"']
     )
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import autotp
 
 
-def message(call: Callable[[], Any]) -> str:
+def message(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The text of the Error that the call raises."""
     with pytest.raises(autotp.Error) as raised:
-        call()
+        call(*args, **kwargs)
     return str(raised.value)
 
 

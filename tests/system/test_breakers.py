@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from errors import message
 from small_models import Negated, Plain
 from torch import Tensor, nn
 
@@ -184,8 +185,6 @@ def test_verify_of_an_out_argument_is_right() -> None:
 @pytest.mark.parametrize("tp", [0, -1, 2.0, "2", True], ids=repr)
 @pytest.mark.parametrize("call", [autotp.explain, autotp.verify], ids=["explain", "verify"])
 def test_explain_and_verify_refuse_bad_numbers_of_ranks(call: Any, tp: Any) -> None:
-    with pytest.raises(autotp.Error) as raised:
-        call(Plain(), tp, example_inputs=X)
-    assert str(raised.value) == (
+    assert message(lambda: call(Plain(), tp, example_inputs=X)) == (
         f"{call.__name__}(Plain, tp={tp}): tp={tp!r} is not a whole number of 1 or more\n  try      tp=2"
     )

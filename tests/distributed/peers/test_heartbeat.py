@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from errors import message
 from hugging_face import built, prompt
 from ranks import run_ranks
 from small_models import gpt
@@ -361,9 +362,7 @@ def hurry() -> None:
 
 def problem_of(call: Callable[[], Any]) -> str:
     """The end of the first line of the Error that a call raises."""
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    return str(raised.value).splitlines()[0].partition("): ")[2]
+    return message(call).splitlines()[0].partition("): ")[2]
 
 
 @pytest.mark.timeout(120)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from errors import message
 from hugging_face import LLAMA, Rows, expect_close, llama_in_float64, on_cpu
 from ranks import run_ranks
 from small_models import assert_values_close
@@ -253,9 +254,7 @@ def in_backward(rank: int, n: int, folder: Path) -> None:
     model = autotp.parallelize(llama_in_float64(), n)
     for name in ("lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"):
         trainer = trainer_of(model, folder, optim=name, optim_target_modules=["mlp"])
-        with pytest.raises(autotp.Error) as raised:
-            trainer.train()
-        assert str(raised.value).splitlines() == [
+        assert message(trainer.train).splitlines() == [
             f'optim="{name}" steps in backward, each parameter by its own gradient, and ranks have parts of these',
             '  try      optim="adafactor" or "adamw_torch"',
         ]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from errors import message
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import autotp
 from autotp.checkpoint.files import checksums
 from autotp.integrations.transformers.files import safetensors_files
 from autotp.integrations.transformers.files.safetensors_files import (
@@ -23,12 +22,6 @@ from autotp.integrations.transformers.files.safetensors_files import (
     shards_of,
     stored_tensors,
 )
-
-
-def message(call: Callable[[], object]) -> str:
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    return str(raised.value)
 
 
 def written(folder: Path, tensors: dict[str, Tensor], largest: int = 10**9) -> Path:

@@ -99,16 +99,16 @@ def test_balance_keeps_order_for_operators_that_need_it(rows: Any) -> None:
     report = compare_calls(model, find_inputs(model, INPUTS), 1, Options(cp=2))
     assert report.ok and report.worst.error < 1e-12, report
     found = program(model, 2, INPUTS)
-    assert found.balanced == 1 or found.unbalanced
+    assert found.sequences.balanced == 1 or found.sequences.unbalanced
 
 
 def test_balance_leaves_exact_dropout_in_order() -> None:
     model = Attends(lambda x: F.dropout(x, 0.2)).double()
     exact = program(model, 2, INPUTS, randomness="exact")
-    assert exact.balanced == 0
-    assert exact.unbalanced == ('dropout draws the numbers of one device (randomness="exact")',)
+    assert exact.sequences.balanced == 0
+    assert exact.sequences.unbalanced == ('dropout draws the numbers of one device (randomness="exact")',)
     assert compare_calls(model, find_inputs(model, INPUTS), 1, Options(cp=2, randomness="exact")).ok
-    assert program(model, 2, INPUTS).balanced == 1
+    assert program(model, 2, INPUTS).sequences.balanced == 1
 
 
 class Across(nn.Module):
@@ -165,7 +165,7 @@ def test_balance_of_two_sequences_equals_one_device(cp: int) -> None:
     model = TwoStreams().double()
     report = compare_calls(model, (two_streams(), {}), 1, Options(cp=cp))
     assert report.ok and report.worst.error < 1e-12, report
-    assert program(model, cp, *two_streams()).balanced == 2
+    assert program(model, cp, *two_streams()).sequences.balanced == 2
 
 
 def test_balance_leaves_graphs_without_causal_attention() -> None:
