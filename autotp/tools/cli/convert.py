@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.text import Text
 
@@ -19,7 +20,7 @@ from autotp.checkpoint.files.safetensors_files import nbytes
 from autotp.checkpoint.weights import parse_size
 from autotp.errors import within
 from autotp.integrations.transformers.files.conversion import as_in_files, as_in_modules
-from autotp.integrations.transformers.processor_files import copy_beside
+from autotp.integrations.transformers.processor_files import GENERATION, copy_beside
 from autotp.tools.cli.flags import Debug, Json
 from autotp.tools.cli.model_argument import dtype_named
 from autotp.tools.cli.output import DIFFERENT, WrongUse, complain, console, print_json
@@ -61,18 +62,28 @@ def convert(
     if atol:
         raise WrongUse("--atol is for --diff: write --diff, too")
     form: Format = to.value if to is not None else "torch" if target.suffix in OF_TORCH else "safetensors"
-    content, wanted_dtype = read(source), dtype_named(dtype)
+    content, dtype_asked_for = read(source), dtype_named(dtype)
     content = within("convert", lambda: _named(content, source, form, config))
-    if wanted_dtype is not None:
+    if config is not None and dtype is None:
+        dtype = _dtype_of_config(content)
+        if dtype is not None:
+            complain(f"float32 is written as {dtype}, the dtype of {CONFIG}; --dtype float32 keeps it")
+            dtype_asked_for = dtype_named(dtype)
+    if dtype_asked_for is not None:
         settings = None if content.config is None else {**content.config, "dtype": dtype}
-        content = replace(content, tensors=cast(content.tensors, wanted_dtype), config=settings)
+        content = replace(content, tensors=cast(content.tensors, dtype_asked_for), config=settings)
     if content.state:
         complain("warning: the optimizer's state is not written")
     if form == "safetensors" and content.config is None:
         complain("warning: no config.json is written, which transformers needs: --config FOLDER")
     if form == "safetensors" and target.suffix:
         raise WrongUse(f"TARGET {target} is a folder for safetensors: leave {target.suffix} out, or use --to torch")
-    beside = (lambda folder: copy_beside(source, folder)) if source.is_dir() else (lambda folder: None)
+
+    def beside(folder: Path) -> None:
+        for path in (source, config):  # of both: a later one replaces a file of the first
+            if path is not None and path.is_dir():
+                copy_beside(path, folder, GENERATION)
+
     largest = parse_size(max_shard_size)
     within("convert", lambda: write_content(content, target, form, largest=largest, beside=beside))
     size = sum(map(nbytes, content.tensors.values()))
@@ -91,6 +102,14 @@ def _named(content: Content, source: Path, form: Format, config: Path | None) ->
     if form == "safetensors" and config is not None and content.format in ("training", "torch"):
         return replace(content, tensors=as_in_files(content.tensors, config), config=settings)
     return content if settings is None else replace(content, config=settings)
+
+
+def _dtype_of_config(content: Content) -> str | None:
+    """Returns the dtype that the configuration names, if it is a smaller one than that of some float32 weights."""
+    settings = content.config or {}
+    name = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtypes = {source.dtype for source in content.tensors.values()}
+    return name if name in ("bfloat16", "float16") and torch.float32 in dtypes else None
 
 
 def _print_differences(unlike: Sequence[Unlike], json: bool, atol: float) -> None:
