@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,8 +10,11 @@ from typing import Any
 
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.display.text_table import bytes_text, folded
+from autotp.options import WHOLE
 from autotp.sharding.layout import Layout
 
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+"""The number of a layer in the name of a parameter."""
 TYPES = 4
 """The most types of values that are cut along a sequence in the text of a plan."""
 
@@ -195,6 +199,21 @@ class Plan(Shown):
         """The part of all bytes that the rank with the most holds."""
         return self.bytes_rank / self.bytes_total if self.bytes_total else 1.0
 
+    @property
+    def cut(self) -> dict[str, str | int]:
+        """What is cut along what, as `cut=` of `parallelize` takes it: print it, change an entry, and give it back."""
+        along: dict[str, str | int] = {row.name: row.layout.axis or row.layout.dim or 0 for row in self.cuts}
+        along |= {row.name: WHOLE for row in self.whole if not row.operator}
+        alike: dict[str, list[str]] = {}
+        for name in along:
+            alike.setdefault(LAYER.sub("*", name), []).append(name)
+        # One entry for layers that are cut alike; a weight of a layer that is not has its own.
+        return {
+            key: along[key if key in along else names[0]]
+            for pattern, names in alike.items()
+            for key in ([pattern] if len({along[name] for name in names}) == 1 else names)
+        }
+
     def sheet(self) -> Sheet:
         """Returns the tables of what is cut and what stays whole, and the totals."""
         head = ("cut", "shape", "forward", "backward", "why")
@@ -209,6 +228,7 @@ class Plan(Shown):
             "model": self.model,
             "tp": self.tp,
             "cp": self.cp,
+            "cut": self.cut,
             "cuts": [_cut_data(row) for row in self.cuts],
             "whole": [
                 {"name": row.name, "shape": list(row.shape), "why": row.reason, "at": row.at,

@@ -18,6 +18,7 @@ from autotp.compiler import Program
 from autotp.diagnostics.graph_text import operator_text
 from autotp.diagnostics.plan import Cause
 from autotp.ops import collectives
+from autotp.options import WHOLE
 from autotp.passes.plan.candidate import Candidate, contracts, maker
 from autotp.passes.plan.choose import Refusal, refusal
 from autotp.passes.plan.infer_axes import Axes, visit
@@ -60,6 +61,7 @@ class Reasons:
         names, axes = analysis.captured.parameters, analysis.axes
         self.parameters = [node for node in analysis.graph.nodes if node.name in names and node in axes.dims]
         self.total = sum(node.meta["val"].numel() for node in self.parameters)
+        self._choices = {name: cut for cut in analysis.options.cut for name in cut.parameters if cut.along == WHOLE}
         self._refusals: dict[int, tuple[Candidate, Refusal]] = {}
 
     def of(self, node: fx.Node, reader: fx.Node) -> tuple[str, tuple[Cause, ...]]:
@@ -73,6 +75,8 @@ class Reasons:
         bound = analysis.axes.bound.get(reader)
         if analysis.tp == 1:
             return "tp=1: weights are whole", ()
+        if (choice := self._choices.get(self.analysis.captured.parameters[node.name])) is not None:
+            return str(choice), ()
         if bound is not None and not bound.known:
             return f"{reader.target} {WHY['no rule']}", ()
         if has(reader.target, Trait.NORM):

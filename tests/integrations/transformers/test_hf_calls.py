@@ -53,6 +53,16 @@ def test_hidden_states_again(name: str) -> None:
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "mixtral", "gpt_oss"])
+def test_tp_plan_of_transformers_is_a_choice_of_cuts(name: str) -> None:
+    """Their styles name the cuts that autotp finds without them."""
+    model, example = tiny(name)
+    found = autotp.explain(model, 2, example_inputs=example)
+    assert autotp.explain(model, 2, example_inputs=example, cut=model._tp_plan).cuts == found.cuts
+    by_hand = {**model._tp_plan, "lm_head": "whole"}
+    assert "lm_head.weight" in {row.name for row in autotp.explain(model, 2, example_inputs=example, cut=by_hand).whole}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
 @pytest.mark.parametrize(
     "name", ["deberta", "phimoe", *(pytest.param(n, marks=pytest.mark.rare) for n in ("xlm", "xlnet"))]
