@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -133,6 +133,7 @@ def explain(
     cp: int = 1,
     without: Collection[str] = (),
     cut: Cut | None = None,
+    expect: Mapping[str, int] | None = None,
 ) -> Plan:
     """Returns the plan of `parallelize(model, tp)`: what would be cut, what it would cost, and what would stay whole.
 
@@ -142,9 +143,10 @@ def explain(
         model: an ordinary single-device model.
         tp: the number of ranks.
         example_inputs, outputs, experts, sequence_parallel, overlap, cp, without, cut: as for `parallelize`.
+        expect: the most collectives of a block, such as `{"all_reduce": 2, "all_gather": 0}`: see `Plan.expect`.
 
     Raises:
-        Error: `parallelize` could not use the model or an option either.
+        Error: `parallelize` could not use the model or an option either; or a block sends more than `expect` allows.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -164,6 +166,8 @@ def explain(
         # Autocast of the device on which `parallelize` would capture.
         call = CallState(autocast=ambient(torch.device(own_kind())))
         program = analyse(skeleton_of(model), args, kwargs, tp, options, call)
-        return replace(report(program, type(model).__name__), source=program)
+        plan = replace(report(program, type(model).__name__), source=program)
+        plan.expect(expect or {})
+        return plan
 
     return within(f"explain({type(model).__name__}, tp={tp}{f', cp={cp}' * (cp != 1)})", run)

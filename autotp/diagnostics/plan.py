@@ -10,11 +10,15 @@ from typing import Any
 
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.display.text_table import bytes_text, folded
+from autotp.errors import Error
 from autotp.options import WHOLE
 from autotp.sharding.layout import Layout
 
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 """The number of a layer in the name of a parameter."""
+BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
+"""The name of a numbered block, at the beginning of the name of a module in it."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 TYPES = 4
 """The most types of values that are cut along a sequence in the text of a plan."""
 
@@ -198,6 +202,34 @@ class Plan(Shown):
     def share(self) -> float:
         """The part of all bytes that the rank with the most holds."""
         return self.bytes_rank / self.bytes_total if self.bytes_total else 1.0
+
+    def expect(self, budget: Mapping[str, int]) -> None:
+        """Raises Error if some numbered block sends more than a budget allows; for a test of one's own.
+
+        Args:
+            budget: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" -> the most of them in a block's forward;
+                with "backward_" before the name, in its backward. What is not named is not limited.
+
+        Example:
+            >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)))
+            >>> autotp.explain(model, 2, example_inputs=torch.ones(2, 4)).expect({"all_reduce": 1, "all_gather": 0})
+        """
+        if unknown := [name for name in budget if name.removeprefix("backward_") not in COLLECTIVES]:
+            raise Error(f"expect has {unknown[0]!r}", expected=", ".join(map(repr, COLLECTIVES)))
+        sends: dict[tuple[str, str], list[str]] = {}
+        for sent in self.traffic.sends:
+            name = "backward_" * sent.backward + sent.kind.replace("-", "_")
+            if (block := BLOCK.match(sent.module)) is not None and name in budget:
+                inner = sent.module.removeprefix(block[0]).lstrip(".")
+                sends.setdefault((block[0], name), []).append(inner or "itself")
+        for (block_name, name), modules in sends.items():
+            if len(modules) > budget[name]:
+                kind, side = name.removeprefix("backward_"), "backward" if name.startswith("back") else "forward"
+                raise Error(
+                    f"`{block_name}` has {len(modules)} {kind} in {side}: {', '.join(modules)}",
+                    expected=f"at most {budget[name]}",
+                    fix="autotp.explain(...), whose table says what causes each",
+                )
 
     @property
     def cut(self) -> dict[str, str | int]:
