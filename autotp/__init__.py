@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.diagnostics.verify import Report as Report
     from autotp.diagnostics.verify import verify as verify
     from autotp.distributed.gather import gather as gather
+    from autotp.distributed.launch import is_first_rank as is_first_rank
     from autotp.errors import Error as Error
     from autotp.experimental.whole_matrices.whole_matrices import whole_matrices as whole_matrices
     from autotp.integrations.transformers.pretrained import from_pretrained as from_pretrained
@@ -66,6 +67,7 @@ _HOMES = {
     "from_pretrained": "integrations.transformers.pretrained",
     "full_state_dict": "checkpoint.state_dict",
     "gather": "distributed.gather",
+    "is_first_rank": "distributed.launch",
     "load_checkpoint": "checkpoint.save",
     "load_full_state_dict": "checkpoint.state_dict",
     "parallelize": "api",

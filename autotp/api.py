@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from autotp.diagnostics.report import report
 from autotp.distributed.agreement import agree
 from autotp.distributed.mesh import make_mesh, own_kind
 from autotp.errors import within
-from autotp.options import CheckInputs, Experts, Options, Outputs, Overlap, Recompute
+from autotp.options import CheckInputs, Cut, Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.skeleton import skeleton_of
@@ -43,6 +43,7 @@ def parallelize(
     overlap: Overlap = "none",
     cp: int | None = None,
     without: Collection[str] = (),
+    cut: Cut | None = None,
     timeout: timedelta | None = None,
 ) -> ParallelModule:
     """Makes `model` this rank's part of a tensor-parallel model, and returns it.
@@ -87,6 +88,11 @@ def parallelize(
             values. None means the size of the mesh's dimension "cp", or 1.
         without: names of passes to leave out, to find the pass that a difference or a slow step comes from. No pass
             that can be left out changes what is computed; docs/performance.md lists the names.
+        cut: what is cut along what, where you choose: `{"lm_head": "whole", "layers.*.mlp": "width"}`.
+            A key is a name of a module or a parameter, or a part of one, in which `*` stands for any text. A value is
+            an axis as the plan prints it ("heads", "kv_heads", "group", "experts", "width", "vocab"), a dimension,
+            "colwise" or "rowwise", or "whole". Of several keys that fit a parameter the last one counts. The plan of a
+            model of transformers (`model._tp_plan`) may stand here, too. The rest is chosen as without `cut`.
         timeout: how long a collective waits for other ranks. None means the timeout of the default process group, or of
             `mesh`, or ten minutes where there is neither.
 
@@ -103,7 +109,9 @@ def parallelize(
         torch.Size([3, 4])
     """
     size = "".join(f", {name}={n}" for name, n in {"tp": tp, "cp": cp}.items() if n is not None)
-    settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute, overlap)
+    settings = Options(
+        outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute, overlap, cut=cut
+    )
 
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout, cp)
@@ -124,6 +132,8 @@ def explain(
     overlap: Overlap = "none",
     cp: int = 1,
     without: Collection[str] = (),
+    cut: Cut | None = None,
+    expect: Mapping[str, int] | None = None,
 ) -> Plan:
     """Returns the plan of `parallelize(model, tp)`: what would be cut, what it would cost, and what would stay whole.
 
@@ -132,10 +142,11 @@ def explain(
     Args:
         model: an ordinary single-device model.
         tp: the number of ranks.
-        example_inputs, outputs, experts, sequence_parallel, overlap, cp, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, overlap, cp, without, cut: as for `parallelize`.
+        expect: the most collectives of a block, such as `{"all_reduce": 2, "all_gather": 0}`: see `Plan.expect`.
 
     Raises:
-        Error: `parallelize` could not use the model or an option either.
+        Error: `parallelize` could not use the model or an option either; or a block sends more than `expect` allows.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -147,7 +158,7 @@ def explain(
         2.weight [4, 16@tp]
     """
 
-    options = Options(outputs, experts, sequence_parallel, without, overlap=overlap, cp=cp)
+    options = Options(outputs, experts, sequence_parallel, without, overlap=overlap, cp=cp, cut=cut)
 
     def run() -> Plan:
         expect_usable("explain", model, tp, options)
@@ -155,6 +166,8 @@ def explain(
         # Autocast of the device on which `parallelize` would capture.
         call = CallState(autocast=ambient(torch.device(own_kind())))
         program = analyse(skeleton_of(model), args, kwargs, tp, options, call)
-        return replace(report(program, type(model).__name__), source=program)
+        plan = replace(report(program, type(model).__name__), source=program)
+        plan.expect(expect or {})
+        return plan
 
     return within(f"explain({type(model).__name__}, tp={tp}{f', cp={cp}' * (cp != 1)})", run)

@@ -82,6 +82,7 @@ from autotp.passes.plan.sequence.context_parallel import context_parallel
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
+from autotp.passes.plan.user_cuts import Choices, resolved
 from autotp.rules.call import operand_nodes, operator_name, placeholders, returned
 from autotp.rules.registry import USER_RULES
 from autotp.rules.traits import sparse_argument
@@ -502,7 +503,11 @@ def _choose(p: Program) -> Program:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
         trainable = needs_grad(graph, _sources(p))
         local = makers(graph, captured.outputs.kept) | makers(graph, p.stay)
-        return replace(p, decision=choose(p.axes, p.candidates, trainable, total, p.tp, local))
+        choices = Choices.of(graph, p.options.cut, captured.parameters)
+        allowed = choices.allowed(p.candidates, p.axes)
+        decision = choose(p.axes, allowed, trainable, total, p.tp, local, choices)
+        choices.expect(decision.held, p.candidates, p.axes)
+        return replace(p, candidates=allowed, decision=decision)
     # A further graph of a model whose parameters are cut: the cuts have to give each rank the parts that it has.
     stored = {place: p.call.layouts[name] for place, name in captured.parameters.items()} | p.local_inputs
     places = {node: stored[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in stored}
@@ -715,6 +720,7 @@ def analyse(
         captures: takes what is captured, and has what was captured for another number of ranks.
         last: the name of the last pass to run, for a caller that wants only what it finds; "" runs all.
     """
+    options = replace(options, cut=resolved(options.cut, _parameter_names(skeleton)))
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         symbols: Symbols | None = "all"
         while symbols is not None:
@@ -732,6 +738,12 @@ def analyse(
             if pass_.name == last:
                 break
     return _for_assumed_sizes(program, by_capture)
+
+
+def _parameter_names(module: nn.Module) -> dict[str, str]:
+    """Returns each name of a parameter -> the first name of the same parameter."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
 def _for_assumed_sizes(program: Program, by_capture: int) -> Program:

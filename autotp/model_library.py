@@ -23,6 +23,13 @@ class ModelLibrary:
         """Returns the rule function of an operator that the library registers, by a name such as `library::name`."""
         return None
 
+    def cut_along(self, style: str) -> str | int | None:
+        """Returns what a style of the library's plans cuts, as `Options.cut` says it; "" if it is about communication.
+
+        None for an unknown style.
+        """
+        return None
+
     def draws_from_numpy(self, operator: str) -> bool:
         """True for an operator that the library registers, and that draws from `numpy.random`."""
         return False

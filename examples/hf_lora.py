@@ -10,7 +10,6 @@ logits as the parallel model.
 
 from __future__ import annotations
 
-import os
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 import autotp
 
-FIRST = os.environ.get("RANK", "0") == "0"
+FIRST = autotp.is_first_rank()
 
 
 def arguments() -> Namespace:

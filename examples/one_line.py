@@ -7,7 +7,6 @@ The plan that the script prints is for eight processes.
 """
 
 import copy
-import os
 
 import torch
 from torch import nn
@@ -35,7 +34,7 @@ alone = losses(copy.deepcopy(model))
 model = autotp.parallelize(model)  # The one line: cuts the model over all of torchrun's processes.
 
 together = losses(model)
-if os.environ.get("RANK", "0") == "0":
+if autotp.is_first_rank():
     print(plan)
     print(f"one device:      loss {alone[0]:.5f}, after a step {alone[1]:.5f}")
     print(f"tensor-parallel: loss {together[0]:.5f}, after a step {together[1]:.5f}")

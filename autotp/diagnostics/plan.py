@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,8 +10,15 @@ from typing import Any
 
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.display.text_table import bytes_text, folded
+from autotp.errors import Error
+from autotp.options import WHOLE
 from autotp.sharding.layout import Layout
 
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+"""The number of a layer in the name of a parameter."""
+BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
+"""The name of a numbered block, at the beginning of the name of a module in it."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 TYPES = 4
 """The most types of values that are cut along a sequence in the text of a plan."""
 
@@ -160,7 +168,7 @@ class Plan(Shown):
     """
 
     DATA = (
-        "model", "tp", "cp", "cuts", "whole", "bytes_total", "bytes_rank", "traffic", "traffic_over_cp", "in_sequence",
+        "model", "tp", "cp", "cut", "cuts", "whole", "bytes_total", "bytes_rank", "traffic", "traffic_over_cp", "in_sequence",
         "balanced", "unbalanced", "notes", "types", "along_sequence", "outputs",
     )  # fmt: skip
 
@@ -203,6 +211,49 @@ class Plan(Shown):
     def traffic_over_cp(self) -> Traffic:
         """The part of `traffic` between context-parallel ranks."""
         return self.traffic.over("cp")
+
+    def expect(self, budget: Mapping[str, int]) -> None:
+        """Raises Error if some numbered block sends more than a budget allows; for a test of one's own.
+
+        Args:
+            budget: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" -> the most of them in a block's forward;
+                with "backward_" before the name, in its backward. What is not named is not limited.
+
+        Example:
+            >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)))
+            >>> autotp.explain(model, 2, example_inputs=torch.ones(2, 4)).expect({"all_reduce": 1, "all_gather": 0})
+        """
+        if unknown := [name for name in budget if name.removeprefix("backward_") not in COLLECTIVES]:
+            raise Error(f"expect has {unknown[0]!r}", expected=", ".join(map(repr, COLLECTIVES)))
+        sends: dict[tuple[str, str], list[str]] = {}
+        for sent in self.traffic.sends:
+            name = "backward_" * sent.backward + sent.kind.replace("-", "_")
+            if (block := BLOCK.match(sent.module)) is not None and name in budget:
+                inner = sent.module.removeprefix(block[0]).lstrip(".")
+                sends.setdefault((block[0], name), []).append(inner or "itself")
+        for (block_name, name), modules in sends.items():
+            if len(modules) > budget[name]:
+                kind, side = name.removeprefix("backward_"), "backward" if name.startswith("back") else "forward"
+                raise Error(
+                    f"`{block_name}` has {len(modules)} {kind} in {side}: {', '.join(modules)}",
+                    expected=f"at most {budget[name]}",
+                    fix="autotp.explain(...), whose table says what causes each",
+                )
+
+    @property
+    def cut(self) -> dict[str, str | int]:
+        """What is cut along what, as `cut=` of `parallelize` takes it: print it, change an entry, and give it back."""
+        along: dict[str, str | int] = {row.name: row.layout.axis or row.layout.dim or 0 for row in self.cuts}
+        along |= {row.name: WHOLE for row in self.whole if not row.operator}
+        alike: dict[str, list[str]] = {}
+        for name in along:
+            alike.setdefault(LAYER.sub("*", name), []).append(name)
+        # One entry for layers that are cut alike; a weight of a layer that is not has its own.
+        return {
+            key: along[key if key in along else names[0]]
+            for pattern, names in alike.items()
+            for key in ([pattern] if len({along[name] for name in names}) == 1 else names)
+        }
 
     def sheet(self) -> Sheet:
         """Returns the tables of what is cut and what stays whole, and the totals."""

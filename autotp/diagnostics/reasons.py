@@ -18,6 +18,7 @@ from autotp.compiler import Program
 from autotp.diagnostics.node_text import operator_text
 from autotp.diagnostics.plan import Cause
 from autotp.ops import collectives
+from autotp.options import WHOLE
 from autotp.passes.plan.candidate import Candidate, contracts, maker
 from autotp.passes.plan.choose import Refusal, refusal
 from autotp.passes.plan.infer_axes import Axes, visit
@@ -39,6 +40,8 @@ WHY = {
     "sent": "a cut of its axis of {size} would send more than it saves{most}",
 }
 """What is said of an operator, or of an axis, that is the cause why a reader is not cut."""
+NORM_OPERATORS = 16
+"""The most operators before a vector among which a mean over its axis is looked for."""
 STEPS = 4
 """The most steps in the text of a reason."""
 
@@ -60,6 +63,7 @@ class Reasons:
         names, axes = analysis.captured.parameters, analysis.axes
         self.parameters = [node for node in analysis.graph.nodes if node.name in names and node in axes.dims]
         self.total = sum(node.meta["val"].numel() for node in self.parameters)
+        self._choices = {name: cut for cut in analysis.options.cut for name in cut.parameters if cut.along == WHOLE}
         self._refusals: dict[int, tuple[Candidate, Refusal]] = {}
 
     def of(self, node: fx.Node, reader: fx.Node) -> tuple[str, tuple[Cause, ...]]:
@@ -73,9 +77,11 @@ class Reasons:
         bound = analysis.axes.bound.get(reader)
         if analysis.tp == 1:
             return "tp=1: weights are whole", ()
+        if (choice := self._choices.get(self.analysis.captured.parameters[node.name])) is not None:
+            return str(choice), ()
         if bound is not None and not bound.known:
             return f"{reader.target} {WHY['no rule']}", ()
-        if has(reader.target, Trait.NORM):
+        if has(reader.target, Trait.NORM) or self._scales_a_norm(node, reader):
             return "the norm needs the whole width", ()
         if has(reader.target, Trait.LOOKUP):
             return "a small table, or a table of positions", ()
@@ -89,6 +95,25 @@ class Reasons:
             return "every rank uses it after the sum over ranks", ()
         because = Cause(operator_text(reader), line_of(reader), "is not cut"), *self._causes(node, reader)
         return f"its reader {_text(because)}", because
+
+    def _scales_a_norm(self, node: fx.Node, reader: fx.Node) -> bool:
+        """True if a vector scales, or shifts, what a norm makes that is written as a mean and a product of vectors."""
+        axes, (axis, *more) = self.analysis.axes, self.analysis.axes.of(node) or (None,)
+        # A cast of the weight, or 1 plus it (Gemma's), is read in its place.
+        while reader.all_input_nodes == [node] and len(reader.users) == 1:
+            node, reader = reader, next(iter(reader.users))
+        queue, visited = [reader], {node}
+        # A norm with a cast, an epsilon and a variance is made of about ten operators.
+        while queue and not more and axis is not None and len(visited) < NORM_OPERATORS:
+            operator_node = queue.pop(0)
+            bound = axes.bound.get(operator_node)
+            if bound is None or operator_node in visited or contracts(bound):
+                continue
+            visited.add(operator_node)
+            if any(find(factor.axis) is find(axis) and factor.ins and not factor.outs for factor in bound.factors):
+                return True
+            queue += operator_node.all_input_nodes
+        return False
 
     def _causes(self, node: fx.Node, reader: fx.Node) -> tuple[Cause, ...]:
         """Returns the steps from the reader of a parameter to the cause why it is not cut."""

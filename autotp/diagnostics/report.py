@@ -170,7 +170,8 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: se
             if any(operand in graded for operand in reader.all_input_nodes if operand is not read):
                 backward = "reduce-scatter" if along else "all-reduce"
     size = find(leaf).size
-    why = f"{size} {chosen.name}: {chosen.pattern}" if chosen.name else f"an axis of {size} that all its readers divide"
+    why = chosen.pattern or f"an axis of {size} that all its readers divide"
+    why = f"{size} {chosen.name}: {why}" if chosen.name else why
     return CutRow(name, layout, forward, backward, why)
 
 

@@ -36,7 +36,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.errors import Error, within
 from autotp.model_library import library
 from autotp.ops.random_state import forked, seed
-from autotp.options import DEFAULTS, Experts, Options, Outputs, Overlap, Recompute
+from autotp.options import DEFAULTS, Cut, Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt
 from autotp.passes.capture.example_inputs import Inputs
@@ -466,6 +466,7 @@ def verify(
     overlap: Overlap = "none",
     cp: int = 1,
     without: Collection[str] = (),
+    cut: Cut | None = None,
 ) -> Report:
     """Compares `tp` ranks of `model` with the model itself, and returns the differences.
 
@@ -483,7 +484,7 @@ def verify(
         pp, dp, schedule, interleave, zero: as for `distribute`. What torch's `fully_shard` does is not verified.
         microbatches: as for `distribute`; by default as many as pipeline ranks. The step that is compared is made of
             the rows of the example inputs, which are those of a microbatch.
-        example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without, cut: as for `parallelize`.
 
     Raises:
         Error: as `parallelize` or `distribute`; or the model is parallel already.
@@ -494,7 +495,9 @@ def verify(
         >>> assert report.ok, report
     """
 
-    settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp)
+    settings = Options(
+        outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp, cut=cut
+    )
     parts = microbatches_of(pp) if microbatches is None else microbatches
     training = training_of(settings, parts, schedule, zero, interleave)
 

@@ -58,6 +58,22 @@ def launch() -> Launch | None:
     return None
 
 
+def is_first_rank() -> bool:
+    """Returns True on one process of a run: global rank 0, or the only process.
+
+    It reads the variables of torchrun, srun and mpirun until there is a process group, so that a script may ask before
+    its model is parallel.
+
+    Example:
+        if autotp.is_first_rank():
+            print(f"loss {loss.item():.3f}")  # no call of the model or of a parameter here: those need every rank
+    """
+    if dist.is_initialized():
+        return dist.get_rank() == 0
+    started = launch()
+    return started is None or started.rank == 0
+
+
 def _open_mpi() -> Launch | None:
     if "OMPI_COMM_WORLD_SIZE" not in os.environ:
         return None

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.arguments import expect_arguments
 from autotp.distributed.mesh import TIMEOUT, expect_timeout, start_distributed, world_size
 from autotp.errors import Error, within
-from autotp.options import Overlap, Recompute, expect_choices
+from autotp.options import Cut, Overlap, Recompute, expect_choices
 from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
 from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, engine_of
@@ -39,6 +39,7 @@ def distribute(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
     overlap: Overlap = "none",
+    cut: Cut | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     compute_dtype: torch.dtype | None = None,
     loss_scaler: GradScaler | None = None,
@@ -62,8 +63,8 @@ def distribute(
         interleave: the number of stages of each rank under "interleaved": the bubble is so many times smaller
             (Narayanan et al. 2021, section 2.2), and stages send so many times as much.
         example_inputs: as for `parallelize`; tensors are those of one microbatch, [batch/dp/microbatches ...].
-        randomness, sequence_parallel, recompute, overlap: as for `parallelize`. Replicas, stages and microbatches draw
-            masks of their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
+        randomness, sequence_parallel, recompute, overlap, cut: as for `parallelize`. Replicas, stages and microbatches
+            draw masks of their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
         zero: the stage of ZeRO (Rajbhandari et al. 2020), which says of which tensors a replica keeps only a part.
             1: the optimizer's state. 2: also the gradients between microbatches (in a pipeline torch's schedules reduce
             them once a step). 3: also the parameters between uses. With 1 to 3, parameters are `DTensor`s over "dp", as
@@ -96,7 +97,7 @@ def distribute(
     training = Training(
         outputs="local", sequence_parallel=sequence_parallel, randomness=randomness, recompute=recompute, summed=True,
         microbatches=microbatches, schedule=schedule, interleave=interleave, zero=zero, compute_dtype=compute_dtype,
-        cp=cp, overlap=overlap,
+        cp=cp, overlap=overlap, cut=cut,
     )  # fmt: skip
 
     def run() -> Trainer:

@@ -10,7 +10,6 @@ those of one process: `torchrun --nproc-per-node 1 examples/sequences/long_seque
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import time
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autotp
+from autotp.distributed.launch import launch
 from autotp.models.gpt import GPT, GPTConfig
 
 
@@ -45,13 +45,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    started = launch()
+    ranks = started.size if started else 1
     config = GPTConfig(block_size=args.length, vocab_size=256, n_layer=args.layers, n_head=4, n_embd=256, dropout=0.0)
     tokens, labels = batch(32, 0)
     model = autotp.parallelize(GPT(config), tp=1, cp=ranks, example_inputs={"tokens": tokens, "labels": labels})
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     limited(args.limit)
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = autotp.is_first_rank()
     for step in range(args.steps):
         tokens, labels = batch(args.length, step)
         start = time.perf_counter()

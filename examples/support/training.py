@@ -6,7 +6,6 @@ Only `rank` depends on tensor parallelism: the loop is the same as on a single d
 from __future__ import annotations
 
 import math
-import os
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from autotp.distributed.launch import launch
 
 Batch = tuple[Tensor, Tensor]  # tokens, labels: [batch block] each
 Model = TypeVar("Model", bound=nn.Module)
@@ -59,13 +60,15 @@ def parse(parser: ArgumentParser) -> Namespace:
 
 
 def rank() -> int:
-    """Returns the rank of this process; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
+    """Returns the rank of this process among those that torchrun, srun or mpirun started; 0 if it is alone."""
+    started = launch()
+    return started.rank if started else 0
 
 
 def world() -> int:
-    """Returns the number of processes that torchrun started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns the number of processes that were started together; 1 for a process that is alone."""
+    started = launch()
+    return started.size if started else 1
 
 
 def say(*what: object, sep: str = " ") -> None:
@@ -78,7 +81,8 @@ def device(args: Namespace) -> torch.device:
     """Returns the device of this process: `--device`, else a GPU (shared if there are too few), else the CPU."""
     if args.device is not None or not torch.cuda.is_available():
         return torch.device(args.device or "cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    started = launch()
+    return torch.device("cuda", (started.local_rank if started else 0) % torch.cuda.device_count())
 
 
 def clip_one_device(model: nn.Module, max_norm: float) -> Tensor:

@@ -24,6 +24,7 @@ from autotp.ops.channels import conv_transpose, convolution
 from autotp.passes.builder import number_of_parts
 from autotp.passes.plan.candidate import ATTENTION, MLP, Candidate, contracts, cut_values, maker, readers, root
 from autotp.passes.plan.infer_axes import Axes
+from autotp.passes.plan.user_cuts import NO_CHOICES, Choices
 from autotp.sharding.axis import Axis, Size, find, leaves, touches
 from autotp.sharding.grid import slices_of
 from autotp.sharding.layout import Layout, divided_as, layout_of, ranges
@@ -76,13 +77,16 @@ def choose(
     total: int,
     tp: int,
     local_outputs: Collection[fx.Node] = (),
+    choices: Choices = NO_CHOICES,
 ) -> Decision:
     """Returns the cuts for `tp` ranks.
 
     Args:
+        candidates: the axes, without what the user does not want (`Choices.allowed`).
         trainable: values that a gradient flows through: only these cost communication in backward.
         total: number of elements of all parameters.
         local_outputs: outputs that stay cut; other cut outputs are gathered, which costs communication.
+        choices: what the user has chosen, which is cut first.
     """
     decision = Decision()
     convolutions = {
@@ -103,6 +107,11 @@ def choose(
         return candidate.turn, share, -worth(candidate), i
 
     queue = [key(i) for i in range(len(candidates))]
+    if choices.cuts:
+        for *_, i in sorted(queue):
+            chosen = choices.wants(candidates[i], axes, decision.held)
+            if any(_only_read_cut(parameter, candidates[i], decision) for parameter in chosen):
+                accept(choices.narrowed(candidates[i], chosen, axes), decision)
     heapify(queue)
     while queue:
         stale = heappop(queue)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from errors import line_of
+from errors import line_of, message
 from small_models import gpt
 from torch import Tensor, nn
 
@@ -117,3 +118,23 @@ def test_plan_of_one_rank_is_whole_and_sequences_are_counted() -> None:
     assert one.bytes_rank == one.bytes_total and not one.traffic.sends
     along = autotp.explain(gpt(), 2, sequence_parallel=True)
     assert along.along_sequence and f"sequence    {along.along_sequence} operators are cut along it" in str(along)
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [
+        ({"all_reduce": 1}, "`h.0` has 2 all_reduce in forward: attn.c_proj, mlp.c_proj\n  expected at most 1"),
+        ({"backward_all_reduce": 0}, "`h.0` has 2 all_reduce in backward: attn.c_attn, mlp.c_fc\n  expected at most 0"),
+        ({"all_sum": 1}, "expect has 'all_sum'\n  expected 'all_reduce', 'all_gather'"),
+    ],
+)
+def test_expect_names_the_block_that_sends_more(budget: dict[str, int], text: str) -> None:
+    assert text in message(lambda: autotp.explain(gpt(), 2, expect=budget))
+
+
+def test_expect_limits_what_it_names_within_blocks() -> None:
+    """The embedding's and the head's collectives are in no block."""
+    autotp.explain(gpt(), 2, expect={"all_reduce": 2, "backward_all_reduce": 2, "all_gather": 0})
+    plan = autotp.explain(gpt(), 2, cut={"h.1.mlp.c_fc": "rowwise"})
+    plan.expect({"reduce_scatter": 0})
+    assert "`h.1` has 3 all_reduce" in message(lambda: plan.expect({"all_reduce": 2}))

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,37 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launchers import JOB, NAMES, of_hydra, of_open_mpi, of_srun, put
 from ranks import HERE, ROOT, run_ranks
 
 import autotp
-from autotp.distributed.launch import TORCHRUN, Launch, launch, ranks_on_one_card, store_of
+from autotp.distributed.launch import TORCHRUN, Launch, is_first_rank, launch, ranks_on_one_card, store_of
 from autotp.distributed.mesh import gather_ints, group_of, make_mesh, world_size
-
-NAMES = re.compile("^(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMIX?_|MPI_)")
-JOB = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "a1"}
-"""What a shell in an allocation has, with or without a step."""
-
-
-def of_srun(rank: int, size: int, per_node: str = "2") -> dict[str, str]:
-    step = {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_TASKS_PER_NODE": per_node}
-    return {**JOB, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)}
-
-
-def of_open_mpi(rank: int, size: int, local_size: int = 2) -> dict[str, str]:
-    values = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank % 2, "LOCAL_SIZE": local_size}
-    found = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
-    return {**found, "PMIX_NAMESPACE": "prterun-host-1234@1"}
-
-
-def of_hydra(rank: int, size: int) -> dict[str, str]:
-    return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALRANKID": str(rank % 2), "MPI_LOCALNRANKS": "2"}
-
-
-def put(variables: dict[str, str]) -> None:
-    for name in [name for name in os.environ if NAMES.match(name)]:
-        del os.environ[name]
-    os.environ.update(variables)
-    tempfile.tempdir = None  # It is found again, in TMPDIR.
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +66,7 @@ def test_launch_reads_who_started_the_process(variables: dict[str, str], expecte
     put(variables)
     assert launch() == expected
     assert world_size() == (expected.size if expected is not None else 1)
+    assert is_first_rank() == (expected is None or expected.rank == 0)
 
 
 @pytest.mark.parametrize(

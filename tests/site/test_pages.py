@@ -38,6 +38,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import as_on_gpus
+from launchers import LAUNCHERS, put
 from ranks import run_ranks
 
 import autotp
@@ -140,7 +141,7 @@ def with_a_model() -> Iterator[None]:
     """In a folder with a model and a tokenizer of the reader's own."""
     from hugging_face import write_llama  # It needs transformers, which other pages do not.
 
-    if int(os.environ["RANK"]) == 0:
+    if dist.get_rank() == 0:
         write_llama(Path("path/to/model"))
     dist.barrier()
     yield
@@ -185,8 +186,9 @@ def within(folder: Path) -> Any:
                 del sys.modules[name]
 
 
-def run_commands(rank: int, n: int, page: str, folder: str, commands: list[list[str]]) -> list[str]:
-    """What this rank prints in each command."""
+def run_commands(rank: int, n: int, page: str, folder: str, commands: list[list[str]], by: str) -> list[str]:
+    """What this rank prints in each command, under the variables of a launcher."""
+    put(LAUNCHERS[by](rank, n))
     warnings.filterwarnings("ignore", "'pin_memory' argument is set", UserWarning)  # of torch, where no GPU is
     with within(Path(folder)), GIVEN.get(page, contextlib.nullcontext)():
         return [printed(folder, command) for command in commands]
@@ -217,12 +219,14 @@ def on_two_ranks(page: str) -> list[tuple[Block, list[str]]]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_scripts_print_what_is_shown(page: str, tmp_path: Path, registry: None) -> None:
+    """The launchers take turns; with `--all` each page runs under each (`test_pages_under_each_launcher`)."""
     files_of(page, tmp_path)
     commands = on_two_ranks(page)
     said: list[str] = []
     if commands:
         given = [command for _, command in commands]
-        said = run_ranks(run_commands, 2, page, str(tmp_path), given, timeout=110)[0]
+        by = (*LAUNCHERS,)[PAGES.index(page) % len(LAUNCHERS)]
+        said = run_ranks(run_commands, 2, page, str(tmp_path), given, by, timeout=110)[0]
     for (block, command), text in zip(commands, said, strict=True):
         assert alike(command[0], text) == alike(command[0], block.shown or text), command
     script = Script(page)
@@ -232,6 +236,17 @@ def test_commands_and_scripts_print_what_is_shown(page: str, tmp_path: Path, reg
             with within(tmp_path):
                 text = script.run(block.code)
             assert without_round_off(text) == without_round_off(block.shown or ""), f"{page}.md:{block.line}"
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("by", LAUNCHERS)
+@pytest.mark.parametrize("page", [page for page in PAGES if on_two_ranks(page)])
+def test_pages_under_each_launcher(page: str, by: str, tmp_path: Path, registry: None) -> None:
+    files_of(page, tmp_path)
+    commands = on_two_ranks(page)
+    printed = run_ranks(run_commands, 2, page, str(tmp_path), [command for _, command in commands], by, timeout=110)[0]
+    for (block, command), text in zip(commands, printed, strict=True):
+        assert alike(command[0], text) == alike(command[0], block.shown or text), command
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -20,6 +20,7 @@ from autotp.integrations.loops import (
 from autotp.integrations.loops.after_import import after_import, change_all
 from autotp.integrations.transformers import adapters, caches, masks, overrides, quantized, spec_augment
 from autotp.model_library import ModelLibrary
+from autotp.options import COLUMNS, ROWS
 from autotp.rules.common import entire
 from autotp.rules.products import grouped_mm
 
@@ -33,6 +34,19 @@ RULES: Mapping[str, Callable[..., Any]] = {
     "transformers::grouped_mm_fallback": grouped_mm,
     spec_augment.NAME: entire,
 }
+COMMUNICATION = ""
+STYLES: Mapping[str, str | int] = {
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep", "packed_colwise", "local_colwise"), COLUMNS),
+    **dict.fromkeys(("rowwise_split_input", "packed_rowwise", "local_rowwise", "rowwise_rep"), ROWS),
+    "embedding_rowwise": 0,
+    "grouped_gemm": "experts",
+    # These say how values are sent around a module, which follows from the cuts.
+    **dict.fromkeys(
+        ("moe_tp_experts", "ep_router", "replicated_with_grad_allreduce", "replicated", "mla_kv_a_proj", "gather",
+         "sequence_parallel", "local"), COMMUNICATION,
+    ),
+}  # fmt: skip
+"""Style in a `tp_plan` of transformers -> what it cuts."""
 
 
 class Transformers(ModelLibrary):
@@ -45,6 +59,10 @@ class Transformers(ModelLibrary):
     def rule_function_of(self, operator: str) -> Callable[..., Any] | None:
         """Returns the rule of an operator that transformers registers, or that stands for SpecAugment."""
         return RULES.get(operator) or super().rule_function_of(operator)
+
+    def cut_along(self, style: str) -> str | int | None:
+        """Returns what a style of a `tp_plan` cuts."""
+        return STYLES.get(style, super().cut_along(style))
 
     def draws_from_numpy(self, operator: str) -> bool:
         """True for the masks of SpecAugment."""

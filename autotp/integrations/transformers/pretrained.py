@@ -51,7 +51,7 @@ from autotp.integrations.transformers.files.tensor_sources import Source, read_w
 from autotp.integrations.transformers.files.weights import parse_size, read_parts, write_checkpoint
 from autotp.integrations.transformers.files.whole_tensors import GatheredTensor
 from autotp.integrations.transformers.processor_files import copy_beside
-from autotp.options import CheckInputs, Experts, Options, Outputs, Overlap, Recompute
+from autotp.options import CheckInputs, Cut, Experts, Options, Outputs, Overlap, Recompute
 from autotp.runtime.build import build
 from autotp.runtime.holdings import parallel_of
 from autotp.runtime.module import ParallelModule
@@ -88,6 +88,7 @@ def from_pretrained(
     overlap: Overlap = "none",
     cp: int | None = None,
     without: Collection[str] = (),
+    cut: Cut | None = None,
     timeout: timedelta | None = None,
 ) -> ParallelModule:
     """Returns this rank's part of the transformers model in the folder `path`; each rank reads only its part.
@@ -105,7 +106,7 @@ def from_pretrained(
             raises Error.
         unexpected: "ignore" leaves out tensors that the model has no parameter for; "error" raises Error.
         tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
-            recompute, overlap, cp, without, timeout: as for `parallelize`.
+            recompute, overlap, cp, without, cut, timeout: as for `parallelize`.
 
     Raises:
         Error: on every rank. The folder has no checkpoint, or its configuration names code; a file is truncated,
@@ -124,7 +125,9 @@ def from_pretrained(
     """
     size = "" if tp is None else f", tp={tp}"
     arguments = {"path": path, "dtype": dtype, "model_class": model_class, "config": config, "strict": strict}
-    settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute, overlap)
+    settings = Options(
+        outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute, overlap, cut=cut
+    )
     model_arguments = ModelArguments(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:

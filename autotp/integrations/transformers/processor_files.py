@@ -9,7 +9,8 @@ from pathlib import Path
 
 from autotp.integrations.transformers.files.checksum_file import SIDE_FILE
 
-WRITTEN = ("config.json", "generation_config.json", SIDE_FILE)
+GENERATION = "generation_config.json"
+WRITTEN = ("config.json", GENERATION, SIDE_FILE)
 """The files that a save writes anew, and does not copy."""
 
 OF_A_TRAINING = re.compile(r"(trainer_state|all_results|.*_results|adapter_config)\.json|.*\.index\.json")
@@ -46,8 +47,11 @@ def is_of(file: Path, source: Path) -> bool:
     return False
 
 
-def copy_beside(source: Path, folder: Path) -> None:
+def copy_beside(source: Path, folder: Path, *more: str) -> None:
     """Copies the files that belong to the weights; warns if the folder that the model was read from does not exist.
+
+    Args:
+        more: names of further files that are copied if they are there.
 
     Raises:
         OSError: the file system fails.
@@ -55,7 +59,7 @@ def copy_beside(source: Path, folder: Path) -> None:
     if source.is_absolute() and not source.is_dir():  # A relative path is a name on a hub.
         warnings.warn(f"{source} is gone: its tokenizer's files are not copied to {folder}", stacklevel=2)
     for file in sorted(source.iterdir()) if source.is_dir() else ():
-        if belongs(file) and is_of(file, source):
+        if (belongs(file) or (file.name in more and file.is_file())) and is_of(file, source):
             shutil.copyfile(file, folder / file.name)
     templates = sorted((source / TEMPLATES).glob("*.jinja"))
     for file in templates:

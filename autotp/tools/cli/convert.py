@@ -7,13 +7,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from autotp.checkpoint.files.tensor_pieces import nbytes
 from autotp.errors import within
 from autotp.integrations.transformers.files.conversion import as_in_files, as_in_modules
 from autotp.integrations.transformers.files.weights import parse_size
-from autotp.integrations.transformers.processor_files import copy_beside
+from autotp.integrations.transformers.processor_files import GENERATION, copy_beside
 from autotp.tools.cli.flags import Debug, Json
 from autotp.tools.cli.model_argument import dtype_named
 from autotp.tools.cli.output import DIFFERENT, RIGHT, WrongUse, complain, print_json, show
@@ -58,19 +59,28 @@ def convert(
     if atol:
         raise WrongUse("--atol is for --diff: write --diff, too")
     form: Format = to.value if to is not None else "torch" if target.suffix in OF_TORCH else "safetensors"
-    content, wanted_dtype = read(source), dtype_named(dtype)
+    content, dtype_asked_for = read(source), dtype_named(dtype)
     content = within("convert", lambda: _named(content, source, form, config))
-    if wanted_dtype is not None:
+    if config is not None and dtype is None:
+        dtype = _dtype_of_config(content)
+        if dtype is not None:
+            complain(f"float32 is written as {dtype}, the dtype of {CONFIG}; --dtype float32 keeps it")
+            dtype_asked_for = dtype_named(dtype)
+    if dtype_asked_for is not None:
         settings = None if content.config is None else {**content.config, "dtype": dtype}
-        content = replace(content, tensors=cast_sources(content.tensors, wanted_dtype), config=settings)
+        content = replace(content, tensors=cast_sources(content.tensors, dtype_asked_for), config=settings)
     if content.state:
         complain("warning: the optimizer's state is not written")
     if form == "safetensors" and content.config is None:
         complain("warning: no config.json is written, which transformers needs: --config FOLDER")
     if form == "safetensors" and target.suffix:
         raise WrongUse(f"TARGET {target} is a folder for safetensors: leave {target.suffix} out, or use --to torch")
-    # A tokenizer's files belong to the weights, and lie beside them.
-    beside = (lambda folder: copy_beside(source, folder)) if source.is_dir() else (lambda folder: None)
+
+    def beside(folder: Path) -> None:
+        for path in (source, config):  # of both: a later one replaces a file of the first
+            if path is not None and path.is_dir():
+                copy_beside(path, folder, GENERATION)
+
     largest = parse_size(max_shard_size)
     within("convert", lambda: write_content(content, target, form, largest=largest, beside=beside))
     size = sum(map(nbytes, content.tensors.values()))
@@ -90,3 +100,11 @@ def _named(content: Content, source: Path, form: Format, config: Path | None) ->
     if form == "safetensors" and config is not None and content.format in ("training", "torch"):
         return replace(content, tensors=as_in_files(content.tensors, config), config=settings)
     return content if settings is None else replace(content, config=settings)
+
+
+def _dtype_of_config(content: Content) -> str | None:
+    """Returns the dtype that the configuration names, if it is a smaller one than that of some float32 weights."""
+    settings = content.config or {}
+    name = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtypes = {source.dtype for source in content.tensors.values()}
+    return name if name in ("bfloat16", "float16") and torch.float32 in dtypes else None

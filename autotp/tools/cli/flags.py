@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 from autotp.api import parallelize
 from autotp.options import DEFAULTS, OPTIONAL, Options
 from autotp.tools.cli.model_argument import ModelArgument, dtype_named, settings_of
+from autotp.tools.cli.output import WrongUse
 from autotp.training.pipeline.schedules import ENGINES
 
 Model = Annotated[
@@ -44,7 +45,9 @@ ScheduleName = Enum("ScheduleName", {name: name for name in ENGINES})  # type: i
 PLAIN = ScheduleName("1F1B")
 Interleave = Annotated[int | None, typer.Option("--interleave", min=2, help="Stages of a rank, if interleaved")]
 
-SEVERAL: dict[str, Callable[[str], bool]] = {"--tp": str.isdigit, "--without": OPTIONAL.__contains__}
+SEVERAL: dict[str, Callable[[str], bool]] = {
+    "--tp": str.isdigit, "--without": OPTIONAL.__contains__, "--cut": lambda text: "=" in text,
+}  # fmt: skip
 """Option that takes several values, `--tp 2 3 4` -> whether a text is a value of it."""
 
 
@@ -80,7 +83,7 @@ def with_options_of(function: Callable[..., Any]) -> Callable[[Callable[..., Non
         function: a public function, such as `autotp.verify`.
     """
     flags = [_flag(name) for name in vars(DEFAULTS) if name in signature(function).parameters]
-    return lambda command: _instead_of("chosen", command, flags, dict)
+    return lambda command: _instead_of("chosen", command, flags, _chosen)
 
 
 def with_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -126,6 +129,16 @@ def _instead_of(
     return run
 
 
+def _chosen(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of flags, with `lm_head=whole` as an entry of a dict."""
+    if "cut" in values:
+        rows = [text.partition("=") for text in values["cut"]]
+        if wrong := [pattern for pattern, equals, _ in rows if not equals]:
+            raise WrongUse(f"--cut {wrong[0]}: write NAME=AXIS, such as lm_head=whole")
+        values["cut"] = {pattern: int(along) if along.lstrip("-").isdigit() else along for pattern, _, along in rows}
+    return values
+
+
 def _flag(name: str) -> Parameter:
     """Returns the parameter of typer for a field of Options, with the help of its docstring."""
     hint, default = get_type_hints(Options)[name], getattr(DEFAULTS, name)
@@ -135,6 +148,9 @@ def _flag(name: str) -> Parameter:
         option = typer.Option(spelled, metavar="PASS ...", help=f"{_help(name)}: {', '.join(OPTIONAL)}")
         choices: Any = list[_choices(name, OPTIONAL)]  # type: ignore[misc]
         return Parameter(name, Parameter.KEYWORD_ONLY, default=[], annotation=Annotated[choices, option])
+    if name == "cut":
+        option = typer.Option(spelled, metavar="NAME=AXIS ...", help=f"{_help(name)}, such as lm_head=whole")
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=[], annotation=Annotated[list[str], option])
     if get_origin(hint) is Literal:
         choices = _choices(name, get_args(hint))
         return Parameter(name, Parameter.KEYWORD_ONLY, default=choices(default), annotation=Annotated[choices, option])
@@ -156,5 +172,5 @@ def _help(name: str) -> str:
 def _value(value: Any) -> Any:
     """Returns the value that autotp's option takes."""
     if isinstance(value, list):
-        return tuple(item.value for item in value)
+        return tuple(_value(item) for item in value)
     return value.value if isinstance(value, Enum) else value

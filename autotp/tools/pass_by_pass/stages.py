@@ -15,7 +15,7 @@ from autotp.diagnostics.report import report
 from autotp.display.sheet import Code, Sheet, Shown
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
-from autotp.options import Experts, Options, Outputs, Overlap, Recompute
+from autotp.options import Cut, Experts, Options, Outputs, Overlap, Recompute
 from autotp.runtime.build import expect_usable
 from autotp.sharding.axis import find, leaves
 from autotp.tools.pass_by_pass.steps import PassRun, run_steps
@@ -64,6 +64,7 @@ def stages(
     overlap: Overlap = "none",
     cp: int = 1,
     without: Collection[str] = (),
+    cut: Cut | None = None,
 ) -> Stages:
     """Returns the text of each stage between `model` and the graph that the first of `tp` ranks runs.
 
@@ -75,7 +76,7 @@ def stages(
     Args:
         model: an ordinary single-device model.
         tp: the number of ranks.
-        example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without, cut: as for `parallelize`.
 
     Raises:
         Error: as `parallelize`.
@@ -89,7 +90,9 @@ def stages(
         return [linear]
     """
 
-    options = Options(outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp)
+    options = Options(
+        outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp, cut=cut
+    )
 
     def run() -> Stages:
         expect_usable("stages", model, tp, options)

@@ -53,6 +53,18 @@ def test_hidden_states_are_returned_in_each_kind_of_call(name: str) -> None:
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "mixtral", "gpt_oss"])
+def test_tp_plan_of_transformers_is_a_choice_of_cuts(name: str) -> None:
+    """Their styles name the cuts that autotp finds without them."""
+    model, example = tiny(name)
+    found = autotp.explain(model, 2, example_inputs=example)
+    assert autotp.explain(model, 2, example_inputs=example, cut=model._tp_plan).cuts == found.cuts
+    by_hand = autotp.explain(model, 2, example_inputs=example, cut={**model._tp_plan, "o_proj": "whole"})
+    assert {row.name for row in by_hand.whole} - {row.name for row in found.whole} == {
+        row.name for row in found.cuts if ".o_proj.weight" in row.name
+    }
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
 @pytest.mark.parametrize(
     "name", ["deberta", "phimoe", *(pytest.param(n, marks=pytest.mark.rare) for n in ("xlm", "xlnet"))]

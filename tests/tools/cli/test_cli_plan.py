@@ -40,9 +40,22 @@ def test_every_option_of_explain_is_a_flag(autotp_command) -> None:
     """They are made from `Options`, each with what `parallelize` says about it."""
     told = " ".join(autotp_command("plan", "--help").out.split())
     names = {field.name for field in fields(Options)} & set(signature(autotp.explain).parameters)
-    assert names == {"outputs", "experts", "sequence_parallel", "overlap", "cp", "without"}
+    assert names == {"outputs", "experts", "sequence_parallel", "overlap", "cp", "without", "cut"}
     assert all(f"--{name.replace('_', '-')}" in told for name in names)
     assert "Names of passes to leave out" in told
+
+
+def test_cut_is_the_choice_of_the_user(autotp_command, llama: Path) -> None:
+    choice = "--cut", "lm_head=whole", "layers.*.mlp=width", "embed_tokens=-1"
+    done = autotp_command("plan", llama, "--tp", 2, "--layers", 1, "--json", *choice)
+    cut = done.json["cut"]
+    assert (cut["lm_head.weight"], cut["model.layers.*.mlp.up_proj.weight"]) == ("whole", "width")
+    (table,) = [row for row in done.json["cuts"] if row["name"] == "model.embed_tokens.weight"]
+    assert table["layout"]["dim"] == 1
+    wrong = autotp_command("plan", llama, "--tp", 2, "--cut", "lm_head")
+    assert wrong.status == 2 and "--cut lm_head: write NAME=AXIS" in wrong.err
+    unknown = autotp_command("plan", llama, "--tp", 2, "--layers", 1, "--cut", "lm_haed=whole")
+    assert unknown.status == 1 and "cut={'lm_head': 'whole'}" in unknown.err
 
 
 def test_plan_cuts_sequences(autotp_command, llama: Path) -> None:

@@ -70,6 +70,27 @@ def test_convert_takes_along_what_is_beside_safetensors(autotp_command, gpt2: Pa
     assert done.status == 1 and "config.json" in done.err
 
 
+@pytest.mark.parametrize("to_config", [Path("."), Path("config.json")], ids=["folder", "file"])
+def test_convert_of_float32_masters_writes_the_dtype_of_config(
+    autotp_command, gpt2: Path, tmp_path: Path, to_config: Path
+) -> None:
+    """A training in bfloat16 has masters in float32. A server wants what config.json says, and a tokenizer."""
+    assert autotp_command("convert", gpt2, tmp_path / "masters", "--to", "training").status == 0
+    settings = json.loads((gpt2 / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (gpt2 / "config.json").write_text(json.dumps(settings))
+    (gpt2 / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    done = autotp_command("convert", tmp_path / "masters", tmp_path / "out", "--config", gpt2 / to_config)
+    assert done.status == 0 and "float32 is written as bfloat16, the dtype of config.json" in done.err
+    assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    if to_config == Path("."):
+        assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"max_new_tokens": 7}
+        assert (tmp_path / "out" / "tokenizer.json").is_file()
+    whole = "--config", gpt2 / to_config, "--dtype", "float32"
+    done = autotp_command("convert", tmp_path / "masters", tmp_path / "whole", *whole)
+    assert {tensor.dtype for tensor in tensors(tmp_path / "whole").values()} == {torch.float32} and not done.err
+
+
 def test_experts_have_other_names_in_files(autotp_command, tmp_path: Path) -> None:
     """Mixtral's are apart in files, and stacked in modules."""
     transformers = pytest.importorskip("transformers")
