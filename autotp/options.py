@@ -56,7 +56,7 @@ def cut_along(along: Any) -> str | int | None:
     A style in a plan of a library, such as "colwise_gather_output", is a word, too.
     """
     if along in CUT_ALONG or type(along) is int:
-        return along  # type: ignore[no-any-return]
+        return along
     return library().cut_along(along) if isinstance(along, str) else None
 
 

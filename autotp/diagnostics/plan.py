@@ -168,8 +168,8 @@ class Plan(Shown):
     """
 
     DATA = (
-        "model", "tp", "cp", "cut", "cuts", "whole", "bytes_total", "bytes_rank", "traffic", "traffic_over_cp", "in_sequence",
-        "balanced", "unbalanced", "notes", "types", "along_sequence", "outputs",
+        "model", "tp", "cp", "cut", "cuts", "whole", "bytes_total", "bytes_rank", "traffic", "traffic_over_cp",
+        "in_sequence", "balanced", "unbalanced", "notes", "types", "along_sequence", "outputs",
     )  # fmt: skip
 
     model: str
