@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from autotp.errors import Error
+
 
 class ModelLibrary:
     """The answers for models without a library."""
@@ -61,6 +63,14 @@ class ModelLibrary:
     def recomputes(self, model: Any) -> bool:
         """True for a model whose gradient checkpointing is on."""
         return False
+
+    def folder_opener(self, path: str, dtype: Any) -> Callable[[Any], tuple[Any, Callable[..., Any]]]:
+        """Returns a function of all ranks' mesh that returns the model of a folder on meta, and how to read its parts.
+
+        Raises:
+            Error: no registered library reads folders.
+        """
+        raise Error(f"{path!r} is no model, and no library that reads folders is registered", fix="a torch.nn.Module")
 
     def is_own_hook(self, hook: Any) -> bool:
         """True for a forward hook that a model of the library registers for itself, and that may run in each call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,18 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.arguments import expect_arguments
 from autotp.distributed.mesh import TIMEOUT, expect_timeout, start_distributed, world_size
 from autotp.errors import Error, within
+from autotp.model_library import library
 from autotp.options import Cut, Overlap, Recompute, expect_choices
 from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
 from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, engine_of
 from autotp.training.process_groups import mesh_of
-from autotp.training.trainer import Trainer
+from autotp.training.trainer import OpensModel, Trainer
 
 COMPUTE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def distribute(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     *,
     tp: int = 1,
     pp: int = 1,
@@ -41,6 +43,7 @@ def distribute(
     overlap: Overlap = "none",
     cut: Cut | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
+    dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
     loss_scaler: GradScaler | None = None,
     timeout: timedelta = TIMEOUT,
@@ -52,7 +55,8 @@ def distribute(
     Args:
         model: an ordinary single-device model that returns its loss: the first floating tensor without dimensions, or
             the output of this name. The first rank's parameters are used; a model on `meta` is initialised piece by
-            piece, as by `parallelize`. It is left on `meta`: `Trainer` has the parameters.
+            piece, as by `parallelize`. It is left on `meta`: `Trainer` has the parameters. Or a local folder that
+            transformers wrote, of which each rank reads only its part.
         tp: tensor parallelism: the number of ranks that share each operator, as in `parallelize`.
         pp: pipeline parallelism: the number of ranks that the model's blocks are divided among.
         dp: data parallelism: the number of replicas, of `tp * cp * pp` ranks each, with its own part of the batch each.
@@ -69,6 +73,8 @@ def distribute(
             1: the optimizer's state. 2: also the gradients between microbatches (in a pipeline torch's schedules reduce
             them once a step). 3: also the parameters between uses. With 1 to 3, parameters are `DTensor`s over "dp", as
             `fully_shard` makes them.
+        dtype: the dtype of the parameters, of a model that is read from a folder; None means the checkpoint's.
+            torch.float32 beside `compute_dtype=torch.bfloat16` keeps masters in float32.
         compute_dtype: the dtype that forward and backward compute in, such as torch.bfloat16. Parameters, gradients,
             and the sums of gradients over microbatches and replicas stay in the model's own dtype.
         loss_scaler: for float16, a `torch.amp.GradScaler` or a
@@ -102,15 +108,26 @@ def distribute(
 
     def run() -> Trainer:
         # What one process can check alone comes first: `_mesh` connects the processes.
-        expect_ordinary(model, "distribute the original model once")
+        opened = _expect_model(model, dtype)
         expect_training(training, pp, dp, tp)
         sizes = {"pp": pp, "dp": dp, **({"cp": cp} if cp > 1 else {}), "tp": tp}
         expect_arguments(distribute, timeout=timeout, loss_scaler=loss_scaler)
         expect_timeout(timeout)
-        return watched(Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
+        return watched(Trainer(opened, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
-    cp_text = f", cp={cp}" * (cp != 1)
-    return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp}{cp_text})", run)
+    cp_text, name = f", cp={cp}" * (cp != 1), type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    return within(f"distribute({name}, tp={tp}, pp={pp}, dp={dp}{cp_text})", run)
+
+
+def _expect_model(model: Any, dtype: torch.dtype | None) -> nn.Module | OpensModel:
+    """Returns the model, or the function that opens a folder; raises Error if the model cannot be trained."""
+    if isinstance(model, str | os.PathLike):
+        return library().folder_opener(os.fspath(model), dtype)
+    expect_ordinary(model, "distribute the original model once")
+    if dtype is not None:
+        raise Error("dtype is for a model that is read from a folder", fix="model.to(dtype), before distribute")
+    ordinary: nn.Module = model
+    return ordinary
 
 
 def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:

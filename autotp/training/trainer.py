@@ -103,6 +103,10 @@ from autotp.training.step_facts import LateFacts, StepFacts, finite_tensors, rai
 from autotp.training.trainer_module import InGraphs, as_module_of
 
 T = TypeVar("T")
+ReadsParts = Callable[[Mapping[str, Layout], Mesh, Collection[str]], Mapping[str, Tensor]]
+"""(layouts, tensor-parallel mesh, names of what this rank holds) -> its parts of what files have."""
+OpensModel = Callable[[Mesh], tuple[nn.Module, ReadsParts]]
+"""mesh of all ranks -> a model on meta, and the function that reads its parameters."""
 SAME_ROWS = (
     "all {} replicas were given the same rows, and each learns from them: give each its part, as `autotp.Sampler` does"
 )
@@ -220,7 +224,7 @@ class Trainer(InGraphs, HasHoldings):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | OpensModel,
         mesh: DeviceMesh,
         training: Training,
         example_inputs: Any,
@@ -238,6 +242,7 @@ class Trainer(InGraphs, HasHoldings):
         # For errors, which name ranks by their places: `everyone` has numbers only.
         self._ranks = with_rank_names(self.everyone, mesh)
         self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
+        model, read_folder = (model, None) if isinstance(model, nn.Module) else model(self.everyone)
         self._signature = signature_of(model)
         self.model_settings = model_settings(model)  # Before forward runs: it may set attributes.
         self.__dict__["skeleton"] = skeleton_of(
@@ -269,7 +274,7 @@ class Trainer(InGraphs, HasHoldings):
         stages = self._cut(analysis, lowered)
         # What cannot be is known before we take over.
         self._engine(analysis, {i: nn.Identity() for i in self._my_stages})
-        self._hold(model, analysis, stages)
+        self._hold(model, analysis, stages, read_folder)
         self._original = OriginalModel(model)
         self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
         self._groups = groups_of(self._ranks.rank, mesh, self._holders.values())
@@ -365,6 +370,11 @@ class Trainer(InGraphs, HasHoldings):
         )  # fmt: skip
 
     @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype that forward and backward compute in; None: that of the parameters."""
+        return self._training.compute_dtype
+
+    @property
     def _my_stages(self) -> list[int]:
         return self._stages_of(self.mesh["pp"].get_local_rank())
 
@@ -393,7 +403,9 @@ class Trainer(InGraphs, HasHoldings):
     def _cut(self, analysis: Program, lowered: fx.Graph) -> list[Stage]:
         return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
 
-    def _hold(self, model: nn.Module, analysis: Program, every: Sequence[Stage]) -> None:
+    def _hold(
+        self, model: nn.Module, analysis: Program, every: Sequence[Stage], read_folder: ReadsParts | None
+    ) -> None:
         """Registers this rank's parts of the tensors that its stages read; a block becomes an `Owner`."""
         names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._my_stages]
         read = {name for stage in stages for name in placeholders(stage.graph)}
@@ -404,7 +416,9 @@ class Trainer(InGraphs, HasHoldings):
         parameters = {name for name, _ in model.named_parameters()}
         for name in (name for stage in stages for name in stage.blocks):
             module_at(self, name, Owner)
-        for name, tensor in shard_parameters(model, self.layouts, self.place.rank, self.everyone, names=needed).items():
+        of_files = read_folder(self.layouts, self.place, needed) if read_folder is not None else {}
+        parts = shard_parameters(model, self.layouts, self.place.rank, self.everyone, of_files, needed)
+        for name, tensor in parts.items():
             path, _, key = name.rpartition(".")
             module = module_at(self, path)
             if name in parameters:

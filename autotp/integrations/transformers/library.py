@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -63,6 +64,14 @@ class Transformers(ModelLibrary):
     def cut_along(self, style: str) -> str | int | None:
         """Returns what a style of a `tp_plan` cuts."""
         return STYLES.get(style, super().cut_along(style))
+
+    def folder_opener(self, path: str, dtype: Any) -> Callable[[Any], tuple[Any, Callable[..., Any]]]:
+        """Opens a folder as `from_pretrained` does."""
+        from autotp.integrations.transformers.files.configuration import ModelArguments
+        from autotp.integrations.transformers.pretrained import open_folder
+
+        arguments = ModelArguments(dtype, None, {}, "error", "error")
+        return lambda mesh: open_folder(Path(path), arguments, mesh)
 
     def draws_from_numpy(self, operator: str) -> bool:
         """True for the masks of SpecAugment."""

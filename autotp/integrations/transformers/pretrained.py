@@ -8,6 +8,7 @@ Saving applies the inverse conversions.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import socket
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from autotp.arguments import expect_arguments
-from autotp.distributed.agreement import Fact, agree, on_first_replica
+from autotp.distributed.agreement import Fact, agree, gather_texts, on_first_replica
 from autotp.distributed.mesh import Mesh, gather_ints, make_mesh
 from autotp.errors import Error, within
 from autotp.integrations.transformers.files.checksum_file import (
@@ -47,17 +48,20 @@ from autotp.integrations.transformers.files.configuration import (
 )
 from autotp.integrations.transformers.files.lazy_tensor import Lazy, source_text
 from autotp.integrations.transformers.files.safetensors_files import Stored, stored_tensors
-from autotp.integrations.transformers.files.tensor_sources import Source, read_whole
+from autotp.integrations.transformers.files.tensor_sources import Cast, Source, read_whole
 from autotp.integrations.transformers.files.weights import parse_size, read_parts, write_checkpoint
-from autotp.integrations.transformers.files.whole_tensors import GatheredTensor
+from autotp.integrations.transformers.files.whole_tensors import GatheredTensor, HeldTensor
 from autotp.integrations.transformers.processor_files import copy_beside
 from autotp.options import CheckInputs, Cut, Experts, Options, Outputs, Overlap, Recompute
 from autotp.runtime.build import build
-from autotp.runtime.holdings import parallel_of
+from autotp.runtime.holdings import holdings_of, parallel_of
 from autotp.runtime.module import ParallelModule
 from autotp.sharding.layout import Layout
+from autotp.training.trainer import Trainer
 
 T = TypeVar("T")
+ReadFolder = Callable[[Mapping[str, Layout], Mesh, Collection[str] | None], dict[str, Tensor]]
+"""(layouts, tensor-parallel mesh, the names that this rank holds; None means all) -> this rank's parts."""
 SETTINGS = ("config.json", "generation_config.json")
 OTHER_SETTINGS = (
     "in {}, {} is not what `save_pretrained` wrote: it was edited, or it is damaged. "
@@ -133,41 +137,31 @@ def from_pretrained(
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout, cp)
         agree(place, lambda: expect_arguments(from_pretrained, **arguments))
-        # Compared after reading, to see whether the files were replaced meanwhile.
-        before = folder_fingerprint(Path(path))
-        ranks = _same_files(before[1], place)
-        agree(place, lambda: expect_unchanged(Path(path), ranks.index(place.everyone.rank), len(ranks)))
-        same_files = Fact("files", before[0], "sees another checkpoint", "the same files on all ranks")
-
-        def load() -> tuple[nn.Module, dict[str, Source]]:
-            return _split_sources(_load(Path(path), model_arguments))
-
-        model, sources = agree(place, load, lambda loaded: [same_files])
-        if changed := agree(place, lambda: changed_settings(Path(path), SETTINGS)):
-            warnings.warn(OTHER_SETTINGS.format(path, _listed(changed)), stacklevel=4)
-
-        def read_all(layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-            return agree(
-                place, lambda: _unless_replaced(Path(path), before, lambda: read_parts(sources, layouts, place))
-            )
-
-        return build(model, place, example_inputs, settings, strict, read_all)
+        model, read = open_folder(Path(path), model_arguments, place)
+        return build(model, place, example_inputs, settings, strict, lambda layouts: read(layouts, place, None))
 
     return within(f"from_pretrained({path}{size})", run)
 
 
-def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
-    """Writes a parallel model of transformers into the folder `path`, for transformers' own `from_pretrained(path)`.
+def save_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes a model of transformers into the folder `path`, for transformers' own `from_pretrained(path)` and vLLM.
 
     config.json and generation_config.json are the model's; a tokenizer's files are copied from the folder that the
-    model was read from. The first rank writes, block by block: no rank holds more than its shards and 64 MB. A save
-    that fails leaves the folder as it was. Files that do not belong to a checkpoint stay. Call it on every rank; with
-    replicas of a mesh of your own, on every rank of one replica.
+    model was read from. The first rank writes. Of a parallel model no rank holds more than its shards and 64 MB; of a
+    trainer, its shards and one whole tensor. A save that fails leaves the folder as it was. Files that do not belong to
+    a checkpoint stay. Call it on every rank; with replicas of a mesh of your own, on every rank of one replica.
 
     Args:
-        model: what `from_pretrained` or `parallelize` returned.
+        model: what `from_pretrained`, `parallelize` or `distribute` returned.
         path: the folder; it is made if it does not exist.
         max_shard_size: bytes of tensors in one file, or a text such as "500MB".
+        dtype: the dtype of what is written; None means the parameters' own, or the `compute_dtype` of a trainer.
 
     Raises:
         Error: on every rank: the model is not a parallel model of transformers, or the file system fails.
@@ -180,11 +174,16 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
         >>> type(transformers.AutoModelForCausalLM.from_pretrained("out")).__name__
         'GPT2LMHeadModel'
     """
+    if isinstance(model, Trainer):
+        name = type(model.skeleton).__name__
+        return within(
+            f"save_pretrained({name}, {path})", lambda: _save_trained(model, Path(path), max_shard_size, dtype)
+        )
     parallel = parallel_of(model, "save_pretrained")
 
     def run() -> None:
         mesh = parallel.mesh.alone()
-        agree(mesh, lambda: expect_arguments(save_pretrained, path=path))
+        agree(mesh, lambda: expect_arguments(save_pretrained, path=path, dtype=dtype))
         folder = Path(path)
         if getattr(parallel, "_hf_peft_config_loaded", False):
             raise Error(
@@ -192,13 +191,44 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
                 fix="autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does",
             )
         largest = agree(mesh, lambda: parse_size(max_shard_size))
-        tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
-        write_checkpoint(folder, tensors, mesh, largest, lambda target: _write_beside(target, parallel), SETTINGS)
+        tensors = _cast({name: lazy.source for name, lazy in _as_saved(parallel, gathered).items()}, dtype)
+        dtype_of_config = dtype or next(p.dtype for p in parallel.parameters() if p.is_floating_point())
+        write_checkpoint(
+            folder, tensors, mesh, largest, lambda target: _write_beside(target, parallel, dtype_of_config), SETTINGS
+        )
+
+    def gathered(name: str, tensor: Tensor) -> Source:
+        # A buffer has no layout: each rank has the whole.
+        return GatheredTensor(tensor, parallel.layout_of(name) or Layout(tuple(tensor.shape)), parallel.mesh)
 
     within(f"save_pretrained({type(parallel).__name__}, {path})", lambda: on_first_replica(parallel.mesh, run))
 
 
 # ---- loading
+
+
+def open_folder(folder: Path, arguments: ModelArguments, mesh: Mesh) -> tuple[nn.Module, ReadFolder]:
+    """Returns the model of a folder on meta, and the function that reads a rank's parts. All ranks of `mesh` call it.
+
+    Raises:
+        Error: on every rank: the folder has no checkpoint that fits a model.
+    """
+    # Compared after reading, to see whether the files were replaced meanwhile.
+    before = folder_fingerprint(folder)
+    ranks = _same_files(before[1], mesh)
+    agree(mesh, lambda: expect_unchanged(folder, ranks.index(mesh.everyone.rank), len(ranks)))
+    same_files = Fact("files", before[0], "sees another checkpoint", "the same files on all ranks")
+    model, sources = agree(mesh, lambda: lazy_model(folder, arguments), lambda loaded: [same_files])
+    if changed := agree(mesh, lambda: changed_settings(folder, SETTINGS)):
+        warnings.warn(OTHER_SETTINGS.format(folder, _listed(changed)), stacklevel=5)
+
+    def read(layouts: Mapping[str, Layout], place: Mesh, names: Collection[str] | None) -> dict[str, Tensor]:
+        kept = {name: source for name, source in sources.items() if names is None or name in names}
+        parts = agree(mesh, lambda: _unless_replaced(folder, before, lambda: read_parts(kept, layouts, place)))
+        # A rank of a pipeline does not read what other stages hold.
+        return {name: parts.get(name, torch.empty(0, device="meta")) for name in sources}
+
+    return model, read
 
 
 def _same_files(identities: Sequence[Any], mesh: Mesh) -> list[int]:
@@ -371,8 +401,41 @@ def _listed(names: Iterable[str]) -> str:
 # ---- saving
 
 
-def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
-    """Returns the model's whole tensors, lazy, with the names and shapes that files have; each tied tensor once."""
+def _save_trained(trainer: Trainer, folder: Path, max_shard_size: int | str, dtype: torch.dtype | None) -> None:
+    """Writes the model of a trainer, of whose tensors each rank may hold only those of its stages."""
+    parts, everyone = holdings_of(trainer, "save_pretrained"), trainer.everyone
+    agree(everyone, lambda: expect_arguments(save_pretrained, path=folder, dtype=dtype))
+    largest = agree(everyone, lambda: parse_size(max_shard_size))
+    own = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parts.held.items()}
+    dtypes = {name: getattr(torch, text) for texts in gather_texts(json.dumps(own), everyone)
+              for name, text in json.loads(texts).items()}  # fmt: skip
+
+    def held(name: str, tensor: Tensor) -> Source:
+        first = parts.saved[name]
+        return HeldTensor(parts, first, dtypes[first])
+
+    model: Any = trainer.skeleton
+    tensors = agree(everyone, lambda: {name: lazy.source for name, lazy in _as_saved(model, held).items()})
+    dtype = dtype or trainer.compute_dtype
+    dtype_of_config = dtype or next(d for d in dtypes.values() if d.is_floating_point)
+    write_checkpoint(
+        folder, _cast(tensors, dtype), everyone, largest, lambda target: _write_beside(target, model, dtype_of_config),
+        SETTINGS,
+    )  # fmt: skip
+
+
+def _cast(tensors: Mapping[str, Source], dtype: torch.dtype | None) -> Mapping[str, Source]:
+    if dtype is None:
+        return tensors
+    return {name: Cast(source, dtype) if source.dtype.is_floating_point else source for name, source in tensors.items()}
+
+
+def _as_saved(parallel: Any, source_of: Callable[[str, Tensor], Source]) -> dict[str, Lazy]:
+    """Returns the model's whole tensors, lazy, with the names and shapes that files have; each tied tensor once.
+
+    Args:
+        source_of: (name, tensor of the model) -> where the whole tensor comes from.
+    """
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -386,24 +449,17 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
         state = parallel.state_dict(keep_vars=True)
         names = remove_tied_weights_from_state_dict(dict(state), parallel)
         left_out = set(parallel._keys_to_ignore_on_save or ())
-        # A buffer has no layout: each rank has the whole.
-        whole = {
-            name: Lazy(
-                GatheredTensor(state[name], parallel.layout_of(name) or Layout(tuple(state[name].shape)), parallel.mesh)
-            )
-            for name in names
-            if name not in left_out
-        }
+        whole = {name: Lazy(source_of(name, state[name])) for name in names if name not in left_out}
         return revert_weight_conversion(parallel, whole)  # type: ignore[arg-type]
 
 
-def _write_beside(folder: Path, parallel: ParallelModule) -> None:
+def _write_beside(folder: Path, parallel: nn.Module, dtype: torch.dtype) -> None:
     """Writes the configurations, and copies the tokenizer's files from the folder that the model was read from."""
     model: Any = parallel
     config = copy.deepcopy(model.config)
     # The class of the original: `class_of` finds it by this name.
     config.architectures = [type(model).__name__]
-    config.dtype = next(p.dtype for p in parallel.parameters() if p.is_floating_point())
+    config.dtype = dtype
     with _error_if_unwritable("config"):
         config.save_pretrained(folder)
     if model.can_generate():

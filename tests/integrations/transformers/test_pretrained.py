@@ -59,6 +59,57 @@ def from_another_working_directory(rank: int, n: int) -> None:
     assert (root / "b" / "tokenizer.json").read_text() == "{}"
 
 
+@checks.on(4)
+def training_from_a_folder_and_back(rank: int, n: int) -> None:
+    """`distribute` reads a folder, each rank the parts of its stages, and `save_pretrained` writes what it has trained.
+
+    Llama has a head of its own; GPT-2's is tied to the embedding, over the ends of the pipeline; Mixtral's experts have
+    other names in files.
+    """
+    root = shared(rank)
+    for name in ("llama", "gpt2", "mixtral"):
+        model, inputs, _ = family(name)
+        first, second = root / name / "a", root / name / "b"
+        saved(model, first, rank)
+        (first / "tokenizer.json").write_text("{}")
+        one = type(model).from_pretrained(first, dtype=torch.float64)
+        tokens = inputs["input_ids"]
+        batch = {"input_ids": torch.cat([tokens, tokens]), "labels": torch.cat([tokens, tokens])}
+        example = {key: value[: len(tokens)] for key, value in batch.items()}
+        trainer = autotp.distribute(str(first), tp=2, pp=2, microbatches=2, dtype=torch.float64, example_inputs=example)
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (one, trainer)]
+        for _ in range(2):
+            one_loss, loss = one(**batch).loss, trainer.step(**batch)
+            one_loss.backward()
+            torch.testing.assert_close(loss, one_loss.detach(), rtol=1e-9, atol=1e-9)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        autotp.save_pretrained(trainer, second, max_shard_size="60KB")
+        assert (second / "tokenizer.json").is_file()
+        of_one = files_of(saved(one, root / name / "of_one", rank, max_shard_size="60KB"))
+        found = files_of(second)
+        assert {key: tensor.shape for key, tensor in found.items()} == {key: t.shape for key, t in of_one.items()}
+        again = type(model).from_pretrained(second, dtype=torch.float64)
+        for (key, a), b in zip(one.state_dict().items(), again.state_dict().values(), strict=True):
+            torch.testing.assert_close(
+                b, a, rtol=1e-9, atol=1e-9, msg=lambda text, key=f"{name} {key}": f"{key}: {text}"
+            )
+        autotp.save_pretrained(trainer, root / name / "half", dtype=torch.bfloat16)
+        config = json.loads((root / name / "half" / "config.json").read_text())
+        half = transformers.AutoModelForCausalLM.from_pretrained(root / name / "half")
+        assert config["dtype"] == "bfloat16" and half.dtype == torch.bfloat16
+
+
+@checks.on(2)
+def what_is_no_folder_of_a_model(rank: int, n: int) -> None:
+    nothing = shared(rank) / "nothing"
+    text = message(lambda: autotp.distribute(nothing, tp=2))
+    assert text.startswith(f"distribute({nothing}, tp=2, pp=1, dp=1): ") and "nothing" in text
+    text = message(lambda: autotp.distribute(family("gpt2")[0], tp=2, dtype=torch.half))
+    assert "dtype is for a model that is read from a folder" in text
+
+
 @checks.on(3, rare=True)
 def others_there_and_back(rank: int, n: int) -> None:
     expect_there_and_back(rank, n, list(LAYOUTS))

@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autotp.checkpoint.files.staging import on_host
+from autotp.checkpoint.state_dict import gather_like
 from autotp.distributed.mesh import Mesh, group_of
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of
 from autotp.integrations.transformers.files.tensor_sources import Box, Shape, blocks_of_box
+from autotp.runtime.holdings import Holdings
 from autotp.sharding.layout import Layout, Range
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A whole tensor of a training, of which some ranks hold parts and others nothing. All ranks read it in one order.
+
+    Attributes:
+        parts: what this rank holds.
+        name: the tensor's first name.
+    """
+
+    parts: Holdings
+    name: str
+    dtype: torch.dtype
+    _gathered: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def shape(self) -> Shape:
+        return self.parts.shapes[self.name]
+
+    def read(self, box: Box) -> Tensor:
+        """Returns the elements in `box` on the first rank's CPU; on the others a tensor of this shape on meta."""
+        if not self._gathered:
+            self._gathered.append(gather_like(self.parts, self.name, self.parts.held.get(self.name)))
+        whole = self._gathered[0]
+        elements = torch.empty([b - a for a, b in box], dtype=self.dtype, device="meta")
+        if whole is not None and self.parts.everyone.rank == 0:
+            elements = whole[tuple(slice(a, b) for a, b in box)].clone()
+        if all(stop == n for (_, stop), n in zip(box, self.shape, strict=True)):
+            self._gathered.clear()  # The last block was read: no more than one whole tensor is in memory.
+        return elements
 
 
 @dataclass(frozen=True, eq=False)
