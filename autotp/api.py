@@ -162,6 +162,7 @@ def explain(
 
     def run() -> Plan:
         expect_usable("explain", model, tp, options)
+        expect_arguments(explain, expect=expect)
         args, kwargs = find_inputs(model, example_inputs)
         # Autocast of the device on which `parallelize` would capture.
         call = CallState(autocast=ambient(torch.device(own_kind())))

@@ -50,7 +50,7 @@ class UserCut:
         return f"cut={{{self.pattern!r}: {self.along!r}}}"
 
 
-def cut_along(along: Any) -> str | int | None:
+def named_axis(along: Any) -> str | int | None:
     """Returns the axis that a user's word names; "" if it is about communication alone, and None if it is no such word.
 
     A style in a plan of a library, such as "colwise_gather_output", is a word, too.
@@ -65,7 +65,7 @@ def _expect_cut(cut: Any) -> None:
     if not isinstance(cut, tuple) or not all(isinstance(choice.pattern, str) for choice in cut):
         raise Error(f"cut is {str(cut)[:80]!r}", expected='a dict such as {"lm_head": "whole", "*.mlp": "width"}')
     for choice in cut:
-        if cut_along(choice.along) is None:
+        if named_axis(choice.along) is None:
             raise Error(str(choice), expected=f"{', '.join(map(repr, CUT_ALONG))}, or a dimension")
 
 

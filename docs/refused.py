@@ -27,7 +27,8 @@ SECTIONS = {
         "autotp/runtime/graph_digest.py",
     ),
     "Inputs and arguments": (
-        "passes/capture/example_inputs.py", "passes/plan/choose.py", "autotp/compiler.py:_match",
+        "passes/capture/example_inputs.py", "passes/plan/choose.py", "passes/plan/user_cuts.py",
+        "autotp/compiler.py:_match",
         "autotp/arguments.py", "autotp/options.py", "autotp/experimental", "passes/emit/recompute.py",
         "passes/capture/pytree.py", "passes/capture/capture.py",
     ),

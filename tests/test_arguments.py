@@ -53,6 +53,7 @@ def right(folder: Path) -> dict[str, dict[str, Any]]:
         "Sampler": {"size": 4, "batch_size": 2, "trainer": trainer},
         "rule": {"op": torch.ops.aten.kron, "factors": "a b, c d -> (a c) (b d)"},
         "gather": {"output": X},
+        "is_first_rank": {},
         "estimate": {"model": Regression(), "gpu": "h100-80gb", "batch": 2, "example_inputs": X},
         "calibrate": {"gpu": "cpu-gloo", "seconds": 1.0},
         "save_page": {"found": estimate, "path": folder / "page.html"},

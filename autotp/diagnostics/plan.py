@@ -219,6 +219,9 @@ class Plan(Shown):
             budget: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" -> the most of them in a block's forward;
                 with "backward_" before the name, in its backward. What is not named is not limited.
 
+        Raises:
+            Error: a block sends more, or a name is none of these.
+
         Example:
             >>> model = nn.Sequential(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)))
             >>> autotp.explain(model, 2, example_inputs=torch.ones(2, 4)).expect({"all_reduce": 1, "all_gather": 0})

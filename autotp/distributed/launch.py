@@ -64,9 +64,15 @@ def is_first_rank() -> bool:
     It reads the variables of torchrun, srun and mpirun until there is a process group, so that a script may ask before
     its model is parallel.
 
+    No call of a model or of a cut parameter may stand under it: these need every rank.
+
+    Raises:
+        ValueError: a variable of the launcher is no number.
+
     Example:
-        if autotp.is_first_rank():
-            print(f"loss {loss.item():.3f}")  # no call of the model or of a parameter here: those need every rank
+        >>> if autotp.is_first_rank():
+        ...     print("one line, whatever the number of processes")
+        one line, whatever the number of processes
     """
     if dist.is_initialized():
         return dist.get_rank() == 0

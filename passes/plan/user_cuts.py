@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from autotp.errors import Error
-from autotp.options import COLUMNS, HEADS, ROWS, WHOLE, UserCut, cut_along
+from autotp.options import COLUMNS, HEADS, ROWS, WHOLE, UserCut, named_axis
 from autotp.passes.plan.candidate import Candidate, readers, root
 from autotp.passes.plan.infer_axes import Axes
 from autotp.rules.call import operator_name
@@ -40,7 +40,7 @@ def resolved(cuts: Sequence[UserCut], names: Mapping[str, str]) -> tuple[UserCut
         Error: a pattern fits no parameter.
     """
     choice: dict[str, int] = {}
-    cuts = [replace(cut, along=along) for cut in cuts if (along := cut_along(cut.along)) not in ("", None)]
+    cuts = [replace(cut, along=along) for cut in cuts if (along := named_axis(cut.along)) not in ("", None)]
     for i, cut in enumerate(cuts):
         fitting = [first for name, first in names.items() if _fits(cut.pattern, name)]
         if not fitting and cut.along not in (COLUMNS, ROWS):

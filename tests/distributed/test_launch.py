@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launchers import JOB, NAMES, of_hydra, of_open_mpi, of_srun, put
-from ranks import HERE, ROOT, run_ranks
+from ranks import HERE, JOB, NAMES, ROOT, of_hydra, of_open_mpi, of_srun, put, run_ranks
 
 import autotp
 from autotp.distributed.launch import TORCHRUN, Launch, is_first_rank, launch, ranks_on_one_card, store_of

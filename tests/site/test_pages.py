@@ -38,8 +38,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import as_on_gpus
-from launchers import LAUNCHERS, put
-from ranks import run_ranks
+from ranks import LAUNCHERS, put, run_ranks
 
 import autotp
 
