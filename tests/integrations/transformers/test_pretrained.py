@@ -70,18 +70,31 @@ def training_from_a_folder_and_back(rank: int, n: int) -> None:
     for name in ("llama", "gpt2", "mixtral"):
         model, inputs, _ = family(name)
         first, second = root / name / "a", root / name / "b"
+        dtype = torch.float32 if name == "mixtral" else torch.float64  # torch has no grouped product in float64.
+        # A trainer draws masks of its own, and refuses a loss of the router, which is of the whole batch.
+        model.config.update(
+            {key: 0.0 for key in vars(model.config) if "pdrop" in key} | {"output_router_logits": False}
+        )
         saved(model, first, rank)
         (first / "tokenizer.json").write_text("{}")
-        one = type(model).from_pretrained(first, dtype=torch.float64)
+        one = type(model).from_pretrained(first, dtype=dtype)
         tokens = inputs["input_ids"]
         batch = {"input_ids": torch.cat([tokens, tokens]), "labels": torch.cat([tokens, tokens])}
         example = {key: value[: len(tokens)] for key, value in batch.items()}
-        trainer = autotp.distribute(str(first), tp=2, pp=2, microbatches=2, dtype=torch.float64, example_inputs=example)
+        trainer = autotp.distribute(str(first), tp=2, pp=2, microbatches=2, dtype=dtype, example_inputs=example)
         optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (one, trainer)]
         for _ in range(2):
             one_loss, loss = one(**batch).loss, trainer.step(**batch)
             one_loss.backward()
-            torch.testing.assert_close(loss, one_loss.detach(), rtol=1e-9, atol=1e-9)
+            # transformers computes a loss in float32, whatever the dtype of the model is.
+            torch.testing.assert_close(
+                loss,
+                one_loss.detach(),
+                rtol=1e-5,
+                atol=0,
+                check_dtype=False,
+                msg=lambda text, key=name: f"{key}: {text}",
+            )
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -90,10 +103,10 @@ def training_from_a_folder_and_back(rank: int, n: int) -> None:
         of_one = files_of(saved(one, root / name / "of_one", rank, max_shard_size="60KB"))
         found = files_of(second)
         assert {key: tensor.shape for key, tensor in found.items()} == {key: t.shape for key, t in of_one.items()}
-        again = type(model).from_pretrained(second, dtype=torch.float64)
+        again = type(model).from_pretrained(second, dtype=dtype)
         for (key, a), b in zip(one.state_dict().items(), again.state_dict().values(), strict=True):
             torch.testing.assert_close(
-                b, a, rtol=1e-9, atol=1e-9, msg=lambda text, key=f"{name} {key}": f"{key}: {text}"
+                b, a, rtol=1e-5, atol=1e-6, msg=lambda text, key=f"{name} {key}": f"{key}: {text}"
             )
         autotp.save_pretrained(trainer, root / name / "half", dtype=torch.bfloat16)
         config = json.loads((root / name / "half" / "config.json").read_text())
