@@ -62,7 +62,9 @@ def named_axis(along: Any) -> str | int | None:
 
 def _expect_cut(cut: Any) -> None:
     """Raises Error unless `cut` names axes by patterns."""
-    if not isinstance(cut, tuple) or not all(isinstance(choice.pattern, str) for choice in cut):
+    if not isinstance(cut, tuple) or not all(
+        isinstance(choice, UserCut) and isinstance(choice.pattern, str) for choice in cut
+    ):
         raise Error(f"cut is {str(cut)[:80]!r}", expected='a dict such as {"lm_head": "whole", "*.mlp": "width"}')
     for choice in cut:
         if named_axis(choice.along) is None:

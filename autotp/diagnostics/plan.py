@@ -252,11 +252,13 @@ class Plan(Shown):
         for name in along:
             alike.setdefault(LAYER.sub("*", name), []).append(name)
         # One entry for layers that are cut alike; a weight of a layer that is not has its own.
-        return {
+        entries = {
             key: along[key if key in along else names[0]]
             for pattern, names in alike.items()
             for key in ([pattern] if len({along[name] for name in names}) == 1 else names)
         }
+        # The last key that fits counts, and a short one fits within longer names: the most exact ones come last.
+        return dict(sorted(entries.items(), key=lambda entry: (entry[0].count("."), -entry[0].count("*"))))
 
     def sheet(self) -> Sheet:
         """Returns the tables of what is cut and what stays whole, and the totals."""

@@ -525,7 +525,7 @@ def training_of(
     return Training(
         outputs="local", sequence_parallel=settings.sequence_parallel, recompute=settings.recompute, summed=True,
         without=settings.without, microbatches=microbatches, schedule=schedule, zero=zero, cp=settings.cp,
-        interleave=interleave, overlap=settings.overlap,
+        interleave=interleave, overlap=settings.overlap, cut=settings.cut,
     )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Features that may change and that the kernel does not need. Each plugs into its tables; nobody imports it."""
+"""Features that may change and that the kernel does not need: each plugs into its tables."""

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from autotp.errors import Error
-from autotp.options import COLUMNS, HEADS, ROWS, WHOLE, UserCut, named_axis
+from autotp.options import COLUMNS, CUT_ALONG, HEADS, ROWS, WHOLE, UserCut, named_axis
 from autotp.passes.plan.candidate import Candidate, readers, root
 from autotp.passes.plan.infer_axes import Axes
 from autotp.rules.call import operator_name
@@ -40,10 +40,13 @@ def resolved(cuts: Sequence[UserCut], names: Mapping[str, str]) -> tuple[UserCut
         Error: a pattern fits no parameter.
     """
     choice: dict[str, int] = {}
-    cuts = [replace(cut, along=along) for cut in cuts if (along := named_axis(cut.along)) not in ("", None)]
+    cuts = [cut for cut in cuts if named_axis(cut.along) not in ("", None)]
+    ours = {*CUT_ALONG} - {COLUMNS, ROWS}  # Plans of libraries have these two words, and words of their own.
+    of_libraries = [cut.along not in ours and not isinstance(cut.along, int) for cut in cuts]
+    cuts = [replace(cut, along=along) for cut in cuts if (along := named_axis(cut.along)) is not None]
     for i, cut in enumerate(cuts):
         fitting = [first for name, first in names.items() if _fits(cut.pattern, name)]
-        if not fitting and cut.along not in (COLUMNS, ROWS):
+        if not fitting and not of_libraries[i]:
             raise _unknown(cut, names)
         if not fitting:
             warnings.warn(str(_unknown(cut, names)), stacklevel=2)
@@ -67,8 +70,8 @@ def _unknown(cut: UserCut, names: Iterable[str]) -> Error:
     parts = {".".join(parts[i:j]) for parts in spelled for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
     close = get_close_matches(cut.pattern, sorted(parts - {"*"}), n=3, cutoff=0.5)
     return Error(
-        f"{cut}: no module and no parameter has this name",
-        fix=f"cut={{{close[0]!r}: {cut.along!r}}}" if close else "a name of model.named_modules()",
+        f"{cut}: no parameter has this name, or is in a module of this name",
+        fix=f"cut={{{close[0]!r}: {cut.along!r}}}" if close else "a name of model.named_parameters(), or a part of one",
         **({"alternative": ", ".join(map(repr, close[1:]))} if close[1:] else {}),
     )
 

@@ -54,7 +54,7 @@ from autotp.integrations.transformers.files.whole_tensors import GatheredTensor,
 from autotp.integrations.transformers.processor_files import copy_beside
 from autotp.options import CheckInputs, Cut, Experts, Options, Outputs, Overlap, Recompute
 from autotp.runtime.build import build
-from autotp.runtime.holdings import holdings_of, parallel_of
+from autotp.runtime.holdings import expect_nothing_beside, holdings_of, parallel_of
 from autotp.runtime.module import ParallelModule
 from autotp.sharding.layout import Layout
 from autotp.training.trainer import Trainer
@@ -176,20 +176,13 @@ def save_pretrained(
     """
     if isinstance(model, Trainer):
         name = type(model.skeleton).__name__
-        return within(
-            f"save_pretrained({name}, {path})", lambda: _save_trained(model, Path(path), max_shard_size, dtype)
-        )
+        return within(f"save_pretrained({name}, {path})", lambda: _save_trained(model, path, max_shard_size, dtype))
     parallel = parallel_of(model, "save_pretrained")
 
     def run() -> None:
         mesh = parallel.mesh.alone()
         agree(mesh, lambda: expect_arguments(save_pretrained, path=path, dtype=dtype))
         folder = Path(path)
-        if getattr(parallel, "_hf_peft_config_loaded", False):
-            raise Error(
-                "the model has adapters of `add_adapter`, and transformers would save these alone",
-                fix="autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does",
-            )
         largest = agree(mesh, lambda: parse_size(max_shard_size))
         tensors = _cast({name: lazy.source for name, lazy in _as_saved(parallel, gathered).items()}, dtype)
         dtype_of_config = dtype or next(p.dtype for p in parallel.parameters() if p.is_floating_point())
@@ -401,26 +394,37 @@ def _listed(names: Iterable[str]) -> str:
 # ---- saving
 
 
-def _save_trained(trainer: Trainer, folder: Path, max_shard_size: int | str, dtype: torch.dtype | None) -> None:
+def _save_trained(
+    trainer: Trainer, path: str | os.PathLike[str], max_shard_size: int | str, dtype: torch.dtype | None
+) -> None:
     """Writes the model of a trainer, of whose tensors each rank may hold only those of its stages."""
     parts, everyone = holdings_of(trainer, "save_pretrained"), trainer.everyone
-    agree(everyone, lambda: expect_arguments(save_pretrained, path=folder, dtype=dtype))
-    largest = agree(everyone, lambda: parse_size(max_shard_size))
+
+    def first() -> int:
+        expect_arguments(save_pretrained, path=path, dtype=dtype)
+        expect_nothing_beside(parts, "the modules' own names")
+        return parse_size(max_shard_size)
+
+    largest = agree(everyone, first)
     own = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parts.held.items()}
     dtypes = {name: getattr(torch, text) for texts in gather_texts(json.dumps(own), everyone)
               for name, text in json.loads(texts).items()}  # fmt: skip
+    model: Any = trainer.skeleton
+    # Buffers keep their own dtype in a training, so in its files, too: a router's bias, for example.
+    computed = trainer.compute_dtype if dtype is None else None
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def held(name: str, tensor: Tensor) -> Source:
-        first = parts.saved[name]
-        return HeldTensor(parts, first, dtypes[first])
+        first_name = parts.saved[name]
+        source = HeldTensor(parts, first_name, dtypes[first_name])
+        is_cast = computed is not None and name in parameters and source.dtype.is_floating_point
+        return Cast(source, computed) if is_cast and computed is not None else source
 
-    model: Any = trainer.skeleton
     tensors = agree(everyone, lambda: {name: lazy.source for name, lazy in _as_saved(model, held).items()})
-    dtype = dtype or trainer.compute_dtype
-    dtype_of_config = dtype or next(d for d in dtypes.values() if d.is_floating_point)
+    dtype_of_config = dtype or computed or next(d for d in dtypes.values() if d.is_floating_point)
     write_checkpoint(
-        folder, _cast(tensors, dtype), everyone, largest, lambda target: _write_beside(target, model, dtype_of_config),
-        SETTINGS,
+        Path(path), _cast(tensors, dtype), everyone, largest,
+        lambda target: _write_beside(target, model, dtype_of_config), SETTINGS,
     )  # fmt: skip
 
 
@@ -439,6 +443,11 @@ def _as_saved(parallel: Any, source_of: Callable[[str, Tensor], Source]) -> dict
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+    if getattr(parallel, "_hf_peft_config_loaded", False):
+        raise Error(
+            "the model has adapters of `add_adapter`, and transformers would save these alone",
+            fix="autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does",
+        )
     if not isinstance(parallel, transformers_module().PreTrainedModel):
         raise Error(
             f"a {type(parallel).__name__} is no model of transformers",

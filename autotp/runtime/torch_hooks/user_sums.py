@@ -100,7 +100,7 @@ def _compared_sum(run: Callable[[], Any], group: ProcessGroup, tensors: Sequence
 
 
 def _tell(ranks: Sequence[int], user: FrameType) -> None:
-    if not first_time(user.f_code, ("user_sums", user.f_lineno)):
+    if not first_time(user.f_code, ("user_sums", user.f_code.co_filename, user.f_lineno)):
         return
     tell_user(
         f"this sum is over ranks {ranks} of one tensor-parallel model, which have the same tensor: it counts each row "

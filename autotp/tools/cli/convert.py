@@ -73,7 +73,8 @@ def convert(
         complain("warning: the optimizer's state is not written")
     if form == "safetensors" and content.config is None:
         complain("warning: no config.json is written, which transformers needs: --config FOLDER")
-    if form == "safetensors" and target.suffix:
+    # The dot of a name such as llama-3.1-8b begins no suffix.
+    if form == "safetensors" and target.suffix in (".safetensors", *OF_TORCH):
         raise WrongUse(f"TARGET {target} is a folder for safetensors: leave {target.suffix} out, or use --to torch")
 
     def beside(folder: Path) -> None:

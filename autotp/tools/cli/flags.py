@@ -45,8 +45,10 @@ ScheduleName = Enum("ScheduleName", {name: name for name in ENGINES})  # type: i
 PLAIN = ScheduleName("1F1B")
 Interleave = Annotated[int | None, typer.Option("--interleave", min=2, help="Stages of a rank, if interleaved")]
 
+CUT = re.compile(r"[^-=:()][^=:()]*=[-\w]+")
+"""A value of `--cut`; no other flag, and no MODEL with arguments."""
 SEVERAL: dict[str, Callable[[str], bool]] = {
-    "--tp": str.isdigit, "--without": OPTIONAL.__contains__, "--cut": lambda text: "=" in text,
+    "--tp": str.isdigit, "--without": OPTIONAL.__contains__, "--cut": lambda text: CUT.fullmatch(text) is not None,
 }  # fmt: skip
 """Option that takes several values, `--tp 2 3 4` -> whether a text is a value of it."""
 
@@ -135,7 +137,9 @@ def _chosen(values: dict[str, Any]) -> dict[str, Any]:
         rows = [text.partition("=") for text in values["cut"]]
         if wrong := [pattern for pattern, equals, _ in rows if not equals]:
             raise WrongUse(f"--cut {wrong[0]}: write NAME=AXIS, such as lm_head=whole")
-        values["cut"] = {pattern: int(along) if along.lstrip("-").isdigit() else along for pattern, _, along in rows}
+        values["cut"] = {
+            pattern: int(along) if re.fullmatch("-?[0-9]+", along) else along for pattern, _, along in rows
+        }
     return values
 
 

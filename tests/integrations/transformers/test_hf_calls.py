@@ -59,6 +59,8 @@ def test_tp_plan_of_transformers_is_a_choice_of_cuts(name: str) -> None:
     model, example = tiny(name)
     found = autotp.explain(model, 2, example_inputs=example)
     assert autotp.explain(model, 2, example_inputs=example, cut=model._tp_plan).cuts == found.cuts
+    with pytest.warns(UserWarning, match="no parameter has this name"):  # a plan for all sizes of a class
+        autotp.explain(model, 2, example_inputs=example, cut={"no.such.experts": "grouped_gemm"})
     by_hand = autotp.explain(model, 2, example_inputs=example, cut={**model._tp_plan, "o_proj": "whole"})
     assert {row.name for row in by_hand.whole} - {row.name for row in found.whole} == {
         row.name for row in found.cuts if ".o_proj.weight" in row.name

@@ -64,12 +64,12 @@ def test_resolved_takes_each_name_of_a_tied_parameter() -> None:
 
 def test_resolved_proposes_names_that_come_close() -> None:
     text = message(lambda: resolved([UserCut("h.*.atn", "heads")], {name: name for name in NAMES}))
-    assert text.startswith("cut={'h.*.atn': 'heads'}: no module and no parameter has this name")
+    assert text.startswith("cut={'h.*.atn': 'heads'}: no parameter has this name")
     assert "try      cut={'h.*.attn': 'heads'}" in text
 
 
 def test_resolved_warns_of_a_plan_of_a_library_for_other_sizes() -> None:
-    with pytest.warns(UserWarning, match="no module and no parameter has this name"):
+    with pytest.warns(UserWarning, match="no parameter has this name"):
         (choice,) = resolved([UserCut("h.*.mlp.gate", "colwise")], {name: name for name in NAMES})
     assert choice.parameters == ()
 
@@ -117,6 +117,31 @@ def test_plan_cut_gives_the_same_plan_again(cut: dict[str, Any] | None) -> None:
         assert found.cut["h.*.mlp.c_fc.weight"] == "width"  # one entry for all layers
 
 
+class Nested(nn.Module):
+    """A whole `fc` at the top, and blocks whose `fc` is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"fc": nn.Linear(64, 256), "o": nn.Linear(256, 64)}) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [batch 8]"""
+        x = self.fc(x)
+        for block in self.blocks:
+            x = x + block["o"](torch.relu(block["fc"](x)))
+        return x
+
+
+def test_plan_cut_puts_the_most_exact_names_last() -> None:
+    """`fc.weight` fits within `blocks.0.fc.weight`, too."""
+    found = plan(None, Nested(), example_inputs=torch.ones(2, 8))
+    assert "blocks.0.fc.weight" in along(found) and "fc.weight" not in along(found)
+    assert along(plan(found.cut, Nested(), example_inputs=torch.ones(2, 8))) == along(found)
+
+
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
@@ -124,9 +149,10 @@ def test_plan_cut_gives_the_same_plan_again(cut: dict[str, Any] | None) -> None:
         ({"wpe": "vocab"}, ["`wpe.weight` [", "no such axis", "cut={'wpe.weight': 0}"]),
         ({"wte": 7}, ["no such axis", "'vocab'"]),
         ({"wte": "columns"}, ["cut={'wte': 'columns'}", "'whole', or a dimension"]),
-        ({"mpl": "width"}, ["no module and no parameter has this name", "cut={'mlp': 'width'}"]),
+        ({"mpl": "width"}, ["no parameter has this name", "cut={'mlp': 'width'}"]),
         ({1: "width"}, ["cut is", "lm_head"]),
         ("whole", ["cut is 'whole'"]),
+        (("wte", "whole"), ["cut is"]),
     ],
     ids=str,
 )
@@ -182,6 +208,14 @@ def test_stages_of_a_pipeline_are_cut_as_the_user_says() -> None:
     assert chosen == {"h.0.mlp.c_fc.weight": 0, "h.1.mlp.c_fc.weight": None, "wpe.weight": 0}
     inputs, labels = tokens(4)
     assert {round(loss, 10) for loss, _ in results} == {round(gpt(seed=3).double()(inputs, labels).item(), 10)}
+
+
+def test_verify_of_a_training_proves_the_choice() -> None:
+    """A proof of another layout would say nothing."""
+    assert "no parameter has this name" in message(lambda: autotp.verify(gpt(), 2, pp=2, cut={"no_such": "whole"}))
+    report = autotp.verify(gpt(), 2, pp=2, cut={"h.1.mlp": "whole"})
+    assert report.ok, report
+    assert "h.1.mlp.c_fc.weight" in {row.name for row in report.plan.whole}
 
 
 def _differ(rank: int, n: int) -> str:

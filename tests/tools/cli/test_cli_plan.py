@@ -80,6 +80,8 @@ def test_options_reach_the_plan(autotp_command, llama: Path) -> None:
         ("--tp x --tp 2 3", "--tp x --tp 2 --tp 3"),
         ("--without cse overlap m --tp 2", "--without cse --without overlap m --tp 2"),
         ("--layers 2 3", "--layers 2 3"),
+        ("--cut a=whole b.*=-1 --tp=2", "--cut a=whole --cut b.*=-1 --tp=2"),
+        ("--cut a=whole f.py:GPT(n=2)", "--cut a=whole f.py:GPT(n=2)"),
     ],
 )
 def test_spread_repeats_an_option_for_each_value(given: str, expected: str) -> None:
