@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from autotp.errors import Error
-
 
 class ModelLibrary:
     """The answers for models without a library."""
@@ -70,6 +68,8 @@ class ModelLibrary:
         Raises:
             Error: no registered library reads folders.
         """
+        from autotp.errors import Error  # Here: `import autotp` loads this file, and nothing that it can do without.
+
         raise Error(f"{path!r} is no model, and no library that reads folders is registered", fix="a torch.nn.Module")
 
     def is_own_hook(self, hook: Any) -> bool:

@@ -236,9 +236,9 @@ class Plan(Shown):
                 sends.setdefault((block[0], name), []).append(inner or "itself")
         for (block_name, name), modules in sends.items():
             if len(modules) > budget[name]:
-                kind, side = name.removeprefix("backward_"), "backward" if name.startswith("back") else "forward"
+                collective, side = name.removeprefix("backward_"), "backward" if name.startswith("back") else "forward"
                 raise Error(
-                    f"`{block_name}` has {len(modules)} {kind} in {side}: {', '.join(modules)}",
+                    f"`{block_name}` has {len(modules)} {collective} in {side}: {', '.join(modules)}",
                     expected=f"at most {budget[name]}",
                     fix="autotp.explain(...), whose table says what causes each",
                 )
@@ -248,13 +248,13 @@ class Plan(Shown):
         """What is cut along what, as `cut=` of `parallelize` takes it: print it, change an entry, and give it back."""
         along: dict[str, str | int] = {row.name: row.layout.axis or row.layout.dim or 0 for row in self.cuts}
         along |= {row.name: WHOLE for row in self.whole if not row.operator}
-        alike: dict[str, list[str]] = {}
+        names_by_pattern: dict[str, list[str]] = {}
         for name in along:
-            alike.setdefault(LAYER.sub("*", name), []).append(name)
+            names_by_pattern.setdefault(LAYER.sub("*", name), []).append(name)
         # One entry for layers that are cut alike; a weight of a layer that is not has its own.
         entries = {
             key: along[key if key in along else names[0]]
-            for pattern, names in alike.items()
+            for pattern, names in names_by_pattern.items()
             for key in ([pattern] if len({along[name] for name in names}) == 1 else names)
         }
         # The last key that fits counts, and a short one fits within longer names: the most exact ones come last.

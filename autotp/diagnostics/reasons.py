@@ -97,7 +97,7 @@ class Reasons:
         return f"its reader {_text(because)}", because
 
     def _scales_a_norm(self, node: fx.Node, reader: fx.Node) -> bool:
-        """True if a vector scales, or shifts, what a norm makes that is written as a mean and a product of vectors."""
+        """True if a vector scales or shifts the result of a norm that is written out, as a mean and products."""
         axes, (axis, *more) = self.analysis.axes, self.analysis.axes.of(node) or (None,)
         # A cast of the weight, or 1 plus it (Gemma's), is read in its place.
         while reader.all_input_nodes == [node] and len(reader.users) == 1:

@@ -18,6 +18,7 @@ import autotp
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.pytree import flatten
+from autotp.runtime.executable import FlatCall
 from autotp.runtime.module import executable_of
 
 CALLS = 30
@@ -43,7 +44,9 @@ def measure(depth: int) -> str:
         it = executable_of(parallel)
         args, kwargs = it.signature.by_name((tokens,), {})
         leaves, spec = flatten((args, kwargs))
-        assert it._find(it._key(leaves, spec, ambient(it.mesh.device), it.tensors()), [tokens]) is not None
+        called, model_tensors = FlatCall(leaves, spec, [tokens], ambient(it.mesh.device), True), it.tensors()
+        key = it._key(leaves, spec, called.autocast, model_tensors)
+        assert it._find(key, called, model_tensors) is not None
 
     parallel(tokens)
     it = executable_of(parallel)

@@ -59,9 +59,9 @@ def resolved(cuts: Sequence[UserCut], names: Mapping[str, str]) -> tuple[UserCut
 
 def _fits(pattern: str, name: str) -> bool:
     """True if the segments of the pattern stand one after the other in the name."""
-    wanted, segments = pattern.split("."), name.split(".")
-    starts = range(len(segments) - len(wanted) + 1)
-    return any(all(map(fnmatchcase, segments[start:], wanted)) for start in starts)
+    patterns, segments = pattern.split("."), name.split(".")
+    starts = range(len(segments) - len(patterns) + 1)
+    return any(all(map(fnmatchcase, segments[start:], patterns)) for start in starts)
 
 
 def _unknown(cut: UserCut, names: Iterable[str]) -> Error:

@@ -71,11 +71,13 @@ def two_halves(p: Program) -> Program:
         to = Target(AXIS, 2, half, p.options.randomness)
         graphs.append(dce(lower(graph, axes, decision, differentiable, to, separate)))
         check(graphs[-1], graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
-    both = dce(joined_again(merged(graphs)))
+    joined_graph = dce(joined_again(merged(graphs)))
     undivided = tuple((node, "it needs both halves: they wait for each other") for node in cut.whole)
     note = f"{len(cut.decision.cuts)} operators compute in halves, which take turns"
     # The graph of both is a new one, so its axes are inferred again.
-    return decoupled(replace(p, graph=both, undivided=(*p.undivided, *undivided), notes={**p.notes, "overlap": note}))
+    return decoupled(
+        replace(p, graph=joined_graph, undivided=(*p.undivided, *undivided), notes={**p.notes, "overlap": note})
+    )
 
 
 def _cut(p: Program) -> CutSequences | None:

@@ -216,8 +216,8 @@ def open_folder(folder: Path, arguments: ModelArguments, mesh: Mesh) -> tuple[nn
         warnings.warn(OTHER_SETTINGS.format(folder, _listed(changed)), stacklevel=5)
 
     def read(layouts: Mapping[str, Layout], place: Mesh, names: Collection[str] | None) -> dict[str, Tensor]:
-        kept = {name: source for name, source in sources.items() if names is None or name in names}
-        parts = agree(mesh, lambda: _unless_replaced(folder, before, lambda: read_parts(kept, layouts, place)))
+        own_sources = {name: source for name, source in sources.items() if names is None or name in names}
+        parts = agree(mesh, lambda: _unless_replaced(folder, before, lambda: read_parts(own_sources, layouts, place)))
         # A rank of a pipeline does not read what other stages hold.
         return {name: parts.get(name, torch.empty(0, device="meta")) for name in sources}
 
@@ -397,30 +397,30 @@ def _listed(names: Iterable[str]) -> str:
 def _save_trained(
     trainer: Trainer, path: str | os.PathLike[str], max_shard_size: int | str, dtype: torch.dtype | None
 ) -> None:
-    """Writes the model of a trainer, of whose tensors each rank may hold only those of its stages."""
+    """Writes the model of a trainer. A rank of a pipeline holds only the tensors of its stages."""
     parts, everyone = holdings_of(trainer, "save_pretrained"), trainer.everyone
 
-    def first() -> int:
+    def largest_file() -> int:
         expect_arguments(save_pretrained, path=path, dtype=dtype)
         expect_nothing_beside(parts, "the modules' own names")
         return parse_size(max_shard_size)
 
-    largest = agree(everyone, first)
-    own = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parts.held.items()}
-    dtypes = {name: getattr(torch, text) for texts in gather_texts(json.dumps(own), everyone)
+    largest = agree(everyone, largest_file)
+    own_dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in parts.held.items()}
+    dtypes = {name: getattr(torch, text) for texts in gather_texts(json.dumps(own_dtypes), everyone)
               for name, text in json.loads(texts).items()}  # fmt: skip
     model: Any = trainer.skeleton
     # Buffers keep their own dtype in a training, so in its files, too: a router's bias, for example.
     computed = trainer.compute_dtype if dtype is None else None
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
-    def held(name: str, tensor: Tensor) -> Source:
+    def source_of(name: str, tensor: Tensor) -> Source:
         first_name = parts.saved[name]
         source = HeldTensor(parts, first_name, dtypes[first_name])
         is_cast = computed is not None and name in parameters and source.dtype.is_floating_point
         return Cast(source, computed) if is_cast and computed is not None else source
 
-    tensors = agree(everyone, lambda: {name: lazy.source for name, lazy in _as_saved(model, held).items()})
+    tensors = agree(everyone, lambda: {name: lazy.source for name, lazy in _as_saved(model, source_of).items()})
     dtype_of_config = dtype or computed or next(d for d in dtypes.values() if d.is_floating_point)
     write_checkpoint(
         Path(path), _cast(tensors, dtype), everyone, largest,
@@ -458,8 +458,8 @@ def _as_saved(parallel: Any, source_of: Callable[[str, Tensor], Source]) -> dict
         state = parallel.state_dict(keep_vars=True)
         names = remove_tied_weights_from_state_dict(dict(state), parallel)
         left_out = set(parallel._keys_to_ignore_on_save or ())
-        whole = {name: Lazy(source_of(name, state[name])) for name in names if name not in left_out}
-        return revert_weight_conversion(parallel, whole)  # type: ignore[arg-type]
+        lazy_by_name = {name: Lazy(source_of(name, state[name])) for name in names if name not in left_out}
+        return revert_weight_conversion(parallel, lazy_by_name)  # type: ignore[arg-type]
 
 
 def _write_beside(folder: Path, parallel: nn.Module, dtype: torch.dtype) -> None:

@@ -21,7 +21,9 @@ from autotp.sharding.layout import Layout, Range
 
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """A whole tensor of a training, of which some ranks hold parts and others nothing. All ranks read it in one order.
+    """A tensor of a trainer's model, gathered when it is read. Some ranks hold a part of it, and others nothing.
+
+    All ranks read the same boxes in the same order.
 
     Attributes:
         parts: what this rank holds.
@@ -41,10 +43,10 @@ class HeldTensor:
         """Returns the elements in `box` on the first rank's CPU; on the others a tensor of this shape on meta."""
         if not self._gathered:
             self._gathered.append(gather_like(self.parts, self.name, self.parts.held.get(self.name)))
-        whole = self._gathered[0]
+        tensor = self._gathered[0]
         elements = torch.empty([b - a for a, b in box], dtype=self.dtype, device="meta")
-        if whole is not None and self.parts.everyone.rank == 0:
-            elements = whole[tuple(slice(a, b) for a, b in box)].clone()
+        if tensor is not None:
+            elements = tensor[tuple(slice(a, b) for a, b in box)].clone()
         if all(stop == n for (_, stop), n in zip(box, self.shape, strict=True)):
             self._gathered.clear()  # The last block was read: no more than one whole tensor is in memory.
         return elements
