@@ -65,6 +65,11 @@ def inner(call: Call) -> Rule:
     return Rule.of(spell([[*lhs, "i"], [*rhs, "i"]], [[*lhs, *rhs]]), "each")
 
 
+def solved(call: Call) -> Rule:
+    """`linalg_solve_triangular`: `A x = b` for each column `k` of b, or `x A = b` for each row; linear in b."""
+    return Rule.of("* i^ m^, * m^ k -> * m^ k" if call["left"] else "* m^ i^, * k m^ -> * k m^", ((1,),))
+
+
 def einsum(call: Call) -> Rule | None:
     """An einsum equation is a rule already. A diagonal (`ii`), one factor in two dimensions, has no rule."""
     ins, arrow, out = call["equation"].replace(" ", "").replace("...", ".").partition("->")

@@ -88,6 +88,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("inner", Row(p.inner)),
     ("outer ger", Row(f.fixed("m, n -> m n", "each"))),
     ("linalg_vecdot", Row(f.paired("", "each"))),
+    ("linalg_solve_triangular", Row(p.solved)),
     ("cdist", Row(f.fixed("* p k^, * r k^ -> * p r"))),
     ("scaled_dot_product_attention", Row(p.attention, T.ATTENTION)),
     ("_grouped_mm", Row(p.grouped_mm)),

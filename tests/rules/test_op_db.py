@@ -33,6 +33,7 @@ EACH = 8  # calls of each overload
 BIGGEST = 4096  # elements of a tensor
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
 pytestmark = pytest.mark.timeout(600)  # The samples are recorded once, within the first test.
+BY_HAND = {op._schema.name.split("::")[1] for op, *_ in CALLS.values() if isinstance(op, OpOverload)}
 PACKETS = sorted({op._schema.name.split("::")[1] for op in RULES if isinstance(op, OpOverload)})
 
 Recorded = dict[str, list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]]
@@ -71,17 +72,25 @@ def recorded() -> Recorded:
 
 
 def samples(info: Any) -> list[Any]:
-    """Samples of an operator, far from each other, the last first; in double precision where it has that."""
+    """Samples of an operator, far from each other, the last first; in double precision where it has that.
+
+    Those with a tensor without elements are left out: they prove nothing.
+    """
     dtype = next((d for d in DTYPES if d in info.supported_dtypes("cpu")), None)
     if dtype is None:
         return []
     every = list(info.sample_inputs_func(info, "cpu", dtype, False))
+    every = [x for x in every if all(t.numel() for t in tensors_of(x))]
     return every[:: -(len(every) // SAMPLES + 1)]
+
+
+def tensors_of(sample: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, Tensor)]
 
 
 def record(op: Any, sample: Any, calls: Recorded) -> None:
     leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    tensors = tensors_of(sample)
     if any(x.numel() > BIGGEST or x.layout is not torch.strided for x in tensors):
         return
 
@@ -100,6 +109,7 @@ def record(op: Any, sample: Any, calls: Recorded) -> None:
 @pytest.mark.parametrize("sizes", [(2, 3), pytest.param((4,), marks=pytest.mark.rare)], ids=["2-3", "4"])
 @pytest.mark.parametrize("name", PACKETS)
 def test_rule_holds_on_samples_of_torch(name: str, sizes: tuple[int, ...], recorded: Recorded) -> None:
+    assert name in recorded or name in BY_HAND, "it has no sample: add a call to CALLS"
     for op, args, kwargs in recorded.get(name, []):
         for tp in sizes:
             assert prove_rule(op, args, kwargs, tp) == []
@@ -175,8 +185,5 @@ def learned(graph: fx.Graph, values: list[Tensor]) -> set[int]:
     return {i for i, grad in zip(wanted, grads, strict=True) if grad is not None}
 
 
-def test_every_operator_of_the_table_has_a_sample(recorded: Recorded) -> None:
-    """Every operator of the table is tried: what no sample calls, on a call made by hand."""
-    by_hand = {op._schema.name.split("::")[1] for op, *_ in CALLS.values() if isinstance(op, OpOverload)}
-    assert set(PACKETS) - set(recorded) <= by_hand
+def test_most_operators_of_the_table_have_samples_of_torch(recorded: Recorded) -> None:
     assert len(set(PACKETS) & set(recorded)) > 370

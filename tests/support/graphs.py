@@ -299,6 +299,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "addr": (aten.addr.default, r(4), r(5), r(4)),
     "linalg-matmul": (aten.linalg_matmul.default, r(2, 1, 4, 3), r(3, 3, 5)),
     "vdot": (aten.vdot.default, r(5), r(5)),
+    "solve": (aten.linalg_solve_triangular.default, r(2, 1, 3, 3), r(4, 3, 5), {"upper": False}),
+    "solve-right": (aten.linalg_solve_triangular.default, r(3, 3), r(4, 5, 3), {"upper": True, "left": False}),
     "einsum-ellipsis": (aten.einsum.default, "...ij,jk->...ik", [r(2, 4, 3), r(3, 5)]),
     "einsum-implicit": (aten.einsum.default, "ij,jk", [r(4, 3), r(3, 5)]),
     "einsum-sums": (aten.einsum.default, "bij,k->b", [r(2, 4, 3), r(5)]),
