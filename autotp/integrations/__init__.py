@@ -1,1 +1,1 @@
-"""What other libraries need to train a parallel model, through their public doors. Nothing else imports this folder."""
+"""What other libraries need to train a parallel model, and their files. Of other folders only `tools` imports it."""
