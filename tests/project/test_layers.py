@@ -57,6 +57,7 @@ def test_nothing_is_imported_from_further_down():
 
 
 def test_only_integrations_import_libraries_of_models() -> None:
+    """`train` is a script that `autotp init` gives to a user."""
     for file in FILES:
         names = set()
         for node in ast.walk(ast.parse(file.read_text())):
@@ -64,7 +65,8 @@ def test_only_integrations_import_libraries_of_models() -> None:
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add((node.module or "").partition(".")[0])
-        assert not names & {"transformers", "peft"} or module_of(file).startswith("integrations."), file
+        may = module_of(file).startswith("integrations.") or module_of(file) == "tools.new_training.train"
+        assert may or not names & {"transformers", "peft"}, file
 
 
 def test_folders_are_small_and_say_what_they_are_for() -> None:
@@ -106,6 +108,7 @@ def test_no_test_file_imports_another() -> None:
 
 
 SAME_NAME = {
+    "main": "what runs as a program: the command line, and scripts that `autotp init` gives to a user",
     "install": "what each module puts into torch while a parallel model lives: `torch_hooks/install.py` calls them",
     "python_line torchrun_line": "of a layout; and of what a page shows, by those of its layout",
     "attention batch_norm by_channel copy embedding gather group_norm grouped_mm scatter":

@@ -37,6 +37,8 @@ THROUGH_A_PUBLIC_CALL = {
     "integrations/transformers/library": "integrations/transformers/test_hf_calls",
     "integrations/transformers/overrides": "integrations/transformers/test_generation",
     "model_library": "integrations/transformers/test_hf_calls",
+    "tools/new_training/ray_train": "tools/new_training/test_init",
+    "tools/new_training/train": "tools/new_training/test_init",
     "tools/page/subject": "tools/page/test_page_data",
     "runtime/func_gradients": "system/test_transforms",
     "runtime/grad_norm": "runtime/torch_hooks/test_clip_and_scale",

@@ -29,6 +29,7 @@ from autotp.tools.cli.output import (
 )
 from autotp.tools.cli.plan import plan, stages_command
 from autotp.tools.cli.verify import verify_command
+from autotp.tools.new_training.init import init
 
 app = typer.Typer(
     name="autotp", add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -41,6 +42,7 @@ app.command("stages", cls=Command)(stages_command)
 app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor)
 app.command("convert")(convert)
+app.command("init")(init)
 
 
 def _version(wanted: bool) -> None:

@@ -153,7 +153,7 @@ def _called(
     Args:
         arguments: those by place, and by name.
     """
-    target = _object(name)
+    target = object_named(name)
     if isinstance(target, nn.Module) and not any(arguments):
         return target
     if not callable(target):
@@ -178,7 +178,7 @@ def _layers_of(factory: Callable[..., Any], name: str) -> str:
     )
 
 
-def _object(name: str) -> Any:
+def object_named(name: str) -> Any:
     """Returns the object of `package.module:name` or `path/file.py:name`."""
     where, _, attribute = name.partition(":")
     if not attribute:

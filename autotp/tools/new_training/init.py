@@ -1,0 +1,185 @@
+"""init: the command that writes a training script for a model, and what starts it.
+
+The templates are the other files of this folder. A line that begins with `#:` is one of jinja: so train.py is a script
+that ruff and mypy read. The values of its constants, and the names that it imports, are then replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from enum import Enum
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from jinja2 import Environment, StrictUndefined
+from torch import Tensor, nn
+
+import autotp
+from autotp.diagnostics.verify import expect_blocks, expect_layout, microbatches_of, training_of
+from autotp.options import DEFAULTS
+from autotp.passes.capture.example_inputs import example_inputs as find_inputs
+from autotp.tools.cli.flags import Debug, Json, with_model
+from autotp.tools.cli.model_argument import OBJECT, ModelArgument, object_named, on_meta
+from autotp.tools.cli.output import WrongUse, arguments_in_use, print_json
+from autotp.tools.estimation.estimate import LENGTHS
+
+STARTS = {
+    "torchrun": ("run.sh", "sh run.sh"),
+    "slurm": ("train.sbatch", "sbatch train.sbatch"),
+    "accelerate": ("accelerate.yaml", "accelerate launch --config_file accelerate.yaml train.py"),
+    "skypilot": ("sky.yaml", "sky launch sky.yaml"),
+    "ray": ("ray_train.py", "python ray_train.py"),
+}
+"""Launcher -> the file that is written for it, and the command that starts a training."""
+Launcher = Enum("Launcher", {name: name for name in STARTS})  # type: ignore[misc]
+SCRIPT = "train.py"
+PER_MACHINE, LONGEST, SHORT = 8, 1024, 128
+"""GPUs of a machine, and tokens in a row: at most, and where the model names no length; unless flags say otherwise."""
+CONSTANT = re.compile(r"^([A-Z]+) = .*?(?=  #|$)", re.MULTILINE)
+"""A constant of a template, up to its comment."""
+
+
+@with_model("layers", "dtype", "attention", "model_class", "kwargs", "inputs", "evaluation")
+def init(
+    launcher: Annotated[Launcher, typer.Option("--launcher", help="What starts the processes")],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the files go")] = Path("."),
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks")] = 2,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks")] = 1,
+    dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas")] = 1,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="The rows of a step, over all replicas")] = None,
+    sequence: Annotated[int | None, typer.Option("--sequence", min=2, help="The tokens of a row")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="The steps of the training")] = 1000,
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Train on it; else random tokens")] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus-per-machine", min=1, help="Processes on a machine; else all, up to 8")
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+    *,
+    argument: ModelArgument,
+) -> None:
+    """Writes train.py, which trains a model with checkpoints, and what starts it. No file is overwritten.
+
+    Example: autotp init file.py:factory --launcher torchrun --tp 2
+    """
+    parts, ranks = microbatches_of(pp), tp * pp * dp
+    here = gpus or min(ranks, PER_MACHINE)
+    rows = batch or 8 * dp * parts
+    if ranks % here:
+        raise WrongUse(f"tp * pp * dp is {ranks}, no multiple of --gpus-per-machine {here}")
+    if rows % (dp * parts):
+        raise WrongUse(f"--batch {rows} does not divide into {dp} replicas of {parts} microbatches")
+    if text is not None and not text.is_file():
+        raise WrongUse(f"--text {text}: there is no such file")
+    file, start = STARTS[launcher.value]
+    if taken := [path for path in (out / SCRIPT, out / file) if path.exists()]:
+        raise WrongUse(f"{taken[0]} exists, and nothing is overwritten: --out FOLDER")
+    training = training_of(DEFAULTS, parts, "1F1B", 0, None)
+    with arguments_in_use():
+        expect_layout(DEFAULTS, training, (tp, pp, dp))
+        model = on_meta(argument)
+        expect_blocks(model, training, pp)
+        facts = facts_of(model, argument, text)
+    constants = {
+        "TP": tp, "PP": pp, "DP": dp, "MICROBATCHES": parts, "BATCH": rows, "STEPS": steps, "WORKERS": ranks,
+        "TEXT": str(text.resolve()) if text else "", **facts["constants"],
+    } | ({"SEQUENCE": sequence} if sequence else {})  # fmt: skip
+    checkout = Path(autotp.__file__).resolve().parents[1]
+    from_checkout = (checkout / "setup.cfg").is_file()
+    places = {
+        "machines": ranks // here, "ranks": here, "folder": str(out.resolve()),
+        "mounts": [*facts["paths"], *([str(text.resolve())] if text else []), *([str(checkout)] * from_checkout)],
+        "requirement": shlex.quote(str(checkout) if from_checkout else f"autotp=={autotp.__version__}"),
+    }  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    for name in (SCRIPT, file):
+        (out / name).write_text(filled(name, {**facts, **places}, constants, facts["names"]), encoding="utf-8")
+    if json:
+        print_json({"ok": True, "files": [str(out / SCRIPT), str(out / file)], "start": start})
+    else:
+        print(f"wrote {out / SCRIPT} and {out / file}\nstart it in {out}: {start}")
+
+
+def facts_of(model: nn.Module, argument: ModelArgument, text: Path | None) -> dict[str, Any]:
+    """Returns what the templates say of a model: which of their parts stay, constants, names, and paths it needs.
+
+    Raises:
+        WrongUse: MODEL is neither a folder of transformers nor a callable, or a script cannot know its data.
+    """
+    path, parts = argument.path, OBJECT.fullmatch(argument.text)
+    if path is None and parts is None:
+        raise WrongUse(f"MODEL {argument.text}: init writes a script for a folder of transformers or for a callable")
+    example, constants = argument.example_inputs(), dict[str, Any]()
+    if example is None:
+        names, constants = _tokens(model, argument)
+        if text is not None and path is None and constants["VOCABULARY"] < 256:
+            raise WrongUse(f"--text: the tokens are bytes, and the model has {constants['VOCABULARY']} tokens only")
+    elif text is not None:
+        raise WrongUse("--text is for models of token ids, and example inputs are named")
+    elif not isinstance(example, Mapping) or not all(isinstance(x, Tensor) and x.dim() for x in example.values()):
+        raise WrongUse("the example inputs are no dict of tensors [batch ...]: return one, with forward's names")
+    else:
+        names = {}
+    if path is not None:
+        constants["MODEL"] = folder = str(path.resolve())
+        names["LlamaForCausalLM"] = type(model).__name__
+    else:
+        assert parts is not None
+        file = Path(parts["where"])
+        constants["FOLDER"] = folder = str(file.resolve().parent if file.suffix == ".py" else Path.cwd())
+        module = file.stem if file.suffix == ".py" else parts["where"]
+        first, call = parts["name"].partition(".")[0], f"{parts['name']}{parts['given'] or '()'}"
+        if isinstance(object_named(f"{parts['where']}:{parts['name']}"), nn.Module) and not parts["given"]:
+            call = parts["name"]
+        inputs = parts["inputs"] or ""
+        names |= {
+            "from autotp.models.gpt import GPTConfig": f"from {module} import {inputs.partition('.')[0]}",
+            "vars(GPTConfig())": f"{inputs}()",
+            "from autotp.models.gpt import GPT, GPTConfig": f"from {module} import {first}",
+            "GPT(GPTConfig())": call,
+        }
+    weights = path is not None and path.is_dir() and any(path.glob("*.safetensors"))
+    kept = {"transformers": path is not None, "weights": weights, "tokens": example is None}
+    return {**kept, "constants": constants, "names": names, "paths": [folder]}
+
+
+def _tokens(model: nn.Module, argument: ModelArgument) -> tuple[dict[str, str], dict[str, int]]:
+    """Returns the names of a model's token ids and labels, and the constants of its rows.
+
+    Raises:
+        WrongUse: it takes something else, or returns no loss.
+    """
+    args, kwargs = find_inputs(model)
+    ids = [name for name, value in kwargs.items() if value.dim() == 2 and value.dtype == torch.int64]
+    config = getattr(model, "config", None)
+    length = next((n for name in LENGTHS if isinstance(n := getattr(config, name, None), int)), SHORT)
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    if args or len(ids) != 2 or len(kwargs) != 2 or not sizes:
+        raise WrongUse(
+            f"{argument.text}: forward takes {', '.join(kwargs) or 'something else'}, and not token ids with labels "
+            "that make a loss: MODEL file.py:factory:inputs names a callable that returns a dict of its inputs"
+        )
+    names = {'"input_ids":': f'"{ids[0]}":', '"labels":': f'"{ids[1]}":'}
+    return names, {"VOCABULARY": sizes[0], "SEQUENCE": min(length, LONGEST)}
+
+
+def filled(name: str, facts: Mapping[str, Any], constants: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Returns a template with the parts that stay, and with its constants and names replaced."""
+    jinja = Environment(
+        line_statement_prefix="#:", trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        undefined=StrictUndefined, autoescape=False,
+    )  # fmt: skip
+    jinja.filters |= {"json": json.dumps, "shell": shlex.quote}
+    source = files(__package__).joinpath(name).read_text(encoding="utf-8")
+    made = jinja.from_string(source).render(facts)
+    made = CONSTANT.sub(lambda m: f"{m[1]} = {json.dumps(constants[m[1]])}" if m[1] in constants else m[0], made)
+    for old, new in names.items():
+        made = made.replace(old, new)
+    made = re.sub(r"\n+(?=(def|class) )", "\n\n\n", made)  # jinja takes the empty lines around its own lines away.
+    return re.sub(r"\b(Token|Example)Rows\b", "Rows", made)
