@@ -289,7 +289,7 @@ def test_the_commands_can_be_copied_from_a_terminal(found: autotp.Search) -> Non
     lines = str(replace(found, best=(replace(found.best[0], layout=layout),))).splitlines()
     shell, call = "\n".join(lines[lines.index("the first:") + 1 :]).split("trainer = ")
     assert max(map(len, f"{shell}trainer = {call}".splitlines())) <= 80 and " \\\n" in shell and "\n" in call
-    assert shlex.split(shell) == shlex.split(torchrun_line(256, 4))
+    assert shlex.split(shell.replace("\\\n", "")) == shlex.split(torchrun_line(256, 4))
     assert ast.dump(ast.parse(f"trainer = {call}")) == ast.dump(ast.parse(python_line(layout)))
 
 
