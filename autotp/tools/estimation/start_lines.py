@@ -11,7 +11,7 @@ LINE = 80
 
 
 def in_lines(text: str, end: str = "") -> list[str]:
-    """Returns a line of code in lines that fit a terminal. end: what stands behind all but the last, as "\\" in a shell"""
+    """Returns a line of code in lines that fit a terminal. end: what ends all but the last, as "\\" in a shell"""
     lines = textwrap.wrap(
         text, LINE - len(end) - 1, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )

@@ -307,5 +307,7 @@ def test_the_best_without_zero_3_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_wide_error_bar_says_why(found: autotp.Search) -> None:
     plain, divided = (replace(est, layout=replace(est.layout, zero=z)) for est in found.best[:1] for z in (1, 3))
-    assert "zero=3       published steps took from 16 % less to 12 % more time" in str(replace(found, best=(plain, divided)))
+    assert "zero=3       published steps took from 16 % less to 12 % more time" in str(
+        replace(found, best=(plain, divided))
+    )
     assert "published steps" not in str(replace(found, best=(plain,)))
