@@ -128,7 +128,7 @@ def training_of_a_folder_in_bfloat16_saves_what_it_trained(rank: int, n: int) ->
         model, inputs, _ = family(name)
         model.config.update({"output_router_logits": False})
         saved(model.to(torch.bfloat16), root / str(i) / "a", rank)
-        tokens = torch.cat([inputs["input_ids"], inputs["input_ids"]])
+        tokens = torch.cat([inputs["input_ids"], inputs["input_ids"].flip(1)])
         rows = tokens.chunk(2)[rank] if layout.get("dp") else tokens
         batch, layout["dtype"] = {"input_ids": rows, "labels": rows}, torch.bfloat16
         trainer = autotp.distribute(str(root / str(i) / "a"), example_inputs=batch, **layout)
