@@ -61,10 +61,11 @@ NARAYANAN = Practice(
 SHOEYBI = Practice(
     **{**MEGATRON, "overlapped": True}, optimizer=NARROW, accumulation=6.0, gradient=2, without=("overlap", "late_sums")
 )
-# Hooks around modules gather one parameter after the other, in forward, in recomputation, and in backward.
+# Hooks around modules gather one parameter after the other, in forward, in recomputation, and in backward: by
+# `all_gather` of a list (deepspeed/runtime/zero/partition_parameters.py, 0.3.15), as torch 1.8 had no other.
 DEEPSPEED = Practice(
     **MEGATRON, optimizer=NARROW, fused=True, accumulation=0.0, gradient=2, units="parameter", gathers=3,
-    without=("overlap", "late_sums"),
+    listed=True, without=("overlap", "late_sums"),
 )  # fmt: skip
 A100, V100 = KINDS["a100-80gb"], KINDS["v100-32gb"]
 

@@ -76,7 +76,10 @@ def expect_same_training(
     if path != path_of(path.parent, about["step"]):
         raise Error(f"{path} is of step {about['step']}", fix="the name that it was written under")
     if optimizers.each and about["optimizer"] != optimizers.name:
-        raise Error(f"{path} has the state of {about['optimizer']}, and this is {optimizers.name}")
+        raise Error(
+            f"{path} has the state of {about['optimizer']}, and this is {optimizers.name}",
+            fix="the parameters alone, with an optimizer that begins anew: load_checkpoint(folder, trainer)",
+        )
     expect_states(more, ("state_dict", "load_state_dict"))
     if missing := sorted(set(more) - set(about["more"])):
         raise Error(f"{path} has no {', '.join(missing)}", expected=", ".join(about["more"]) or "nothing of this kind")

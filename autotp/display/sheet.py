@@ -145,7 +145,7 @@ def lines_of_table(part: Table, width: int = WIDTH) -> Iterator[Line]:
         for column, (cell, column_kind) in enumerate(zip(cells[: last + 1], part.kinds, strict=False)):
             text = cell.rstrip()
             line.append((text, "bold" if i < titles else STYLES[column_kind]))
-            line.append((" " * (len(cell) - len(text) + 2) * (column < last), ""))
+            line.append((" " * (len(cell) - len(text)) * (column < last), ""))
         yield line
 
 

@@ -58,30 +58,47 @@ def _range(numbers: list[int]) -> str:
     return text if len(numbers) == 1 else "{" + text + "}"
 
 
-def table_cells(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int) -> Iterator[list[str]]:
-    """Yields the cells of each line of a table, padded to the widths of the columns; two spaces belong between them.
+BREAKS = re.compile(r" |[.,](?!\d)")
+"""After these a text may be broken: no number is."""
 
-    It breaks the text of the widest columns over lines.
+
+def table_cells(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int) -> Iterator[list[str]]:
+    """Yields the cells of each line of a table, padded to the columns, with two spaces between columns.
+
+    It breaks the text of the widest columns over lines, between words as long as that is enough; then one space stands
+    between columns, and only what does not fit even then is broken inside of words.
 
     Args:
         width: the most characters of a line.
     """
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    while sum(widths) + 2 * (len(widths) - 1) > width:
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    # A longer word, such as the path of a module, may be broken.
+    least = [min(width // 3, max(len(piece) for cell in column for piece in _pieces(cell))) for column in columns]
+    spaces = 2 if sum(least) + 2 * (len(head) - 1) <= width else 1
+    while sum(widths) + spaces * (len(widths) - 1) > width:
         # One character at a time, from the widest column: narrow ones keep their words in one piece.
-        widest = max(range(len(widths)), key=lambda i: widths[i])
+        breakable = [i for i in range(len(widths)) if widths[i] > least[i]] or range(len(widths))
+        widest = max(breakable, key=lambda i: widths[i])
         widths[widest] -= 1
     for row in [head, *rows]:
         cells = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
         for line in range(max(map(len, cells))):
-            yield [(cell[line] if line < len(cell) else "").ljust(w) for cell, w in zip(cells, widths, strict=True)]
+            texts = [cell[line] if line < len(cell) else "" for cell in cells]
+            yield [*(text.ljust(w + spaces) for text, w in zip(texts[:-1], widths, strict=False)), texts[-1]]
+
+
+def _pieces(text: str) -> list[str]:
+    """Returns the parts of a text that need not be broken."""
+    ends = [match.end() for match in BREAKS.finditer(text)]
+    return [text[start:end].strip() for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
 def _broken(text: str, width: int) -> list[str]:
     """Returns the text in lines of at most `width`, broken after spaces, dots or commas if there are any."""
     lines = []
     while len(text) > width:
-        end = max((text.rfind(mark, 0, width) + 1 for mark in " .,"), default=0) or width
+        end = max((match.end() for match in BREAKS.finditer(text, 0, width)), default=width)
         lines.append(text[:end])
         text = text[end:].lstrip()
     return [*lines, text]

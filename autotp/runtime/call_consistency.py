@@ -10,19 +10,28 @@ import numpy
 import torch
 from torch import Tensor
 
+from autotp.attached import Counts, attached
 from autotp.distributed.agreement import Among, Fact, compare
+from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.fingerprint import checksum
-from autotp.distributed.mesh import Mesh
+from autotp.distributed.mesh import Mesh, group_of
+from autotp.distributed.peers.store_gather import texts_so_far, write_text
 from autotp.errors import Error
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import is_dense
 from autotp.runtime.graph_digest import same_draws
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
+from autotp.source_location import calling_frame
 
 SAME_BATCH = "the same batch for all ranks of one model: no DistributedSampler, one seed for shuffling"
 SAME_MODE = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
+SAME_ROWS = (
+    "all {} replicas were given the same rows, and each learns from them: give each its part, as `autotp.Sampler` does"
+)
+COMPARED_ROWS = 2
+"""The number of training calls whose inputs are compared between replicas."""
 EACH_ITS_OWN = Among(())
 """Ranks need not have it alike."""
 COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -61,6 +70,30 @@ def agree_on_values(mesh: Mesh, graph: int) -> None:
     """
     if mesh.everyone.size > 1 and torch._C._functorch.peek_interpreter_stack() is None:
         compare(mesh, [Fact("graph", graph, "reads other values of tensors", SAME_BATCH)])
+
+
+def warn_of_equal_rows(mesh: Mesh, leaves: Sequence[Any]) -> None:
+    """Warns if all replicas that autotp arranged have the same inputs in each of the first training calls.
+
+    A replica may never make this call, so no rank waits: the first rank of each replica writes a checksum of its inputs
+    so far, and the one that writes last reads those of all.
+
+    Args:
+        leaves: the flattened arguments of a training call.
+    """
+    axis = mesh.replicas
+    if axis is None or mesh.everyone.rank or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    counts = attached(group_of(axis), Counts)
+    if counts["training calls"] == COMPARED_ROWS or not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return
+    counts["training calls"] += 1
+    counts["rows"] = zlib.crc32(str(_printed(leaves)).encode(), counts["rows"])
+    if counts["training calls"] == COMPARED_ROWS:
+        names, text = [f"rows/{axis.number}/{rank}" for rank in range(axis.size)], str(counts["rows"])
+        write_text(names[axis.rank], text)
+        if texts_so_far(names) == [text] * axis.size:
+            tell_user(SAME_ROWS.format(axis.size), calling_frame())
 
 
 def checksum_of_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> int:

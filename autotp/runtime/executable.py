@@ -57,7 +57,7 @@ from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_ho
 from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetric_memory, expect_async_tp
 from autotp.passes.emit.attach_parameters import BlockCall, in_places, places, ties, value_at, values_at, works
 from autotp.passes.emit.compiled import compile_blocks
-from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
+from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts, warn_of_equal_rows
 from autotp.runtime.fsdp import dtypes
 from autotp.runtime.func_gradients import expect_tied, own_parts
 from autotp.runtime.graph_digest import digest
@@ -538,6 +538,8 @@ class Executable:
             entry = self._captured(called, outcomes)
         if check != "never":
             agree_on_call(self.mesh, called.leaves, mode, entry.random, parts)
+            if self.module.training and torch.is_grad_enabled():
+                warn_of_equal_rows(self.mesh, called.leaves)
         entry.calls += 1
         return entry
 

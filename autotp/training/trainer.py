@@ -48,6 +48,7 @@ from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, val
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
+from autotp.runtime.call_consistency import SAME_ROWS
 from autotp.runtime.executable import CHECKED_CALLS
 from autotp.runtime.fsdp import gather_ahead, pace, replicate, shard
 from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
@@ -107,10 +108,6 @@ ReadsParts = Callable[[Mapping[str, Layout], Mesh, Collection[str]], Mapping[str
 """(layouts, tensor-parallel mesh, names of what this rank holds) -> its parts of what files have."""
 OpensModel = Callable[[Mesh], tuple[nn.Module, ReadsParts]]
 """mesh of all ranks -> a model on meta, and the function that reads its parameters."""
-SAME_ROWS = (
-    "all {} replicas were given the same rows, and each learns from them: give each its part, as `autotp.Sampler` does"
-)
-
 NO_OPTIMIZER = (
     "{} trained parameters and no optimizer stepped them, while other ranks stepped theirs: make an optimizer of "
     "trainer.parameters() on every rank, or freeze what is not trained (requires_grad_(False))"

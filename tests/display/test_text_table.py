@@ -26,8 +26,8 @@ def test_folded_keeps_rows_with_other_values_apart() -> None:
     assert folded([("h.0.a", ("[8]",)), ("h.1.a", ("[4]",))]) == [("h.0.a", "[8]"), ("h.1.a", "[4]")]
 
 
-def lines(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    return ["  ".join(cells).rstrip() for cells in table_cells(head, rows, WIDTH)]
+def lines(head: tuple[str, ...], rows: list[tuple[str, ...]], width: int = WIDTH) -> list[str]:
+    return ["".join(cells).rstrip() for cells in table_cells(head, rows, width)]
 
 
 def test_table_lines_align_columns() -> None:
@@ -42,6 +42,23 @@ def test_table_lines_break_at_the_page_width() -> None:
     found = [line.split("  ")[0].strip() for line in every[1:]]
     assert "".join(found) == long + "x" * 150
     assert all(part.endswith(".") for part in found[:2])
+
+
+def test_table_lines_keep_words_and_numbers_in_one_piece() -> None:
+    """Also those of the head, where the page is narrow: then one space stands between columns."""
+    head, row = ("rank", "activations", "transients", "GiB in all"), ("error bar", "±4.7%", "10.33", "56.45 ±0.5")
+    assert lines(head, [row], 40) == [
+        "rank    activations  transients  GiB in",
+        "                                 all",
+        "error   ±4.7%        10.33       56.45",
+        "bar                              ±0.5",
+    ]
+    assert lines(head, [row], 35) == [
+        "rank  activations transients GiB",
+        "                             in all",
+        "error ±4.7%       10.33      56.45",
+        "bar                          ±0.5",
+    ]
 
 
 def test_bytes_text_has_decimal_units() -> None:

@@ -221,7 +221,7 @@ def compared(base: Hardware, measured: Measured, near: MeasuredLink | None, far:
         device = replace(device, net_bandwidth=device.node_bandwidth) if cpu and far is None else device
     if far is not None:
         per_node = near.ranks if near is not None else 1
-        device = replace(device, node=per_node, net_bandwidth=far.bandwidth / base.link_sustained)
+        device = replace(device, node=per_node, net_bandwidth=far.bandwidth / base.net_sustained)
     if link is not None:
         device = replace(device, latency=link.latency)
     ranks = (near.ranks if near else 1) * (far.ranks if far else 1)
@@ -242,9 +242,10 @@ def _numbers(
         ("an operator's call", measured.call / MICRO, base.launch / MICRO, "us"),
         ("memory", measured.memory / GIB, base.memory / GIB, "GiB"),
     ]
-    for name, link, nominal in (("in a node", near, base.node_bandwidth), ("between nodes", far, base.net_bandwidth)):
+    inside, across = base.node_bandwidth * base.link_sustained, base.net_bandwidth * base.net_sustained
+    for name, link, sustained in (("in a node", near, inside), ("between nodes", far, across)):
         if link is not None:
-            rows.append((f"links {name}", link.bandwidth / GIGA, nominal * base.link_sustained / GIGA, "GB/s"))
+            rows.append((f"links {name}", link.bandwidth / GIGA, sustained / GIGA, "GB/s"))
             rows.append((f"latency {name}", link.latency / MICRO, base.latency / MICRO, "us"))
     return [MeasuredNumber(name=name, measured=value, known=known, unit=unit) for name, value, known, unit in rows]
 

@@ -103,6 +103,8 @@ class Practice:
             units from the start of a step, ZeRO 3 gathers each beside the computation of the one before.
         gathers: how often ZeRO 3 gathers a parameter for a microbatch.
         units: what ZeRO gathers at a time: a block, or a parameter.
+        listed: whether ZeRO gathers into a list of tensors, one for each replica: NCCL fills one tensor, and each part
+            of it is copied by a kernel of its own; likewise before sums.
         early_stop: whether what is computed again ends where backward needs no more.
         without: passes of autotp that the library has nothing like.
     """
@@ -120,6 +122,7 @@ class Practice:
     ahead: bool = True
     gathers: int = 2
     units: Literal["block", "parameter"] = "block"
+    listed: bool = False
     early_stop: bool = True
     without: tuple[str, ...] = ()
 

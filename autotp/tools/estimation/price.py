@@ -242,7 +242,7 @@ def price(prices: Prices, layout: StepLayout) -> Estimate:
         layout=layout, device=device, seconds=sum(spent.values()), flops=flops, flops_again=again,
         spent={name: s for name, s in spent.items() if s > 0}, memory=tuple(memory_of_ranks(prices, layout, step)),
         stages=tuple(tuple(names[i] for i in run) for run in runs), homes=tuple(home[i] for i in range(len(runs))),
-        row=model.row, source=prices,
+        row=model.row, tokens=model.row_tokens * layout.batch, source=prices,
     )  # fmt: skip
 
 

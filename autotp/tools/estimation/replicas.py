@@ -67,8 +67,13 @@ def exchanged(prices: Prices, layout: StepLayout, names: frozenset[str], count: 
         return 0.0, collective_seconds("all-reduce", gradients, group, device)
     units = len(names) if prices.practice.units == "parameter" else count
     narrow = float(sum(p.elements * itemsize_of(layout, p.itemsize) for p in parameters if p.learns))
-    gathered = collective_seconds("all-gather", narrow / max(1, units), group, device)
-    return units * gathered, units * collective_seconds("reduce-scatter", gradients / max(1, units), group, device)
+
+    def seconds(name: str, size: float) -> float:
+        # A kernel for each replica, which together read and write all.
+        copies = group.size * device.launch + 2 * size / (device.memory_bandwidth * device.memory_sustained)
+        return units * (collective_seconds(name, size, group, device) + copies * prices.practice.listed)
+
+    return seconds("all-gather", narrow / max(1, units)), seconds("reduce-scatter", gradients / max(1, units))
 
 
 def units_of(

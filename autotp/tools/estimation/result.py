@@ -18,6 +18,23 @@ ALLOCATOR = (1.0 * GIB, 0.08)
 """What a device holds beside tensors: bytes of libraries, and the allocator's part of the rest."""
 
 
+def mfu(flops: float, seconds: float, devices: int, peak: float) -> float:
+    """Returns the part of the devices' peak that a model's own operations take (model FLOPs utilization).
+
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+
+    Args:
+        flops: operations of a step, without those computed again.
+        peak: FLOP/s of a device.
+    """
+    return flops / seconds / devices / peak
+
+
+def tokens_per_second(tokens: int, seconds: float) -> float | None:
+    """Returns the tokens of a step by its seconds, of all devices together; None where rows have no tokens."""
+    return tokens / seconds if tokens else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """The memory of one pipeline rank at its fullest moment, in bytes.
@@ -106,6 +123,7 @@ class Estimate(Shown):
         homes: the pipeline rank of each stage.
         savings: what each way to hide or to fuse work brings, of those that bring something in this layout.
         row: the shapes of the tensors of a row of the batch, such as "[2048], [2048]" for tokens and labels.
+        tokens: of a step; 0 where the first tensor of a row is no sequence of whole numbers.
         source: the captured model with its prices, which `save_page` and `save_trace` draw; not a part of what is
             compared, copied by pickle or printed.
 
@@ -119,8 +137,8 @@ class Estimate(Shown):
     """
 
     DATA = (
-        "layout", "device", "row", "seconds", "error", "tflops", "hardware_tflops", "mfu", "spent", "savings", "memory",
-        "memory_error", "fits", "stages", "homes",
+        "layout", "device", "row", "seconds", "error", "tflops", "hardware_tflops", "mfu", "tokens_per_second", "spent",
+        "savings", "memory", "memory_error", "fits", "stages", "homes",
     )  # fmt: skip
 
     layout: StepLayout
@@ -133,6 +151,7 @@ class Estimate(Shown):
     stages: tuple[tuple[str, ...], ...]
     homes: tuple[int, ...]
     row: str
+    tokens: int = 0
     savings: tuple[TimeSaving, ...] = ()
     source: Any = field(default=None, compare=False)
 
@@ -149,10 +168,16 @@ class Estimate(Shown):
     @property
     def mfu(self) -> float:
         """The model's part of the device's peak (model FLOPs utilization)."""
-        return self.tflops * 1e12 / self._peak
+        return mfu(self.flops, self.seconds, self.layout.devices, self.peak)
 
     @property
-    def _peak(self) -> float:
+    def tokens_per_second(self) -> float | None:
+        """The tokens of a second, of all devices together; None where rows have no tokens."""
+        return tokens_per_second(self.tokens, self.seconds)
+
+    @property
+    def peak(self) -> float:
+        """The device's peak in the dtype of computation: FLOP/s."""
         # The higher peak is that of products in 16 bits.
         wide = self.layout.dtype is None or self.layout.dtype.itemsize > 2
         return self.device.vector_flops if wide else self.device.matrix_flops
@@ -216,12 +241,14 @@ class Estimate(Shown):
             (name, f"{s:.4g} s", f"±{s * row:.2g} s", f"{s / self.seconds:.1%}")
             for name, s in sorted(self.spent.items(), key=lambda item: -item[1])
         )
+        speed = self.tokens_per_second or 0.0
         total = ("a step", f"{self.seconds:.4g} s", f"±{self.seconds * self.error:.2g} s", "100%")
         lines = (
             f"model        {self.tflops:.1f} ±{self.tflops * self.error:.1f} TFLOP/s a device, "
             f"{self.mfu:.1%} ±{self.mfu * self.error:.1%} of the peak",
             f"hardware     {self.hardware_tflops:.1f} ±{self.hardware_tflops * self.error:.1f} TFLOP/s, with what is "
             "computed again",
+            *[f"tokens       {speed:,.0f} ±{speed * self.error:,.0f} a second"] * bool(speed),
         )
         bars = ("error bar", *(f"±{bar:.1%}" for bar in self.memory_error.values()), "")
         fit, fullest = "fits" if self.fits else "does not fit", self.fullest

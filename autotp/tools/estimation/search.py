@@ -30,7 +30,7 @@ from autotp.tools.estimation.layout import AUTOTP, COMPILED, Practice, StepLayou
 from autotp.tools.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.seconds.hardware import GIB, Hardware, hardware_of
-from autotp.tools.estimation.start_lines import python_line, torchrun_line
+from autotp.tools.estimation.start_lines import in_lines, python_line, torchrun_line
 from autotp.training.pipeline.schedules import engine_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -88,24 +88,26 @@ class Search(Shown):
         notes: tuple[str, ...] = (f"too close    {ties}",) if (ties := self._ties()) else ()
         if any(est.layout.zero == 3 for est in self.best):
             notes += (f"zero=3       {why_zero_3()}",)
-        lines = torchrun_line(first.layout.devices, first.device.node), python_line(first.layout)
+        command = in_lines(torchrun_line(first.layout.devices, first.device.node), "\\")
+        lines = *command, *in_lines(python_line(first.layout))
         return Sheet(title, (first.batch_line(), best, *[notes] * bool(notes), *lost, ("the first:", *lines)))
 
     def tables(self) -> list[Table]:
         """Returns the table of the best layouts, and that of the obvious ones that lost, if there are any."""
-        head = ("layout", "a step", "TFLOP/s", "of peak", "GiB")
+        head = ("layout", "a step", "TFLOP/s", "of peak", "tokens/s", "GiB")
         rows = tuple(
             (
                 str(est.layout),
                 f"{est.seconds:.3g} ±{float(f'{est.seconds * est.error:.1g}'):g} s",
                 f"{est.tflops:.0f} ±{est.tflops * est.error:.0f}",
                 f"{est.mfu:.0%} ±{est.mfu * est.error:.0%}",
+                f"{speed:,.0f} ±{speed * est.error:,.0f}" if (speed := est.tokens_per_second) else "",
                 est.fullest.text,
             )
             for est in self.best
         )
         lost = tuple((loser.layout, loser.why) for loser in self.lost)
-        tables = [Table(head, rows, ("cut", "", "note", "note", "note"))]
+        tables = [Table(head, rows, ("cut", "", "note", "note", "note", "note"))]
         return tables + [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
 
     def _ties(self) -> str:
@@ -443,6 +445,7 @@ def _slower(
 def _obvious(won: StepLayout, node: int) -> Mapping[str, Any]:
     """Returns name -> whether a layout is of this kind."""
     return {
+        "without ZeRO 3": lambda x: x.zero < 3,
         "replicas only": lambda x: x.tp == x.cp == x.pp == 1 and x.zero < 3,
         "ZeRO 3 only": lambda x: x.tp == x.cp == x.pp == 1 and x.zero == 3,
         "tp in a node, and replicas": lambda x: x.tp == node and x.cp == x.pp == 1,

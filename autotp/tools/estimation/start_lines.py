@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from autotp.tools.estimation.layout import StepLayout
+
+TERMINAL = 80
+"""The characters of a terminal's line: one that it breaks by itself cannot be copied."""
+
+
+def in_lines(text: str, end: str = "") -> list[str]:
+    """Returns a line of code in lines that fit a terminal. end: what ends all but the last, as "\\" in a shell"""
+    lines = textwrap.wrap(
+        text, TERMINAL - len(end) - 1, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return [f"{line} {end}".rstrip() for line in lines[:-1]] + lines[-1:]
 
 
 def torchrun_line(devices: int, node: int) -> str:

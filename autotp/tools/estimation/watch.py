@@ -9,17 +9,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error
+from autotp.tools.estimation.result import Estimate, mfu, tokens_per_second
 from autotp.tools.estimation.seconds.hardware import GIB
 from autotp.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from autotp.tools.estimation.result import Estimate
 
 WARM_UP = 2
 """The first steps, which are not counted: they capture, compile and allocate."""
@@ -63,11 +61,14 @@ class Comparison(Shown):
         est = self.estimate
         more = self.measured / est.seconds - 1
         rows = [("a step", f"{est.seconds:.4g} s", f"±{est.error:.0%}", f"{self.measured:.4g} s", f"{more:+.0%}")]
-        # A step has the same operations whatever time it takes.
-        model = est.tflops / (1 + more)
-        rows.append(
-            ("TFLOP/s a device", f"{est.tflops:.4g}", f"±{est.error:.0%}", f"{model:.4g}", f"{1 / (1 + more) - 1:+.0%}")
-        )
+        # A step has the same operations and tokens whatever time it takes.
+        faster, error = f"{1 / (1 + more) - 1:+.0%}", f"±{est.error:.0%}"
+        rows.append(("TFLOP/s a device", f"{est.tflops:.4g}", error, f"{est.tflops / (1 + more):.4g}", faster))
+        if est.device.is_gpu:
+            share = mfu(est.flops, self.measured, est.layout.devices, est.peak)
+            rows.append(("of peak", f"{est.mfu:.1%}", error, f"{share:.1%}", faster))
+        if est.tokens_per_second is not None and (speed := tokens_per_second(est.tokens, self.measured)) is not None:
+            rows.append(("tokens a second", f"{est.tokens_per_second:.4g}", error, f"{speed:.4g}", faster))
         if self.bytes is not None:
             total = est.memory[self.rank].total
             change = self.bytes / total - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from small_models import gpt
 from trainers import SMALL, batch, started
 
 import autotp
+from autotp.tools.estimation.seconds.hardware import KINDS
+from autotp.tools.estimation.watch import Comparison
 
 
 def estimated(**layout: Any) -> autotp.Estimate:
@@ -41,7 +44,20 @@ def test_after_its_steps_it_shows_predicted_and_measured() -> None:
     (text,) = first[0]
     lines = text.splitlines()
     assert lines[0] == "tp=2, pp=1, dp=1, micro_batch=2: the median of 3 steps"
-    assert lines[2].split() == ["predicted", "measured"] and lines[3].startswith("a step")
+    assert lines[2].split() == ["predicted", "measured"]
+    assert [line.split("  ")[0] for line in lines[3:]] == ["a step", "TFLOP/s a device", "tokens a second"]
+
+
+def test_on_a_gpu_it_shows_the_share_of_the_peak() -> None:
+    """Twice as long as predicted: half the tokens, and half the share of the peak."""
+    est = replace(estimated(tp=2), device=KINDS["a100-80gb"])
+    twice = Comparison(estimate=est, steps=3, rank=0, seconds=[2 * est.seconds])
+    rows = {line.split("  ")[0]: line for line in str(twice).splitlines()}
+    assert f"{est.mfu:.1%}" in rows["of peak"] and rows["of peak"].split()[-2:] == [f"{est.mfu / 2:.1%}", "-50%"]
+    speed = est.tokens / est.seconds
+    assert est.tokens == 4 * 8 and rows["tokens a second"].split()[3:] == [
+        f"{speed:.4g}", f"±{est.error:.0%}", f"{speed / 2:.4g}", "-50%",
+    ]  # fmt: skip
 
 
 def refused(rank: int, n: int) -> list[str]:

@@ -113,6 +113,13 @@ class Lowered:
         """The shapes of the tensors of a row, such as "[2048], [2048]" for tokens and labels."""
         return ", ".join(str(list(x.shape[1:])) for x in self.arguments.values())
 
+    @property
+    def row_tokens(self) -> int:
+        """The tokens of a row: the length of the first tensor, if it has a whole number for each; else 0."""
+        first = next(iter(self.arguments.values()), None)
+        is_ids = first is not None and first.dim() == 2 and not first.is_floating_point()
+        return first.shape[1] if first is not None and is_ids else 0
+
     @cached_property
     def divided(self) -> Divided:
         """The graph in pieces."""

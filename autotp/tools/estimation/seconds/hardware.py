@@ -8,6 +8,9 @@ of one layer of a model of 22B parameters (Korthikanti et al. 2022, table 4), by
 Nothing else is fitted, and other GPUs have the same parts until somebody measures them. `fill` is for cuBLAS's kernels
 of tiles of 256 x 128, whose loads run three stages of 32 ahead (`256x128_32x3`), and as much for the time in which they
 write a tile. `link_sustained` is what NCCL's tests reach in a DGX A100 (about 235 of 300 GB/s).
+Between nodes the rings of all replicas share the network. Narayanan et al. 2021 (section 5.9) have 12.9 TB/s across the
+middle of 3,072 A100s in the sums over six replicas. Each of the 512 rings crosses it twice, so these are 12.6 of the
+25 GB/s of each GPU: that is SHARED.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any
 from autotp.errors import Error
 
 TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
+SHARED = 0.50 / 0.78
+"""What collectives of GPUs sustain between nodes, as a part of what they sustain in a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,7 @@ class Hardware:
         node: the number of devices in a node.
         node_bandwidth: bytes/s of a device to the others of its node.
         net_bandwidth: bytes/s of a device to other nodes: of the node's adapters, divided by its devices.
-        link_sustained: the part of these that collectives sustain.
+        link_sustained: the part of these that collectives in a node and sends sustain.
         latency: seconds for a message of no length. (That of GPUs, and their `launch`, are round numbers of the usual
             size, without a source. `autotp calibrate` measures both.)
     """
@@ -69,6 +74,11 @@ class Hardware:
     def is_gpu(self) -> bool:
         """Whether it is a GPU, on which NCCL communicates; else one core of a CPU, with gloo."""
         return self.units > 1
+
+    @property
+    def net_sustained(self) -> float:
+        """The part of `net_bandwidth` that collectives sustain: NOTE [Where the sustained parts come from]."""
+        return self.link_sustained * (SHARED if self.is_gpu else 1.0)
 
 
 # Sources: NVIDIA A100 white paper (2020), table 4 and page 39 (level-2 cache: 5,120 bytes a clock, 1,410 MHz); DGX A100

@@ -52,10 +52,10 @@ def collective_seconds(name: str, size: float, group: RankGroup, device: Hardwar
     if name == "reduce-scatter" and not device.is_gpu:
         name = "all-reduce"  # gloo sums the whole tensor on all ranks.
     per_node, rounds = group.per_node(device), RINGS[name]
-    bandwidth = device.node_bandwidth
+    bandwidth = device.node_bandwidth * device.link_sustained
     if group.crosses(device):
-        bandwidth = min(bandwidth, device.net_bandwidth * per_node) if per_node > 1 else device.net_bandwidth
-    bandwidth *= device.link_sustained
+        across = device.net_bandwidth * device.net_sustained * per_node
+        bandwidth = min(bandwidth, across) if per_node > 1 else across
     steps = group.size - 1
     ring = rounds * (steps / group.size * size / bandwidth + steps * device.latency)
     if name != "all-reduce":

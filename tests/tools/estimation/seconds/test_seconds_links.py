@@ -8,7 +8,7 @@ from autotp.tools.estimation.seconds.hardware import KINDS
 from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds, send_seconds
 
 A100 = replace(KINDS["a100-80gb"], latency=0.0)
-INSIDE, ACROSS = A100.node_bandwidth * A100.link_sustained, A100.net_bandwidth * A100.link_sustained
+INSIDE, ACROSS = A100.node_bandwidth * A100.link_sustained, A100.net_bandwidth * A100.net_sustained
 
 
 @pytest.mark.parametrize(("name", "rounds"), [("all-reduce", 2), ("all-gather", 1), ("reduce-scatter", 1)])
@@ -44,5 +44,5 @@ def test_a_small_tensor_takes_latencies() -> None:
 
 
 def test_a_send_crosses_nodes_by_its_distance() -> None:
-    assert send_seconds(1e9, 8, A100) == pytest.approx(1e9 / ACROSS)
+    assert send_seconds(1e9, 8, A100) == pytest.approx(1e9 / A100.net_bandwidth / A100.link_sustained)
     assert send_seconds(1e9, 4, A100) == pytest.approx(1e9 / INSIDE)
