@@ -110,6 +110,12 @@ def _transformers() -> type[model_library.ModelLibrary]:
     return Transformers
 
 
+def _attention_kernels() -> type[model_library.ModelLibrary]:
+    from autotp.integrations.attention_kernels.kernel_table import AttentionKernels
+
+    return AttentionKernels
+
+
 def _batch_halves() -> extensions.Extension:
     from autotp.experimental.batch_halves.overlap_batch import extension
 
@@ -119,5 +125,6 @@ def _batch_halves() -> extensions.Extension:
 # A copy of autotp may be without these folders.
 if importlib.util.find_spec("autotp.integrations"):
     model_library.register(_transformers)
+    model_library.register(_attention_kernels)
 if importlib.util.find_spec("autotp.experimental"):
     extensions.register_value("overlap", "batch", _batch_halves, optional=("weight_sums",))

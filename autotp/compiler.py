@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autotp.display.progress import progress
 from autotp.errors import REPORT, Error
 from autotp.extensions import chosen_extensions
+from autotp.model_library import library
 from autotp.ops.eager_mode import uncollected
 from autotp.ops.placement_moves import apart
 from autotp.options import DEFAULTS, Options
@@ -721,6 +722,7 @@ def analyse(
         last: the name of the last pass to run, for a caller that wants only what it finds; "" runs all.
     """
     options = replace(options, cut=resolved(options.cut, _parameter_names(skeleton)))
+    library().add_operators()
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         symbols: Symbols | None = "all"
         while symbols is not None:

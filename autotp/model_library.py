@@ -19,9 +19,8 @@ class ModelLibrary:
         """True for a package of models: in its code only classes of modules are followed (`code_names.py`)."""
         return False
 
-    def rule_function_of(self, operator: str) -> Callable[..., Any] | None:
-        """Returns the rule function of an operator that the library registers, by a name such as `library::name`."""
-        return None
+    def add_operators(self) -> None:
+        """Adds the operators that the library registers to the table of rules, those that are loaded."""
 
     def cut_along(self, style: str) -> str | int | None:
         """Returns what a style of the library's plans cuts, as `Options.cut` says it; "" if it is about communication.

@@ -80,7 +80,8 @@ OF_THE_PROCESS = {
         "groups.failures._comparing", "groups.failures._informed", "model_library._MADE", "model_library._REGISTERED",
     },
     "what extensions add: values of options, and rows of tables": {
-        "diagnostics.lockstep.COLLECTIVES", "extensions._REGISTERED", "rules.table.ROWS",
+        "diagnostics.lockstep.COLLECTIVES", "extensions._REGISTERED", "passes.check.erase.FORMS",
+        "passes.lower.localize.FORMS", "rules.table.ROWS",
     },
     "the region that a thread is in: a region within another has its own": {
         "display.progress._of_threads", "errors._calls", "groups.one_thread._users",

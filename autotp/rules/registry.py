@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autotp.arguments import expect_arguments
 from autotp.errors import Error
-from autotp.model_library import library
 from autotp.rules import common as f
 from autotp.rules.call import Call
 from autotp.rules.language import STAR, Rule, parse
@@ -28,10 +28,17 @@ USER_RULES: set[Operator] = set()
 
 
 def add_rows(rows: Mapping[Operator, Row]) -> None:
-    """Adds rows of other operators to the table: those of an extension."""
+    """Adds rows of other operators to the table: those of an extension, or of a library. A user's rules stay."""
     ROWS.update(rows)
-    RULES.update({op: row.rule for op, row in rows.items() if row.rule is not None})
+    RULES.update({op: row.rule for op, row in rows.items() if row.rule is not None and op not in USER_RULES})
     having.cache_clear()
+
+
+def loaded_operator(name: str) -> OpOverload | None:
+    """Returns the default overload of an operator by a name such as `library::name`; None if it is not loaded."""
+    namespace, _, operator = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    return None if packet is None else packet.default
 
 
 def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> None:
@@ -93,7 +100,7 @@ def rule_of(call: Call) -> Rule | None:
     Raises:
         Error: the terms of a user's rule do not match the call's tensors and their dimensions.
     """
-    function = _function_of(call.target)
+    function = RULES.get(call.target)
     result = None if function is None else function(call)
     if result is not None and call.target in USER_RULES and not _fits(result, call):
         shapes = [", ".join(str(list(t.shape)) for t in side) for side in (f.present(call), call.outputs)]
@@ -108,17 +115,12 @@ def rule_of(call: Call) -> Rule | None:
 
 def has_rule(op: Operator) -> bool:
     """True if there is a rule for some calls of an operator."""
-    return _function_of(op) is not None
-
-
-def _function_of(op: Operator) -> f.RuleFunction | None:
-    # First the table and the user's rules: these may replace the rule of a model library.
-    return RULES.get(op) or library().rule_function_of(getattr(op, "_name", "").removesuffix(".default"))
+    return op in RULES
 
 
 def is_grouped(op: Any) -> bool:
     """True for a product of groups of rows, each group with its own matrix."""
-    return callable(op) and _function_of(op) is grouped_mm
+    return RULES.get(op) is grouped_mm
 
 
 def _fits(rule: Rule, call: Call) -> bool:

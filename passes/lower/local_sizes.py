@@ -253,4 +253,5 @@ class Local:
         return self.empty([length if d == dim else n for d, n in enumerate(value.shape)], value)
 
     def empty(self, shape: list[Any], like: torch.Tensor) -> torch.Tensor:
-        return evaluated(self.builder.mode, torch.empty, shape, dtype=like.dtype, device=like.device)
+        # Its dtype is no argument, which a mode of `verify` would change: some operators return float32 at any dtype.
+        return evaluated(self.builder.mode, torch.Tensor.new_empty, like, shape)

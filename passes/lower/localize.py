@@ -112,7 +112,7 @@ def _embedding(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(arguments_of(node))
     axis = axes.of(arguments_of(node)["weight"])[0]
     return lookup.embedding, (
-        args["weight"], args["indices"], _start(local, node, axis, leaf), local.size(find(axis).size),
+        args["weight"], args["indices"], start_of_part(local, node, axis, leaf), local.size(find(axis).size),
         args["padding_idx"],
     )  # fmt: skip
 
@@ -120,25 +120,25 @@ def _embedding(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 def _gather(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(arguments_of(node))
     axis = axes.of(arguments_of(node)["self"])[args["dim"]]
-    start = _start(local, node, axis, leaf)
+    start = start_of_part(local, node, axis, leaf)
     return lookup.gather, (args["self"], args["dim"], args["index"], start, local.size(find(axis).size))
 
 
 def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     x, top, classes, dim, _, size = local.builder.map(node.args)
-    start = _start(local, node, axes.of(arguments_of(node)["x"])[dim], leaf)
+    start = start_of_part(local, node, axes.of(arguments_of(node)["x"])[dim], leaf)
     return cross_entropy.class_terms, (x, top, classes, dim, start, size)
 
 
 def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     factor = axes.bound[node].cuttable(leaf)
     assert factor is not None
-    start, args = _start(local, node, factor.axis, leaf), local.builder.map(arguments_of(node))
+    start, args = start_of_part(local, node, factor.axis, leaf), local.builder.map(arguments_of(node))
     stop = start + local.local_size(factor.axis.size, factor.axis, leaf)
     return node.target, (args["chosen"], args["number"], args["grouped"], start, stop)
 
 
-def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> Any:
+def start_of_part(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> Any:
     """Returns the start of this rank's positions of `axis`, which must be contiguous: the leaf is major in the axis.
 
     Raises:
@@ -168,7 +168,7 @@ def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(raw)
     if not raw["dropout_p"]:
         named = (args[name] for name in ("query", "key", "value"))
-        start = _start(local, node, axes.of(raw["query"])[-2], leaf)
+        start = start_of_part(local, node, axes.of(raw["query"])[-2], leaf)
         return causal_rows, (*named, start, args["scale"], args["enable_gqa"])
     shared = tuple(args.get(name) for name in ATTENTION)
     if local.to.randomness == "fast":

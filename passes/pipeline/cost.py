@@ -71,8 +71,10 @@ def multiplications(node: fx.Node, axes: Axes) -> float:
         summed = [factor for factor in bound.factors if not factor.outs and 1 in factor.ins]  # type: ignore[union-attr]
         return elements(node) * math.prod(_nominal(find(factor.axis).size) for factor in summed)
     if has(node.target, Trait.ATTENTION):
-        query, key = bound.operands[:2]  # type: ignore[union-attr]
-        return (elements(query) + elements(node)) * _nominal(Size.of(key.meta["val"].shape[-2]))
+        # Each element of the queries and of the output meets each key: documents in packed rows are not known here.
+        summed = [factor for factor in bound.factors if {1, 2} <= factor.ins.keys() and not factor.outs]  # type: ignore[union-attr]
+        keys = math.prod(_nominal(find(factor.axis).size) for factor in summed)
+        return (elements(bound.operands[0]) + elements(node)) * keys  # type: ignore[union-attr]
     return 0.0
 
 

@@ -15,7 +15,6 @@ from torch import fx
 
 from autotp.passes.plan.candidate import Candidate, counts_attentions
 from autotp.passes.plan.infer_axes import Axes
-from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, find, holds, leaves, touches
@@ -48,8 +47,8 @@ def _pair(candidate: Candidate, axes: Axes) -> tuple[Axis, Axis] | None:
     """Returns key/value heads and the group of query heads of each, if `candidate` is the key/value heads."""
     for node, factor in candidate.nodes:
         heads = factor.axis
-        if has(node.target, Trait.ATTENTION) and 0 in factor.ins:  # With `enable_gqa` the factor is of the keys alone.
-            heads = axes.of(arguments_of(node)["query"])[factor.ins[0]]
+        if has(node.target, Trait.ATTENTION) and 0 in factor.ins:  # With grouped heads the factor is of the keys alone.
+            heads = axes.of(axes.bound[node].operands[0])[factor.ins[0]]
         inside = list(leaves(heads))
         if (
             counts_attentions(node, factor, axes)

@@ -24,6 +24,8 @@ from autotp.model_library import ModelLibrary
 from autotp.options import COLUMNS, ROWS
 from autotp.rules.common import entire
 from autotp.rules.products import grouped_mm
+from autotp.rules.registry import add_rows, loaded_operator
+from autotp.rules.row import Row
 
 WATCHED = (
     "accelerate.accelerator", "transformers.training_args",
@@ -31,9 +33,9 @@ WATCHED = (
 )  # fmt: skip
 """Modules of other libraries that are changed once they are imported."""
 PACKAGES = ("transformers", "peft")
-RULES: Mapping[str, Callable[..., Any]] = {
-    "transformers::grouped_mm_fallback": grouped_mm,
-    spec_augment.NAME: entire,
+ROWS_BY_NAME: Mapping[str, Row] = {
+    "transformers::grouped_mm_fallback": Row(grouped_mm),
+    spec_augment.NAME: Row(entire),
 }
 COMMUNICATION = ""
 STYLES: Mapping[str, str | int] = {
@@ -57,9 +59,11 @@ class Transformers(ModelLibrary):
         """True for transformers and peft."""
         return package in PACKAGES or super().has_models_in(package)
 
-    def rule_function_of(self, operator: str) -> Callable[..., Any] | None:
-        """Returns the rule of an operator that transformers registers, or that stands for SpecAugment."""
-        return RULES.get(operator) or super().rule_function_of(operator)
+    def add_operators(self) -> None:
+        """Adds the operators that transformers registers, and the one that stands for SpecAugment."""
+        rows = {loaded_operator(name): row for name, row in ROWS_BY_NAME.items()}
+        add_rows({op: row for op, row in rows.items() if op is not None})
+        super().add_operators()
 
     def cut_along(self, style: str) -> str | int | None:
         """Returns what a style of a `tp_plan` cuts."""

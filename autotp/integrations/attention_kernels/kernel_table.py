@@ -1,0 +1,119 @@
+"""The table of kernels: name of an operator -> its rule, and a reference that computes the same on a CPU.
+
+NOTE [Kernels that a machine lacks]
+An operator of a kernel is registered for GPUs only. When a model is analysed, each operator of the table that is loaded
+gets its reference as the kernel for CPUs, unless it has one. So the model runs on a CPU, as does `verify`, and the
+operator stays one node of the graph. On a GPU nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
+from autotp.integrations.attention_kernels.packed_rows import Window, add_form
+from autotp.model_library import ModelLibrary
+from autotp.rules.call import Call
+from autotp.rules.common import present
+from autotp.rules.language import Rule, spell
+from autotp.rules.registry import add_rows, loaded_operator
+from autotp.rules.row import Row, Trait
+from autotp.sharding.axis import Size
+
+
+class Kernel(NamedTuple):
+    """An operator of a kernel.
+
+    Attributes:
+        reference: a function with the operator's arguments, for CPUs.
+        window: returns which keys a call reads; None for an operator that only backward calls.
+    """
+
+    reference: Callable[..., Any]
+    window: Window | None = None
+
+
+def _packed_rule(call: Call, window: Window) -> Rule:
+    """Returns the rule of attention of packed rows: each head by itself, or each group of heads that share keys.
+
+    `query: [tokens heads width]`, `key` and `value: [tokens groups width]`; outputs `[tokens heads width]` and
+    `[heads tokens]`, the log-sum-exp. A part of the tokens has the form `packed_rows`: if a query reads all keys of its
+    document, or those up to its own position. Then queries and keys must be of the same tokens.
+    """
+    query, key, _, query_ends, key_ends = list(call.arguments.values())[:5]
+    before, after = window(call.arguments)
+    shared = Size.of(query.shape[1]) != Size.of(key.shape[1])
+    heads, groups = ("(k g)", "k") if shared else ("h", "h")
+    cuttable = (before, after) == (-1, -1) or (after == 0 and query_ends is key_ends)
+    s = "s!" if cuttable and "start" not in call.arguments else "s^"
+    terms = [[s, heads, "d^"], ["t^", groups, "d^"], ["t^", groups, "e^"]]
+    others = [[f"x{i}_{dim}^" for dim in range(x.dim())] for i, x in enumerate(present(call)[3:])]
+    outputs = [[s, heads, "e^"], [heads, s], ["r^"]]
+    return Rule.of(spell([*terms, *others], outputs), **({"k": key.shape[1]} if shared else {}))
+
+
+# ---- torch.nn.attention.varlen
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int,
+    is_causal: bool = False, scale: float | None = None, window_size: list[int] | None = None,
+    enable_gqa: bool = False, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if seqused_k is not None or block_table is not None or cu_seq_k is None:
+        raise NotImplementedError("varlen_attn on a CPU takes no seqused_k and no block_table, and needs cu_seq_k")
+    output, totals = packed_attention(
+        query, key, value, cu_seq_q, cu_seq_k, ScoreSettings(scale, _window(window_size, is_causal))
+    )
+    # The kernel's totals are float32. In float64, which no kernel takes, they are not rounded: `verify` would see it.
+    return output, totals, torch.zeros(2, dtype=torch.uint64, device=query.device)
+
+
+def _varlen_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seq_q: Tensor,
+    cu_seq_k: Tensor, max_q: int, max_k: int, is_causal: bool, rng_state: Tensor, scale: float | None = None,
+    window_size: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scores = ScoreSettings(scale, _window(window_size, is_causal))
+    return packed_attention_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, scores)
+
+
+def _window(sizes: Sequence[int] | None, causal: bool) -> tuple[int, int]:
+    before, after = sizes or (-1, -1)
+    return before, 0 if causal else after
+
+
+KERNELS: Mapping[str, Kernel] = {
+    "torch_attn::_varlen_attn": Kernel(_varlen, lambda a: _window(a["window_size"], a["is_causal"])),
+    "torch_attn::_varlen_attn_backward": Kernel(_varlen_backward),
+}
+
+
+class AttentionKernels(ModelLibrary):
+    """The operators of kernels of attention."""
+
+    def add_operators(self) -> None:
+        """Adds the kernels that are loaded, with their references. NOTE [Kernels that a machine lacks]"""
+        for name in KERNELS:
+            op = loaded_operator(name)
+            if op is not None:
+                _add(op)
+        super().add_operators()
+
+
+@cache
+def _add(op: OpOverload) -> None:
+    reference, window = KERNELS[op._schema.name]
+    if window is not None:
+        row = Row(partial(_packed_rule, window=window), Trait.ATTENTION)
+        add_rows({op: row})
+        add_form(op, row, window)
+    if not op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
+        torch.library.impl(op._schema.name, "CPU")(reference)

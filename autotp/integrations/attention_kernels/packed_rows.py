@@ -1,0 +1,76 @@
+"""packed_rows: a kernel of attention of packed documents, for a rank's part of the tokens.
+
+    documents of 3, 2 and 4 tokens, the rank has tokens 4 to 6:   [a a a b|b c c|c c]
+    ends of its queries   [0, 3, 5, 9] -> [0, 0, 1, 3]
+    ends of its keys      [0, 3, 5, 9] -> [0, 3, 5, 7]   of the tokens up to its last query
+
+A document has the queries of this rank, and the keys up to its last query here. So a document may end inside a part, or
+lie in several. The ends are computed on the device: nothing waits, and one graph serves all documents.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from autotp.passes.check import erase
+from autotp.passes.lower import localize
+from autotp.passes.lower.local_sizes import Local
+from autotp.passes.plan.infer_axes import Axes
+from autotp.rules.call import arguments_of, called_with
+from autotp.rules.registry import add_rows
+from autotp.rules.row import Row
+from autotp.sharding.axis import Axis
+
+Window = Callable[[Mapping[str, Any]], tuple[int, int]]
+"""Arguments by name -> how many keys before and after its own position a query reads; -1 for all."""
+
+
+@cache
+def add_form(op: OpOverload, row: Row, window: Window) -> None:
+    """Adds the form of a kernel for a part of its tokens to the tables of the kernel's passes.
+
+    Args:
+        op: an operator whose first arguments are query, key, value, and the ends of both.
+        row: its row.
+        window: returns which keys a call reads.
+    """
+    names = [arg.name for arg in op._schema.arguments]
+
+    def packed_rows(*values: Any) -> Any:
+        arguments, start = dict(zip(names, values, strict=False)), values[-1]
+        return called_with(op, _of_part(arguments, names, start, window(arguments)))
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in (*names, "start")]
+    packed_rows.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    packed_rows.__name__ = packed_rows.__qualname__ = f"{op._schema.name.rpartition('::')[2].strip('_')}_rows"
+
+    def form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+        arguments = arguments_of(node)
+        start = localize.start_of_part(local, node, axes.of(arguments[names[0]])[0], leaf)
+        return packed_rows, (*local.builder.map(tuple(arguments.values())), start)
+
+    add_rows({packed_rows: row})
+    localize.FORMS[op] = form
+    erase.FORMS[packed_rows] = op, (*names, "start"), ""
+
+
+def _of_part(arguments: Mapping[str, Any], names: list[str], start: Any, window: tuple[int, int]) -> dict[str, Any]:
+    """Returns the arguments of the same kernel for the queries from `start` on.
+
+    Args:
+        arguments: those of the whole call, but `query` is this rank's part of the tokens.
+    """
+    query, key, value, query_ends, key_ends = names[:5]
+    rows = arguments[query].shape[0]
+    local = dict(arguments) | {query_ends: (arguments[query_ends] - start).clamp(0, rows)}
+    if window[1] == 0:  # What comes after the last query is not read, and what is not read is not given.
+        for name in (key, value):
+            local[name] = arguments[name].narrow(0, 0, start + rows)
+        local[key_ends] = arguments[key_ends].clamp(max=start + rows)
+    return local

@@ -1,0 +1,124 @@
+"""kernel_table: torch's varlen_attn on a rank; its table of operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+import autotp
+from autotp.compiler import analyse
+from autotp.diagnostics.verify import compare_calls
+from autotp.options import Options
+from autotp.passes.capture.skeleton import skeleton_of
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2}, {"tp": 3}, {"tp": 8}, {"tp": 2, "sequence_parallel": True}, {"tp": 2, "recompute": "full"},
+]  # fmt: skip
+DOCUMENTS = [[6, 3, 11], [5, 5, 4, 9], [1, 16], [7, 7, 7, 7]]
+
+
+class Packed(nn.Module):
+    """A block of a decoder on one packed row: [tokens] -> [tokens vocab]."""
+
+    def __init__(self, window: tuple[int, int] = (-1, 0), width: int = 32, heads: int = 4, groups: int = 2) -> None:
+        super().__init__()
+        self.window, self.head = window, width // heads
+        self.embed = nn.Embedding(48, width)
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, groups * self.head, bias=False) for _ in range(2))
+        self.norm, self.head_out = nn.RMSNorm(width), nn.Linear(width, 48, bias=False)
+
+    def forward(self, tokens: Tensor, ends: Tensor, longest: int) -> Tensor:
+        x = self.embed(tokens)
+        y = self.norm(x)
+        q, k, v = (part(y).unflatten(-1, (-1, self.head)) for part in (self.q, self.k, self.v))
+        attended: Any = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=self.window, enable_gqa=True)
+        return self.head_out(x + self.o(attended.flatten(-2)))
+
+
+def batch(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, int]:
+    """Tokens of documents of these lengths, the ends of the documents, and the longest."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return torch.randint(48, (sum(lengths),), generator=generator), ends, max(lengths)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_varlen_attn_is_cut_by_heads(layout: dict[str, Any]) -> None:
+    report = autotp.verify(Packed(), example_inputs=batch(DOCUMENTS[0]), **layout)
+    assert report.ok, report
+    assert "QKV -> attention" in str(report.plan) and "no rule" not in str(report.plan)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (3, 0)], ids=str)
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 3), (1, 16)])
+def test_varlen_attn_over_cp_equals_one_device(window: tuple[int, int], tp: int, cp: int) -> None:
+    """A document ends inside a part, one lies on three ranks and more, and of 16 ranks the last ones are empty."""
+    report = autotp.verify(Packed(window), tp, cp=cp, example_inputs=batch(DOCUMENTS[0]))
+    assert report.ok, report
+    assert "it needs whole sequences" not in str(report.plan)
+
+
+def test_a_window_to_both_sides_is_whole_over_cp_and_listed() -> None:
+    report = autotp.verify(Packed((2, 1)), 1, cp=2, example_inputs=batch(DOCUMENTS[0]))
+    assert report.ok and "it needs whole sequences" in str(report.plan)
+
+
+class WithTotals(Packed):
+    """Returns the log-sum-exp of each head, too."""
+
+    def forward(self, tokens: Tensor, ends: Tensor, longest: int) -> Tensor:
+        q = self.q(self.embed(tokens)).unflatten(-1, (-1, self.head))
+        wanted = AuxRequest(lse=True)
+        out, totals = varlen_attn(q, q, q, ends, ends, longest, longest, return_aux=wanted)
+        return self.head_out(self.o(out.flatten(-2))) + totals.sum()
+
+
+def test_the_log_sum_exp_is_cut_by_heads() -> None:
+    """Backward gives it no gradient, as on one device."""
+    model, inputs = WithTotals(), batch(DOCUMENTS[0])
+    report = compare_calls(model, (inputs, {}), 2, Options())
+    assert report.ok, report
+
+
+def test_packed_rows_of_32k_tokens_have_no_value_of_tokens_times_tokens() -> None:
+    with torch.device("meta"):
+        model, tokens = Packed(), torch.empty(32768, dtype=torch.int64)
+        ends = torch.empty(9, dtype=torch.int32)
+    for cp in (1, 4):
+        graph = analyse(skeleton_of(model), (tokens, ends, 4096), {}, 2, Options(cp=cp)).graph
+        values = [node.meta.get("val") for node in graph.nodes]
+        largest = max(int(x.numel()) for x in values if isinstance(x, Tensor))
+        assert largest <= 32768 * 48
+
+
+def trained(rank: int, n: int, cp: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    plain, model = Packed(), Packed()
+    model.load_state_dict(plain.state_dict())
+    model = autotp.parallelize(model, tp=n // cp, cp=cp, example_inputs=batch(DOCUMENTS[0]))
+    losses: list[list[float]] = []
+    for trainee in (plain, model):
+        optimizer = torch.optim.AdamW(trainee.parameters(), 0.01)
+        losses.append([])
+        for step in range(10):
+            tokens, ends, longest = batch(DOCUMENTS[step % 4], step)
+            loss = F.cross_entropy(trainee(tokens, ends, longest), tokens.roll(-1))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize(("ranks", "cp"), [(2, 1), (4, 2)])
+def test_packed_training_equals_one_device(ranks: int, cp: int) -> None:
+    """In each step another number of documents, other lengths and another longest document."""
+    for plain, parallel in run_ranks(trained, ranks, cp):
+        assert parallel == pytest.approx(plain, rel=1e-5)
