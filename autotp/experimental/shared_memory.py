@@ -1,6 +1,8 @@
 """shared_memory: a backend of torch.distributed for the ranks of one machine, which sums small tensors in memory.
 
-    autotp.experimental.shared_memory.register()
+    from autotp.experimental import shared_memory
+
+    shared_memory.register()
     torch.distributed.init_process_group("shared_memory")
 
 gloo sends through sockets, and each collective wakes threads: that takes 0.4 ms, however small the tensor is, and more
@@ -109,7 +111,7 @@ class SharedMemoryGroup(ProcessGroup):
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # The one with a store cannot be inherited from.
         gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
         gloo.options.global_ranks_in_group, gloo.options.group_name = options.global_ranks_in_group, options.group_id
         # torch's own methods of this group would hold Python's lock while gloo's threads wait for it. Those of another
@@ -123,23 +125,24 @@ class SharedMemoryGroup(ProcessGroup):
             # Not at the end of the process: functions of atexit may call the model.
             weakref.finalize(self, self.memory.close).atexit = False
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Sums, or takes maxima, in place."""
-        kind = None if self.memory is None else _KIND_OF.get(getattr(opts, "reduceOp", opts))
-        if kind is not None and len(tensors) == 1 and _is_small(tensors[0]):
-            return self.memory.begin(kind, tensors[0], tensors[0])
+        xs = [tensors] if isinstance(tensors, Tensor) else tensors
+        kind = _kind_of(getattr(opts, "reduceOp", opts))
+        if self.memory is not None and kind is not None and len(xs) == 1 and _is_small(xs[0]):
+            return self.memory.begin(kind, xs[0], xs[0])
         return self.over_gloo("allreduce", tensors, opts)
 
-    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
-        """Writes the ranks' `x` one after the other to `out`."""
-        return self._begin_gather(out, x) or self.over_gloo("all_gather_single", out, x, opts)
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Writes the ranks' tensors one after the other to `output`."""
+        return self._begin_gather(output, input) or self.over_gloo("all_gather_single", output, input, opts)
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outs: Sequence[Tensor], xs: Sequence[Tensor], opts: Any = None) -> Any:
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Does the same for several tensors: torch's functional collective sends its one tensor so."""
-        work = self._begin_gather(outs[0], xs[0]) if len(xs) == len(outs) == 1 else None
-        return work or self.over_gloo("all_gather_single_coalesced", outs, xs, opts)
+        work = self._begin_gather(outputs[0], inputs[0]) if len(inputs) == len(outputs) == 1 else None
+        return work or self.over_gloo("all_gather_single_coalesced", outputs, inputs, opts)
 
     def over_gloo(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Starts a collective over gloo, by a method of torch's; an argument that is None was left out."""
@@ -160,14 +163,14 @@ class SharedMemoryGroup(ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         """Returns how many collectives this rank has begun, both ways."""
         begun = 0 if self.memory is None else self.memory.begun
-        return int(self.inner._get_sequence_number_for_group()) + begun
+        inner: Any = self.inner
+        return int(inner._get_sequence_number_for_group()) + begun
 
     def _begin_gather(self, out: Tensor, x: Tensor) -> SmallWork | None:
-        fits = self.memory is not None and out.dtype == x.dtype and out.numel() == self.size() * x.numel()
-        return self.memory.begin("gather", x, out) if fits and _is_small(x) else None
+        fits = out.dtype == x.dtype and out.numel() == self.size() * x.numel()
+        return self.memory.begin("gather", x, out) if self.memory is not None and fits and _is_small(x) else None
 
 
-_KIND_OF = {dist.ReduceOp(dist.ReduceOp.SUM): "sum", dist.ReduceOp(dist.ReduceOp.MAX): "max"}
 COUNTED = (
     "allgather", "all_to_all_single", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast",
     "gather", "reduce", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
@@ -187,9 +190,13 @@ for _name in OF_TWO_RANKS:
     setattr(SharedMemoryGroup, _name, _passing(SharedMemoryGroup.by_torch, _name))
 
 
+def _kind_of(op: Any) -> str | None:
+    return "sum" if op == dist.ReduceOp.SUM else "max" if op == dist.ReduceOp.MAX else None
+
+
 def _is_small(x: Tensor) -> bool:
     """True if a tensor goes through memory. (A sparse tensor has no `nbytes`.)"""
-    strided = x.device.type == "cpu" and x.layout is torch.strided and x.dtype in DTYPES
+    strided = x.is_cpu and x.layout is torch.strided and x.dtype in DTYPES
     return strided and x.numel() * x.element_size() <= LIMIT and is_computed(x)
 
 
@@ -293,7 +300,7 @@ class Memory:
         count, says = begun + 1, _description(kind, x)
         slot = count % 2
         parts = self._parts(slot, x.numel(), x.dtype)
-        parts[self.rank].view(x.shape).copy_(x.detach())
+        parts[self.rank].view(x.shape).copy_(x.detach() if x.requires_grad else x)
         words[self._mine + SAYS + slot] = says
         self._last = SmallWork(self, count, says, parts, out)
         # Last: who reads this number takes the slot and the description for written.

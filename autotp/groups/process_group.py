@@ -63,7 +63,7 @@ def _standing_for(method: Any, wrapped: Callable[[Any], Any]) -> Any:
 
 
 def _subclasses(group_class: type) -> list[type]:
-    below = group_class.__subclasses__()
+    below: list[type] = group_class.__subclasses__()
     return [*below, *(each for subclass in below for each in _subclasses(subclass))]
 
 
