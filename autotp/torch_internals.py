@@ -448,8 +448,8 @@ USED = (
     Used(
         "object of torch.distributed:ProcessGroup",
         "_get_backend _device_types _get_sequence_number_for_group _allgather_base _reduce_scatter_base "
-        "_register_backend _timeout",
-        "one gather of a flat tensor; how many collectives a rank has started; timeouts",
+        "_register_backend _set_default_backend _timeout",
+        "one gather of a flat tensor; how many collectives a rank has started; timeouts; gloo inside another backend",
     ),
     Used("torch.distributed", "_functional_collectives", "the operator for each collective of user code"),
     Used("torch.distributed", "_symmetric_memory", "products that overlap with their gathers on GPUs"),

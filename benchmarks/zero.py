@@ -21,23 +21,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import autotp
-from autotp.groups.shared_memory import shared_addresses
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.training import trainer as training
 
 
 def held() -> int:
-    """Returns the bytes of all floating-point tensors of this process that Python knows.
-
-    Memory through which ranks exchange small tensors is left out: it has 256 KiB for each rank, whatever the model is.
-    """
+    """Returns the bytes of all floating-point tensors of this process that Python knows."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
     tensors = [x for x in tensors if x.is_floating_point() and not x.is_meta]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if type(x) is not _Fake}
-    return sum(size for at, size in storages.items() if at and at not in shared_addresses())
+    return sum(size for at, size in storages.items() if at)
 
 
 _Fake = torch._subclasses.FakeTensor

@@ -102,8 +102,7 @@ OF_THE_PROCESS = {
         "distributed.peers.never_ending._captures",
     },
     "looked at in each collective or call, so without `attached`; an entry names its group, which is compared": {
-        "groups.failures.uncompared", "groups.process_group._backends", "groups.shared_memory._channels",
-        "passes.capture.pytree._SPECS",
+        "groups.failures.uncompared", "groups.process_group._backends", "passes.capture.pytree._SPECS",
     },
     "by identity: tensors have no other equality": {"runtime.shard_parameters._left_behind"},
     "a number is never given out twice": {"passes.capture.unsupported.sizes_as_keys.NEVER_EQUAL"},

@@ -688,8 +688,9 @@ def _local_rank() -> int:
 
 def own_kind() -> str:
     """Returns the kind of device on which a model becomes parallel if the user names none."""
-    gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-    return "cuda" if torch.cuda.is_available() and not gloo else "cpu"
+    world: Any = dist.group.WORLD
+    on_host = world is not None and (dist.get_backend() == "gloo" or torch.device("cuda") not in world._device_types)
+    return "cuda" if torch.cuda.is_available() and not on_host else "cpu"
 
 
 def _own_device(device: torch.device | str | None) -> torch.device:

@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import ProcessGroup
 from autotp.attached import Marks, all_attached, attach, attached, attached_if_any
 from autotp.errors import Error
 from autotp.groups.process_group import axis_of, process_group, rank_name, seat
-from autotp.groups.shared_memory import APART
 
 Informed = Callable[[Callable[[int], str], Sequence[int]], str]
 """A function that returns why other ranks do not answer, or "".
@@ -29,6 +28,10 @@ LOST = "a rank was lost"
 Compare = Callable[[str], None]
 """A function that raises Error if the ranks of a group, given by name, are at different collectives."""
 _comparing: list[Compare] = []
+
+
+class RanksApart(RuntimeError):
+    """What a process group of Python raises if its ranks are at different collectives."""
 
 
 @dataclass
@@ -113,13 +116,13 @@ def peer_error(operation: str, group: str, error: RuntimeError, mesh: Any = None
         mesh: an object whose method `named` returns names of ranks; None: ranks are named by numbers.
     """
     text = str(error).lower()
-    if "timed out" in text or "timeout" in text:
+    if isinstance(error, RanksApart):
+        reason = str(error)
+    elif "timed out" in text or "timeout" in text:
         reason = "a peer did not answer within the group's timeout"
     # gloo raises plain RuntimeErrors: only their texts tell what has happened.
     elif any(sign in text for sign in ("connection", "peer", "gloo/transport", "nccl", "socket", "broken pipe")):
         reason = "a peer closed its connection"
-    elif text.startswith(APART):
-        reason = str(error)
     else:
         return None
 

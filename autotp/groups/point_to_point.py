@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from autotp.attached import attached
 from autotp.groups.process_group import process_group, replace_methods
-from autotp.groups.shared_memory import started_here
 from autotp.torch_internals import OF_SOME_RANKS
 
 
@@ -60,7 +59,7 @@ def install() -> Callable[[], None]:
 
 def _started(group: Any) -> int:
     try:
-        return int(group._get_sequence_number_for_group()) + started_here(group)
+        return int(group._get_sequence_number_for_group())
     except RuntimeError:  # Backends of others need not number what they start.
         return 0
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.errors import Error
-from autotp.torch_internals import Replaced
+from autotp.torch_internals import Replaced, set_until_undone
 
 
 def process_group(name: str) -> ProcessGroup:
@@ -37,16 +37,40 @@ def seat(group: str) -> tuple[int, int]:
 def replace_methods(rows: Iterable[Replaced], wrapped: Callable[[Any], Any]) -> Callable[[], None]:
     """Replaces methods of all process groups, and returns the undo.
 
+    Classes of Python have them replaced where they define them: torch's own method calls theirs.
+
     Args:
-        wrapped: returns what stands for a method of torch's, a function whose first argument is the group.
+        wrapped: returns what stands for a method, a function whose first argument is the group.
     """
-    undone = [row.put(wrapped(row.original())) for row in rows]
+    undone = []
+    for row in rows:
+        undone.append(row.put(_standing_for(row.original(), wrapped)))
+        for group_class in _subclasses(ProcessGroup):
+            if method := vars(group_class).get(row.name):
+                undone.append(set_until_undone(group_class, row.name, _standing_for(method, wrapped)))
 
     def undo() -> None:
         for put_back in undone:
             put_back()
 
     return undo
+
+
+def _standing_for(method: Any, wrapped: Callable[[Any], Any]) -> Any:
+    stands = wrapped(method)
+    stands.replaces = method
+    return stands
+
+
+def _subclasses(group_class: type) -> list[type]:
+    below: list[type] = group_class.__subclasses__()
+    return [*below, *(each for subclass in below for each in _subclasses(subclass))]
+
+
+def own_method(group: ProcessGroup, name: str) -> Any:
+    """Returns the method of a group's class, a function of the group, also while `replace_methods` has replaced it."""
+    method = getattr(type(group), name)
+    return getattr(method, "replaces", method)
 
 
 def axis_of(group: str) -> str:

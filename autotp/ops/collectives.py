@@ -27,9 +27,8 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 from autotp.errors import Error
 from autotp.groups.one_thread import in_collective
-from autotp.groups.process_group import backend_of, process_group, seat
-from autotp.groups.shared_memory import channel_of
-from autotp.ops.eager_mode import apply_plain, is_bare, is_computed, is_kept, is_observed, is_plain
+from autotp.groups.process_group import backend_of, own_method, process_group, seat
+from autotp.ops.eager_mode import apply_plain, is_bare, is_kept, is_observed, is_plain
 from autotp.ops.placement_moves import chosen, replaced
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, laid_out, order_of_dimensions
@@ -345,46 +344,6 @@ def communicate(name: str, *args: Any) -> Tensor:
         return _wait(*_launch(name, args))
 
 
-# NOTE [Compiled code does what eager code does]
-# One rank may be compiled while another is not, and each compiles at a time of its own. So where ranks may share
-# memory, compiled code calls operators that run the eager code, and leaves out none of them, although torch takes them
-# for operators that compute.
-_OPERATORS = torch.library.Library("autotp", "FRAGMENT")
-_OF_COMPILED_CODE: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "all_reduce": (
-        "(Tensor x, str op, str group) -> Tensor",
-        lambda x, op, group: communicate("all_reduce", x, op, group),
-        lambda x, op, group: torch.empty_like(x, memory_format=torch.contiguous_format),
-    ),
-    "all_gather_into_tensor": (
-        "(Tensor x, int size, str group) -> Tensor",
-        lambda x, size, group: communicate("all_gather_into_tensor", x, size, group),
-        lambda x, size, group: x.new_empty((size * x.shape[0], *x.shape[1:])),
-    ),
-    "all_reduce_coalesced": (
-        "(Tensor[] xs, str group) -> Tensor[]",
-        lambda xs, group: communicate_all(xs, group),
-        lambda xs, group: [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs],
-    ),
-}
-for _name, (_schema, _run, _fake) in _OF_COMPILED_CODE.items():
-    _OPERATORS.define(_name + _schema)
-    _OPERATORS.impl(_name, _run, "CPU")
-    torch.library.register_fake(f"autotp::{_name}", _fake, lib=_OPERATORS)
-    torch.fx.node.has_side_effect(getattr(torch.ops.autotp, _name).default)
-
-
-class Arrived:
-    """A collective whose result is there already."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
-ARRIVED = Arrived()
-Work = dist.Work | Arrived
-_SMALL = {"all_reduce": "", "all_reduce_": "", "all_gather_into_tensor": "gather"}
-"""The collectives that run through shared memory for small tensors -> their kind there; "": the sum's operation."""
 Started = Callable[[], Tensor]
 """A running collective: a function that waits for the result and returns it."""
 
@@ -434,54 +393,21 @@ def _start(name: str, *args: Any) -> Started:
 
 
 def _start_compiled(name: str, x: Tensor, *rest: Any) -> Started:
-    if name in _OF_COMPILED_CODE and _may_share_memory(x, rest[-1]):
-        received = getattr(torch.ops.autotp, name)(x, *rest)
-        return lambda: received
     ops = torch.ops._c10d_functional
     started = getattr(ops, name)(x, *rest)
     return lambda: ops.wait_tensor(started)
 
 
-def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Work | None]:
+def _launch(name: str, args: tuple[Any, ...]) -> tuple[Tensor, dist.Work | None]:
     """Starts a collective. Returns the tensor that its result will be in, and its work (None: c10d keeps it)."""
     method, x, rest = _GROUP_METHODS.get(name), args[0], args[1:]
     if method is not None and is_bare(x) and not x.is_complex() and not x.is_neg():
-        group = process_group(rest[-1])
-        if x.is_cpu and (result := _through_memory(name, x, rest, group, False)) is not None:
-            return result, ARRIVED
-        return method(group, x, *rest[:-1])
+        return method(process_group(rest[-1]), x, *rest[:-1])
     x = in_memory(x)
-    observed = method is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex()
-    group = process_group(rest[-1])
-    if x.is_cpu and (result := _through_memory(name, x, rest, group, observed)) is not None:
-        return result, ARRIVED
-    if observed:
+    if method is None or torch.compiler.is_compiling() or is_observed(x) or x.is_complex():
         name = "all_reduce" if name == "all_reduce_" and is_kept(x) else name  # A broadcast has to be in place.
         return getattr(torch.ops._c10d_functional, name)(x, *rest), None
-    assert method is not None
-    return method(group, x, *rest[:-1])
-
-
-def _through_memory(name: str, x: Tensor, rest: tuple[Any, ...], group: ProcessGroup, observed: bool) -> Tensor | None:
-    """Returns the result of a collective of a small tensor through memory that ranks share; None if it did not run."""
-    if observed and not is_computed(x):
-        return None
-    shared = channel_of(group)
-    if shared is None:
-        return None
-    op = _SMALL.get(name)
-    if op is None or not shared.takes(x):
-        shared.pass_by()
-        return None
-    op = op or rest[0]
-    if observed:
-        shared.leave_to_torch(group, x, op)
-        return None
-    if op == "gather":
-        result = x.new_empty((rest[0] * x.shape[0], *x.shape[1:]))
-        return result if shared.gather(group, x, result) else None
-    result = x if name == "all_reduce_" else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return result if shared.reduce(group, x, op, result) else None
+    return method(process_group(rest[-1]), x, *rest[:-1])
 
 
 def in_memory(x: Tensor) -> Tensor:
@@ -495,7 +421,7 @@ def in_memory(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg()
 
 
-def _wait(result: Tensor, work: Work | None) -> Tensor:
+def _wait(result: Tensor, work: dist.Work | None) -> Tensor:
     """Waits for a collective, and returns its result."""
     if work is not None:
         work.wait()
@@ -508,14 +434,13 @@ def _wait(result: Tensor, work: Work | None) -> Tensor:
 # A functional collective and its wait pass torch's dispatcher for Python twice. Where nobody follows operators there,
 # the process group's own methods do the same work, and take less than half of the time. With an operation in place of
 # options, such a method takes four times as long: its binding first fails to read the operation as options.
+# Sums call the group's own method while `runtime/torch_hooks/user_sums.py` replaces it: ours need no comparison.
 
-_allreduce, _allreduce_coalesced = ProcessGroup.allreduce, ProcessGroup.allreduce_coalesced
-"""torch's own methods, also while `runtime/torch_hooks/user_sums.py` replaces them: our sums need no comparison."""
 _SUMS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def _all_reduced_(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.Work]:
-    return x, _allreduce(group, [x], _sum_options(op))
+    return x, own_method(group, "allreduce")(group, [x], _sum_options(op))
 
 
 def _all_reduced(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.Work]:
@@ -561,21 +486,21 @@ def _launch_all(xs: list[Tensor], group: str) -> tuple[list[Tensor], dist.Work |
     if not xs or not all(is_bare(x) and not x.is_complex() for x in xs):
         return torch.ops._c10d_functional.all_reduce_coalesced(xs, "sum", group), None
     result = [x.clone(memory_format=torch.contiguous_format) for x in xs]
-    return result, _allreduce_coalesced(process_group(group), result)
+    members = process_group(group)
+    return result, own_method(members, "allreduce_coalesced")(members, result)
 
 
 # Where Dynamo does not compile a function, it tries those that this one calls; of a process group it makes an error.
-for _function in (_launch, _launch_all, _through_memory, _wait, *_GROUP_METHODS.values()):
+for _function in (_launch, _launch_all, _wait, *_GROUP_METHODS.values()):
     set_code_exec_strategy(_function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """Returns the sums of several tensors over the group, in one collective. Raises Error as `communicate` does."""
-    if torch.compiler.is_compiling() and xs and _may_share_memory(xs[0], group):
-        summed: list[Tensor] = torch.ops.autotp.all_reduce_coalesced(
-            [x.resolve_conj().resolve_neg() for x in xs], group
-        )
-        return summed
+    if torch.compiler.is_compiling():
+        ops = torch.ops._c10d_functional
+        started = ops.all_reduce_coalesced([x.resolve_conj().resolve_neg() for x in xs], "sum", group)
+        return [ops.wait_tensor(x) for x in started]
     return start_all(xs, group)()
 
 
@@ -585,8 +510,6 @@ def start_all(xs: Sequence[Tensor], group: str) -> Callable[[], list[Tensor]]:
     They are one collective, but for tensors of a GPU over gloo, which sums one of those at a time.
     """
     with in_collective("all_reduce_coalesced", group):
-        for x in xs[:1]:
-            pass_by(group, x)
         result, work = _launch_all([in_memory(x) for x in xs], group)
 
     def received() -> list[Tensor]:
@@ -599,20 +522,8 @@ def start_all(xs: Sequence[Tensor], group: str) -> Callable[[], list[Tensor]]:
     return received
 
 
-def pass_by(group: str, x: Tensor) -> None:
-    """Tells ranks that share memory of a collective of `x` that does not go through it."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and is_computed(x):
-        shared = channel_of(process_group(group))
-        if shared is not None:
-            shared.pass_by()
-
-
 def _is_gloo(group: str, device_type: str) -> bool:
     return backend_of(group, device_type) == "gloo"
-
-
-def _may_share_memory(x: Tensor, group: str) -> bool:
-    return x.device.type == "cpu" and _is_gloo(group, "cpu")
 
 
 # Dynamo calls it while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
+from autotp.experimental.shared_memory import register
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from peers.plans import by_transformers
@@ -100,8 +101,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--new", type=int, default=NEW, help="how many tokens to generate")
     parser.add_argument("--compiled", action="store_true", help="also with compile_blocks()")
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "shared_memory"])
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    register()
+    dist.init_process_group(args.backend)
     for cache in args.caches:
         lines = measure(args.layers, cache, args.rounds, args.new, args.compiled)
         if os.environ["RANK"] == "0":

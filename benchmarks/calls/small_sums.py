@@ -1,4 +1,4 @@
-"""Measures a sum over ranks of small tensors: through memory that the ranks share, and through gloo.
+"""Measures a sum over ranks of small tensors: by the backend "shared_memory", and by gloo.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/calls/small_sums.py
 
@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotp.groups.process_group import process_group
-from autotp.groups.shared_memory import LIMIT, channel_of
+from autotp.experimental.shared_memory import LIMIT, register
+from autotp.ops.collectives import communicate
 
 NUMBERS = (512, 4096, 32768)
 CALLS = 50
@@ -31,12 +32,13 @@ SECONDS = 5e-4
 
 def ways() -> dict[str, Callable[[Tensor], object]]:
     """Returns the ways to sum a tensor in place: name -> function."""
-    group = process_group(dist.group.WORLD.group_name)
-    channel = channel_of(group)
-    found: dict[str, Callable[[Tensor], object]] = {"gloo": dist.all_reduce}
-    if channel is not None:
-        found["shared memory"] = lambda x: channel.reduce(group, x, "sum", x)
-    return found
+    register()
+    groups: dict[str, Any] = {name: dist.new_group(backend=name) for name in ("gloo", "shared_memory")}
+    return {name: partial(_sum, group.group_name) for name, group in groups.items()}
+
+
+def _sum(group: str, x: Tensor) -> Tensor:
+    return communicate("all_reduce_", x, "sum", group)
 
 
 def work() -> Callable[[], object]:
@@ -59,10 +61,10 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def measure(numbers: int, rounds: int) -> list[str]:
     """Returns a line for each way."""
-    product, x = work(), torch.zeros(numbers)
+    product, x, sums = work(), torch.zeros(numbers), ways()
     times: dict[tuple[str, bool], list[float]] = {}
     for _ in range(rounds):
-        for name, add in ways().items():
+        for name, add in sums.items():
             for after in (False, True):
                 found = []
                 for _ in range(CALLS):
@@ -73,7 +75,7 @@ def measure(numbers: int, rounds: int) -> list[str]:
                     found.append(time.perf_counter() - start)
                 times.setdefault((name, after), []).append(statistics.median(found) * 1e3)
     lines = []
-    for name in ways():
+    for name in sums:
         alone, later = (statistics.median(times[name, after]) for after in (False, True))
         lines.append(f"{numbers:6} numbers  {name:14} {alone:6.3f} ms alone  {later:6.3f} ms after work")
     return lines

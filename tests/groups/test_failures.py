@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import autotp
-from autotp.groups.failures import peer_error
+from autotp.groups.failures import RanksApart, peer_error
 from autotp.ops.collectives import copy, gather, reduce
 
 LOST = (
@@ -62,6 +62,8 @@ def test_a_lost_peer_of_the_world_is_told_as_tp() -> None:
 def errors_of_others(rank: int, n: int) -> list[bool]:
     group = str(dist.group.WORLD.group_name)
     said = ["Timed out waiting 5000ms", "Connection closed by peer", "expected a contiguous tensor"]
+    told = peer_error("all_reduce", group, RanksApart("a sum here, and a gather on rank 1"))
+    assert told is not None and "failed on rank" in str(told) and ": a sum here, and a gather on rank 1" in str(told)
     return [peer_error("all_reduce", group, RuntimeError(text)) is not None for text in said]
 
 

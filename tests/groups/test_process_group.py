@@ -12,7 +12,16 @@ from ranks import run_ranks
 from trainers import batch, started
 
 import autotp
-from autotp.groups.process_group import axis_of, backend_of, process_group, rank_name, seat
+from autotp.groups.process_group import (
+    axis_of,
+    backend_of,
+    own_method,
+    process_group,
+    rank_name,
+    replace_methods,
+    seat,
+)
+from autotp.torch_internals import SUMS_OF_USERS
 
 
 def described(rank: int, n: int) -> list[Any]:
@@ -59,3 +68,26 @@ def test_calls_after_destroy_process_group_are_an_error() -> None:
     told = "the process groups of the model were destroyed"
     for found in run_ranks(destroyed, 2, timeout=100, alone=True):
         assert all(it.endswith(told) for it in found), found
+
+
+def test_methods_of_process_groups_of_python_are_replaced_too() -> None:
+    """Those that a class defines; `own_method` is the class's own one."""
+    calls = []
+
+    class Group(dist.ProcessGroup):
+        def allreduce(self, tensors: Any, opts: Any = None) -> None:  # type: ignore[override]
+            calls.append("own")
+
+    def wrapped(method: Any) -> Any:
+        return lambda group, *args: (calls.append("watched"), method(group, *args))
+
+    group: Any = Group(0, 1)
+    undo = replace_methods(SUMS_OF_USERS, wrapped)
+    try:
+        group.allreduce([])
+        own_method(group, "allreduce")(group, [])
+    finally:
+        undo()
+    group.allreduce([])
+    assert calls == ["watched", "own", "own", "own"]
+    assert own_method(group, "reduce") is dist.ProcessGroup.reduce

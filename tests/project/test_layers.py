@@ -110,6 +110,7 @@ def test_no_test_file_imports_another() -> None:
 SAME_NAME = {
     "main": "what runs as a program: the command line, and scripts that `autotp init` gives to a user",
     "install": "what each module puts into torch while a parallel model lives: `torch_hooks/install.py` calls them",
+    "register": "makes a thing known by its name: a library of models, or a backend, which users register",
     "python_line torchrun_line": "of a layout; and of what a page shows, by those of its layout",
     "attention batch_norm by_channel copy embedding gather group_norm grouped_mm scatter":
         "an operator, by torch's name or Megatron's; and its rule. `autotp.gather` is that for users",

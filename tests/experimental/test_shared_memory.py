@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
+import warnings
 import weakref
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,27 +18,30 @@ import torch
 import torch.distributed as dist
 from errors import message
 from ranks import Checks, run_ranks
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
+import autotp
 from autotp.distributed.mesh import new_group
-from autotp.groups import shared_memory
+from autotp.experimental import shared_memory
+from autotp.experimental.shared_memory import DTYPES, LIMIT
 from autotp.groups.point_to_point import started_collectives
-from autotp.groups.shared_memory import DTYPES, LIMIT, channel_of, started_here
 from autotp.ops.collectives import communicate, communicate_all
 
-pytestmark = pytest.mark.skipif(shared_memory._memory(2) is None, reason="the system has no such memory")
+pytestmark = pytest.mark.skipif(platform.system() != "Linux" or platform.machine() != "x86_64", reason="no such memory")
 
 
 def group_of(seconds: float = 30) -> tuple[str, Any]:
-    group = new_group(None, timedelta(seconds=seconds))
+    shared_memory.register()
+    group = new_group(None, timedelta(seconds=seconds), backend="shared_memory")
     return group.group_name, group
 
 
 def here(group: Any) -> int:
     """The collectives of a group that went through the memory."""
-    assert channel_of(group) is not None
-    return started_here(group)
+    count: int = group.memory.begun
+    return count
 
 
 # ---- what it computes
@@ -66,7 +72,10 @@ def shared_memory_joins_parts(rank: int, n: int) -> None:
         every = [torch.full(shape, float(r)) for r in range(n)]
         before = here(group)
         assert communicate("all_gather_into_tensor", every[rank], n, name).equal(torch.cat(every))
-        assert here(group) == before + 1
+        joined = every[0].new_empty(n * shape[0], *shape[1:])
+        dist.all_gather_into_tensor(joined, every[rank], group=group)
+        assert joined.equal(torch.cat(every))
+        assert here(group) == before + 2
 
 
 @checks.on(2)
@@ -115,23 +124,81 @@ def shared_memory_loses_none_of_1500_sums(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def all_ranks_use_torch_s_sum_where_one_is_observed(rank: int, n: int) -> None:
+def shared_memory_pairs_observed_and_other_ranks(rank: int, n: int) -> None:
+    """A mode on one rank follows torch's own operators there, and sees them."""
     name, group = group_of()
-    communicate("all_reduce", torch.ones(2), "sum", name)
-    for mode in (CommDebugMode(), None):
-        before = started_collectives(name), here(group)
+    with CommDebugMode() as mode:
         for i in range(4):
             x = torch.full((3,), float(rank + i))
-            if rank == 0 and mode is not None:
-                with mode:
-                    found = communicate("all_reduce", x, "sum", name)
+            if rank == 0:
+                summed, joined = (
+                    communicate("all_reduce", x, "sum", name),
+                    communicate("all_gather_into_tensor", x, n, name),
+                )
             else:
-                found = communicate("all_reduce", x, "sum", name)
-            assert found.eq(sum(range(n)) + n * i).all()
-        assert here(group) == before[1] + 4
-        assert started_collectives(name) == before[0] + (8 if mode else 4), "gloo's are counted beside those here"
+                with torch.utils._python_dispatch._disable_current_modes():
+                    summed = communicate("all_reduce", x, "sum", name)
+                    joined = communicate("all_gather_into_tensor", x, n, name)
+            assert summed.eq(sum(range(n)) + n * i).all() and joined[::3].tolist() == [i, i + 1]
+    assert here(group) == 8 and mode.get_total_counts() == (0 if rank else 8)
+
+
+@checks.on(2)
+def what_is_not_small_or_no_sum_goes_over_gloo(rank: int, n: int) -> None:
+    """All of torch's collectives work, are counted, and the small ones behind them pair."""
+    name, group = group_of()
+    x, ranks = torch.full((4,), float(rank)), range(n)
+    parts = [torch.zeros(4) for _ in ranks]
+    calls: dict[str, Any] = {
+        "min": lambda: dist.all_reduce(x.clone(), dist.ReduceOp.MIN, group=group),
+        "large": lambda: dist.all_reduce(torch.ones(LIMIT), group=group),
+        "large gather": lambda: dist.all_gather_into_tensor(torch.ones(n * LIMIT), torch.ones(LIMIT), group=group),
+        "functional": lambda: communicate("all_gather_into_tensor", torch.nn.Parameter(torch.ones(LIMIT)), n, name),
+        "broadcast": lambda: dist.broadcast(x.clone(), 0, group=group),
+        "reduce": lambda: dist.reduce(x.clone(), 0, group=group),
+        "all_gather": lambda: dist.all_gather(parts, x, group=group),
+        "gather": lambda: dist.gather(x, None if rank else parts, 0, group=group),
+        "scatter": lambda: dist.scatter(x.clone(), None if rank else parts, 0, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.zeros(2), x, group=group),
+        "functional reduce_scatter": lambda: communicate(
+            "reduce_scatter_tensor", torch.nn.Parameter(x), "sum", n, name
+        ),
+        "all_to_all": lambda: dist.all_to_all_single(torch.zeros(4), x, group=group),
+        "several": lambda: communicate_all([x, x], name),
+        "barrier": lambda: dist.barrier(group=group),
+    }
+    for what, call in calls.items():
+        before = started_collectives(name), here(group)
+        call()
+        assert (started_collectives(name), here(group)) == (before[0] + 1, before[1]), what
+        assert communicate("all_reduce", torch.ones(2), "sum", name).tolist() == [n, n], what
+    assert parts[0].tolist() == [0.0] * 4 and (rank or parts[1].tolist() == [1.0] * 4)
+    other = torch.zeros(1)
+    dist.send(other, 1, group=group) if rank == 0 else dist.recv(other, 0, group=group)
+    assert communicate("all_reduce", torch.ones(2), "sum", name).tolist() == [n, n]
+
+
+@checks.on(2)
+def a_sum_that_is_started_does_not_wait(rank: int, n: int) -> None:
+    """What a rank does between start and wait may be what another rank waits for before its own sum."""
+    _, group = group_of(10)
+    x, message_ = torch.full((3,), float(rank)), torch.zeros(1)
     if rank == 0:
-        assert mode is None
+        work = dist.all_reduce(x, group=group, async_op=True)
+        assert not work.is_completed()
+        dist.send(message_, 1, group=group)
+        work.wait()
+    else:
+        dist.recv(message_, 0, group=group)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        assert work.is_completed(), "the other rank has begun"
+    assert x.tolist() == [1.0] * 3
+    y = torch.full((3,), float(rank))
+    assert dist.all_reduce(y, group=group, async_op=True).get_future().wait()[0] is y and y.tolist() == [1.0] * 3
+    left = torch.ones(3)
+    dist.all_reduce(left, group=group, async_op=True)  # Nobody waits for it.
+    assert communicate("all_reduce", torch.ones(3), "sum", group.group_name).tolist() == [n] * 3
+    assert left.tolist() == [n] * 3 and here(group) == 4
 
 
 @checks.on(2)
@@ -168,8 +235,8 @@ def shared_memory_pairs_compiled_and_eager_ranks(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def all_ranks_use_torch_s_sum_where_one_has_a_parameter(rank: int, n: int) -> None:
-    """A Parameter is a plain tensor, for which torch's own operator runs: all ranks start that one."""
+def shared_memory_takes_a_parameter_on_one_rank(rank: int, n: int) -> None:
+    """A Parameter is a plain tensor, for which torch's own operator runs: it pairs with the method of a group."""
     name, group = group_of(10)
     x = torch.nn.Parameter(torch.ones(3)) if rank else torch.ones(3)
     assert communicate("all_reduce", x, "sum", name).tolist() == [n] * 3
@@ -182,10 +249,9 @@ def a_sum_interrupted_before_start_counts_as_not_started(rank: int, n: int) -> N
     name, group = group_of()
     for _ in range(4):
         communicate("all_reduce", torch.full((3,), 7.0), "sum", name)
-    channel = channel_of(group)
-    assert channel is not None
+    memory = group.memory
     if rank:
-        with patch.object(channel, "_parts", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with patch.object(memory, "_parts", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             communicate("all_reduce", torch.ones(3), "sum", name)
         assert here(group) == 4
     assert communicate("all_reduce", torch.full((3,), float(rank)), "sum", name).tolist() == [sum(range(n))] * 3
@@ -196,14 +262,13 @@ def a_sum_interrupted_while_waiting_is_never_overwritten(rank: int, n: int) -> N
     """The next collective does not write where another rank may still read."""
     name, group = group_of()
     communicate("all_reduce", torch.full((3,), 7.0), "sum", name)
-    channel = channel_of(group)
-    assert channel is not None
+    memory = group.memory
     if rank == 0:
-        with patch.object(channel, "_await", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with patch.object(memory, "_await", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             communicate("all_reduce", torch.full((3,), 1.0), "sum", name)
         waited_for = []
-        wait = channel._await
-        with patch.object(channel, "_await", side_effect=lambda *args: (waited_for.append(args[-1]), wait(*args))):
+        wait = memory._await
+        with patch.object(memory, "_await", side_effect=lambda *args: (waited_for.append(args[1]), wait(*args))):
             found = communicate("all_reduce", torch.full((3,), 10.0), "sum", name)
         assert waited_for == [2, 3]
     else:
@@ -219,7 +284,7 @@ def shared_memory_works_in_atexit_functions(rank: int, n: int) -> None:
     communicate("all_reduce", torch.ones(2), "sum", name)
     of_others = [(f, info.atexit) for f, info in weakref.finalize._registry.items()]  # type: ignore[attr-defined]
     for finalize, _ in of_others:
-        finalize.atexit &= finalize.peek() is not None and finalize.peek()[1] is shared_memory._close
+        finalize.atexit &= finalize.peek() is not None and finalize.peek()[1] == shared_memory.Memory.close
     weakref.finalize._exitfunc()  # type: ignore[attr-defined]
     for finalize, before in of_others:
         if finalize.alive:
@@ -268,28 +333,90 @@ def test_on_ranks(n: int, name: str) -> None:
 # ---- where there is none
 
 
-def without(rank: int, n: int, name: str, ranks: list[int], value: Any) -> None:
+def without(rank: int, n: int, name: str, ranks: list[int], value: Any) -> list[str]:
     if rank in ranks:
         setattr(shared_memory, name, lambda *args: value)
-    name, group = group_of()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        name, group = group_of()
+    before = started_collectives(name)
     for i in range(3):
         assert communicate("all_reduce", torch.full((2,), float(i)), "sum", name).tolist() == [n * i] * 2
-    assert channel_of(group) is None and started_here(group) == 0
+    assert group.memory is None and started_collectives(name) == before + 3
+    return [str(each.message) for each in told]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "value"),
+    ("name", "ranks", "value", "why"),
     [
-        ("_cores", [0, 1], [1] + [0] * 15),
-        ("_machine", [1], 7),
-        ("_machine", [0, 1], 0),
-        ("_memory", [0], None),
-        ("_mapped", [1], None),
+        ("_cores", [0, 1], [1] + [0] * 15, "this machine has 2 ranks, and 1 cores"),
+        ("_machine", [1], 7, ""),
+        ("_memory", [0], -1, "the system does not let the ranks open each other's memory"),
+        ("_mapped", [1], None, "the system does not let the ranks open each other's memory"),
     ],
-    ids=["one-core", "another-machine", "unknown", "no-memory", "not-allowed"],
+    ids=["one-core", "another-machine", "no-memory", "not-allowed"],
 )
-def test_ranks_agree_not_to_use_shared_memory(name: str, ranks: list[int], value: Any) -> None:
-    run_ranks(without, 2, name, ranks, value, alone=True)
+def test_ranks_agree_not_to_use_shared_memory(name: str, ranks: list[int], value: Any, why: str) -> None:
+    """One rank says why, unless they are on several machines: there is none to share."""
+    told = [f"the backend 'shared_memory' sends all over gloo: {why}"] if why else []
+    assert run_ranks(without, 2, name, ranks, value, alone=True) == [told, []]
+
+
+def test_register_refuses_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    found = message(shared_memory.register)
+    assert "the backend 'shared_memory' needs Linux on x86-64, and this is Linux on arm64" in found
+    assert 'torch.distributed.init_process_group("gloo")' in found
+
+
+# ---- models
+
+
+def trained(rank: int, n: int, folder: str) -> None:
+    """A model on a mesh of this backend, beside the same one on gloo; groups of its ranks are of this backend, too."""
+    losses = []
+    for backend in ("gloo", "shared_memory"):
+        dist.destroy_process_group()
+        shared_memory.register()
+        store = dist.FileStore(f"{folder}/{backend}", n)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=n)
+        mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+        torch.manual_seed(0)
+        whole = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 4))
+        model: Any = autotp.parallelize(whole, mesh=mesh, example_inputs=torch.ones(2, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for i in range(20):
+            loss = model(torch.full((2, 4), float(i % 3))).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        group = mesh.get_group()
+        count = 0 if backend == "gloo" else here(group)
+        assert (type(group) is shared_memory.SharedMemoryGroup) == (count >= 20), count
+    assert losses[0] == losses[1]
+
+
+def test_a_model_trains_on_a_mesh_of_this_backend(tmp_path: Path) -> None:
+    run_ranks(trained, 2, str(tmp_path), alone=True)
+
+
+def counts_rows(rank: int, n: int) -> list[str]:
+    """What is told of a sum of the user's over ranks that have the same tensor."""
+    _, group = group_of()
+    model: Any = autotp.parallelize(nn.Linear(4, 6), n, example_inputs=torch.ones(2, 4))
+    model(torch.ones(2, 4))
+    rows = torch.tensor(5.0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dist.all_reduce(rows, group=group)
+    assert rows.item() == 5.0 * n and here(group) == 1
+    return [str(each.message) for each in told]
+
+
+def test_a_sum_of_user_code_over_one_model_is_told_of_as_on_gloo() -> None:
+    for told in run_ranks(counts_rows, 2, alone=True):
+        assert any("have the same tensor: it counts each row once a rank" in each for each in told)
 
 
 # ---- ranks that do not come
@@ -309,19 +436,29 @@ def test_shared_memory_sums_of_other_sizes_are_an_error_for_good() -> None:
         assert all("ranks are at different collectives" in later for later in found[1:])
 
 
-def small_and_large(rank: int, n: int) -> tuple[str, float]:
-    name, _ = group_of(8)
+def in_different_collectives(rank: int, n: int, elsewhere: str) -> tuple[str, float]:
+    name, group = group_of(8)
     communicate("all_reduce", torch.ones(2), "sum", name)
+    others: dict[str, Any] = {
+        "large": lambda: communicate("all_reduce", torch.ones(LIMIT), "sum", name),
+        "broadcast": lambda: dist.broadcast(torch.ones(2), 0, group=group),
+    }
+    small = lambda: communicate("all_reduce", torch.nn.Parameter(torch.ones(2)), "sum", name)  # noqa: E731
     began = time.monotonic()
-    told = message(lambda: communicate("all_reduce", torch.ones(LIMIT if rank else 2), "sum", name))
-    return told, time.monotonic() - began
+    if rank:
+        with pytest.raises(RuntimeError if elsewhere == "broadcast" else autotp.Error) as late:
+            others[elsewhere]()
+        return str(late.value), 0.0
+    return message(small), time.monotonic() - began
 
 
-def test_a_rank_in_another_collective_is_seen_at_once() -> None:
-    (told, seconds), (late, _) = run_ranks(small_and_large, 2)
+@pytest.mark.parametrize("elsewhere", ["large", "broadcast"])
+def test_a_rank_in_another_collective_is_seen_at_once(elsewhere: str) -> None:
+    (told, seconds), (late, _) = run_ranks(in_different_collectives, 2, elsewhere, alone=True)
     assert "ranks are at different collectives: a small tensor here, and another collective on rank 1" in told
+    assert "over axis `global` failed on rank 0 of 2" in told
     assert seconds < 5
-    assert "all_reduce over axis `tp` failed on rank 1" in late or "failed on rank 1" in late
+    assert elsewhere != "large" or "failed on rank 1" in late
 
 
 def slow(rank: int, n: int) -> tuple[str, float]:
@@ -343,11 +480,9 @@ def test_shared_memory_waits_no_longer_than_the_group_s_timeout() -> None:
 def after_a_failure(rank: int, n: int) -> tuple[str, float]:
     name, group = group_of(20)
     communicate("all_reduce", torch.ones(2), "sum", name)
-    channel = channel_of(group)
-    assert channel is not None
     if rank == 0:
         with pytest.raises(RuntimeError):
-            channel._fail("timed out")
+            group.memory._fail(RuntimeError, "timed out")
     began = time.monotonic()
     return message(lambda: communicate("all_reduce", torch.ones(2), "sum", name)), time.monotonic() - began
 
