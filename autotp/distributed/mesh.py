@@ -132,7 +132,7 @@ def make_mesh(
         Error: the number of processes is no multiple of `tp`, a mesh has no "tp" or another size, the process has no
             GPU, or `timeout` is not a positive timedelta.
     """
-    report_errors()
+    tell_errors()
     expect_timeout(timeout)
     for name, size in {"tp": tp, "cp": cp}.items():
         if size is not None:
@@ -151,6 +151,12 @@ def make_mesh(
     if timeout is None:
         timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
     return _over_the_world(tp or world_size() // cp, cp, device, timeout)
+
+
+def tell_errors() -> None:
+    """Has an error that ends this process stand last in what its launch prints. See NOTE [The last line]."""
+    if (started := launch()) is not None:
+        report_errors(started.rank)
 
 
 def group_of(mesh: Mesh) -> Any:
@@ -512,7 +518,7 @@ def start_distributed(timeout: timedelta = TIMEOUT, device: torch.device | str |
     Raises:
         Error: ranks share a GPU, and not all of them were told so by `device`.
     """
-    report_errors()
+    tell_errors()
     local_device = _own_device(device)
     if local_device.type == "cuda":
         torch.cuda.set_device(local_device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autotp.checkpoint.files.atomic_folder import new_folder
-from autotp.checkpoint.files.checksums import write_whole
+from autotp.checkpoint.files.checksums import WRITABLE, write_whole
 from autotp.checkpoint.files.tensor_pieces import nbytes
 from autotp.display.progress import progress
 from autotp.distributed.agreement import agree, expect_alike
@@ -183,7 +183,7 @@ def _or_error(path: Path | None, run: Callable[[], Any]) -> Any:
 
 
 def _failed(error: Exception, path: Path) -> Error:
-    return Error(f"the checkpoint cannot be written: {error}", at=str(path))
+    return Error(f"the checkpoint cannot be written: {error}", at=str(path), fix=WRITABLE)
 
 
 def parse_size(text: int | str) -> int:
