@@ -557,7 +557,11 @@ def _backend(local_device: torch.device, asked_for: bool, store: dist.Store, sta
             f"{problem}, and NCCL wants one for each rank",
             fix='fewer processes, or device="cuda:0" on each to share a card (slow: gloo instead of NCCL)',
         )
-    warnings.warn(f"{problem}, so all ranks send over gloo, through the memory of the host: this is slow", stacklevel=2)
+    warnings.warn(
+        f"{problem}, so all ranks send over gloo, through the memory of the host: this is slow. Start one process for "
+        "each GPU",
+        stacklevel=2,
+    )
     return "gloo"
 
 
