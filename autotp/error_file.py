@@ -83,10 +83,9 @@ def one_line(error: Exception) -> str:
     """Returns an error as one line: what is wrong, and what to write instead."""
     if not isinstance(error, Error):
         return traceback.format_exception_only(error)[-1].strip()
-    problem = str(error).partition("\n")[0]
-    return (
-        f"autotp.Error: {problem} | try: {error.facts['try']}" if "try" in error.facts else f"autotp.Error: {problem}"
-    )
+    problem = f"autotp.Error: {str(error).splitlines()[0]}"
+    ways = (f" | {label}: {error.facts[label]}" for label in ("try", "expected") if label in error.facts)
+    return problem + next(ways, "")
 
 
 def report_errors(rank: int) -> None:

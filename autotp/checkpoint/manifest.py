@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import EARLIER, INVALID_CONTENT, invalid_content, sealed, unsealed
+from autotp.checkpoint.files.checksums import EARLIER, INVALID_CONTENT, READABLE, invalid_content, sealed, unsealed
 from autotp.checkpoint.files.plain_json import decode, dtype_name, dtype_of
 from autotp.checkpoint.files.tensor_pieces import Piece, Shape, StoredPieces, file_of, nbytes, tiled
 from autotp.errors import Error
@@ -137,9 +137,9 @@ def read_manifest(folder: Path) -> Manifest:
         _expect_about(content["about"])
         return Manifest(folder, int(content["crc32"], 16), content["about"], tensors)
     except Error as error:
-        raise Error(
-            error.problem, **{"try": f"remove {folder}: then an older checkpoint is used"} | error.facts
-        ) from error
+        older = f"remove {folder}: then an older checkpoint is used"
+        remedy = error.facts.get("try", EARLIER)
+        raise Error(error.problem, fix=older if remedy in (EARLIER, READABLE) else remedy) from error
     except INVALID_CONTENT as error:
         raise invalid_content(file, error) from error
 

@@ -225,7 +225,7 @@ def timeout_of(group: Any) -> timedelta:
 def expect_timeout(timeout: Any) -> None:
     """Raises Error unless `timeout` is None or a positive timedelta."""
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise Error(f"timeout={timeout!r}", expected="a datetime.timedelta", fix="timedelta(seconds=60)")
+        raise Error(f"timeout={timeout!r} is no time", expected="a datetime.timedelta", fix="timedelta(seconds=60)")
 
 
 @contextmanager

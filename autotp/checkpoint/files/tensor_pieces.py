@@ -172,6 +172,6 @@ def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype, pinned
     if count != data.numel() or zlib.crc32(data.numpy().data) != piece.crc32:
         raise Error(
             f"{file} is damaged: `{name}` is not what was written",
-            fix=f"remove {folder}, and load an earlier checkpoint",
+            fix=f"remove {folder}",
         )
     return data.view(dtype).view(piece.sizes)

@@ -352,7 +352,8 @@ def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
 def _expect_choices(arguments: ModelArguments) -> None:
     for name, values in (("missing", ("error", "init")), ("unexpected", ("error", "ignore"))):
         if getattr(arguments, name) not in values:
-            raise Error(f"{name}={getattr(arguments, name)!r}", expected=" or ".join(map(repr, values)))
+            problem = f"{name}={getattr(arguments, name)!r} is not one of its values"
+            raise Error(problem, expected=" or ".join(map(repr, values)))
 
 
 def _expect_fit(

@@ -200,5 +200,5 @@ def parse_size(text: int | str) -> int:
         else None
     )
     if match is None or not float(match[1]):
-        raise Error(f"max_shard_size={text!r}", expected='a number of bytes, or a text as "5GB"')
+        raise Error(f"max_shard_size={text!r} is no size", expected='a number of bytes, or a text as "5GB"')
     return math.ceil(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
