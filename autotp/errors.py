@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import TypeVar
 
+from autotp.tracebacks import TRACEBACK, shorten
+
 T = TypeVar("T")
-TRACEBACK = "AUTOTP_TRACEBACK"
-"""An environment variable: with "full", an Error's traceback also has the lines of autotp."""
 REPORT = "a report of it, with the model"
 """The `fix` of an Error that a mistake of autotp causes."""
 
@@ -105,20 +105,15 @@ def _end(thread: int, before: tuple[str, ...], error: BaseException | None) -> N
 
 
 def within(call: str, run: Callable[[], T]) -> T:
-    """Returns the result of `run()`; an Error that it raises gets the public call's name.
-
-    NOTE [Short tracebacks]
-    An Error says what the user can change, and under a launcher each rank prints it. So its traceback ends at the
-    public call. The variable TRACEBACK makes it go on to the line that raised the Error.
-    """
+    """Returns the result of `run()`; an Error that it raises gets the public call's name. NOTE [Short tracebacks]"""
     with calling(call.partition("(")[0]):
         try:
             return run()
-        except Error as error:
-            error.within(call)
-            if os.environ.get(TRACEBACK) == "full":
-                raise
-            raise error.with_traceback(None)  # noqa: B904  # It is the same exception, with its cause.
+        except Exception as error:
+            if isinstance(error, Error):
+                error.within(call)
+            shorten(error, isinstance(error, Error), shows_itself=False)
+            raise
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
     _expect_cut(options.cut)
     for name, value in vars(options).items():
         if name in allowed and value not in (values := (*allowed[name], *values_of(name))):
-            raise Error(f"{name}={value!r}", expected=", ".join(map(repr, values)))
+            raise Error(f"{name}={value!r} is not one of its values", expected=", ".join(map(repr, values)))
     if unknown := [name for name in options.without if name not in OPTIONAL]:
         raise Error(f"without={unknown}: there is no such pass", expected=", ".join(map(repr, OPTIONAL)))
     for extension in chosen_extensions(options):

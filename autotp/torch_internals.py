@@ -323,7 +323,7 @@ NAMES_GROUP = Replaced(
     _OF_GROUPS, "_hash_ranks_to_str", "group", "names a new group by what all its ranks know",
     callers=(f"{_OF_GROUPS}:_process_group_name",), silent="the ranks of a group would wait for each other",
 )  # fmt: skip
-EXCEPT_HOOK = Replaced("sys", "excepthook", "process", "writes an error that ends the program for torchrun's summary")
+EXCEPT_HOOK = Replaced("sys", "excepthook", "process", "prints an error that ends the program as the last line")
 
 SHOW_WARNING = Replaced("warnings", "showwarning", "command", "the command line prints warnings as its own lines")
 

@@ -29,7 +29,7 @@ from hypothesis import Phase, settings
 from ranks import BILL, RUNNING, SELECTED
 from seconds import COSTLY, Written, costs, listed, shares, slowness
 
-from autotp.errors import TRACEBACK
+from autotp.tracebacks import TRACEBACK
 
 HERE = Path(__file__).parent
 NAMES = ("examples", "benchmarks")

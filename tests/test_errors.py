@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from threading import Barrier, Thread
 
 import pytest
 
 from autotp.errors import (
-    TRACEBACK,
     Error,
     call_in_progress,
     calling,
     calls_in_progress,
-    full_tracebacks,
     is_within_a_call,
     listen,
     within,
@@ -38,29 +34,6 @@ def test_errors_name_the_innermost_call() -> None:
     with pytest.raises(Error) as error:
         within("outer(b)", fails)
     assert error.value.call == "inner(a)"
-
-
-def fails_inside() -> None:
-    raise Error("wrong") from ValueError("the cause")
-
-
-def public() -> None:
-    within("outer(b)", lambda: within("inner(a)", fails_inside))
-
-
-def functions_of(error: BaseException) -> list[str]:
-    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-
-
-def test_a_traceback_ends_at_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TRACEBACK, raising=False)
-    with pytest.raises(Error) as error:
-        public()
-    assert functions_of(error.value)[1:] == ["public", "within"]
-    assert str(error.value.__cause__) == "the cause"
-    with full_tracebacks(), pytest.raises(Error) as error:
-        public()
-    assert functions_of(error.value)[-1] == "fails_inside" and TRACEBACK not in os.environ
 
 
 def test_the_call_in_progress_is_the_outermost() -> None:

@@ -61,5 +61,5 @@ def test_a_value_refuses_other_options(registered: None) -> None:
 
 def test_a_value_that_nobody_adds_is_refused(registered: None) -> None:
     """As in a copy of autotp without the folder of `overlap="batch"`."""
-    text = "overlap='batch'\n  expected 'none', 'rows'"
+    text = "overlap='batch' is not one of its values\n  expected 'none', 'rows'"
     assert message(lambda: expect_choices(Options(overlap="batch"))) == text

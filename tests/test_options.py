@@ -15,9 +15,9 @@ PASSES = ", ".join(map(repr, OPTIONAL))
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"outputs": "whole"}, "outputs='whole'\n  expected 'auto', 'full', 'local'"),
-        ({"recompute": "some"}, "recompute='some'\n  expected 'none', 'selective', 'full'"),
-        ({"sequence_parallel": "yes"}, "sequence_parallel='yes'\n  expected True, False"),
+        ({"outputs": "whole"}, "outputs='whole' is not one of its values\n  expected 'auto', 'full', 'local'"),
+        ({"recompute": "some"}, "recompute='some' is not one of its values\n  expected 'none', 'selective', 'full'"),
+        ({"sequence_parallel": "yes"}, "sequence_parallel='yes' is not one of its values\n  expected True, False"),
         ({"without": ("lower",)}, f"without=['lower']: there is no such pass\n  expected {PASSES}"),
         (
             {"without": "outline", "recompute": "full"},
@@ -30,7 +30,10 @@ def test_expect_choices_names_the_wrong_option(given: dict[str, Any], text: str)
 
 
 def test_expect_choices_takes_further_options() -> None:
-    assert message(lambda: expect_choices(DEFAULTS, {"summed": (True,)})) == "summed=False\n  expected True"
+    assert (
+        message(lambda: expect_choices(DEFAULTS, {"summed": (True,)}))
+        == "summed=False is not one of its values\n  expected True"
+    )
     expect_choices(DEFAULTS)
 
 

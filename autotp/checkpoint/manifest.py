@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content, sealed, unsealed
+from autotp.checkpoint.files.checksums import EARLIER, INVALID_CONTENT, READABLE, invalid_content, sealed, unsealed
 from autotp.checkpoint.files.plain_json import decode, dtype_name, dtype_of
 from autotp.checkpoint.files.tensor_pieces import Piece, Shape, StoredPieces, file_of, nbytes, tiled
 from autotp.errors import Error
@@ -47,7 +47,7 @@ class Manifest:
             Error: the checkpoint has no tensor of this key.
         """
         if key not in self.tensors:
-            raise Error(f"{self.folder / MANIFEST} is not valid: it has no {key}")
+            raise Error(f"{self.folder / MANIFEST} is not valid: it has no {key}", fix=EARLIER)
         return self.tensors[key]
 
     def whole(self, key: str) -> Tensor:
@@ -137,9 +137,9 @@ def read_manifest(folder: Path) -> Manifest:
         _expect_about(content["about"])
         return Manifest(folder, int(content["crc32"], 16), content["about"], tensors)
     except Error as error:
-        raise Error(
-            error.problem, **{"try": f"remove {folder}: then an older checkpoint is used"} | error.facts
-        ) from error
+        older = f"remove {folder}: then an older checkpoint is used"
+        remedy = error.facts.get("try", EARLIER)
+        raise Error(error.problem, fix=older if remedy in (EARLIER, READABLE) else remedy) from error
     except INVALID_CONTENT as error:
         raise invalid_content(file, error) from error
 
@@ -164,11 +164,11 @@ def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequen
 
 def _expect_size(file: Path, size: int) -> None:
     if not file.exists():
-        raise Error(f"{file} is missing")
+        raise Error(f"{file} is missing", fix=EARLIER)
     if not file.is_file():
-        raise Error(f"{file} is not a regular file")
+        raise Error(f"{file} is not a regular file", fix=EARLIER)
     if (actual := file.stat().st_size) != size:
-        raise Error(f"{file} has {actual:,} bytes, and had {size:,} when it was written")
+        raise Error(f"{file} has {actual:,} bytes, and had {size:,} when it was written", fix=EARLIER)
 
 
 def _other_format(folder: Path, number: Any) -> Error:

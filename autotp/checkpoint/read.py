@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content
+from autotp.checkpoint.files.checksums import EARLIER, INVALID_CONTENT, invalid_content
 from autotp.checkpoint.files.staging import copy_into
 from autotp.checkpoint.keys import (
     PARAMETER_ENTRIES,
@@ -36,6 +36,8 @@ from autotp.runtime.holdings import Holdings
 from autotp.sharding.boxes import local_of
 from autotp.training.model_settings import differing_settings
 from autotp.training.trainer import Trainer
+
+SAME_MODEL = "the model that was saved, with its shapes and dtypes, or a new folder"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def expect_same_training(
     if optimizers.each and about["optimizer"] != optimizers.name:
         raise Error(
             f"{path} has the state of {about['optimizer']}, and this is {optimizers.name}",
-            fix="the parameters alone, with an optimizer that begins anew: load_checkpoint(folder, trainer)",
+            fix=f"an optimizer of the class {about['optimizer']}; or the parameters alone, with an optimizer that "
+            "begins anew: load_checkpoint(folder, trainer)",
         )
     expect_states(more, ("state_dict", "load_state_dict"))
     if missing := sorted(set(more) - set(about["more"])):
@@ -101,12 +104,13 @@ def _expect_model(manifest: Manifest, parts: Holdings) -> None:
     lines = [("missing", names - set(stored)), ("unexpected", set(stored) - names)]
     if any(some for _, some in lines):
         text = "; ".join(f"{label}: {names_as_text(sorted(some))}" for label, some in lines if some)
-        raise Error(f"{path} is another model's; {text}")
+        raise Error(f"{path} is another model's; {text}", fix=SAME_MODEL)
     for name in names_held(parts):
         stored_pieces, shape, dtype = stored[name], parts.shapes[name], parts.held[name].dtype
         if stored_pieces.shape != shape or stored_pieces.dtype != dtype:
             text = f"{stored_pieces.dtype} {list(stored_pieces.shape)}"
-            raise Error(f"{path} is another model's: `{name}` is {text} there, and {dtype} {list(shape)} here")
+            problem = f"{path} is another model's: `{name}` is {text} there, and {dtype} {list(shape)} here"
+            raise Error(problem, fix=SAME_MODEL)
 
 
 def _expect_state(manifest: Manifest, names: Sequence[str]) -> None:
@@ -120,7 +124,7 @@ def _expect_state(manifest: Manifest, names: Sequence[str]) -> None:
     for name in names:
         for key in (entry_key("optimizer", name, key) for key in holds[name]):
             if key not in manifest.tensors and key not in manifest.about["values"]:
-                raise Error(f"{manifest.folder / MANIFEST} is not valid: {key} is missing")
+                raise Error(f"{manifest.folder / MANIFEST} is not valid: {key} is missing", fix=EARLIER)
 
 
 def parameter_of_groups(optimizers: Optimizers, parts: Holdings, everyone: Mesh) -> list[str]:
@@ -195,7 +199,7 @@ def read_random_state(manifest: Manifest, key: str, device_type: str) -> Tensor:
     except Error:
         raise
     except INVALID_CONTENT as error:
-        raise Error(f"{manifest.folder} has no random state in {key}: {error}") from error
+        raise Error(f"{manifest.folder} has no random state in {key}: {error}", fix=EARLIER) from error
     return state
 
 
@@ -220,7 +224,8 @@ def _moment(manifest: Manifest, parts: Holdings, name: str, key: str, whole: boo
         value = manifest.whole(entry)
         return _on_device(value, parts.held[name].device) if shape else value
     if shape not in (parts.shapes[name], ()):
-        raise Error(f"{manifest.folder} has {entry} of {list(shape)}, and the parameter is {list(parts.shapes[name])}")
+        problem = f"{manifest.folder} has {entry} of {list(shape)}, and the parameter is {list(parts.shapes[name])}"
+        raise Error(problem, fix=EARLIER)
     return _part(manifest, entry, parts, name) if shape == parts.shapes[name] else manifest.whole(entry)
 
 
@@ -228,7 +233,8 @@ def _decoded_options(manifest: Manifest, encoded: Any) -> dict[str, Any]:
     """Decodes the options of an optimizer's group, without the entries for its parameters."""
     options = manifest.value(encoded)
     if not isinstance(options, dict):
-        raise Error(f"{manifest.folder / MANIFEST} is not valid: options of the optimizer are {options!r}")
+        problem = f"{manifest.folder / MANIFEST} is not valid: options of the optimizer are {options!r}"
+        raise Error(problem, fix=EARLIER)
     return {key: value for key, value in options.items() if key not in PARAMETER_ENTRIES}
 
 
@@ -300,7 +306,7 @@ def load_more(more: Mapping[str, Any], states: Mapping[str, Any], trainer: Train
                 target.load_state_dict(states[name])
             except Exception as error:
                 problem = f"`{name}` cannot be loaded into a {type(target).__name__}: {type(error).__name__}: {error}"
-                raise Error(problem) from error
+                raise Error(problem, fix=f"an object like the one that was saved as `{name}`") from error
 
     try:
         agree(trainer.everyone, load)

@@ -188,7 +188,10 @@ def load_checkpoint(
             warnings.warn(f"{ignored}: load_checkpoint(..., {unread[0]}=...)", stacklevel=4)
         if optimizers.each and (left_out := unread_state(manifest, optimizers, parts)):
             ignored = f"{path} also has the optimizer's state of {names_as_text(left_out)}, which is not loaded"
-            warnings.warn(f"{ignored}: these parameters are not in the optimizer", stacklevel=4)
+            warnings.warn(
+                f"{ignored}: these parameters are not in the optimizer. Give them to it, if they are to be trained",
+                stacklevel=4,
+            )
         # First, as these may refuse their states: then nothing else has changed.
         load_more(more, saved.more, trainer)
         load_state(saved, trainer, parts, optimizers)

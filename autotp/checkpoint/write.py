@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autotp.checkpoint.files.atomic_folder import sync_path
-from autotp.checkpoint.files.checksums import bytes_of, write_whole
+from autotp.checkpoint.files.checksums import WRITABLE, bytes_of, write_whole
 from autotp.checkpoint.files.folder_lock import claim
 from autotp.checkpoint.files.plain_json import encode
 from autotp.checkpoint.files.staging import Staging
@@ -134,7 +134,7 @@ def _or_error(path: Path, run: Callable[[], T]) -> T:
     try:
         return run()
     except OSError as error:
-        raise Error(f"{path} cannot be written: {error}") from error
+        raise Error(f"{path} cannot be written: {error}", fix=WRITABLE) from error
 
 
 def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
@@ -202,7 +202,8 @@ def _state_dict(name: str, stateful: Any) -> Any:
     try:
         return stateful.state_dict()
     except Exception as error:
-        raise Error(f"the state_dict() of `{name}` raised {type(error).__name__}: {error}") from error
+        problem = f"the state_dict() of `{name}` raised {type(error).__name__}: {error}"
+        raise Error(problem, fix=f"a state_dict() of `{name}` that returns, or no {name}=") from error
 
 
 def _group(

@@ -25,7 +25,7 @@ from torch import fx, nn
 from autotp.compiler import Program, flat_graphs
 from autotp.display.progress import progress
 from autotp.display.sheet import Table
-from autotp.errors import Error
+from autotp.errors import REPORT, Error
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import signature_of
@@ -189,7 +189,7 @@ def prove(
     for rank, (rank_division, rank_composed) in enumerate(divisions[1:], 1):
         # Ranks of one stage must send the same tensors at the same boundaries.
         if rank_division != first or list(map(len, rank_composed.sent)) != list(map(len, composed.sent)):
-            raise Error(f"tp rank {rank % tp} would divide its graph in another way than tp rank 0")
+            raise Error(f"tp rank {rank % tp} would divide its graph in another way than tp rank 0", fix=REPORT)
     names = program.captured.parameters
     tied = _homes(composed, names, first.ranks)
     undivided = {name for name, layout in program.layouts.items() if not layout.shape or 0 in layout.shape}
@@ -258,12 +258,13 @@ def expect_complete(order: Sequence[Sequence[Action]], stages: Sequence[Sequence
         if done != expected:
             # A Counter keeps no negative counts: this is what is there too often, then what is missing.
             (stage, half, j), _ = next(iter(((done - expected) + (expected - done)).items()))
-            raise Error(f"pp rank {rank} runs {half} of stage {stage} {done[stage, half, j]} times for microbatch {j}")
+            problem = f"pp rank {rank} runs {half} of stage {stage} {done[stage, half, j]} times for microbatch {j}"
+            raise Error(problem, fix=REPORT)
     try:
         # `play` asserts that no schedule waits for itself.
         play(order, lambda action: 1.0, lambda sender, receiver: 0.0)
     except AssertionError as error:
-        raise Error(f"the schedule does not end: {error}") from error
+        raise Error(f"the schedule does not end: {error}", fix=REPORT) from error
 
 
 def _halves(action: Action) -> str:

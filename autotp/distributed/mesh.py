@@ -132,7 +132,7 @@ def make_mesh(
         Error: the number of processes is no multiple of `tp`, a mesh has no "tp" or another size, the process has no
             GPU, or `timeout` is not a positive timedelta.
     """
-    report_errors()
+    tell_errors()
     expect_timeout(timeout)
     for name, size in {"tp": tp, "cp": cp}.items():
         if size is not None:
@@ -151,6 +151,12 @@ def make_mesh(
     if timeout is None:
         timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
     return _over_the_world(tp or world_size() // cp, cp, device, timeout)
+
+
+def tell_errors() -> None:
+    """Has an error that ends this process stand last in what its launch prints. See NOTE [The last line]."""
+    if (started := launch()) is not None:
+        report_errors(started.rank)
 
 
 def group_of(mesh: Mesh) -> Any:
@@ -219,7 +225,7 @@ def timeout_of(group: Any) -> timedelta:
 def expect_timeout(timeout: Any) -> None:
     """Raises Error unless `timeout` is None or a positive timedelta."""
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise Error(f"timeout={timeout!r}", expected="a datetime.timedelta", fix="timedelta(seconds=60)")
+        raise Error(f"timeout={timeout!r} is no time", expected="a datetime.timedelta", fix="timedelta(seconds=60)")
 
 
 @contextmanager
@@ -512,7 +518,7 @@ def start_distributed(timeout: timedelta = TIMEOUT, device: torch.device | str |
     Raises:
         Error: ranks share a GPU, and not all of them were told so by `device`.
     """
-    report_errors()
+    tell_errors()
     local_device = _own_device(device)
     if local_device.type == "cuda":
         torch.cuda.set_device(local_device)
@@ -551,7 +557,11 @@ def _backend(local_device: torch.device, asked_for: bool, store: dist.Store, sta
             f"{problem}, and NCCL wants one for each rank",
             fix='fewer processes, or device="cuda:0" on each to share a card (slow: gloo instead of NCCL)',
         )
-    warnings.warn(f"{problem}, so all ranks send over gloo, through the memory of the host: this is slow", stacklevel=2)
+    warnings.warn(
+        f"{problem}, so all ranks send over gloo, through the memory of the host: this is slow. Start one process for "
+        "each GPU",
+        stacklevel=2,
+    )
     return "gloo"
 
 

@@ -53,6 +53,7 @@ from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
 from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copy_as, give_state, original_class, state_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import calling_frame, reads_for_caller, reads_to_fill
+from autotp.tracebacks import shorten
 
 FORWARD_HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -431,17 +432,21 @@ def _made(original: Any, role: Any) -> type[Part]:
             return args[0].run(args[1:])
         if (state := state_of(self)) is None:  # A copy for capture has this class if the user kept `model.forward`.
             return original.forward(self, *args, **kwargs)
-        # Tried again once the tree has changed: its graph may have the axis now.
-        if state.unfit != state.tree.version:
-            try:
-                return executable_of(self)(args, kwargs)
-            except OtherCut as error:  # NOTE [A part by itself]
-                if isinstance(self, ParallelModule) or any(state.own.values()):  # It has hooks, or another forward.
-                    raise error.for_user() from None
-                state.unfit = state.tree.version
-        result = original.forward(self, *args, **kwargs)
-        # User code has computed with cut tensors, so what it returns may be cut.
-        return result if state.tree.settings.outputs == "local" else gather_all(result)
+        try:
+            # Tried again once the tree has changed: its graph may have the axis now.
+            if state.unfit != state.tree.version:
+                try:
+                    return executable_of(self)(args, kwargs)
+                except OtherCut as error:  # NOTE [A part by itself]
+                    if isinstance(self, ParallelModule) or any(state.own.values()):  # It has hooks, or another forward.
+                        raise error.for_user() from None
+                    state.unfit = state.tree.version
+            result = original.forward(self, *args, **kwargs)
+            # User code has computed with cut tensors, so what it returns may be cut.
+            return result if state.tree.settings.outputs == "local" else gather_all(result)
+        except Exception as error:
+            shorten(error, isinstance(error, Error))
+            raise
 
     def counted(method: Any) -> Any:
         @wraps(method)

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.arguments import expect_arguments
-from autotp.distributed.mesh import TIMEOUT, expect_timeout, start_distributed, world_size
+from autotp.distributed.mesh import TIMEOUT, expect_timeout, start_distributed, tell_errors, world_size
 from autotp.errors import Error, within
 from autotp.model_library import library
 from autotp.options import Cut, Overlap, Recompute, expect_choices
@@ -141,6 +141,7 @@ def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
     """Returns the mesh of all processes; raises Error if their number is not the product of the sizes."""
+    tell_errors()
     count, world = math.prod(sizes.values()), world_size()
     if count != world:
         cp = "cp * " * ("cp" in sizes)

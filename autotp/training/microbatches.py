@@ -107,7 +107,10 @@ def row_count(tensors: Sequence[Tensor], parts: int, places: Iterable[int]) -> i
     size = len(tensors[0])
     if len(sizes := {len(tensors[i]) for i in places}) > 1:
         row_counts = " and ".join(map(str, sorted(sizes, reverse=True)))
-        raise Error(f"inputs of {row_counts} rows, and all inputs of a batch need the same number of rows")
+        raise Error(
+            f"inputs of {row_counts} rows, and all inputs of a batch need the same number of rows",
+            fix="the same rows in each",
+        )
     if not size or size % parts:
         fits = max(size // parts, 1) * parts
         problem = f"a batch of {size} does not divide into {parts} microbatches"

@@ -48,7 +48,10 @@ class Sampler(data.Sampler[list[int]]):
         if batch_size < 1 or batch_size % dp:
             raise Error(f"Sampler: batch_size={batch_size} does not divide into {dp} replicas", fix=f"batch_size={dp}")
         if size < batch_size:
-            raise Error(f"Sampler: a data set of {size} rows, and a batch has {batch_size}")
+            raise Error(
+                f"Sampler: a data set of {size} rows, and a batch has {batch_size}",
+                fix="more rows, or a smaller batch_size",
+            )
         self.size, self.batch_size, self.trainer, self.seed = size, batch_size, trainer, seed
 
     def __iter__(self) -> Iterator[list[int]]:

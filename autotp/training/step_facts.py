@@ -172,4 +172,5 @@ def raise_nonfinite(
 
     agreed(partial(name_first, gradients=False))
     agreed(partial(name_first, gradients=True))
-    raise Error(f"the loss of step {step} is {loss}, and every parameter and gradient is finite")
+    problem = f"the loss of step {step} is {loss}, and every parameter and gradient is finite"
+    raise Error(problem, fix="a batch without infinite or undefined values, or a loss that stays finite on it")

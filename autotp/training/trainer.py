@@ -60,6 +60,7 @@ from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
+from autotp.tracebacks import shorten
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import ParameterReader, cast_arguments
 from autotp.training.microbatches import (
@@ -617,9 +618,10 @@ class Trainer(InGraphs, HasHoldings):
         with calling(method):  # An exception that is no Error is noted for the other ranks.
             try:
                 return run()
-            except Error:
-                raise
-            except RuntimeError as error:
+            except Exception as error:
+                shorten(error, isinstance(error, Error), shows_itself=False)
+                if isinstance(error, Error) or not isinstance(error, RuntimeError):
+                    raise
                 lost = peer_error(method, str(self._ranks.group), error, self._ranks)
                 if lost is None:
                     raise  # `raise error from error` would make it its own cause.

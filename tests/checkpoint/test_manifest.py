@@ -11,7 +11,7 @@ import pytest
 import torch
 from errors import message
 
-from autotp.checkpoint.files.checksums import sealed
+from autotp.checkpoint.files.checksums import EARLIER, sealed
 from autotp.checkpoint.files.tensor_pieces import file_of
 from autotp.checkpoint.manifest import FORMAT, MANIFEST, OF_FORMAT_1, Item, manifest_content, read_manifest
 
@@ -41,7 +41,9 @@ def test_manifest_reads_what_was_written(tmp_path: Path) -> None:
     found = read_manifest(written(tmp_path, content(step=9)))
     assert found.about["step"] == 9
     assert found.whole("w").equal(WHOLE)
-    assert message(lambda: found.pieces("v")) == f"{tmp_path / MANIFEST} is not valid: it has no v"
+    assert (
+        message(lambda: found.pieces("v")) == f"{tmp_path / MANIFEST} is not valid: it has no v\n  try      {EARLIER}"
+    )
 
 
 def moved(pieces: list[Any]) -> None:

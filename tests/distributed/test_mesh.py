@@ -44,7 +44,7 @@ def test_one_process_that_asks_for_all_is_told() -> None:
 @pytest.mark.parametrize("timeout", [20, timedelta(), "60s"], ids=repr)
 def test_mesh_refuses_a_timeout_that_is_no_timedelta(timeout: Any) -> None:
     assert message(lambda: make_mesh(1, timeout=timeout)) == (
-        f"timeout={timeout!r}\n  expected a datetime.timedelta\n  try      timedelta(seconds=60)"
+        f"timeout={timeout!r} is no time\n  expected a datetime.timedelta\n  try      timedelta(seconds=60)"
     )
 
 

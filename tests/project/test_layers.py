@@ -7,8 +7,8 @@ from pathlib import Path
 import autotp
 
 ORDER = (
-    "attached", "models", "display", "errors", "torch_internals", "error_file", "arguments", "source_location",
-    "model_library", "extensions", "sharding", "groups", "ops",
+    "attached", "models", "display", "tracebacks", "errors", "torch_internals", "error_file", "arguments",
+    "source_location", "model_library", "extensions", "sharding", "groups", "ops",
     "rules", "options", "distributed",
     "passes.builder", "passes.fingerprint", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower",
     "passes.check", "passes.emit", "passes.pipeline",

@@ -88,7 +88,7 @@ def test_kernel_needs_no_optional_folder(folders: tuple[str, ...], tmp_path: Pat
     assert len(files) > 150
     assert "Sequential on tp=2" in run(tree, "-c", SCRIPT)
     if "experimental" in folders:
-        assert "overlap='batch'\n  expected 'none'\n" in run(tree, "-c", CHOOSING)
+        assert "overlap='batch' is not one of its values\n  expected 'none'\n" in run(tree, "-c", CHOOSING)
     gone = {name: home.partition(".")[0] for name, home in autotp._HOMES.items() if home.partition(".")[0] in folders}
     for name, folder in gone.items():
         text = f"autotp.{name} is in autotp/{folder}, and this copy of autotp is without it"

@@ -109,7 +109,7 @@ def test_set_recompute_changes_the_settings(how: Any) -> None:
 def test_set_recompute_refuses_an_unknown_choice() -> None:
     tree = Tree(Mesh(), Options())
     assert message(lambda: tree.set_recompute("all")) == (  # type: ignore[arg-type]
-        "recompute='all'\n  expected 'none', 'selective', 'full'"
+        "recompute='all' is not one of its values\n  expected 'none', 'selective', 'full'"
     )
     assert tree.settings == Options()
 

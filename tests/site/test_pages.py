@@ -47,7 +47,7 @@ PAGES = (
     "index",
     "start",
     "which_layout",
-    "refused",
+    "errors",
     "long_runs",
     "from_others",
     "options",

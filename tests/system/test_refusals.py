@@ -113,7 +113,7 @@ def parallelize_refuses_unknown_choices(rank: int, n: int) -> None:
     }
     for name, values in allowed.items():
         found = refusal(gpt(n_layer=1), n, **{name: "all"})
-        assert found == f"parallelize(GPT, tp=2): {name}='all'\n  expected {values}"
+        assert found == f"parallelize(GPT, tp=2): {name}='all' is not one of its values\n  expected {values}"
 
 
 @checks.on(2)

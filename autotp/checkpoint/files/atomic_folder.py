@@ -81,7 +81,9 @@ def _clear(old: Path, folder: Path, is_replaced: Callable[[str], bool]) -> None:
         raise
     shutil.rmtree(old, ignore_errors=True)
     if old.exists():
-        warnings.warn(f"of what {folder} held before, {old} is left: it cannot be removed", stacklevel=2)
+        warnings.warn(
+            f"of what {folder} held before, {old} is left: it cannot be removed. Remove it by hand", stacklevel=2
+        )
 
 
 def sync_path(path: Path) -> None:

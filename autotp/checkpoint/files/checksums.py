@@ -24,6 +24,10 @@ from autotp.errors import Error
 INVALID_CONTENT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError)
 """The exceptions that content of an unexpected form raises: also nested lists without end, and huge numbers."""
 
+EARLIER = "an earlier checkpoint, or this one copied again from where it is whole"
+READABLE = "a file that this process may read, on a disk that works"
+WRITABLE = "a folder that this process may write, on a disk with free space"
+"""The `fix` for files that cannot be used."""
 SEAL = re.compile(rb'(.*,\n"crc32": )"([0-9a-f]{8})"\}\n', re.DOTALL)
 
 
@@ -82,9 +86,9 @@ def unsealed(file: Path) -> dict[str, Any]:
     try:
         match = SEAL.fullmatch(read_regular(file, MOST_SEALED))
     except OSError as error:
-        raise Error(f"{file} cannot be read: {error.strerror}") from error
+        raise Error(f"{file} cannot be read: {error.strerror}", fix=READABLE) from error
     if match is None or int(match[2], 16) != zlib.crc32(match[1]):
-        raise Error(f"{file} is damaged: its checksum does not match")
+        raise Error(f"{file} is damaged: its checksum does not match", fix=EARLIER)
     try:
         return dict(json.loads(match[0]).items())
     except INVALID_CONTENT as error:
@@ -93,7 +97,7 @@ def unsealed(file: Path) -> dict[str, Any]:
 
 def invalid_content(file: Path, error: BaseException) -> Error:
     """Returns the Error for a file whose checksum is right and whose content has an unexpected form."""
-    return Error(f"{file} is not valid: {type(error).__name__}: {error}")
+    return Error(f"{file} is not valid: {type(error).__name__}: {error}", fix=EARLIER)
 
 
 def write_whole(file: Path, content: bytes) -> None:

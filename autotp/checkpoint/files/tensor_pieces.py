@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import bytes_of, open_regular, sync_file
+from autotp.checkpoint.files.checksums import EARLIER, READABLE, bytes_of, open_regular, sync_file
 from autotp.checkpoint.files.staging import copy_into
 from autotp.errors import Error
 
@@ -89,7 +89,7 @@ class StoredPieces:
             copy_into(into[into_slices], read_piece(folder, name, piece, self.dtype, into.is_cuda)[piece_slices])
             remaining -= math.prod(b - a for a, b in zip(low, high, strict=True))
         if remaining:
-            raise Error(f"{folder} does not have all of `{name}`")
+            raise Error(f"{folder} does not have all of `{name}`", fix=EARLIER)
 
     def whole(self, folder: Path, name: str) -> Tensor:
         """Returns the whole tensor."""
@@ -168,7 +168,10 @@ def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype, pinned
             source.seek(piece.start)
             count = source.readinto(data.numpy().data) if data.numel() else 0  # type: ignore[attr-defined]
     except OSError as error:
-        raise Error(f"{file} cannot be read: {error.strerror}") from error
+        raise Error(f"{file} cannot be read: {error.strerror}", fix=READABLE) from error
     if count != data.numel() or zlib.crc32(data.numpy().data) != piece.crc32:
-        raise Error(f"{file} is damaged: `{name}` is not what was written", fix=f"remove {folder}")
+        raise Error(
+            f"{file} is damaged: `{name}` is not what was written",
+            fix=f"remove {folder}",
+        )
     return data.view(dtype).view(piece.sizes)

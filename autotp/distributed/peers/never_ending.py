@@ -238,7 +238,7 @@ def _end(watch: Watch, group: str, groups: Mapping[str, Any]) -> None:
     for line in (f"autotp.Error: {fatal.error}", *_stack_of(thread)):
         print(line, file=sys.stderr)
     sys.stderr.flush()
-    write_error(fatal.error)
+    write_error(fatal.error, dist.get_rank())
     os._exit(1)
 
 

@@ -18,6 +18,9 @@ from autotp.distributed.mesh import Mesh, group_of, timeout_of
 from autotp.distributed.peers.heartbeat import INTERVAL, SILENCE, answered, lost_ranks, reason
 from autotp.errors import Error
 
+LOGS = "read the log of rank 0, which holds the store: it may have ended"
+ALL_CALL = "the same calls on all ranks: none under `if rank == 0`; read the logs of these ranks"
+
 
 def store_gather(text: str, place: Mesh, unless: Callable[[], str] = lambda: "") -> list[str]:
     """Returns every rank's `text`, by rank.
@@ -84,5 +87,5 @@ def _missing(names: list[str], store: dist.Store, place: Mesh) -> Error:
     try:
         absent = answered(lambda: [rank for rank, name in enumerate(names) if not store.check([name])], SILENCE)
     except (RuntimeError, TimeoutError):
-        return Error(f"the store in which the processes met does not answer{why}")
-    return Error(f"{place.named(absent)} did not make this call within the group's timeout{why}")
+        return Error(f"the store in which the processes met does not answer{why}", fix=LOGS)
+    return Error(f"{place.named(absent)} did not make this call within the group's timeout{why}", fix=ALL_CALL)

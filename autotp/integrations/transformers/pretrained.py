@@ -315,7 +315,8 @@ def _build_model(
                 raise how.errors[0] from error
             reasons = re.findall("^Error: (.*)", "\n".join(messages), re.MULTILINE)
             facts = {"said": reasons[0]} if reasons else {}
-            raise Error(f"{build.__name__} cannot be made of these tensors: {first_line(error)}", **facts) from error
+            problem = f"{build.__name__} cannot be made of these tensors: {first_line(error)}"
+            raise Error(problem, **facts, fix="the configuration that the tensors were saved with") from error
     return model, report
 
 
@@ -332,9 +333,10 @@ def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
         for table in (module._parameters, module._buffers):
             for key, tensor in [(k, t) for k, t in table.items() if isinstance(t, Lazy)]:
                 if isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex()):
-                    raise Error(
+                    problem = (
                         f"{source_text(tensor.source)} is {tensor.dtype}, and a parameter needs a floating-point dtype"
                     )
+                    raise Error(problem, fix="a checkpoint of floating tensors, without quantization")
                 # A tied tensor is met again under each of its names.
                 if tensor not in empty and isinstance(tensor, nn.Parameter):
                     sources[f"{prefix}.{key}" if prefix else key] = tensor.source
@@ -350,7 +352,8 @@ def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
 def _expect_choices(arguments: ModelArguments) -> None:
     for name, values in (("missing", ("error", "init")), ("unexpected", ("error", "ignore"))):
         if getattr(arguments, name) not in values:
-            raise Error(f"{name}={getattr(arguments, name)!r}", expected=" or ".join(map(repr, values)))
+            problem = f"{name}={getattr(arguments, name)!r} is not one of its values"
+            raise Error(problem, expected=" or ".join(map(repr, values)))
 
 
 def _expect_fit(

@@ -43,7 +43,10 @@ def is_of(file: Path, source: Path) -> bool:
     target = file.resolve()
     if any(target.is_relative_to(home) for home in homes):
         return True
-    warnings.warn(f"{file} is a link to {target}, out of its folder: it is not copied", stacklevel=2)
+    warnings.warn(
+        f"{file} is a link to {target}, out of its folder: it is not copied. Copy it yourself, if it is of the model",
+        stacklevel=2,
+    )
     return False
 
 
@@ -57,7 +60,11 @@ def copy_beside(source: Path, folder: Path, *more: str) -> None:
         OSError: the file system fails.
     """
     if source.is_absolute() and not source.is_dir():  # A relative path is a name on a hub.
-        warnings.warn(f"{source} is gone: its tokenizer's files are not copied to {folder}", stacklevel=2)
+        warnings.warn(
+            f"{source} is gone: its tokenizer's files are not copied to {folder}. Write them: "
+            "tokenizer.save_pretrained(folder)",
+            stacklevel=2,
+        )
     for file in sorted(source.iterdir()) if source.is_dir() else ():
         if (belongs(file) or (file.name in more and file.is_file())) and is_of(file, source):
             shutil.copyfile(file, folder / file.name)

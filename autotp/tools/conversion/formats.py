@@ -11,7 +11,7 @@ from uuid import uuid4
 import torch
 
 from autotp.checkpoint.files.atomic_folder import new_folder, sync_path
-from autotp.checkpoint.files.checksums import INVALID_CONTENT, read_regular, write_whole
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, WRITABLE, read_regular, write_whole
 from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
 from autotp.checkpoint.keys import SEPARATOR, entry_key, path_of
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, manifest_content, read_manifest
@@ -25,6 +25,7 @@ from autotp.tools.conversion.content import Content, Format, Saved
 from autotp.tools.conversion.torch_files import state_dict_in
 
 CONFIG = "config.json"
+A_CONFIG = "the config.json as save_pretrained wrote it"
 OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -70,9 +71,9 @@ def config_in(file: Path) -> Mapping[str, object]:
     try:
         config = json.loads(read_regular(file))
     except (*INVALID_CONTENT, OSError) as error:
-        raise Error(f"the configuration cannot be read: {error}", at=str(file)) from error
+        raise Error(f"the configuration cannot be read: {error}", at=str(file), fix=A_CONFIG) from error
     if not isinstance(config, dict):
-        raise Error("the configuration is no JSON object", at=str(file))
+        raise Error("the configuration is no JSON object", at=str(file), fix=A_CONFIG)
     return config
 
 
@@ -122,7 +123,7 @@ def write_content(
                     path, content.tensors, Mesh(), largest, lambda folder: _beside(folder, content, beside)
                 )
     except OSError as error:
-        raise Error(f"the checkpoint cannot be written: {error}", at=str(path)) from error
+        raise Error(f"the checkpoint cannot be written: {error}", at=str(path), fix=WRITABLE) from error
 
 
 def _beside(folder: Path, content: Content, more: Callable[[Path], None]) -> None:

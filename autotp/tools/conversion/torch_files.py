@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import open_regular
+from autotp.checkpoint.files.checksums import READABLE, open_regular
 from autotp.errors import Error
 
 
@@ -45,7 +45,7 @@ def read_torch_file(file: Path) -> Any:
     except Error:
         raise
     except OSError as error:
-        raise Error(f"{file} cannot be read: {error.strerror or error}") from error
+        raise Error(f"{file} cannot be read: {error.strerror or error}", fix=READABLE) from error
     # A damaged file makes torch and zipfile raise exceptions of many classes.
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), type(error).__name__)
@@ -90,5 +90,6 @@ def state_dict_in(file: Path) -> dict[str, Tensor]:
         raise Error(f"{file} has no state dict", expected="a dict: name -> tensor")
     non_tensors = [name for name, value in content.items() if not isinstance(value, Tensor)]
     if non_tensors:
-        raise Error(f"{file}: `{non_tensors[0]}` is a {type(content[non_tensors[0]]).__name__}, and no tensor")
+        problem = f"{file}: `{non_tensors[0]}` is a {type(content[non_tensors[0]]).__name__}, and no tensor"
+        raise Error(problem, fix="torch.save(model.state_dict(), file)")
     return {name: _elements_of(name, tensor, file) for name, tensor in content.items()}

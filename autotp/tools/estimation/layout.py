@@ -48,9 +48,9 @@ class StepLayout:
                 fix=f"batch={-(-self.batch // (self.dp * self.micro_batch)) * self.dp * self.micro_batch}",
             )
         if self.dtype not in DTYPES:
-            raise Error(f"dtype={self.dtype}", expected=", ".join(map(str, DTYPES)))
+            raise Error(f"dtype={self.dtype} is not one of its values", expected=", ".join(map(str, DTYPES)))
         if self.zero not in (0, 1, 2, 3):
-            raise Error(f"zero={self.zero!r}", expected="0, 1, 2, 3")
+            raise Error(f"zero={self.zero!r} is not one of its values", expected="0, 1, 2, 3")
 
     @property
     def devices(self) -> int:

@@ -129,7 +129,7 @@ def engine_of(schedule: str, interleave: int | None = None) -> Engine:
         Error: there is no such schedule, or its number of stages is fixed.
     """
     if schedule not in ENGINES:
-        raise Error(f"schedule={schedule!r}", expected=", ".join(map(repr, ENGINES)))
+        raise Error(f"schedule={schedule!r} is not one of its values", expected=", ".join(map(repr, ENGINES)))
     chosen = ENGINES[schedule]
     if interleave is None:
         return chosen

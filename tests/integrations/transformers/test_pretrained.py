@@ -27,6 +27,7 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 from transformers.utils import logging as theirs
 
 import autotp
+from autotp.checkpoint.files.checksums import EARLIER
 from autotp.distributed.cut_tensors.cut_parameter import CutTensor
 from autotp.integrations.transformers.files.safetensors_files import Stored
 
@@ -401,7 +402,7 @@ def wrong_on_one_rank(rank: int, n: int) -> None:
     there = folder.parent / "1" / "model.safetensors"
     assert message(lambda: autotp.from_pretrained(folder, n, **given)) == (
         f"from_pretrained({folder}, tp=2): `model.norm.weight` is cut off: the file is shorter than its header says\n"
-        f"  at       {there}" + ("\n  on       tp rank 1" if rank == 0 else "")
+        f"  at       {there}\n  try      {EARLIER}" + ("\n  on       tp rank 1" if rank == 0 else "")
     )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers.utils import logging as theirs
 
 import autotp
+from autotp.checkpoint.files.checksums import EARLIER
 
 theirs.disable_progress_bar()
 theirs.set_verbosity_error()
@@ -83,7 +84,8 @@ def test_from_pretrained_refuses_configurations_that_make_no_model(copied: Path)
     assert message(lambda: autotp.from_pretrained(copied)).startswith(f"{call}: the configuration cannot be read: ")
     file.unlink()
     assert message(lambda: autotp.from_pretrained(copied)) == (
-        f"{call}: no checkpoint of transformers: config.json is not there\n  at       {copied}"
+        f"{call}: no checkpoint of transformers: config.json is not there\n  at       {copied}\n"
+        "  try      the folder that save_pretrained wrote"
     )
 
 
@@ -114,17 +116,17 @@ def test_from_pretrained_names_experts_of_different_sizes(tmp_path: Path) -> Non
     save_file(tensors | {second: tensors[second][:5].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
     assert message(lambda: autotp.from_pretrained(tmp_path, **given)) == (
         f"from_pretrained({tmp_path}): `{first}` in model.safetensors of [80, 48] and "
-        f"`{second}` in model.safetensors of [5, 48] cannot be joined"
+        f"`{second}` in model.safetensors of [5, 48] cannot be joined\n  try      {EARLIER}"
     )
 
 
 def test_from_pretrained_refuses_other_choices(llama: Path) -> None:
     call = f"from_pretrained({llama})"
     assert message(lambda: autotp.from_pretrained(llama, missing="skip")) == (  # type: ignore[arg-type]
-        f"{call}: missing='skip'\n  expected 'error' or 'init'"
+        f"{call}: missing='skip' is not one of its values\n  expected 'error' or 'init'"
     )
     assert message(lambda: autotp.from_pretrained(llama, unexpected=None)) == (  # type: ignore[arg-type]
-        f"{call}: unexpected=None\n  expected 'error' or 'ignore'"
+        f"{call}: unexpected=None is not one of its values\n  expected 'error' or 'ignore'"
     )
     text = message(lambda: autotp.from_pretrained(llama, model_class=transformers.AutoModelForImageClassification))
     assert " makes no model of LlamaConfig: " in text
@@ -135,7 +137,7 @@ def test_save_pretrained_refuses_sizes_that_are_none(llama: Path) -> None:
     sizes: tuple[Any, ...] = (0, -5, True, "5", "GB", "0MB", "5 parsecs", None)
     for size in sizes:
         assert message(lambda size=size: autotp.save_pretrained(parallel, folder, max_shard_size=size)) == (
-            f"save_pretrained(LlamaForCausalLM, {folder}): max_shard_size={size!r}\n"
+            f"save_pretrained(LlamaForCausalLM, {folder}): max_shard_size={size!r} is no size\n"
             '  expected a number of bytes, or a text as "5GB"'
         )
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from autotp.checkpoint.files.checksums import (
     INVALID_CONTENT,
+    READABLE,
     invalid_content,
     open_regular,
     read_regular,
@@ -87,7 +88,7 @@ def changed_settings(folder: Path, names: Sequence[str]) -> list[str]:
         saved = unsealed(source).get("settings", {})
         pairs = [(name, dict(saved[name]), dict(json_values(folder / name) or {})) for name in names if saved.get(name)]
     except OSError as error:
-        raise Error(f"{folder} cannot be read: {error.strerror}") from error
+        raise Error(f"{folder} cannot be read: {error.strerror}", fix=READABLE) from error
     except INVALID_CONTENT as error:
         raise invalid_content(source, error) from error
     absent = object()
@@ -113,7 +114,7 @@ def expect_unchanged(folder: Path, rank: int, ranks: int) -> None:
         try:
             unchanged = _same_blocks(file, size, sums, block, rank, ranks)
         except OSError as error:
-            raise Error(f"{file} cannot be read: {error.strerror}") from error
+            raise Error(f"{file} cannot be read: {error.strerror}", fix=READABLE) from error
         if not unchanged:
             stale = STALE.format(folder / SIDE_FILE)
             raise Error(f"{name} is not what was written, according to {SIDE_FILE}", at=str(file), fix=stale)

@@ -36,6 +36,9 @@ class ModelArguments:
     unexpected: str
 
 
+WRITTEN_AGAIN = "the file as save_pretrained wrote it"
+
+
 def read_config(folder: Path, arguments: ModelArguments, name: str = CONFIG) -> Any:
     """Reads the configuration of a folder. name: its file
 
@@ -44,7 +47,8 @@ def read_config(folder: Path, arguments: ModelArguments, name: str = CONFIG) -> 
     """
     file = folder / name
     if not file.is_file():
-        raise Error(f"no checkpoint of transformers: {name} is not there", at=str(folder))
+        remedy = "the folder that save_pretrained wrote"
+        raise Error(f"no checkpoint of transformers: {name} is not there", at=str(folder), fix=remedy)
     if (folder / ADAPTER).is_file():
         remedy = "load both with peft, and autotp.parallelize what it returns; or merge_and_unload() and save that"
         raise Error(f"an adapter is beside the model: {ADAPTER}", at=str(folder), fix=remedy)
@@ -68,7 +72,9 @@ def expect_no_code(file: Path, overrides: Mapping[str, Any]) -> None:
         if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
             _raise_not_a_number("NaN")
     except (*INVALID_CONTENT, OSError) as error:
-        raise Error(f"the configuration cannot be read: {first_line(error)}", at=str(file)) from error
+        raise Error(
+            f"the configuration cannot be read: {first_line(error)}", at=str(file), fix=WRITTEN_AGAIN
+        ) from error
     if OTHER_FILES in config:
         remedy = f"write the settings of the file that is meant into {file.name}, without {OTHER_FILES}"
         raise Error(
@@ -130,7 +136,9 @@ def read_object(file: Path, source_class: Any, **options: Any) -> Any:
             where = file.parent if file.name == CONFIG or "generation" in file.name else file
             return source_class.from_pretrained(where, local_files_only=True, **options)
     except Exception as error:
-        raise Error(f"the configuration cannot be read: {first_line(error)}", at=str(file)) from error
+        raise Error(
+            f"the configuration cannot be read: {first_line(error)}", at=str(file), fix=WRITTEN_AGAIN
+        ) from error
 
 
 def class_of(config: Any, arguments: ModelArguments, folder: Path) -> Any:
@@ -151,7 +159,8 @@ def class_of(config: Any, arguments: ModelArguments, folder: Path) -> Any:
         with offline_and_silent(), torch.device("meta"):
             return type(chosen.from_config(config, **LOCAL))
     except Exception as error:
-        raise Error(f"model_class={chosen!r} makes no model of {type(config).__name__}: {first_line(error)}") from error
+        problem = f"model_class={chosen!r} makes no model of {type(config).__name__}: {first_line(error)}"
+        raise Error(problem, fix="model_class=transformers.AutoModelForCausalLM, or the class itself") from error
 
 
 # ---- transformers

@@ -60,9 +60,8 @@ def as_in_files(tensors: Mapping[str, Source], config: Path) -> dict[str, Source
     if unlike or missing:
         facts = {"unlike": ", ".join(unlike[:4]), "missing": ", ".join(missing[:4])}
         class_name = type(model).__name__
-        raise Error(
-            f"the tensors are not those of {class_name}", at=str(config), **{k: v for k, v in facts.items() if v}
-        )
+        facts = {"at": str(config), **{k: v for k, v in facts.items() if v}}
+        raise Error(f"the tensors are not those of {class_name}", fix="the configuration of this checkpoint", **facts)
     transformers_module()
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -71,5 +70,6 @@ def as_in_files(tensors: Mapping[str, Source], config: Path) -> dict[str, Source
         with torch.no_grad(), offline_and_silent():
             saved = revert_weight_conversion(model, lazies)  # type: ignore[arg-type]
     except Exception as error:
-        raise Error(f"transformers cannot convert the tensors: {first_line(error)}", at=str(config)) from error
+        problem = f"transformers cannot convert the tensors: {first_line(error)}"
+        raise Error(problem, at=str(config), fix="the configuration of this checkpoint") from error
     return {name: lazy.source for name, lazy in saved.items()}

@@ -64,7 +64,8 @@ def model_from_configuration(
         with offline_and_silent():
             model = build._from_config(read, **{name: value for name, value in options.items() if value is not None})
     except Exception as error:
-        raise Error(f"{build.__name__} cannot be built: {first_line(error)}", at=str(path)) from error
+        problem, remedy = f"{build.__name__} cannot be built: {first_line(error)}", "other values in this configuration"
+        raise Error(problem, at=str(path), fix=remedy) from error
     return model.train()
 
 

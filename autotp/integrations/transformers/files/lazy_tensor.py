@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autotp.checkpoint.files.checksums import EARLIER
 from autotp.errors import Error
 from autotp.integrations.transformers.files.tensor_sources import (
     Cast,
@@ -72,7 +73,8 @@ def _same(x: Lazy, *_: Any, **__: Any) -> Source:
 
 def _cast(x: Lazy, dtype: torch.dtype | None = None, **_: Any) -> Source:
     if dtype is not None and dtype.is_floating_point != x.dtype.is_floating_point:
-        raise Error(f"{source_text(x.source)} is {x.dtype}, and {dtype} in the model: its header is another tensor's")
+        problem = f"{source_text(x.source)} is {x.dtype}, and {dtype} in the model: its header is another tensor's"
+        raise Error(problem, fix=EARLIER)
     return x.source if dtype in (None, x.dtype) else Cast(x.source, dtype)
 
 
@@ -85,7 +87,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
     lengths = [(*x.shape[:dim], *x.shape[dim + 1 :]) for x in tensors]
     mismatch = next((i for i, n in enumerate(lengths) if n != lengths[0]), None)
     if mismatch is not None:
-        raise Error(f"{source_text(sources[0])} and {source_text(sources[mismatch])} cannot be joined")
+        problem = f"{source_text(sources[0])} and {source_text(sources[mismatch])} cannot be joined"
+        raise Error(problem, fix=EARLIER)
     return Joined(sources, dim)
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import INVALID_CONTENT, MOST_JSON, bytes_of, read_regular
+from autotp.checkpoint.files.checksums import EARLIER, INVALID_CONTENT, MOST_JSON, READABLE, bytes_of, read_regular
 from autotp.checkpoint.files.tensor_pieces import nbytes
 from autotp.errors import Error
 from autotp.integrations.transformers.files.checksum_file import SummedFile
@@ -86,7 +86,7 @@ class Stored:
             part: Tensor = opened.get_slice(self.name)[tuple(slice(a, b) for a, b in box)]
             return part
         except Exception as error:
-            raise Error(f"`{self.name}` cannot be read: {error}", at=str(self.file)) from error
+            raise Error(f"`{self.name}` cannot be read: {error}", at=str(self.file), fix=READABLE) from error
 
 
 # ---- reading
@@ -109,16 +109,16 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for file in sorted(set(places.values())):
         if not (folder / file).is_file():
             name = next(name for name, where in places.items() if where == file)
-            raise Error(f"`{name}` is listed in {file}, which is not there", at=str(index))
+            raise Error(f"`{name}` is listed in {file}, which is not there", at=str(index), fix=EARLIER)
         file_tensors = _opened(folder / file, reader)
         if twice := [name for name in file_tensors if name in tensors and name not in places]:
             files = f"{tensors[twice[0]].file.name} and in {file}"
-            raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", at=str(index))
+            raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", at=str(index), fix=EARLIER)
         # Where two files have a tensor, the index says which counts.
         tensors |= {name: tensor for name, tensor in file_tensors.items() if places.get(name, file) == file}
     for name, file in places.items():
         if name not in tensors:
-            raise Error(f"`{name}` is listed in {file}, which has no such tensor", at=str(index))
+            raise Error(f"`{name}` is listed in {file}, which has no such tensor", at=str(index), fix=EARLIER)
     return tensors
 
 
@@ -139,7 +139,8 @@ def _no_checkpoint(folder: Path) -> Error:
     if pickled:
         convert = "load it once with transformers and write it with model.save_pretrained(folder), which is safetensors"
         return Error(f"only safetensors are read, and here is {pickled[0]}", at=str(folder), fix=convert)
-    return Error(f"no checkpoint: neither {ONE_FILE} nor {INDEX} is there", at=str(folder))
+    remedy = "the folder that save_pretrained wrote"
+    return Error(f"no checkpoint: neither {ONE_FILE} nor {INDEX} is there", at=str(folder), fix=remedy)
 
 
 def _index(file: Path) -> dict[str, str]:
@@ -180,8 +181,10 @@ def _opened(file: Path, reader: Reader) -> dict[str, Stored]:
     except Exception as error:
         beyond = _cut_off(header, size)
         if beyond:
-            raise Error(f"`{beyond}` is cut off: the file is shorter than its header says", at=str(file)) from error
-        raise Error(f"the file is corrupt ({type(error).__name__}: {error})", at=str(file)) from error
+            problem = f"`{beyond}` is cut off: the file is shorter than its header says"
+        else:
+            problem = f"the file is corrupt ({type(error).__name__}: {error})"
+        raise Error(problem, at=str(file), fix=EARLIER) from error
 
 
 def _cut_off(header: Mapping[str, Any], size: int) -> str:
@@ -255,7 +258,8 @@ def header_of(tensors: Mapping[str, Any], names: Sequence[str]) -> bytes:
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in DTYPE_NAMES:
-            raise Error(f"`{name}` is of dtype {tensor.dtype}, which safetensors does not have")
+            problem = f"`{name}` is of dtype {tensor.dtype}, which safetensors does not have"
+            raise Error(problem, fix="model.to(torch.bfloat16), or another dtype of safetensors")
         end = start + nbytes(tensor)
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end

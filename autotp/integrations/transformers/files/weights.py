@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autotp.checkpoint.files.atomic_folder import new_folder
-from autotp.checkpoint.files.checksums import write_whole
+from autotp.checkpoint.files.checksums import WRITABLE, write_whole
 from autotp.checkpoint.files.tensor_pieces import nbytes
 from autotp.display.progress import progress
 from autotp.distributed.agreement import agree, expect_alike
@@ -183,7 +183,7 @@ def _or_error(path: Path | None, run: Callable[[], Any]) -> Any:
 
 
 def _failed(error: Exception, path: Path) -> Error:
-    return Error(f"the checkpoint cannot be written: {error}", at=str(path))
+    return Error(f"the checkpoint cannot be written: {error}", at=str(path), fix=WRITABLE)
 
 
 def parse_size(text: int | str) -> int:
@@ -200,5 +200,5 @@ def parse_size(text: int | str) -> int:
         else None
     )
     if match is None or not float(match[1]):
-        raise Error(f"max_shard_size={text!r}", expected='a number of bytes, or a text as "5GB"')
+        raise Error(f"max_shard_size={text!r} is no size", expected='a number of bytes, or a text as "5GB"')
     return math.ceil(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from autotp.checkpoint.files import checksums
+from autotp.checkpoint.files.checksums import EARLIER
 from autotp.integrations.transformers.files import safetensors_files
 from autotp.integrations.transformers.files.safetensors_files import (
     STORED_DTYPES,
@@ -72,7 +73,7 @@ def test_shards_put_tensors_of_wide_elements_first() -> None:
 def test_header_refuses_a_dtype_that_safetensors_lacks() -> None:
     tensors = {"a": torch.ones(1, dtype=torch.complex128)}
     found = message(lambda: header_of(tensors, ["a"]))
-    assert found == "`a` is of dtype torch.complex128, which safetensors does not have"
+    assert found.startswith("`a` is of dtype torch.complex128, which safetensors does not have\n  try      model.to(")
 
 
 # ---- what is read
@@ -106,7 +107,8 @@ def test_folders_without_safetensors_are_refused(tmp_path: Path) -> None:
         "the path of a local folder that holds a checkpoint: nothing is fetched from a hub"
     )
     assert message(lambda: stored_tensors(tmp_path)) == (
-        f"no checkpoint: neither model.safetensors nor model.safetensors.index.json is there\n  at       {tmp_path}"
+        f"no checkpoint: neither model.safetensors nor model.safetensors.index.json is there\n  at       {tmp_path}\n"
+        "  try      the folder that save_pretrained wrote"
     )
     (tmp_path / "pytorch_model.bin").touch()
     assert message(lambda: stored_tensors(tmp_path)) == (
@@ -121,7 +123,7 @@ def test_truncated_or_corrupt_safetensors_are_refused(tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-40])
     assert message(lambda: stored_tensors(tmp_path)) == (
-        f"`b` is cut off: the file is shorter than its header says\n  at       {file}"
+        f"`b` is cut off: the file is shorter than its header says\n  at       {file}\n  try      {EARLIER}"
     )
     senseless = b'{"a":1}'
     for rest in (
@@ -134,7 +136,7 @@ def test_truncated_or_corrupt_safetensors_are_refused(tmp_path: Path) -> None:
     ):
         file.write_bytes(rest)
         assert message(lambda: stored_tensors(tmp_path)).startswith("the file is corrupt (")
-        assert message(lambda: stored_tensors(tmp_path)).endswith(f"\n  at       {file}")
+        assert message(lambda: stored_tensors(tmp_path)).endswith(f"\n  at       {file}\n  try      {EARLIER}")
 
 
 def test_a_dtype_that_torch_lacks_is_refused(tmp_path: Path) -> None:
@@ -153,18 +155,18 @@ def test_an_index_that_names_missing_files_is_refused(tmp_path: Path) -> None:
         )
     index.write_text('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}')
     assert message(lambda: stored_tensors(tmp_path)) == (
-        f"`b` is listed in y.safetensors, which is not there\n  at       {index}"
+        f"`b` is listed in y.safetensors, which is not there\n  at       {index}\n  try      {EARLIER}"
     )
     index.write_text('{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}')
     assert message(lambda: stored_tensors(tmp_path)) == (
-        f"`b` is listed in x.safetensors, which has no such tensor\n  at       {index}"
+        f"`b` is listed in x.safetensors, which has no such tensor\n  at       {index}\n  try      {EARLIER}"
     )
 
 
 def test_a_file_removed_before_its_read_is_named(tmp_path: Path) -> None:
     gone = Stored(tmp_path / "x.safetensors", "a", (2,), torch.float32)
     assert message(lambda: gone.read(((0, 1),))).startswith("`a` cannot be read: ")
-    assert message(lambda: gone.read(((0, 1),))).endswith(f"\n  at       {gone.file}")
+    assert f"\n  at       {gone.file}\n" in message(lambda: gone.read(((0, 1),)))
 
 
 def test_a_tensor_in_two_files_needs_the_index(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_a_tensor_in_two_files_needs_the_index(tmp_path: Path) -> None:
     assert stored_tensors(tmp_path)["x"].file.name == "a"
     index.write_text(json.dumps({"weight_map": {"a": "a", "b": "b"}}))
     assert message(lambda: stored_tensors(tmp_path)) == (
-        f"`x` is in a and in b, and the index does not say which\n  at       {index}"
+        f"`x` is in a and in b, and the index does not say which\n  at       {index}\n  try      {EARLIER}"
     )
 
 

@@ -1,10 +1,10 @@
-"""Writes docs/refused.md from the source: each message with which autotp refuses a model, and what to write instead.
+"""Writes docs/errors.md from the source: each error and warning of autotp, and what to write instead.
 
-python docs/refused.py
+python docs/errors.py
 
-The messages are the first arguments of `Error(...)` in the modules of SCOPE, and `fix=` says what to write. What an
-f-string fills in is HOLE. A name is followed to what is assigned to it, a parameter to what the callers of the function
-give, a call to what the function returns. Only the introduction and the headings are written here.
+The messages are the first arguments of `Error(...)`, of exceptions behind `raise` and of warnings, and `fix=` says what
+to write. What an f-string fills in is HOLE. A name is followed to what is assigned to it, a parameter to what the
+callers of the function give, a call to what the function returns. Only the introduction and OTHERS are written here.
 """
 
 from __future__ import annotations
@@ -19,79 +19,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).with_suffix(".md")
-OWN = "Mistakes of autotp"
-SECTIONS = {
-    "The launch": (
-        "autotp/distributed/mesh.py:_too_few", "autotp/distributed/mesh.py:_check_world",
-        "autotp/training/distribute.py:_mesh", "autotp/distributed/mesh.py", "autotp/distributed/agreement.py",
-        "autotp/runtime/graph_digest.py",
-    ),
-    "Inputs and arguments": (
-        "passes/capture/example_inputs.py", "passes/plan/choose.py", "passes/plan/user_cuts.py",
-        "autotp/compiler.py:_match",
-        "autotp/arguments.py", "autotp/options.py", "autotp/experimental", "passes/emit/recompute.py",
-        "passes/capture/pytree.py", "passes/capture/capture.py",
-    ),
-    "Values of tensors": (
-        "passes/capture/unsupported/tensor_values.py", "passes/capture/guards/values.py",
-        "passes/capture/guards/input_values.py",
-    ),
-    "What torch.export cannot trace": ("passes/capture/unsupported/explain_failure.py", "passes/capture/inline.py"),
-    "Random numbers": (
-        "passes/capture/guards/gradient_queries.py", "passes/capture/guards/random_numbers.py",
-        "autotp/distributed/mesh.py:follow_first_numpy_state",
-    ),
-    "What forward writes and reads": (
-        "passes/canonicalize", "passes/capture/capture.py:_tried", "passes/capture/guards",
-        "passes/capture/python_state",
-        "passes/capture/flatten.py", "passes/capture/replacements", "passes/capture/exported_program.py",
-        "passes/capture/unsupported/conversions.py",
-    ),
-    "The model is not an ordinary model": (
-        "autotp/runtime/build.py", "autotp/runtime/torch_hooks/wrappers.py", "passes/capture/skeleton.py",
-        "autotp/runtime/holdings.py", "passes/emit/rank_program.py",
-    ),
-    "Operators": (
-        "autotp/rules", "passes/lower/prove_rules.py", "passes/canonicalize/autocast.py", "autotp/ops/experts.py",
-        "passes/lower/lower.py:_expect_dense_gradient", "passes/lower/local_sizes.py",
-    ),
-    "Hooks and gradients of your own": (
-        "passes/capture/unsupported/lost_gradients.py", "passes/capture/python_state/attribute_writes.py:hooks_added",
-        "autotp/runtime/torch_hooks/gradient_nodes.py", "passes/capture/autograd_functions.py",
-        "passes/canonicalize/custom_vjp.py", "autotp/ops/custom_vjp.py",
-    ),
-    "Cut parameters and outputs, outside of the model": ("autotp/distributed/cut_tensors",),
-    "Models on meta": ("autotp/deferred_init",),
-    "Only with distribute": ("autotp/compiler.py", "passes/pipeline", "autotp/training"),
-    "Only with cp": ("autotp/compiler.py:_context_parallel", "autotp/runtime/graph_digest.py:same_order"),
-    "Only with compile_blocks": ("passes/emit",),
-    "Only with estimate and search": ("autotp/tools/estimation", "autotp/tools/page"),
-    OWN: (
-        "passes/check", "passes/lower", "autotp/experimental/batch_halves/two_halves.py",
-        "passes/capture/guards/sizes.py", "autotp/compiler.py:_expect_no_assumptions",
-    ),
-}  # fmt: skip
-"""Heading -> the modules, or functions of them, whose messages it has, in the order of the page.
-
-The longest path counts. The page does not show those of OWN.
-"""
-SCOPE = (
-    "passes", "autotp/rules", "autotp/deferred_init", "autotp/api.py", "autotp/arguments.py", "autotp/compiler.py",
-    "autotp/options.py", "autotp/experimental", "autotp/ops/custom_vjp.py", "autotp/ops/experts.py",
-    "autotp/runtime/build.py", "autotp/runtime/graph_digest.py", "autotp/runtime/holdings.py",
-    "autotp/runtime/torch_hooks/wrappers.py",
-    "autotp/runtime/torch_hooks/gradient_nodes.py", "autotp/distributed/mesh.py", "autotp/distributed/agreement.py",
-    "autotp/distributed/cut_tensors", "autotp/distributed/gather.py",
-    "autotp/training/distribute.py", "autotp/training/compute_dtype.py", "autotp/training/model_settings.py",
-    "autotp/training/original_model.py",
-    "autotp/training/pipeline/schedules.py", "autotp/training/pipeline/halved_backward.py",
-    "autotp/tools/estimation", "autotp/tools/page", "autotp/errors.py", "autotp/integrations/transformers/library.py",
-)  # fmt: skip
-"""What runs before the first step of a model is computed, and where advice comes from."""
+WARNING, COMMAND = "warn", "WrongUse"
 HOLE = "\0"
 EXPECTED = "what the error lists behind `expected`"
 AGAIN = "what the error says behind `try`"
-"""Of an error that is raised again, with its own advice."""
+"""Of an error that is raised again, with its own advice, and of advice that is put together from several texts."""
+FIELD = re.compile(r"\{[^{}]*\}")
+"""What `str.format` fills in."""
 MARKUP = re.compile(r"[*{}|]|(?<!\w)_+|_+(?!\w)")
 """What markdown would take for its own."""
 FACTS = {"Fact": 2, "text_fact": 3}
@@ -100,20 +34,28 @@ ELSEWHERE = (HOLE, f"{HOLE} than {HOLE}", f"{HOLE} than rank 0")
 """Messages of a function whose callers say all of it: another rank, or modules that run later."""
 TELLING = 6
 """So many letters tell a message from others."""
-ARGUMENT = re.compile(rf"[\w{HOLE}]+={HOLE}")
-"""How a message about the value of one argument begins. It says which values there are, and the page leaves it out."""
+OWN = "a report of it"
+"""What the advice of an error has that is a mistake of autotp."""
+QUOTED = "quoted"
+"""The sort of messages that are a part of others."""
+OTHERS = (
+    "AssertionError", "AttributeError", "KeyError", "NotADirectoryError", "OSError", "RuntimeError", "TimeoutError",
+    "TypeError", "ValueError", COMMAND,
+)  # fmt: skip
+"""Classes of exceptions that are no Error."""
 INTRODUCTION = """
-# My model was refused
+# Errors
 
-autotp computes the same as one device, or it raises one `autotp.Error`, on every rank, before anything is changed. This
-page has the messages that come before the first step, each with what its error says behind `try`. (There may be more
-behind `or`.) Search for a few words of your message; `...` stands for what differs. Errors about one argument, such as
-`tp=0`, say which values there are, and are not listed.
+Every error and warning of autotp is here, by its first words: search the page for a few words behind the name of the
+call. `...` stands for what differs, such as a name or a number. `try` is what to write instead, as the error says it. A
+message about one argument is its name and value, such as `outputs='all'`, and `expected` lists the right ones.
+
+autotp computes the same as one device, or it raises one `autotp.Error`, on every rank, before anything is changed.
 
 ## Read the message
 
-The first line is the call and the problem. `at` is the line of your model, `try` is what to write instead. Under torchrun
-each rank prints the error, and torchrun's summary repeats it: look for the last `autotp.Error:`.
+The first line is the call and the problem. `at` is the line of your model, `try` is what to write instead. The traceback
+has your own lines and one of autotp. In a run of torchrun the first error is the last line on the screen.
 
 ```python
 import torch
@@ -143,7 +85,7 @@ except autotp.Error as error:
 
 ```
 explain(Halved, tp=2): the model has a loop whose length depends on the values of a tensor: torch.export has no such loop
-  at       refused.py:14  while h.max() > 6:
+  at       errors.py:14  while h.max() > 6:
   try      do all rounds, and mask with torch.where; or one operator: torch.library.custom_op with register_fake and register_autograd, and autotp.rule
 ```
 
@@ -168,11 +110,6 @@ True
 - An operator of your own (`torch.library.custom_op`) may do anything inside. `autotp.rule` says how it can be cut; an
   operator without a rule gets whole tensors.
 - Take the part out of the model: compute it in the training loop, and pass the result as an argument.
-
-An error that asks for "a report" is a mistake of autotp, found by a check before a graph runs: nothing wrong was
-computed. Until it is mended, `without=("overlap",)` or another pass of [performance.md](performance.md) may go round it.
-For a report, open an issue where you cloned autotp from. Put in the error with `AUTOTP_TRACEBACK=full` in the
-environment, which shows the lines of autotp, what `autotp doctor` prints, and the smallest model that gives the message.
 """  # noqa: E501
 Definition = ast.FunctionDef
 
@@ -212,21 +149,26 @@ class Message:
         line: where its Error is made.
         text: the message.
         ways: what to write instead: one or the other.
+        sort: "Error", WARNING, or the class of another exception.
     """
 
     module: str
     line: int
     text: str
     ways: tuple[str, ...]
+    sort: str = "Error"
 
 
 # ---- the source
 
 
+@cache
 def files() -> list[Path]:
-    """The modules of SCOPE."""
-    found = [ROOT / name for name in SCOPE]
-    return [file for path in found for file in ([path] if path.suffix else sorted(path.rglob("*.py")))]
+    """The modules of autotp, without its models, which are ordinary models."""
+    every = [file for folder in ("autotp", "passes") for file in sorted((ROOT / folder).rglob("*.py"))]
+    return [
+        file for file in every if file.relative_to(ROOT).parts[:2] not in (("autotp", "models"), ("autotp", "passes"))
+    ]
 
 
 @cache
@@ -247,14 +189,19 @@ def functions() -> dict[str, list[tuple[Path, Definition]]]:
 
 
 @cache
-def constants() -> dict[str, list[tuple[Path, ast.expr]]]:
-    """Name -> the values that modules of the source assign to it."""
-    found: dict[str, list[tuple[Path, ast.expr]]] = {}
-    for file in files():
-        for node in tree(file).body:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                found.setdefault(node.targets[0].id, []).append((file, node.value))
-    return found
+def constants(file: Path) -> dict[str, ast.expr]:
+    """Name -> the value that a module assigns to it."""
+    found = [node for node in tree(file).body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+    return {node.targets[0].id: node.value for node in found if isinstance(node.targets[0], ast.Name)}
+
+
+def constant(file: Path, name: str) -> ast.expr | None:
+    """The value of a constant of a module, or of the one that it imports it from."""
+    if name in constants(file):
+        return constants(file)[name]
+    module = imported(file).get(name, "").removeprefix("autotp.").replace(".", "/")
+    sources = [ROOT / folder / f"{module}.py" for folder in ("autotp", "")]
+    return next((constants(source).get(name) for source in sources if source in files()), None)
 
 
 def called(node: ast.Call) -> str:
@@ -279,9 +226,31 @@ def every_call() -> dict[str, list[tuple[Path, Definition, ast.Call]]]:
 
 
 def callers(file: Path, function: Definition) -> list[tuple[Path, Definition, ast.Call]]:
-    """The calls of a function: of a private one, those of its module."""
-    found = every_call().get(function.name, [])
-    return [call for call in found if call[0] == file or not function.name.startswith("_")]
+    """The calls of a function: a private one's in its module, a method's by a name that is no other's."""
+    found = [
+        call for call in every_call().get(function.name, []) if not ast.unparse(call[2].func).startswith("warnings.")
+    ]
+    alone = len(functions()[function.name]) == 1
+    outside = not function.name.startswith("_")
+    return [
+        call
+        for call in found
+        if call[0] == file
+        or (outside and (imports(call[0], function.name, file) if isinstance(call[2].func, ast.Name) else alone))
+    ]
+
+
+def imports(file: Path, name: str, source: Path) -> bool:
+    """Whether a module imports a name from another one."""
+    module = ".".join(source.relative_to(ROOT).with_suffix("").parts).removeprefix("autotp.")
+    return f"autotp.{module}" in imported(file).get(name, "")
+
+
+@cache
+def imported(file: Path) -> dict[str, str]:
+    """Name -> the module from which a module imports it."""
+    froms = [node for node in ast.walk(tree(file)) if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: node.module or "" for node in froms for alias in node.names}
 
 
 def assigned(function: Definition, name: str, before: int) -> list[ast.expr]:
@@ -350,15 +319,21 @@ def texts(node: ast.expr | None, frame: Frame, seen: tuple[str, ...] = ()) -> li
     if isinstance(node, ast.Call):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "rstrip":
             return texts(node.func.value, frame, seen)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+            return [FIELD.sub(HOLE, text) for text in texts(node.func.value, frame, seen)]
+        if called(node) in (*errors(), "str") and node.args:
+            return texts(node.args[0], frame, seen)
         return either([text for value, inner in returned(node, frame) for text in texts(value, inner, seen)]) or [HOLE]
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.value, ast.Name):
+        return entry(node.value, str(node.slice.value), frame) or [HOLE]
     if isinstance(node, ast.Name) and node.id not in seen:
         if values := assigned(frame.function, node.id, node.lineno):
             return [text for value in values for text in texts(value, frame, (*seen, node.id))]
         if node.id in parameters(frame.function):
             found = given(frame, node.id)
             return [HOLE] if found is None else [text or HOLE for text in texts(found[0], found[1], seen)]
-        found_constants = constants().get(node.id, [])
-        return texts(found_constants[0][1], frame, (*seen, node.id)) if len(found_constants) == 1 else [HOLE]
+        value = constant(frame.file, node.id)
+        return [HOLE] if value is None else texts(value, frame, (*seen, node.id))
     return [HOLE]
 
 
@@ -371,11 +346,11 @@ def returned(call: ast.Call, frame: Frame) -> list[tuple[ast.expr, Frame]]:
     """What a function of the source returns in a call."""
     name = called(call)
     found = [x for x in functions().get(name, []) if x[0] == frame.file] or functions().get(name, [])
-    if len(found) != 1 or frame.above(found[0][1]):
+    if len(found) > 2 or any(frame.above(function) for _, function in found):  # A method may have a default.
         return []
-    inner = Frame(*found[0], call, frame)
-    returns = [node for node in ast.walk(inner.function) if isinstance(node, ast.Return)]
-    return [(node.value, inner) for node in returns if node.value is not None]
+    inner = [Frame(*one, call, frame) for one in found]
+    returns = [(node.value, at) for at in inner for node in ast.walk(at.function) if isinstance(node, ast.Return)]
+    return [(value, at) for value, at in returns if value is not None]
 
 
 def entry(node: ast.expr | None, key: str, frame: Frame) -> list[str]:
@@ -388,7 +363,10 @@ def entry(node: ast.expr | None, key: str, frame: Frame) -> list[str]:
     if isinstance(node, ast.Call):
         return [text for value, inner in returned(node, frame) for text in entry(value, key, inner)]
     if isinstance(node, ast.Name):
-        return [text for value in assigned(frame.function, node.id, node.lineno) for text in entry(value, key, frame)]
+        values = assigned(frame.function, node.id, node.lineno) or [constant(frame.file, node.id)]
+        return [text for value in values for text in entry(value, key, frame)]
+    if isinstance(node, ast.Subscript):
+        return entry(node.value, key, frame)
     return []
 
 
@@ -396,9 +374,12 @@ def ways(call: ast.Call, frame: Frame) -> Iterator[str]:
     """What an Error says is to be written instead."""
     found = list(fact(call, "fix", frame))
     found = found or [EXPECTED if text == HOLE else text for text in fact(call, "expected", frame)]
-    if not found and any(x.arg is None and isinstance(x.value, ast.Attribute) for x in call.keywords):
+    found = [open_at(text) for text in found if text != HOLE]
+    if not found and any(
+        x.arg == "fix" or (x.arg is None and isinstance(x.value, ast.Attribute)) for x in call.keywords
+    ):
         found = [AGAIN]
-    yield from (open_at(text) for text in found if text != HOLE)
+    yield from found
 
 
 def fact(call: ast.Call, label: str, frame: Frame) -> Iterator[str]:
@@ -475,24 +456,45 @@ def errors() -> list[str]:
 
 @cache
 def messages() -> list[Message]:
-    """All messages, those that users meet first in front, but for ELSEWHERE."""
+    """All messages, by the first letters that are fixed, but for ELSEWHERE."""
     found = []
-    for file, function, call in itertools.chain.from_iterable(every_call().get(name, []) for name in errors()):
+    for file, function, call in itertools.chain.from_iterable(every_call().values()):
+        if not is_message(file, call):
+            continue
         nodes = [*call.args[:1], *(x.value for x in call.keywords if x.arg in (None, "fix"))]
+        sort = called(call) if called(call) not in errors() else "Error"
+        sort = WARNING if sort.startswith(WARNING) else sort
+        name = f"{file.relative_to(ROOT)}:{function.name}"
         for frame in frames(file, function, nodes):
             for text in texts(call.args[0], frame) if call.args else ():
-                name = f"{file.relative_to(ROOT)}:{function.name}"
-                found.append(Message(name, call.lineno, open_at(text), tuple(dict.fromkeys(ways(call, frame)))))
+                found.append(Message(name, call.lineno, open_at(text), tuple(dict.fromkeys(ways(call, frame))), sort))
     for name, at in FACTS.items():
         for file, function, call in every_call().get(name, []):
             told = [text for arg in call.args[at : at + 2] for text in texts(arg, Frame(file, function))]
             if len(told) == 2:
                 alone = any(keyword.arg == "wording" for keyword in call.keywords)
                 problem = told[0] if alone else f"{HOLE} {told[0]} than rank 0"
-                found.append(
-                    Message(f"{file.relative_to(ROOT)}:{function.name}", call.lineno, open_at(problem), (told[1],))
-                )
-    return sorted((one for one in found if one.text not in ELSEWHERE), key=place)
+                module = f"{file.relative_to(ROOT)}:{function.name}"
+                found.append(Message(module, call.lineno, open_at(problem), (told[1],)))
+    return sorted((one for one in found if one.text not in ELSEWHERE), key=lambda one: first_words(one.text))
+
+
+def is_message(file: Path, call: ast.Call) -> bool:
+    """Whether a call makes an Error, or an exception that is raised at once, or warns."""
+    if isinstance(call.func, ast.Attribute):
+        return ast.unparse(call.func) in ("warnings.warn", "warnings.warn_explicit")
+    return called(call) in errors() or (called(call) in OTHERS and id(call) in raised(file))
+
+
+@cache
+def raised(file: Path) -> set[int]:
+    """The calls behind the `raise` of a module."""
+    return {id(node.exc) for node in ast.walk(tree(file)) if isinstance(node, ast.Raise)}
+
+
+def first_words(text: str) -> str:
+    """By what a message is found: what is fixed, from the first letter on."""
+    return re.sub(r"^[^a-z0-9]+", "", text.replace("`", "").replace(HOLE, "").casefold())
 
 
 def open_at(text: str) -> str:
@@ -500,34 +502,26 @@ def open_at(text: str) -> str:
     return re.sub(rf"(?<=: ){HOLE}: {HOLE}|{HOLE}( ?(->)?{HOLE})+", HOLE, text)
 
 
-def place(message: Message) -> tuple[int, int, int]:
-    """Where a message is on the page: its section, the module in it, and the line."""
-    fits = [
-        (len(path), -at, -i)
-        for at, paths in enumerate(SECTIONS.values())
-        for i, path in enumerate(paths)
-        if message.module == path or message.module.startswith((f"{path}/", f"{path}:"))
-    ]
-    if not fits:
-        raise ValueError(f"{message.module}:{message.line}: no section has this module")
-    _, at, i = max(fits)
-    return -at, -i, message.line
-
-
 # ---- the page
 
 
-def rows(section: int) -> list[Message]:
-    """The messages of a section, each once: those that differ in what is filled in are one."""
-    above = {(one.text, one.ways) for one in messages() if place(one)[0] < section}
-    before, found = 0, [one for one in messages() if place(one)[0] == section and (one.text, one.ways) not in above]
+def rows(sort: str) -> list[Message]:
+    """The messages of a sort, each once: those that differ in what is filled in are one."""
+    before, found = 0, [one for one in messages() if sort_of(one) == sort]
     while len(found) != before:
         before, again, found = len(found), found, []
         for message in again:
             pairs = ((i, together(other, message)) for i, other in enumerate(found))
             at, one = next(((i, one) for i, one in pairs if one is not None), (len(found), message))
             found[at : at + 1] = [one]
-    return found
+    return sorted(found, key=lambda one: first_words(one.text))
+
+
+def sort_of(message: Message) -> str:
+    """Under which heading a message is: its class, but OWN for a mistake of autotp."""
+    if any(OWN in way for way in message.ways) or message.sort == "AssertionError":
+        return OWN
+    return message.sort if message.sort in (WARNING, COMMAND, "Error") else QUOTED
 
 
 def together(one: Message, other: Message) -> Message | None:
@@ -539,7 +533,9 @@ def together(one: Message, other: Message) -> Message | None:
         return replace(one, ways=tuple(dict.fromkeys((*one.ways, *other.ways))))
     text = in_one(one.text, other.text)
     of_one_error = (one.module, one.line, one.ways) == (other.module, other.line, other.ways)
-    return replace(one, text=text) if of_one_error and tells(text) else None
+    # The first words stay: by them a reader finds the message.
+    of_one_error &= not text.startswith(HOLE) or one.text[0] in f"{HOLE}`" or other.text[0] in f"{HOLE}`"
+    return replace(one, text=text) if of_one_error and tells(text) and text.count("`") % 2 == 0 else None
 
 
 def tells(text: str) -> bool:
@@ -549,6 +545,8 @@ def tells(text: str) -> bool:
 
 def fits(general: str, text: str) -> bool:
     """Whether a text is another one with something filled in."""
+    if HOLE not in general:
+        return general == text
     return re.fullmatch(".+".join(map(re.escape, general.split(HOLE))), text, re.DOTALL) is not None
 
 
@@ -588,13 +586,37 @@ def shown(text: str) -> str:
     return "`".join(parts)
 
 
+HEADINGS = {
+    "Error": ("Errors", ""),
+    WARNING: ("Warnings", ""),
+    COMMAND: ("Wrong use of the command line", "`autotp COMMAND --help` says what a command takes."),
+    QUOTED: (
+        "Reasons that messages quote",
+        "The message that quotes one of these says what to do. Some are torch's own words, for what torch does not do.",
+    ),
+    OWN: (
+        "Mistakes of autotp",
+        """
+A check has found a mistake of autotp before a graph runs: nothing wrong was computed. Until it is mended,
+`without=("overlap",)` or another pass of [performance.md](performance.md) may go round it. Open an issue where you
+cloned autotp from, with the smallest model that gives the message, what `autotp doctor` prints, and the error with
+`AUTOTP_TRACEBACK=full` in the environment, which shows the lines of autotp.
+""".strip(),
+    ),
+}
+"""Sort of messages -> its heading and what is said below it, in the order of the page."""
+
+
 def page() -> str:
     """The page as text."""
     parts = [INTRODUCTION.strip()]
-    for i, heading in enumerate(SECTIONS):
-        lines = [f"{shown(one.text)} | {shown(advice(one.ways))}" for one in rows(i) if not ARGUMENT.match(one.text)]
-        if heading != OWN:
-            parts += [f"## {heading}", "\n".join(["error | try", "---|---", *lines])]
+    for sort, (heading, first) in HEADINGS.items():
+        parts += [f"## {heading}", *([first] * bool(first))]
+        if sort == "Error":
+            lines = [f"{shown(one.text)} | {shown(advice(one.ways))}" for one in rows(sort)]
+            parts.append("\n".join(["message | try", "---|---", *lines]))
+        else:
+            parts.append("\n".join(f"- {shown(one.text)}" for one in rows(sort)))
     return "\n\n".join(parts) + "\n"
 
 
