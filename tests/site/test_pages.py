@@ -6,7 +6,6 @@
 - A block of plain text directly behind a block of Python, or behind a command, is what that prints: of a command what
   its first rank prints. Of what MEASURED names, the numbers may be others.
 - A block whose title ends in "(not run)" needs a library that is not here; it has to be Python, no more.
-- A title with a folder is a file of the repository, which has its own tests.
 - GIVEN says what else a page needs: files of the reader's own, GPUs.
 
 Other commands are looked at: their files, options and targets have to exist.
@@ -111,7 +110,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def is_run(block: Block) -> bool:
-    return block.language == "python" and not block.title.endswith(NOT_RUN) and "/" not in block.title
+    return block.language == "python" and not block.title.endswith(NOT_RUN)
 
 
 def without_round_off(text: str) -> str:
