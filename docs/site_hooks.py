@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from posixpath import dirname, normpath, relpath
@@ -19,6 +20,17 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/growth.png")
 """What the site has of the repository beside `docs/`."""
+LISTS = (
+    "coverage_all.md",
+    "coverage_libraries.md",
+    "coverage_optimizers.md",
+    "stages.md",
+    "benchmarks/README.md",
+    "CHANGELOG.md",
+)
+"""Pages of long lists and of many words, which would flood the search: it leaves them out."""
+ANSWERS = ("questions.md", "start.md", "hugging_face.md")
+"""Pages that the search shows before others that have the same words."""
 CODE_OR_LINK = re.compile(
     r"^```.*?^```"  # a block of code, which stays as it is
     r"|\[(?P<text>[^]\[]*)\]\((?P<to>(?!\w+:|#)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
@@ -27,6 +39,8 @@ CODE_OR_LINK = re.compile(
 )
 SHORT = re.compile(r"<code>([^<\n]{1,24})</code>")
 """A name, an option or a word of code in a sentence, which stays in one line."""
+ALERT = re.compile(r"^> \[!(?P<name>\w+)\]\n(?P<text>(?:>.*\n?)+)", re.MULTILINE)
+"""A box as code hosts write it, which Material writes in another way."""
 FETCHED = {"script": "src", "img": "src", "source": "src", "iframe": "src", "link": "href"}
 """Tag -> the attribute whose address a browser fetches by itself."""
 
@@ -59,12 +73,28 @@ def with_links(text: str, page: str, titles: dict[str, str]) -> str:
     return CODE_OR_LINK.sub(linked, text)
 
 
+def with_boxes(text: str) -> str:
+    """A page's text with its alerts (`> [!WARNING]`) as boxes of Material."""
+
+    def box(match: re.Match[str]) -> str:
+        lines = (line.removeprefix(">").removeprefix(" ") for line in match["text"].splitlines())
+        return f'!!! {match["name"].lower()} ""\n\n' + "".join(f"    {line}".rstrip() + "\n" for line in lines)
+
+    return ALERT.sub(box, text)
+
+
 def named(nav: Any) -> dict[str, str]:
     """The site's pages -> their titles in the navigation."""
     if isinstance(nav, dict):
         ((title, below),) = nav.items()
         return {below: title} if isinstance(below, str) else named(below)
     return {page: title for entry in nav for page, title in named(entry).items()}
+
+
+@cache
+def heading(path: str) -> str:
+    """The title at the top of a page."""
+    return Path(path).read_text().split("\n", 1)[0].removeprefix("# ")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -75,7 +105,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     file = page.file.src_uri
-    return with_links(markdown, file if file in OTHERS else f"docs/{file}", named(config.nav))
+    page.meta["search"] = {"exclude": file in LISTS, "boost": 4 if file in ANSWERS else 1}
+    titles = {each.src_uri: heading(each.abs_src_path) for each in files.documentation_pages()} | named(config.nav)
+    return with_links(with_boxes(markdown), file if file in OTHERS else f"docs/{file}", titles)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:

@@ -131,7 +131,7 @@ def memory_at_rest() -> int:
 
 @checks.on(2)
 def the_memory_of_a_model_is_free_when_nobody_has_it(rank: int, n: int) -> None:
-    """Behind `gc.collect()`, as docs/limits.md says."""
+    """Behind `gc.collect()`, as docs/questions.md says."""
     before = memory_at_rest()
     for options in WAYS:
         parts = made(rank, **options)

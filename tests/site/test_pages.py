@@ -6,7 +6,6 @@
 - A block of plain text directly behind a block of Python, or behind a command, is what that prints: of a command what
   its first rank prints. Of what MEASURED names, the numbers may be others.
 - A block whose title ends in "(not run)" needs a library that is not here; it has to be Python, no more.
-- A title with a folder is a file of the repository, which has its own tests.
 - GIVEN says what else a page needs: files of the reader's own, GPUs.
 
 Other commands are looked at: their files, options and targets have to exist.
@@ -46,7 +45,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "index",
     "start",
-    "which_layout",
     "errors",
     "long_runs",
     "from_others",
@@ -54,7 +52,7 @@ PAGES = (
     "long_sequences",
     "questions",
     "works_with",
-    "serving",
+    "hugging_face",
     "distributed",
     "estimate",
     "performance",
@@ -64,13 +62,13 @@ MADE = ("complaints", "stages")
 ELSEWHERE = ("README", "command_line")
 """tests/project/test_readme.py and tests/project/test_command_line.py run the blocks of these."""
 SHELL = sorted({*PAGES, *ELSEWHERE, "complaints"})
-MEASURED = ("watch.py",)
+MEASURED = ("watch.py", "accumulate.py")
 TYPED = "Once upon a time\nThe end\nstop\n"
 """What is typed for a script that asks."""
 BLOCK = re.compile(r"^```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^```\n", re.MULTILINE | re.DOTALL)
 NOT_RUN = "(not run)"
 STARTERS = ("torchrun", "python", "srun", "mpirun")
-BEGINNINGS = (*STARTERS, "make", "autotp", "pip", "git")
+BEGINNINGS = (*STARTERS, "make", "autotp", "pip", "git", "vllm")
 """How a block of commands begins."""
 NOTATION = ("Before: ", "model -> capture", "linear  ", "files -> lazy tensors")
 """How the blocks begin that are neither code nor printed: of Performance and of Design."""
@@ -112,7 +110,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def is_run(block: Block) -> bool:
-    return block.language == "python" and not block.title.endswith(NOT_RUN) and "/" not in block.title
+    return block.language == "python" and not block.title.endswith(NOT_RUN)
 
 
 def without_round_off(text: str) -> str:
@@ -147,7 +145,7 @@ def with_a_model() -> Iterator[None]:
 
 
 GIVEN: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "serving": with_a_model,
+    "hugging_face": with_a_model,
     "performance": as_on_gpus,
 }
 """Page -> the region in which its commands run."""
@@ -359,8 +357,3 @@ def test_options_of_other_calls() -> None:
 def test_the_reference_has_all_public_names() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     assert sorted(re.findall(r"^::: autotp\.(\w+)$", text, re.MULTILINE)) == sorted(autotp.__all__)
-
-
-def test_the_server_is_shown_whole() -> None:
-    (code,) = (block.code for block in blocks("serving") if block.title == "examples/serving/serve.py")
-    assert code == (ROOT / "examples" / "serving" / "serve.py").read_text()

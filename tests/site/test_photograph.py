@@ -124,6 +124,37 @@ def test_pages_fit_their_window_in_its_colours(browser: photograph.Browser, site
     assert {name: lines for name, lines in told.items() if lines} == {} and len(told) > 28
 
 
+SEARCHED = {
+    "OOM": "questions", "out of memory": "questions", "master weights": "questions",
+    "gradient accumulation": "questions", "tokens per second": "questions", "expert parallel": "questions",
+    "quickstart": "start", "triton": "questions", "vLLM": "hugging_face",
+}  # fmt: skip
+"""What is typed into the search -> the page that it shows first."""
+TYPE = """new Promise((done) => {
+  const box = document.querySelector("[data-md-component=search-query]");
+  box.focus();
+  box.value = QUERY;
+  box.dispatchEvent(new Event("input", {bubbles: true}));
+  box.dispatchEvent(new Event("keyup", {bubbles: true}));
+  const look = (tries) => {
+    const first = document.querySelector(".md-search-result__item a");
+    first || !tries ? done(first && first.getAttribute("href")) : setTimeout(look, 100, tries - 1);
+  };
+  look(100);
+})"""
+
+
+@pytest.mark.system
+def test_the_search_shows_their_page_first(browser: photograph.Browser, site: Path) -> None:  # type: ignore[name-defined]
+    shown = {}
+    for query in SEARCHED:
+        browser.show(site / "index.html", "light-wide")
+        asked = {"expression": TYPE.replace("QUERY", repr(query)), "awaitPromise": True, "returnByValue": True}
+        address = browser.ask("Runtime.evaluate", **asked)["result"]["value"] or ""
+        shown[query] = address.split("?")[0].split("#")[0].rpartition("/")[2].removesuffix(".html")
+    assert shown == SEARCHED
+
+
 @pytest.mark.system
 def test_tables_are_not_cut_on_paper(browser: photograph.Browser, site: Path) -> None:  # type: ignore[name-defined]
     """A4 has 718 pixels between its margins. The page of a plan has a style of its own: tests/tools/page tests it."""

@@ -75,6 +75,17 @@ def test_short_code_stays_in_one_line(html: str, short: int) -> None:
     assert shown.count('<code class="short">') == short and shown.replace(' class="short"', "") == html
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\n\n> [!WARNING]\n> **B.** c\n> d\n\ne\n", 'a\n\n!!! warning ""\n\n    **B.** c\n    d\n\ne\n'),
+        ("> a quotation\n", "> a quotation\n"),
+    ],
+)
+def test_alerts_are_boxes(text: str, shown: str) -> None:
+    assert HOOKS["with_boxes"](text) == shown
+
+
 def test_nor_by_a_style_sheet(tmp_path: Path) -> None:
     (tmp_path / "a.css").write_text('@font-face {src: url("https://x/y.woff")}')
     with pytest.raises(PluginError, match=r"a\.css: https://x"):
@@ -92,10 +103,19 @@ def navigation() -> dict[str, str]:
     return dict(HOOKS["named"](config["nav"]))
 
 
-def test_each_page_is_in_the_navigation() -> None:
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    others = {name for name in HOOKS["OTHERS"] if name.endswith(".md")}
-    assert set(navigation()) == pages | others
+def sources() -> set[str]:
+    """The pages of the site, by the names of their files there."""
+    return {path.name for path in (ROOT / "docs").glob("*.md")} | {
+        name for name in HOOKS["OTHERS"] if name.endswith(".md")
+    }
+
+
+def test_the_navigation_is_short() -> None:
+    assert set(navigation()) < sources() and len(navigation()) <= 16
+
+
+def test_the_search_leaves_out_pages_that_exist() -> None:
+    assert {*HOOKS["LISTS"], *HOOKS["ANSWERS"]} < sources()
 
 
 def test_links_of_the_pages_lead_to_files() -> None:
@@ -157,14 +177,26 @@ def built(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
 
 
-def of_navigation(site: Path, built: dict[Path, Page]) -> dict[str, Page]:
-    names = {name: site / re.sub(r"README\.md$", "index.md", name) for name in navigation()}
+def of_sources(site: Path, built: dict[Path, Page]) -> dict[str, Page]:
+    names = {name: site / re.sub(r"README\.md$", "index.md", name) for name in sources()}
     return {name: built[path.with_suffix(".html")] for name, path in names.items()}
 
 
 @pytest.mark.system
-def test_each_page_of_the_navigation_has_one_head(site: Path, built: dict[Path, Page]) -> None:
-    pages = of_navigation(site, built)
+def test_home_leads_to_each_page(site: Path, built: dict[Path, Page]) -> None:
+    """By at most one page between: the navigation has only those that are read first."""
+    near = {site / "index.html"}
+    for _ in range(2):
+        links = {
+            (path.parent / unquote(link).partition("#")[0]).resolve() for path in near for link in built[path].links
+        }
+        near |= {path for path in built if path.resolve() in links}
+    assert {name for name, page in of_sources(site, built).items() if page.path not in near} == set()
+
+
+@pytest.mark.system
+def test_each_page_has_one_head(site: Path, built: dict[Path, Page]) -> None:
+    pages = of_sources(site, built)
     assert {name: len(page.heads) for name, page in pages.items()} == dict.fromkeys(pages, 1)
     assert all(page.heads[0].removesuffix("¶").strip() for page in pages.values())
 
@@ -187,7 +219,7 @@ def test_each_link_has_its_target(built: dict[Path, Page]) -> None:
 @pytest.mark.system
 def test_code_can_be_copied_and_pages_can_be_printed(site: Path, built: dict[Path, Page]) -> None:
     """The theme's script adds its button to each block; the theme's style hides menus on paper, and wraps code."""
-    pages = of_navigation(site, built)
+    pages = of_sources(site, built)
     assert {name for name, page in pages.items() if "content.code.copy" not in page.features} == set()
     assert {name for name, page in pages.items() if not all(page.code)} == set()
     assert sum(len(page.code) for page in pages.values()) > 300
