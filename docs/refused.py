@@ -144,7 +144,7 @@ except autotp.Error as error:
 ```
 explain(Halved, tp=2): the model has a loop whose length depends on the values of a tensor: torch.export has no such loop
   at       refused.py:14  while h.max() > 6:
-  try      do all rounds, and mask with torch.where; or one operator: torch.library.custom_op with register_fake and register_autograd, and autotp.rule
+  try      do all rounds, and mask with torch.where; or one operator: autotp.opaque (every rank runs the code whole), or torch.library.custom_op and autotp.rule
 ```
 
 ```python

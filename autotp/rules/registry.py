@@ -113,7 +113,8 @@ def has_rule(op: Operator) -> bool:
 
 def _function_of(op: Operator) -> f.RuleFunction | None:
     # First the table and the user's rules: these may replace the rule of a model library.
-    return RULES.get(op) or library().rule_function_of(getattr(op, "_name", "").removesuffix(".default"))
+    function = RULES.get(op) or getattr(op, "rule_function", None)  # Of a call of opaque code.
+    return function or library().rule_function_of(getattr(op, "_name", "").removesuffix(".default"))
 
 
 def is_grouped(op: Any) -> bool:

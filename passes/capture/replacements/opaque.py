@@ -23,11 +23,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.func import functional_call
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -41,10 +42,11 @@ from autotp.passes.capture.autocast_regions import Autocast, ambient_everywhere
 from autotp.passes.capture.python_state.walk import everything, spelled
 from autotp.passes.capture.pytree import PLAIN, flatten
 from autotp.passes.capture.skeleton import close_over, copying
-from autotp.rules.call import bound_arguments
+from autotp.rules.call import Call, bound_arguments
+from autotp.rules.language import Rule, spell
 
 MARK = "_autotp_opaque"
-"""The attribute of a module that is opaque: what `like` of `opaque` is."""
+"""The attribute of a module that is opaque: `How` it is."""
 Code = TypeVar("Code", bound=Callable[..., Any])
 
 torch.library.define("autotp::opaque", "(Tensor[] operands, int number) -> Tensor[]")
@@ -74,7 +76,7 @@ class OpaqueCalls:
 
     def __init__(self) -> None:
         self.calls: list[OpaqueCall] = []
-        self.thread = get_ident()
+        self.thread: int | None = get_ident()
 
 
 _recording: list[OpaqueCalls] = []
@@ -106,27 +108,31 @@ def opaque_modules(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class _How:
+    """The options of `opaque`."""
+
+    like: Callable[..., Any] | None
+    rows: bool
+
+
 class _Forward:
     """Stands for the forward of an opaque module while a model is captured."""
 
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, like: Callable[..., Any] | None) -> None:
-        self.module, self.own, self.like = module, own, like
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, how: _How) -> None:
+        self.module, self.own, self.how = module, own, how
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = type(self.module).__name__
         if self.own is not None:
-            return _recorded(self.own, name, args, kwargs, self.like, [self.module])
-        return _recorded(type(self.module).forward, name, (self.module, *args), kwargs, self.like)
+            return _recorded(self.own, name, args, kwargs, self.how, [self.module])
+        return _recorded(type(self.module).forward, name, (self.module, *args), kwargs, self.how)
 
     def __deepcopy__(self, memo: Any) -> None:
         """The copy of a module runs its code."""
 
 
-@overload
-def opaque(code: nn.Module, like: Callable[..., Any] | None = None) -> nn.Module: ...
-@overload
-def opaque(code: Code, like: Callable[..., Any] | None = None) -> Code: ...
-def opaque(code: Any, like: Callable[..., Any] | None = None) -> Any:
+def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = False) -> Code:
     """Makes a module or a function one operator of a parallel model, which every rank runs whole and eagerly.
 
     This is the last way out for code that cannot be captured, such as numpy or loops over values. It gets whole
@@ -136,10 +142,13 @@ def opaque(code: Any, like: Callable[..., Any] | None = None) -> Any:
     Args:
         code: a module of a model, before `parallelize`; or a function or method: `opaque` is a decorator, too. It
             returns tensors, alone or in tuples, lists, dicts and dataclasses.
-        like: for code that does not run without values: called with its arguments (a module's without the module), it
-            returns tensors of the shapes and dtypes that the code returns, with any values, such as
+        like: for code that does not run without values: called with its arguments (without `self`, if that is a
+            module), it returns tensors of the shapes and dtypes that the code returns, with any values, such as
             `lambda scores: scores.new_empty(scores.shape[0])`. A size that values decide is that of an operator
             such as `x.nonzero()`.
+        rows: whether each row of the results (along their first dimension) is made of the same row of the arguments
+            alone. `distribute` needs this promise, since it computes parts of a batch. A parameter that no row uses
+            then has a gradient of zeros, and not none.
 
     Returns:
         The module itself, or a function in the place of this one.
@@ -156,9 +165,10 @@ def opaque(code: Any, like: Callable[..., Any] | None = None) -> Any:
         >>> autotp.verify(model, tp=2, example_inputs=torch.ones(2, 1)).ok
         True
     """
-    expect_arguments(opaque, like=like)
+    expect_arguments(opaque, like=like, rows=rows)
+    how = _How(like, rows)
     if isinstance(code, nn.Module):
-        setattr(code, MARK, like)
+        setattr(code, MARK, how)
         return code
     if not callable(code) or isinstance(code, type):
         raise Error(f"opaque gets {code!r}", fix="a torch.nn.Module or a function").within("opaque")
@@ -166,10 +176,10 @@ def opaque(code: Any, like: Callable[..., Any] | None = None) -> Any:
     @wraps(code)
     def called(*args: Any, **kwargs: Any) -> Any:
         if _recording and _recording[-1].thread == get_ident():
-            return _recorded(code, code.__qualname__, args, kwargs, like)
+            return _recorded(code, getattr(code, "__qualname__", str(code)), args, kwargs, how)
         return code(*args, **kwargs)
 
-    return called
+    return called  # type: ignore[return-value]
 
 
 class _PartAt(NamedTuple):
@@ -243,14 +253,27 @@ class _Noting(TorchDispatchMode):
         self.updated: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
-        arguments = bound_arguments(func, args, kwargs or {})
+        self.drew |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        arguments = bound_arguments(func, args, kwargs or {}) if isinstance(func, OpOverload) else {}
         if arguments.get("training", arguments.get("train")):  # Their schemas do not say that they write.
             self.updated += [arguments.get("running_mean"), arguments.get("running_var")]
         result = func(*args, **(kwargs or {}))
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
+        if (count := flop_registry.get(getattr(func, "_overloadpacket", func))) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
         return result
+
+
+class _Reached(torch.autograd.Function):
+    """The identity on results; its backward gives zeros for parameters, which may be used by other rows only."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.weights = tensors[count:]
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *grads, *map(torch.zeros_like, ctx.weights)
 
 
 class OpaqueCall:
@@ -260,7 +283,7 @@ class OpaqueCall:
         code: runs the code; its tensors are on meta.
         names: the parameters and buffers of `code`, which follow the operands.
         arguments: the form of the arguments.
-        like: a function that returns what the code returns, for tensors without values; None for the code itself.
+        how: the options of `opaque`.
         autocast: the settings of autocast around the call.
         text: the name of the class or function.
         examples: the results in the capture; those of buffers are the last ones.
@@ -272,10 +295,8 @@ class OpaqueCall:
 
     __name__ = "opaque"
 
-    def __init__(
-        self, code: _Runs, arguments: _Values, like: Callable[..., Any] | None, autocast: list[Autocast], text: str
-    ) -> None:
-        self.code, self.arguments, self.like, self.autocast, self.text = code, arguments, like, autocast, text
+    def __init__(self, code: _Runs, arguments: _Values, how: _How, autocast: list[Autocast], text: str) -> None:
+        self.code, self.arguments, self.how, self.autocast, self.text = code, arguments, how, autocast, text
         self.buffers = [name for name, _ in code.named_buffers()]
         self.names = [*(name for name, _ in code.named_parameters()), *self.buffers]
         self.result: _Values | None = None
@@ -289,19 +310,34 @@ class OpaqueCall:
         return f"autotp.opaque({self.text})"
 
     def __call__(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        if any(isinstance(x, FakeTensor) for x in operands):
+        if any(isinstance(x, FakeTensor) or x.is_meta for x in operands):
             return self._without_values(operands, [])[1]
         if torch.compiler.is_compiling():
             return torch._dynamo.disable(self._eagerly)(operands)  # type: ignore[no-any-return]
         return self._eagerly(operands)
+
+    def rule_function(self, call: Call) -> Rule | None:
+        """Returns the rule of the call: it can be cut into rows, where the user says so, and in no other way."""
+        if not self.how.rows:
+            return None
+        arguments = call.operands[: len(call.operands) - len(self.names)]
+        size = next((x.shape[0] for x in arguments if x.dim()), None)
+
+        def term(x: Tensor, name: str, is_row: bool) -> list[str]:
+            first = ["b!"] if is_row and x.dim() and x.shape[0] == size else []
+            return first + [f"{name}_{d}^" for d in range(len(first), x.dim())]
+
+        results = len(call.outputs) - len(self.written)
+        ins = [term(x, f"x{i}", i < len(arguments)) for i, x in enumerate(call.operands)]
+        return Rule.of(spell(ins, [term(x, f"y{i}", i < results) for i, x in enumerate(call.outputs)]))
 
     def record(self, operands: Sequence[Tensor]) -> None:
         """Runs the code without values, and notes what it returns."""
         with _Noting() as noting:
             self.result, self.examples = self._without_values(operands, noting.updated)
         sized = any(free_unbacked_symbols(n) for x in self.examples for n in x.shape)
-        drew = noting.drew or self.like is not None
-        self.flops = None if self.like else noting.flops
+        drew = noting.drew or self.how.like is not None or self.how.rows  # `rule_function` has a `!`.
+        self.flops = None if self.how.like else noting.flops
         self.tags = (torch.Tag.nondeterministic_seeded,) * drew + (torch.Tag.dynamic_output_shape,) * sized
 
     def _without_values(self, operands: Sequence[Tensor], updated: list[Any]) -> tuple[_Values, list[Tensor]]:
@@ -310,11 +346,11 @@ class OpaqueCall:
         Args:
             updated: filled with tensors that the code writes, though torch does not count it.
         """
-        if self.like is not None:
+        if self.how.like is not None:
             args, kwargs = self.arguments.filled(operands, self.code.parts)
             # Of a module `like` gets what its caller gave it.
             args = args[1:] if args and isinstance(args[0], nn.Module) else args
-            form, tensors = _Values.of(self.like(*args, **kwargs))
+            form, tensors = _Values.of(self.how.like(*args, **kwargs))
             self.written = self.buffers  # It does not tell which.
             return form, [*tensors, *operands[len(operands) - len(self.buffers) :]]
         try:
@@ -345,7 +381,14 @@ class OpaqueCall:
         memory = {x.untyped_storage()._cdata for x in operands}
         # The graph may write into memory that only one operator reads.
         apart = [x.clone() if x.untyped_storage()._cdata in memory else x for x in tensors]
-        return [*apart, *(after[name] for name in self.written)]
+        return [*(self._reached(apart, operands) if self.how.rows else apart), *(after[name] for name in self.written)]
+
+    def _reached(self, results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the results, by which each parameter has a gradient: replicas sum those of the same parameters."""
+        differentiable = [x for x in results if x.is_floating_point()]
+        weights = operands[len(operands) - len(self.names) : len(operands) - len(self.buffers)]
+        reached = iter(_Reached.apply(len(differentiable), *differentiable, *weights) if differentiable else ())
+        return [next(reached) if x.is_floating_point() else x for x in results]
 
     def _run(self, operands: Sequence[Tensor]) -> tuple[_Values, list[Tensor], dict[str, Tensor]]:
         """Returns form and tensors of the result, and the buffers after the run."""
@@ -391,7 +434,7 @@ def _recorded(
     text: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    like: Callable[..., Any] | None,
+    how: _How,
     around: Sequence[nn.Module] = (),
 ) -> Any:
     """Returns the result of a call as that of an operator, and writes the buffers that it writes.
@@ -407,11 +450,15 @@ def _recorded(
     runs = _Runs(function, parts)
     operands = [*tensors, *runs.parameters(), *runs.buffers()]
     mode = detect_fake_mode(operands)
-    calls = recorded_calls().calls
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        call = OpaqueCall(_on_meta(runs, text), arguments, like, ambient_everywhere(), text)
-        with mode or ExitStack(), _without_new_symbols(mode):
-            call.record(operands)
+    recording = recorded_calls()
+    calls, thread, recording.thread = recording.calls, recording.thread, None  # Opaque code inside is a part of it.
+    try:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            call = OpaqueCall(_on_meta(runs, text), arguments, how, ambient_everywhere(), text)
+            with mode or ExitStack(), _without_new_symbols(mode):
+                call.record(operands)
+    finally:
+        recording.thread = thread
     calls.append(call)
     results = RECORDED(operands, len(calls) - 1)
     count = len(results) - len(call.written)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import message
+from errors import OPERATOR, message
 from graphs import draft, expect_same, lines, ops, run, some
 from torch import Tensor, nn
 
@@ -408,7 +408,7 @@ def test_functionalize_refuses_writes_it_cannot_follow(make: Callable[..., Any],
     assert message(lambda: functionalize(draft(make, x=X), [])) == (
         f"the model changes a tensor in place where autotp cannot follow: {why}\n"
         "  at       ?\n"
-        "  try      write the new value to a new tensor"
+        f"  try      write the new value to a new tensor; or {OPERATOR}"
     )
 
 
