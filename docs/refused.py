@@ -163,8 +163,11 @@ True
 ```
 
 `explain` and `verify` need one process and no GPU, so you can try a change in seconds. From the command line:
-`autotp plan file.py:factory --tp 2`. If there is nothing to write instead, you have two ways:
+`autotp plan file.py:factory --tp 2`. If there is nothing to write instead, you have three ways:
 
+- `autotp.opaque(model.part, like=...)` keeps a module or a function out of the graph: every rank runs it eagerly, with
+  whole inputs and parameters. `like` says what shapes it returns, for code that does not run without values. The plan
+  says what it costs. It may do anything inside, but set attributes or write into its arguments.
 - An operator of your own (`torch.library.custom_op`) may do anything inside. `autotp.rule` says how it can be cut; an
   operator without a rule gets whole tensors.
 - Take the part out of the model: compute it in the training loop, and pass the result as an argument.

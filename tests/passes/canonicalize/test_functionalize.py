@@ -405,10 +405,11 @@ def test_functionalize_returns_last_values_of_changed_buffers() -> None:
     ],
 )
 def test_functionalize_refuses_writes_it_cannot_follow(make: Callable[..., Any], why: str) -> None:
+    or_else = "" if "an input" in why else f"; or {OPERATOR}"  # Opaque code writes into no argument either.
     assert message(lambda: functionalize(draft(make, x=X), [])) == (
         f"the model changes a tensor in place where autotp cannot follow: {why}\n"
         "  at       ?\n"
-        f"  try      write the new value to a new tensor; or {OPERATOR}"
+        f"  try      write the new value to a new tensor{or_else}"
     )
 
 
