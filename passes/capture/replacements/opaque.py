@@ -56,7 +56,8 @@ RECORDED = torch.ops.autotp.opaque.default
 
 @torch.library.register_fake("autotp::opaque")
 def _(operands: Sequence[Tensor], number: int) -> list[Tensor]:
-    return [_made_again(x, {}) for x in _recording[-1].calls[number].examples]
+    sizes = dict[Any, Any]()
+    return [_made_again(x, sizes) for x in _recording[-1].calls[number].examples]
 
 
 def _made_again(x: Tensor, sizes: dict[Any, Any]) -> Tensor:
@@ -64,10 +65,9 @@ def _made_again(x: Tensor, sizes: dict[Any, Any]) -> Tensor:
     if not any(map(free_unbacked_symbols, x.shape)):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     context = torch.library.get_ctx()
-    for size in x.shape:
-        if free_unbacked_symbols(size):
-            sizes.setdefault(size.node.expr, context.new_dynamic_size())  # type: ignore[union-attr]
-    shape = [sizes[n.node.expr] if free_unbacked_symbols(n) else n for n in x.shape]
+    for size in filter(free_unbacked_symbols, x.shape):
+        sizes.setdefault(_size(size), context.new_dynamic_size())
+    shape = [sizes.get(_size(n), n) for n in x.shape]
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
@@ -288,6 +288,7 @@ class OpaqueCall:
         text: the name of the class or function.
         examples: the results in the capture; those of buffers are the last ones.
         result: the form of the result.
+        sizes: of the results: numbers, or the operand and the dimension that have the same; None for others.
         written: the buffers that the code writes.
         flops: of the products in it; None if they are not known.
         tags: as those of an operator of torch.
@@ -301,6 +302,7 @@ class OpaqueCall:
         self.names = [*(name for name, _ in code.named_parameters()), *self.buffers]
         self.result: _Values | None = None
         self.examples: list[Tensor] = []
+        self.sizes: list[list[int | tuple[int, int] | None]] = []
         self.written: list[str] = []
         self.flops: Any = None
         self.tags: tuple[torch.Tag, ...] = ()
@@ -313,7 +315,8 @@ class OpaqueCall:
         if any(isinstance(x, FakeTensor) or x.is_meta for x in operands):
             return self._without_values(operands, [])[1]
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(self._eagerly)(operands)  # type: ignore[no-any-return]
+            results: list[Tensor] = torch._dynamo.disable(self._eagerly)(operands)
+            return results
         return self._eagerly(operands)
 
     def rule_function(self, call: Call) -> Rule | None:
@@ -336,6 +339,8 @@ class OpaqueCall:
         with _Noting() as noting:
             self.result, self.examples = self._without_values(operands, noting.updated)
         sized = any(free_unbacked_symbols(n) for x in self.examples for n in x.shape)
+        places = {_size(n): (i, d) for i, x in enumerate(operands) for d, n in enumerate(x.shape)}
+        self.sizes = [[n if isinstance(n, int) else places.get(_size(n)) for n in x.shape] for x in self.examples]
         drew = noting.drew or self.how.like is not None or self.how.rows  # `rule_function` has a `!`.
         self.flops = None if self.how.like else noting.flops
         self.tags = (torch.Tag.nondeterministic_seeded,) * drew + (torch.Tag.dynamic_output_shape,) * sized
@@ -347,7 +352,7 @@ class OpaqueCall:
             updated: filled with tensors that the code writes, though torch does not count it.
         """
         if self.how.like is not None:
-            args, kwargs = self.arguments.filled(operands, self.code.parts)
+            args, kwargs = self.arguments.filled(operands, [*self.code.parts])
             # Of a module `like` gets what its caller gave it.
             args = args[1:] if args and isinstance(args[0], nn.Module) else args
             form, tensors = _Values.of(self.how.like(*args, **kwargs))
@@ -371,7 +376,7 @@ class OpaqueCall:
         """Returns the tensors of the result."""
         assert self.result is not None
         form, tensors, after = self._run(operands)
-        if not self.result.is_like(form) or not _fit(self.examples, tensors):
+        if not self.result.is_like(form) or not self._fits(tensors, operands):
             raise Error(
                 f"autotp.opaque: `{self.text}` returns something else than it does without values",
                 expected=_text(self.result, self.examples),
@@ -382,6 +387,15 @@ class OpaqueCall:
         # The graph may write into memory that only one operator reads.
         apart = [x.clone() if x.untyped_storage()._cdata in memory else x for x in tensors]
         return [*(self._reached(apart, operands) if self.how.rows else apart), *(after[name] for name in self.written)]
+
+    def _fits(self, tensors: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
+        """True if tensors have the sizes of the examples: where these are numbers, or those of operands."""
+        for sizes, x in zip(self.sizes, tensors, strict=False):
+            for size, length in zip(sizes, x.shape, strict=True):
+                wanted = operands[size[0]].shape[size[1]] if isinstance(size, tuple) else size
+                if wanted is not None and wanted != length:
+                    return False
+        return True
 
     def _reached(self, results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
         """Returns the results, by which each parameter has a gradient: replicas sum those of the same parameters."""
@@ -401,7 +415,7 @@ class OpaqueCall:
         with ExitStack() as stack:
             for settings in self.autocast:
                 stack.enter_context(settings.on())
-            args, kwargs = self.arguments.filled(operands[:count], self.code.parts)
+            args, kwargs = self.arguments.filled(operands[:count], [*self.code.parts])
             result, after = functional_call(self.code, state, (args, kwargs, self.buffers))
         now = self.code.attributes()
         if changed := [key for key in {*before, *now} if before.get(key, key) is not now.get(key, key)]:
@@ -416,12 +430,9 @@ class OpaqueCall:
         return *_Values.of(result), after
 
 
-def _fit(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """True if tensors have the sizes of these examples that are numbers."""
-    pairs = [
-        (n, size) for x, y in zip(examples, tensors, strict=False) for n, size in zip(x.shape, y.shape, strict=True)
-    ]
-    return all(n == size for n, size in pairs if type(n) is int)
+def _size(n: Any) -> Any:
+    """Returns a size as an expression, which can be compared without an assumption about it."""
+    return n if isinstance(n, int) else n.node.expr
 
 
 def _text(form: _Values, tensors: Sequence[Tensor]) -> str:
@@ -479,8 +490,8 @@ def _without_new_symbols(mode: Any) -> Any:
 def _on_meta(runs: _Runs, text: str) -> _Runs:
     """Returns a copy whose parameters and buffers are on meta."""
     memo: dict[int, Any] = {}
-    for x in runs.parameters():
-        memo[id(x)] = nn.Parameter(torch.empty(tuple(x.shape), dtype=x.dtype, device="meta"), x.requires_grad)
+    for p in runs.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty(tuple(p.shape), dtype=p.dtype, device="meta"), p.requires_grad)
     for x in runs.buffers():
         memo[id(x)] = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
     for path, x in everything(runs):
