@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.experimental.whole_matrices.whole_matrices import whole_matrices as whole_matrices
     from autotp.integrations.transformers.pretrained import from_pretrained as from_pretrained
     from autotp.integrations.transformers.pretrained import save_pretrained as save_pretrained
+    from autotp.passes.capture.replacements.opaque import opaque as opaque
     from autotp.rules.registry import rule as rule
     from autotp.runtime.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from autotp.runtime.module import ParallelModule as ParallelModule
@@ -70,6 +71,7 @@ _HOMES = {
     "is_first_rank": "distributed.launch",
     "load_checkpoint": "checkpoint.save",
     "load_full_state_dict": "checkpoint.state_dict",
+    "opaque": "passes.capture.replacements.opaque",
     "parallelize": "api",
     "rule": "rules.registry",
     "save_checkpoint": "checkpoint.save",

@@ -86,7 +86,7 @@ except autotp.Error as error:
 ```
 explain(Halved, tp=2): the model has a loop whose length depends on the values of a tensor: torch.export has no such loop
   at       errors.py:14  while h.max() > 6:
-  try      do all rounds, and mask with torch.where; or one operator: torch.library.custom_op with register_fake and register_autograd, and autotp.rule
+  try      do all rounds, and mask with torch.where; or one operator: autotp.opaque (every rank runs the code whole), or torch.library.custom_op and autotp.rule
 ```
 
 ```python
@@ -105,8 +105,11 @@ True
 ```
 
 `explain` and `verify` need one process and no GPU, so you can try a change in seconds. From the command line:
-`autotp plan file.py:factory --tp 2`. If there is nothing to write instead, you have two ways:
+`autotp plan file.py:factory --tp 2`. If there is nothing to write instead, you have three ways:
 
+- `autotp.opaque(model.part, like=...)` keeps a module or a function out of the graph: every rank runs it eagerly, with
+  whole inputs and parameters. `like` says what shapes it returns, for code that does not run without values. The plan
+  says what it costs. It may do anything inside, but set attributes or write into its arguments.
 - An operator of your own (`torch.library.custom_op`) may do anything inside. `autotp.rule` says how it can be cut; an
   operator without a rule gets whole tensors.
 - Take the part out of the model: compute it in the training loop, and pass the result as an argument.

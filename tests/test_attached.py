@@ -88,6 +88,7 @@ OF_THE_PROCESS = {
         "integrations.loops.accelerate_state._shown", "integrations.transformers.adapters._making",
         "integrations.transformers.adapters._saved", "ops.coalesced._at_once", "passes.emit.recompute.recomputations",
         "passes.capture.guards.looks._looking", "passes.capture.repeats.record.CALLS",
+        "passes.capture.replacements.opaque._recording",
     },
     "the live models of the process, and what is put back in torch after the last one": {
         "distributed.live_models._models", "distributed.live_models._undo",

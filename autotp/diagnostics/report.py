@@ -16,10 +16,12 @@ from autotp.compiler import Program, flat_graph
 from autotp.diagnostics.node_text import size_text, sizes_of
 from autotp.diagnostics.plan import CutRow, Plan, StepCollective, Traffic, WholeRow
 from autotp.diagnostics.reasons import Reasons, read_by
+from autotp.display.text_table import bytes_text
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
 from autotp.passes.canonicalize.custom_vjp import backward_of
+from autotp.passes.capture.replacements.opaque import OpaqueCall
 from autotp.passes.check.types import Typed
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
@@ -29,6 +31,7 @@ from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import find
 from autotp.sharding.layout import Layout
+from autotp.sharding.placement import Partial, Shard
 from autotp.source_location import block_in, layer_of, line_of
 
 FORWARD = {
@@ -197,10 +200,23 @@ def _needs_whole(analysis: Program) -> Iterator[WholeRow]:
 
 def _unknown(analysis: Program) -> Iterator[WholeRow]:
     for node, bound in analysis.axes.bound.items():
-        if not bound.known:
+        if not bound.known or isinstance(node.target, OpaqueCall):
             value = node.meta["val"]
             sizes = value.shape if isinstance(value, torch.Tensor) else ()
             shape = tuple(str(n) if isinstance(n, int) else "?" for n in sizes)
             why = "its size depends on values" if any(map(free_unbacked_symbols, sizes)) else "no rule"
+            cost = _cost(node, analysis) if isinstance(node.target, OpaqueCall) else ""
             name = f"{layer_of(node)} {node.target}".strip()
-            yield WholeRow(name, shape, line_of(node), f"{why}: replicated", operator=True)  # type: ignore[arg-type]
+            yield WholeRow(name, shape, line_of(node), f"{why}: replicated{cost}", operator=True)  # type: ignore[arg-type]
+
+
+def _cost(node: fx.Node, analysis: Program) -> str:
+    """Returns what it costs that every rank runs an opaque call whole, as text."""
+    operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    moved = [n for n in operands if any(isinstance(have, Shard | Partial) for have in analysis.have.get(n, ()))]
+    weights = [n for n in operands if n.name in analysis.captured.parameters]
+    count: Any = node.target.flops  # type: ignore[union-attr]
+    number = count.node.hint if isinstance(count, torch.SymInt) else count
+    flops = "" if number is None else f", {number:,} FLOPs"
+    sent, kept = (bytes_text(sum(nbytes_of(n.meta["val"]) for n in nodes)) for nodes in (moved, weights))
+    return f"; {sent} made whole for it, {kept} of parameters{flops}"

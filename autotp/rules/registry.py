@@ -100,7 +100,7 @@ def rule_of(call: Call) -> Rule | None:
     Raises:
         Error: the terms of a user's rule do not match the call's tensors and their dimensions.
     """
-    function = RULES.get(call.target)
+    function = _function_of(call.target)
     result = None if function is None else function(call)
     if result is not None and call.target in USER_RULES and not _fits(result, call):
         shapes = [", ".join(str(list(t.shape)) for t in side) for side in (f.present(call), call.outputs)]
@@ -115,7 +115,11 @@ def rule_of(call: Call) -> Rule | None:
 
 def has_rule(op: Operator) -> bool:
     """True if there is a rule for some calls of an operator."""
-    return op in RULES
+    return _function_of(op) is not None
+
+
+def _function_of(op: Operator) -> f.RuleFunction | None:
+    return RULES.get(op) or getattr(op, "rule_function", None)  # The rule of a call of opaque code.
 
 
 def is_grouped(op: Any) -> bool:

@@ -39,6 +39,7 @@ from autotp.ops.channels import batch_norm_moving
 from autotp.ops.custom_vjp import RECORDED
 from autotp.passes.builder import Builder, at_captured_sizes, evaluated, fake_mode_of
 from autotp.passes.canonicalize.gradient_flow import carries_gradient
+from autotp.passes.capture.unsupported.tensor_values import LAST_WAY_OUT
 from autotp.rules.call import arguments_of, operator_name, updates_statistics, writes, written_operand
 from autotp.rules.row import Trait
 from autotp.rules.traits import functional_of, has
@@ -133,7 +134,9 @@ class _Versions:
         written: Any = _written(node)
         root = self._root(written)
         if root.op == "placeholder" and root.name not in writable:
-            raise _refused(node, "writes into an input or a parameter of the model")
+            raise _refused(
+                node, "writes into an input or a parameter of the model", "write the new value to a new tensor"
+            )
         args = fx.map_arg((node.args, node.kwargs), lambda n: self.read(n))
         result = self._functional(node, *args)
         self._write(written, result)
@@ -366,5 +369,5 @@ def _sizes(builder: Builder, node: fx.Node) -> list[Any]:
     return [n if isinstance(n, int) else builder.call(aten.sym_size.int, node, d) for d, n in enumerate(shape)]
 
 
-def _refused(node: fx.Node, why: str, fix: str = "write the new value to a new tensor") -> Error:
+def _refused(node: fx.Node, why: str, fix: str = f"write the new value to a new tensor; or {LAST_WAY_OUT}") -> Error:
     return Error(f"the model changes a tensor in place where autotp cannot follow: {why}", at=line_of(node), fix=fix)

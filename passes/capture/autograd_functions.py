@@ -21,6 +21,7 @@ from autotp.model_library import library
 from autotp.ops.custom_vjp import RECORDED
 from autotp.passes.capture.autocast_regions import ambient_everywhere
 from autotp.passes.capture.pytree import map_leaves
+from autotp.passes.capture.unsupported.tensor_values import LAST_WAY_OUT
 from autotp.source_location import user_line
 
 Function = Any
@@ -176,5 +177,5 @@ def _refused(function: Function, error: Exception) -> Error:
         f"the backward of the torch.autograd.Function `{function.__name__}` cannot be in a graph: "
         f"{type(error).__name__}: {first}",
         at=user_line(traceback.extract_stack()),
-        fix="torch.library.custom_op with register_autograd, and autotp.rule",
+        fix=LAST_WAY_OUT,
     )

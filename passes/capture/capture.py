@@ -44,6 +44,7 @@ from autotp.passes.capture.python_state.walk import spelled, values_by_path
 from autotp.passes.capture.pytree import computes_by_itself, flatten, is_dense
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
+from autotp.passes.capture.replacements.opaque import recorded_calls
 from autotp.passes.capture.skeleton import copy_on
 from autotp.passes.capture.unsupported.explain_failure import explain_failure
 from autotp.passes.capture.unsupported.function_caches import empty_caches
@@ -272,7 +273,7 @@ def _flat(call: _Call, attempt: Attempt, reading: Reading) -> tuple[Flat, tuple[
     attributes = values_by_path(model, opened.slots, opened.numbers - opened.fixed)
     queries = GradientQueries(call.wanted)
     flat = Flat(model, call.spec, call.leaves, list(attributes), queries, reading, attempt.exactly, attempt.looks)
-    flat.originals = originals
+    flat.originals, flat.opaque_calls = originals, recorded_calls()
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     return flat, _example([*tensors, *attributes.values()], call.autocast, call.wanted), queries
 

@@ -37,6 +37,7 @@ from autotp.passes.capture.python_state.walk import (
 )
 from autotp.passes.capture.pytree import within_states
 from autotp.passes.capture.repeats.unfold import unfold_calls
+from autotp.passes.capture.replacements.opaque import with_opaque_calls
 from autotp.passes.capture.skeleton import storage_of
 from autotp.rules.call import writes
 
@@ -56,7 +57,7 @@ def convert_program(
         reads: the attributes that the model read.
         attempt: what the capture tries.
     """
-    graph = unfold_calls(inline(program.graph_module.graph))
+    graph = with_opaque_calls(unfold_calls(inline(program.graph_module.graph)), flat.opaque_calls)
     placeholders = _placeholders(program, graph, flat)
     if slots := _written_into(graph, placeholders.constants, flat.model):
         return Opened(slots)

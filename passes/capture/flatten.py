@@ -43,6 +43,7 @@ from autotp.passes.capture.python_state.walk import (
 from autotp.passes.capture.pytree import outcome, states, within_states
 from autotp.passes.capture.repeats.comparison import position
 from autotp.passes.capture.replacements.number_arguments import as_number
+from autotp.passes.capture.replacements.opaque import OpaqueCalls
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -109,6 +110,7 @@ class Flat(nn.Module):
 
     Attributes:
         originals: `id` of a tensor that the model holds outside of its buffers -> the user's tensor, which it copies.
+        opaque_calls: the calls of opaque code that the capture records.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Flat(nn.Module):
         self.model, self.spec, self.leaves, self.opened = model, spec, leaves, opened
         self.asked, self.reading, self.exactly, self.looks = queries, reading, exactly, looks
         self.originals: dict[int, Tensor] = {}
+        self.opaque_calls = OpaqueCalls()
         self.returned = Returned()  # The exporter undoes assignments to the module itself, but not to this object.
 
     def forward(self, *tensors: Any) -> tuple[Any, ...]:

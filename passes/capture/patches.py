@@ -46,6 +46,7 @@ from autotp.passes.capture.replacements.everywhere import everywhere
 from autotp.passes.capture.replacements.forward_collectives import as_operators
 from autotp.passes.capture.replacements.functions import ReplacedFunctions
 from autotp.passes.capture.replacements.number_classes import numbers_of_python
+from autotp.passes.capture.replacements.opaque import opaque_modules, recording_opaque_calls
 from autotp.passes.capture.replacements.transformer_layers import slow_path
 from autotp.passes.capture.unsupported import long_sizes
 from autotp.passes.capture.unsupported.conversions import none_converted
@@ -68,7 +69,7 @@ def around_capture(autocast: Autocast) -> Iterator[None]:
     """A region for a whole capture. NOTE [What is patched during capture]"""
     with (
         alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), _no_cache(), _use_lazy_graph_module(True),
-        _one_device(autocast.device),
+        _one_device(autocast.device), recording_opaque_calls(),
         _lines_of_models(),
         internals.STACK_OF_NODE.replaced_by(UserStack), internals.METADATA_OF_NODE.replaced_by(lambda value: None),
         internals.BATCHED_ROWS.replaced_by(with_whole), internals.ROWS_OF_BATCH.replaced_by(rows_first),
@@ -101,7 +102,7 @@ def around_forward(model: nn.Module, queries: GradientQueries, exactly: bool, lo
         none_caught(), library().during_capture(exactly, looks), ReplacedFunctions(), nothing_lost(model),
         CertainComparisons(),
         queries, everywhere([*queries.answering(), *unseeded(), *without_derivatives(), *as_operators()], model),
-        without_python_random(model), none_converted(model), numbers_of_python(),
+        without_python_random(model), none_converted(model), numbers_of_python(), opaque_modules(model),
     ):  # fmt: skip
         yield
 

@@ -44,7 +44,7 @@ def refusal(model: nn.Module, n: int, **given: Any) -> str:
     return text
 
 
-OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
+OPERATOR = "autotp.opaque (every rank runs the code whole), or torch.library.custom_op and autotp.rule"
 LOOPS = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
 ROUNDS = f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}"
 
@@ -74,7 +74,7 @@ class Odd(Branching):
 
 
 BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
-TRY_WHERE = "\n  try      choose with torch.where, or branch on shapes and configuration only"
+TRY_WHERE = f"\n  try      choose with torch.where, or branch on shapes and configuration only; or {OPERATOR}"
 
 
 DATA_BRANCH = line_of(__file__, "unique().numel() > 1:  # a")

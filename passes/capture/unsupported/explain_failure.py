@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from autotp.errors import Error
 from autotp.passes.capture.guards.values import reads_values
 from autotp.passes.capture.pytree import is_dense
-from autotp.passes.capture.unsupported.tensor_values import CUSTOM_OPERATOR, refused
+from autotp.passes.capture.unsupported.tensor_values import LAST_WAY_OUT, refused
 from autotp.source_location import user_line
 from autotp.torch_internals import NEEDS_NUMBERS, NO_NUMPY, OTHER_MODE
 
@@ -39,7 +39,7 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
         return Error(
             "the model computes with numpy, which a graph does not see",
             at=user_line(traceback.extract_tb(cause.__traceback__)),
-            fix=f"torch's operators, or {CUSTOM_OPERATOR}",
+            fix=f"torch's operators, or {LAST_WAY_OUT}",
         )
     if reads_values(error):
         return refused(error, model)
@@ -47,7 +47,7 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
         return Error(
             "a function of torch takes numbers here, and gets values of tensors, which are not known in a graph",
             at=user_line(traceback.extract_tb(cause.__traceback__)),
-            fix=f"numbers that shapes or arguments give (`x.shape[1]`, not `mask.sum()`); a mask; or {CUSTOM_OPERATOR}",
+            fix=f"numbers that shapes or arguments give (`x.shape[1]`, not `mask.sum()`); a mask; or {LAST_WAY_OUT}",
         )
     if OTHER_MODE in str(cause):
         return Error(
@@ -91,7 +91,7 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
         )
     # The model itself runs on these inputs: it is the exporter that fails.
     if plain is None:
-        instead = f"other operators at this line, or {CUSTOM_OPERATOR}"
+        instead = f"other operators at this line, or {LAST_WAY_OUT}"
         return Error(f"torch.export cannot trace the model: {message}", **facts, fix=instead)
     return Error(
         f"the model does not run on these inputs: {message}",

@@ -19,7 +19,8 @@ from autotp.passes.capture.guards.values import READS, NeedsNumber, reads_values
 from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users, user_line
 
-CUSTOM_OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
+LAST_WAY_OUT = "autotp.opaque (every rank runs the code whole), or torch.library.custom_op and autotp.rule"
+"""What to do with code that no graph can have."""
 LOOP = r"for .* in |while "
 NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\bcomplex\(|\blen\(|\brange\("
 CONVERTED = r"\bint\(|\bfloat\("
@@ -95,7 +96,7 @@ def refused(error: Exception, model: nn.Module) -> Error:
     # A line of a comprehension with an `if` has read its condition: that is a branch.
     if re.match(LOOP, code) and not re.search(r"\bif\b", code):
         text = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
-        return Error(text, at=line, fix=f"do all rounds, and mask with torch.where; or one operator: {CUSTOM_OPERATOR}")
+        return Error(text, at=line, fix=f"do all rounds, and mask with torch.where; or one operator: {LAST_WAY_OUT}")
     # The text of an assert is made only where it fails: what was read is its condition.
     if re.search(TEXT, code) and not code.startswith("assert "):
         text = "the model makes text of a tensor's values, which are not known in a graph"
@@ -107,7 +108,7 @@ def refused(error: Exception, model: nn.Module) -> Error:
         return Error(
             text,
             at=line,
-            fix=f"{item}a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {CUSTOM_OPERATOR}",
+            fix=f"{item}a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {LAST_WAY_OUT}",
         )
     if code.startswith("assert "):
         text = "the model asserts something about the values of a tensor, which are not known in a graph"
@@ -115,6 +116,6 @@ def refused(error: Exception, model: nn.Module) -> Error:
     return Error(
         "the model branches on the values of a tensor, which one graph cannot do",
         at=line,
-        fix="choose with torch.where, or branch on shapes and configuration only",
+        fix=f"choose with torch.where, or branch on shapes and configuration only; or {LAST_WAY_OUT}",
         alternative=NO_ROWS if re.search(IS_EMPTY, code) else "",
     )

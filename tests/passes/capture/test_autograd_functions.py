@@ -9,7 +9,7 @@ import pytest
 import small_models
 import torch
 import torch.nn.functional as F
-from errors import line_of, message
+from errors import OPERATOR, line_of, message
 from small_models import ROWS, Clamped, Inside, Negated, Relu, Rounded, Tanh
 from torch import Tensor, nn
 
@@ -238,7 +238,6 @@ class Again(torch.autograd.Function):
         return torch.autograd.grad(y, x, grad)[0]
 
 
-OPERATOR = "torch.library.custom_op with register_autograd, and autotp.rule"
 CALL = "return self.down(self.function.apply(self.up(x), *self.more))"
 
 

@@ -23,7 +23,7 @@ AVERAGES = (
     "`norm` has momentum=None: its average makes a Python number of a tensor's values, which are not known in a graph"
 )
 ASSERTS = "the model asserts something about the values of a tensor, which are not known in a graph"
-CHOICES = "choose with torch.where, or branch on shapes and configuration only"
+CHOICES = f"choose with torch.where, or branch on shapes and configuration only; or {OPERATOR}"
 NO_ROWS = "no branch at all, if it only leaves out work on no rows: operators compute on no rows, too"
 
 

@@ -1,0 +1,289 @@
+"""opaque: modules and functions that no graph can have train on ranks as on one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from errors import message
+from ranks import Checks, run_ranks
+from small_models import MORE_ROWS, ROWS, WithLoss, assert_values_close, expect_equal_training, expect_whole, trained
+from torch import Tensor, nn
+
+import autotp
+from autotp.training.distribute import distribute
+
+
+class Routed(nn.Module):
+    """A loop over values, with parameters, statistics and dropout. x: [rows 8]"""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: float) -> dict[str, Any]:
+        y = torch.zeros_like(x)
+        chosen = x.detach().argmax(-1) % 3
+        for expert in chosen.unique().tolist():
+            rows = (chosen == expert).nonzero()[:, 0]
+            y = y.index_add(0, rows, self.experts[expert](x[rows]) * scale)
+        self.calls.add_(1)
+        return {"y": self.dropout(self.norm(y)), "chosen": [chosen, None]}
+
+
+def like_routed(x: Tensor, *, scale: float) -> dict[str, Any]:
+    return {"y": torch.empty_like(x), "chosen": [x.new_empty(x.shape[0], dtype=torch.long), None]}
+
+
+@autotp.opaque
+def halved(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 0.5, x.abs().mean()
+
+
+class Model(nn.Module):
+    """Layers that are cut, before and behind opaque code."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8, bias=False)
+        self.middle = autotp.opaque(Routed(), like=like_routed) if middle is None else middle
+        self.out = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).relu())
+        routed = self.middle(x, scale=0.7)
+        half, mean = halved(routed["y"])
+        result: Tensor = self.out(half) + mean + routed["chosen"][0][:, None]
+        return result
+
+
+class Rowwise(nn.Module):
+    """Code with a branch on values; each row is made of itself. x: [rows 8]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * self.weight if row.sum() > 0 else row.sin() for row in x])
+
+
+class Rows(nn.Module):
+    """Blocks with row-wise opaque code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([self.block() for _ in range(4)])
+
+    @staticmethod
+    def block() -> nn.Module:
+        rowwise = autotp.opaque(Rowwise(), like=torch.empty_like, rows=True)
+        return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), rowwise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = block(x) + x
+        return x
+
+
+def test_verify_runs_opaque_code_and_the_plan_lists_it() -> None:
+    torch.manual_seed(0)
+    report = autotp.verify(Model(), 2, example_inputs=ROWS.float())
+    assert report.ok, report
+
+
+def test_explain_tells_the_cost_of_opaque_code() -> None:
+    row = {
+        row.name: row.reason for row in autotp.explain(Model(), 2, example_inputs=ROWS.float()).whole if row.operator
+    }
+    assert row == {
+        "middle autotp.opaque(Routed)": "no rule: replicated; 0 B made whole for it, 928 B of parameters",
+        "autotp.opaque(halved)": "no rule: replicated; 0 B made whole for it, 0 B of parameters, 0 FLOPs",
+    }
+    narrow = nn.Sequential(nn.Linear(8, 32), autotp.opaque(nn.LeakyReLU()), nn.Linear(32, 8))
+    (gathered,) = [row for row in autotp.explain(narrow, 2, example_inputs=ROWS.float()).whole if row.operator]
+    assert gathered.reason == "no rule: replicated; 384 B made whole for it, 0 B of parameters, 0 FLOPs"
+    rows = autotp.explain(Rows(), 2, example_inputs=ROWS.float()).whole
+    assert [row.name for row in rows if row.operator] == [f"h.{i}.3 autotp.opaque(Rowwise)" for i in range(4)]
+
+
+def test_opaque_changes_nothing_on_one_device() -> None:
+    torch.manual_seed(0)
+    plain = Routed()
+    marked = autotp.opaque(copy.deepcopy(plain), like=like_routed)
+    assert list(marked.state_dict()) == list(plain.state_dict()) and type(marked) is Routed
+    x = ROWS.float()
+    assert torch.equal(marked(x, scale=2.0)["y"], plain(x, scale=2.0)["y"])
+    assert torch.equal(halved(x)[0], x * 0.5)
+
+
+class Counting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = 1
+        return x
+
+
+class Writing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+
+class Numpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "attributes": (Counting, "`Counting` sets `calls` of its copy of the module"),
+    "writes": (Writing, "`Writing` writes into its arguments or parameters"),
+    "values": (Numpy, "`Numpy` does not run without values: "),
+    "tensors": (Holding, "`Holding` has a tensor in a plain attribute: "),
+}
+
+
+@pytest.mark.parametrize("make, problem", REFUSED.values(), ids=REFUSED)
+def test_opaque_refuses_what_would_be_lost(make: Callable[[], nn.Module], problem: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), autotp.opaque(make()))
+    assert f"autotp.opaque: {problem}" in message(lambda: autotp.explain(model, 2, example_inputs=ROWS.float()))
+
+
+def test_opaque_refuses_what_is_no_code() -> None:
+    assert message(lambda: autotp.opaque(3)).startswith("opaque: opaque gets 3\n")  # type: ignore[type-var]
+
+
+# ---- on real ranks
+
+checks = Checks()
+
+
+@checks.on(2)
+def opaque_code_trains_as_one_device(rank: int, n: int) -> None:
+    expect_equal_training(Model, n)
+    expect_equal_training(lambda: autotp.opaque(Model(), like=torch.empty_like), n)
+    expect_equal_training(Model, n, recompute="full")
+    expect_equal_training(Rows, n, sequence_parallel=True)
+
+
+@checks.on(2)
+def opaque_code_trains_ten_steps_with_dropout_in_both_modes(rank: int, n: int) -> None:
+    torch.manual_seed(0)
+    one = Model(autotp.opaque(Routed(dropout=0.3), like=like_routed)).double()
+    mine = autotp.parallelize(copy.deepcopy(one), n, example_inputs=ROWS, randomness="exact")
+    for mode in (True, False):
+        outcomes = []
+        for model in (mine, one):
+            torch.manual_seed(1)
+            optimizer = torch.optim.AdamW(model.train(mode).parameters(), lr=1e-3)
+            for i in range(5):
+                optimizer.zero_grad()
+                model(ROWS.roll(i, 0)).square().mean().backward()
+                optimizer.step()
+            outcomes.append(model)
+        expect_whole(*outcomes)
+
+
+@checks.on(2)
+def opaque_code_trains_in_bfloat16_and_under_autocast(rank: int, n: int) -> None:
+    for dtype, inside in ((torch.bfloat16, False), (torch.float32, True)):
+        torch.manual_seed(0)
+        one = Rows().to(dtype)
+        mine = autotp.parallelize(copy.deepcopy(one), n, example_inputs=ROWS.to(dtype))
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            results = [model(ROWS.to(dtype)) for model in (mine, one)]
+        for result in results:
+            result.float().square().sum().backward()
+        assert results[0].dtype == results[1].dtype
+        assert_values_close(*results, rtol=0.05, atol=0.05)
+        for name, parameter in one.named_parameters():
+            gradient = autotp.gather(dict(mine.named_parameters())[name].grad)
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # By `rows=`.
+            assert_values_close(gradient, expected, rtol=0.1, atol=0.1, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@checks.on(2)
+def opaque_code_follows_attributes_and_raises_its_own_exception(rank: int, n: int) -> None:
+    torch.manual_seed(0)
+    one = Model().double()
+    mine = autotp.parallelize(copy.deepcopy(one), n, example_inputs=ROWS)
+    expect_whole(trained(mine, [ROWS]), trained(one, [ROWS]))
+    for model in (mine, one):
+        model.middle.norm.momentum = 0.5
+    expect_whole(trained(mine, [ROWS]), trained(one, [ROWS]))
+
+    def fails(module: nn.Module, *args: Any) -> None:
+        raise ValueError("my own")
+
+    handle = one.middle.experts[0].register_forward_pre_hook(fails)
+    broken = autotp.parallelize(copy.deepcopy(one), n, example_inputs=ROWS)
+    with pytest.raises(ValueError, match="my own"):
+        broken(ROWS)
+    handle.remove()
+
+
+@checks.on(2)
+def opaque_code_that_returns_other_shapes_than_like_is_an_error(rank: int, n: int) -> None:
+    rows = nn.Sequential(nn.Linear(8, 8), autotp.opaque(nn.ReLU(), like=lambda x: x.new_empty(x.shape[0] * 1, 8)))
+    assert autotp.parallelize(rows, n, example_inputs=ROWS.float())(MORE_ROWS.float()).shape == (10, 8)
+    columns = nn.Sequential(nn.Linear(8, 8), autotp.opaque(nn.Flatten(0), like=lambda x: x.new_empty(x.shape[0])))
+    assert "else than" in message(lambda: autotp.parallelize(columns, n, example_inputs=ROWS.float())(ROWS.float()))
+    model = nn.Sequential(nn.Linear(8, 8), autotp.opaque(Numpy(), like=lambda x: x.new_empty(x.shape[0])))
+    mine = autotp.parallelize(model, n, example_inputs=ROWS.float())
+    assert message(lambda: mine(ROWS.float())).endswith(
+        "autotp.opaque: `Numpy` returns something else than it does without values\n"
+        "  expected ['float32[3]']\n  got      ['float32[3, 8]']\n"
+        "  try      tensors in place of other values, and `like=` that returns what the code returns"
+    )
+
+
+@checks.on(2)
+def distribute_asks_for_the_promise_of_rows(rank: int, n: int) -> None:
+    model = WithLoss(nn.Sequential(nn.Linear(8, 8), autotp.opaque(Rowwise(), like=torch.empty_like))).double()
+    text = message(lambda: distribute(model, dp=2, example_inputs=(ROWS, ROWS)))
+    assert "`autotp.opaque(Rowwise)` mixes the rows of the batch, which cannot be computed in parts" in text
+
+
+def over_a_pipeline(rank: int, n: int, layout: tuple[int, int, int], zero: int) -> None:
+    """Ten steps beside one device's."""
+    tp, pp, dp = layout
+    torch.manual_seed(0)
+    whole = WithLoss(Rows()).double()
+    x, y = torch.randn(2, 8, 8, dtype=torch.float64)
+    parts = 4 // dp
+    example = {"x": x[: 8 // (dp * parts)], "y": y[: 8 // (dp * parts)]}
+    trainer = distribute(
+        copy.deepcopy(whole), tp=tp, pp=pp, dp=dp, zero=zero, microbatches=parts, example_inputs=example
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, trainer)]
+    for _ in range(10):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = whole(x, y)
+        expected.backward()
+        mine = slice(trainer.mesh["dp"].get_local_rank() * 8 // dp, (trainer.mesh["dp"].get_local_rank() + 1) * 8 // dp)
+        assert_values_close(trainer.step(x=x[mine], y=y[mine]), expected.detach(), rtol=0, atol=1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("layout, zero", [((1, 2, 1), 0), ((1, 1, 2), 2)], ids=str)
+def test_distribute_trains_row_wise_opaque_code_as_one_device(layout: tuple[int, int, int], zero: int) -> None:
+    run_ranks(over_a_pipeline, 2, layout, zero)
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
