@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.arguments import expect_arguments
-from autotp.compiler import CallState, analyse
+from autotp.compiler import analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.agreement import agree
@@ -22,6 +22,7 @@ from autotp.options import CheckInputs, Cut, Experts, Options, Outputs, Overlap,
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.program.program import CallState
 from autotp.runtime.build import build, expect_usable
 from autotp.runtime.module import ParallelModule
 

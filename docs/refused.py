@@ -28,7 +28,7 @@ SECTIONS = {
     ),
     "Inputs and arguments": (
         "passes/capture/example_inputs.py", "passes/plan/choose.py", "passes/plan/user_cuts.py",
-        "autotp/compiler.py:_match",
+        "passes/program/planned.py:matched",
         "autotp/arguments.py", "autotp/options.py", "autotp/experimental", "passes/emit/recompute.py",
         "passes/capture/pytree.py", "passes/capture/capture.py",
     ),
@@ -62,8 +62,8 @@ SECTIONS = {
     ),
     "Cut parameters and outputs, outside of the model": ("autotp/distributed/cut_tensors",),
     "Models on meta": ("autotp/deferred_init",),
-    "Only with distribute": ("autotp/compiler.py", "passes/pipeline", "autotp/training"),
-    "Only with cp": ("autotp/compiler.py:_context_parallel", "autotp/runtime/graph_digest.py:same_order"),
+    "Only with distribute": ("passes/program/loss_only.py", "passes/pipeline", "autotp/training"),
+    "Only with cp": ("passes/program/sequences.py:with_cut_sequences", "autotp/runtime/graph_digest.py:same_order"),
     "Only with compile_blocks": ("passes/emit",),
     "Only with estimate and search": ("autotp/tools/estimation", "autotp/tools/page"),
     OWN: (

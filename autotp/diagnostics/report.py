@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from autotp.compiler import Program, flat_graph
+from autotp.compiler import flat_graph
 from autotp.diagnostics.node_text import size_text, sizes_of
 from autotp.diagnostics.plan import CutRow, Plan, StepCollective, Traffic, WholeRow
 from autotp.diagnostics.reasons import Reasons, read_by
@@ -24,6 +24,7 @@ from autotp.passes.check.types import Typed
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.propagate import needs_grad
+from autotp.passes.program.program import Program
 from autotp.rules.call import elements_of, nbytes_of, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has

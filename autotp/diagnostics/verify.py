@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Amend, CallState, Program, analyse, flat_graphs
+from autotp.compiler import Amend, analyse, flat_graphs
 from autotp.diagnostics.differences import (
     TOLERANCE,
     Difference,
@@ -50,6 +50,7 @@ from autotp.passes.capture.pytree import flatten, leaf_names, map_leaves, outcom
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.capture.unsupported.function_caches import empty_caches
 from autotp.passes.pipeline.stages import Stage, expect_enough
+from autotp.passes.program.program import CallState, Program
 from autotp.rules.traits import draws
 from autotp.runtime.build import expect_usable
 from autotp.runtime.graph_digest import order_of, same_order

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import CallState, analyse, warn_of_whole_sequences
+from autotp.compiler import analyse, warn_of_whole_sequences
 from autotp.distributed.agreement import agree
 from autotp.distributed.cut_tensors.cut_parameter import STAND_FOR_WHOLES, whole_operand
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded, local_part
@@ -57,6 +57,7 @@ from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_ho
 from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetric_memory, expect_async_tp
 from autotp.passes.emit.attach_parameters import BlockCall, in_places, places, ties, value_at, values_at, works
 from autotp.passes.emit.compiled import compile_blocks
+from autotp.passes.program.program import CallState
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
 from autotp.runtime.fsdp import dtypes
 from autotp.runtime.func_gradients import expect_tied, own_parts

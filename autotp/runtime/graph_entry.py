@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Program, rank_graph, rank_program
+from autotp.compiler import rank_graph, rank_program
 from autotp.distributed.agreement import Fact
 from autotp.distributed.cut_tensors.sharded_tensor import CutOutput, cut_output
 from autotp.distributed.device_arguments import inputs_on_host
@@ -27,6 +27,7 @@ from autotp.passes.capture.python_state.code_names import named
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
 from autotp.runtime.graph_digest import draws_alike, order_of, same_cards, same_graph, same_order

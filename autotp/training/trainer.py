@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from autotp.compiler import Program, rank_graph, rank_program, warn_of_whole_sequences
+from autotp.compiler import rank_graph, rank_program, warn_of_whole_sequences
 from autotp.distributed.agreement import Fact, agree, line_sums, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
 from autotp.distributed.cut_tensors.rows_of_parts import rows_of_part
@@ -47,6 +47,7 @@ from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
+from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
 from autotp.runtime.fsdp import gather_ahead, pace, replicate, shard

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from autotp.compiler import CANONICALIZE, LOWER, PLAN, UNKNOWN, Program, passes_of
+from autotp.compiler import CANONICALIZE, LOWER, PLAN, passes_of
 from autotp.diagnostics.node_text import operator_text, sizes_of
 from autotp.diagnostics.report import traffic
 from autotp.display.sheet import Code, Kind, Sheet, Shown, Table
@@ -22,6 +22,7 @@ from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Options
 from autotp.passes.emit.bind import COMMUNICATING
+from autotp.passes.program.program import Program
 from autotp.runtime.build import expect_usable
 from autotp.tools.pass_by_pass.graph_text import operators_of
 from autotp.tools.pass_by_pass.steps import PassRun, run_steps
@@ -67,7 +68,7 @@ FOUND: dict[str, Callable[[Program], str]] = {
         f"{_many(len(p.decision.cuts), 'operator')} cut along {_many(len(p.decision.chosen), 'axis', 'axes')}"
     ),
     "have": lambda p: f"placements of {_many(len(p.have), 'value')}",
-    "hoisted": lambda p: f"{_many(len(p.hoisted), 'operator')} on copies",
+    "hoisted": lambda p: f"{_many(len(p.hoisted), 'operator')} on copies" if p.hoisted else "",
     "layouts": lambda p: (
         f"{sum(layout.dim is not None for layout in p.layouts.values())} of {len(p.layouts)} parameters cut"
     ),
@@ -221,10 +222,10 @@ def _facts(step: PassRun) -> Iterator[str]:
         calls = sum(node.op == "call_module" for node in module.nodes)
         yield f"{_many(calls, 'block')} of {_many(len(blocks), 'kind')}" if calls else "no blocks"
     for name, describe in FOUND.items():
-        was, now = (getattr(program, name, UNKNOWN) for program in (step.before, step.program))
+        was, now = (getattr(program, name, None) for program in (step.before, step.program))
         # A fact that a pass has made anew, in the same words, is not told.
-        if was is not now and (was is UNKNOWN or describe(step.program) != describe(step.before)):
-            yield describe(step.program)
+        if was is not now and (was is None or describe(step.program) != describe(step.before)):
+            yield from filter(None, [describe(step.program)])
 
 
 def _sent(graphs: tuple[fx.Graph, ...], step: PassRun) -> Sends:

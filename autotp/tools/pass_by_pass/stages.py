@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autotp.compiler import Program
 from autotp.diagnostics.node_text import size_text, sizes_of, type_text
 from autotp.diagnostics.report import report
 from autotp.display.sheet import Code, Sheet, Shown
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Cut, Experts, Options, Outputs, Overlap, Recompute
+from autotp.passes.program.program import Program
 from autotp.runtime.build import expect_usable
 from autotp.sharding.axis import find, leaves
 from autotp.tools.pass_by_pass.steps import PassRun, run_steps
