@@ -24,7 +24,7 @@ from autotp.passes.check.types import Typed
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.propagate import needs_grad
-from autotp.passes.program.program import Program
+from autotp.passes.program.program import CapturedProgram, Program
 from autotp.rules.call import elements_of, nbytes_of, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
@@ -96,7 +96,7 @@ def _types_along_sequences(analysis: Program) -> dict[str, int]:
     return dict(counts)
 
 
-def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
+def traffic(graph: fx.Graph, analysis: CapturedProgram) -> Traffic:
     """Returns the collectives of a lowered graph, forward and backward."""
     again = _gathered_again(graph, analysis)
     graph, sends = separate(graph), []
@@ -130,13 +130,13 @@ def _placeholder(value: fx.Node) -> fx.Node:
             return value
 
 
-def _learning(graph: fx.Graph, analysis: Program) -> tuple[frozenset[fx.Node], set[fx.Node]]:
+def _learning(graph: fx.Graph, analysis: CapturedProgram) -> tuple[frozenset[fx.Node], set[fx.Node]]:
     """Returns the parameters of a graph, and the values that a gradient flows through to them."""
     learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
     return learnt, needs_grad(graph, learnt)
 
 
-def _gathered_again(graph: fx.Graph, analysis: Program) -> list[StepCollective]:
+def _gathered_again(graph: fx.Graph, analysis: CapturedProgram) -> list[StepCollective]:
     """Returns the all-gathers in backward of joined products, which gather their input again."""
     (_, graded), sends = _learning(graph, analysis), []
     for node in graph.nodes:

@@ -22,7 +22,6 @@ from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Options
 from autotp.passes.emit.bind import COMMUNICATING
-from autotp.passes.program.program import Program
 from autotp.runtime.build import expect_usable
 from autotp.tools.pass_by_pass.graph_text import operators_of
 from autotp.tools.pass_by_pass.steps import PassRun, run_steps
@@ -58,7 +57,7 @@ class Rewrites(NamedTuple):
         return f"+{self.new} -{self.gone}" if any(self) else ""
 
 
-FOUND: dict[str, Callable[[Program], str]] = {
+FOUND: dict[str, Callable[[Any], str]] = {
     "totals": lambda p: "the totals of the loss",
     "sequences": lambda p: f"{_many(p.sequences.operators, 'operator')} cut over cp",
     "notes": lambda p: ", ".join(p.notes.values()),
@@ -73,7 +72,7 @@ FOUND: dict[str, Callable[[Program], str]] = {
         f"{sum(layout.dim is not None for layout in p.layouts.values())} of {len(p.layouts)} parameters cut"
     ),
 }
-"""A fact about a program -> what is said of it after the pass that finds it."""
+"""A fact about a program that has it -> what is said of it after the pass that finds it."""
 
 
 @dataclass(frozen=True)
