@@ -187,9 +187,9 @@ def lists_options(function: F) -> F:
     """
     *parameters, variadic = inspect.signature(function).parameters.values()
     (row_type,) = get_args(get_type_hints(function)[variadic.name])
-    types, kind = get_type_hints(row_type), inspect.Parameter.KEYWORD_ONLY
+    types, keyword = get_type_hints(row_type), inspect.Parameter.KEYWORD_ONLY
     rows = [row for row in fields(Options) if row.name in types]
-    more = [inspect.Parameter(row.name, kind, default=row.default, annotation=types[row.name]) for row in rows]
+    more = [inspect.Parameter(row.name, keyword, default=row.default, annotation=types[row.name]) for row in rows]
     function.__signature__ = inspect.signature(function).replace(parameters=[*parameters, *more])  # type: ignore[attr-defined]
     function.__doc__ = (function.__doc__ or "").replace(" options: ", f" {', '.join(row.name for row in rows)}: ")
     return function

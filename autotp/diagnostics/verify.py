@@ -234,8 +234,8 @@ def run_ranks(trial: Trial, change: Edit = _unchanged) -> Ran[tuple[list[RankTen
             simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings)
             for i, graph in enumerate(trial.graphs)
         ]
-        given = [{name: rank[f"input {i}"] for i, name in enumerate(inputs)} for rank in ranks]
-        rows = run_programs(programs, given, analysis.options.cp)
+        operands_of_ranks = [{name: rank[f"input {i}"] for i, name in enumerate(inputs)} for rank in ranks]
+        rows = run_programs(programs, operands_of_ranks, analysis.options.cp)
         return rows[0], (ranks, rows)
 
 
