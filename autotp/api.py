@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from autotp.arguments import expect_arguments
-from autotp.compiler import CallState, analyse
+from autotp.compiler import analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.agreement import agree
 from autotp.distributed.mesh import make_mesh, own_kind
 from autotp.errors import within
-from autotp.options import CheckInputs, Cut, Experts, Options, Outputs, Overlap, Recompute
+from autotp.options import Options, ParallelOptions, PlanOptions, expect_options, lists_options
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.program.program import CallState
 from autotp.runtime.build import build, expect_usable
 from autotp.runtime.module import ParallelModule
 
 
+@lists_options
 def parallelize(
     model: nn.Module,
     tp: int | None = None,
@@ -33,18 +36,10 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     example_inputs: Any = None,
-    outputs: Outputs = "auto",
-    randomness: Literal["fast", "exact"] = "fast",
     strict: bool = False,
-    check_inputs: CheckInputs = "first",
-    experts: Experts = "width",
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-    overlap: Overlap = "none",
     cp: int | None = None,
-    without: Collection[str] = (),
-    cut: Cut | None = None,
     timeout: timedelta | None = None,
+    **options: Unpack[ParallelOptions],
 ) -> ParallelModule:
     """Makes `model` this rank's part of a tensor-parallel model, and returns it.
 
@@ -109,9 +104,8 @@ def parallelize(
         torch.Size([3, 4])
     """
     size = "".join(f", {name}={n}" for name, n in {"tp": tp, "cp": cp}.items() if n is not None)
-    settings = Options(
-        outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute, overlap, cut=cut
-    )
+    expect_options(parallelize, options)
+    settings = Options(**options)
 
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout, cp)
@@ -121,19 +115,15 @@ def parallelize(
     return within(f"parallelize({type(model).__name__}{size})", run)
 
 
+@lists_options
 def explain(
     model: nn.Module,
     tp: int,
     *,
     example_inputs: Any = None,
-    outputs: Outputs = "auto",
-    experts: Experts = "width",
-    sequence_parallel: bool = False,
-    overlap: Overlap = "none",
     cp: int = 1,
-    without: Collection[str] = (),
-    cut: Cut | None = None,
     expect: Mapping[str, int] | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Returns the plan of `parallelize(model, tp)`: what would be cut, what it would cost, and what would stay whole.
 
@@ -142,7 +132,8 @@ def explain(
     Args:
         model: an ordinary single-device model.
         tp: the number of ranks.
-        example_inputs, outputs, experts, sequence_parallel, overlap, cp, without, cut: as for `parallelize`.
+        example_inputs, cp: as for `parallelize`.
+        options: as for `parallelize`.
         expect: the most collectives of a block, such as `{"all_reduce": 2, "all_gather": 0}`: see `Plan.expect`.
 
     Raises:
@@ -158,15 +149,16 @@ def explain(
         2.weight [4, 16@tp]
     """
 
-    options = Options(outputs, experts, sequence_parallel, without, overlap=overlap, cp=cp, cut=cut)
+    expect_options(explain, options)
+    settings = Options(cp=cp, **options)
 
     def run() -> Plan:
-        expect_usable("explain", model, tp, options)
+        expect_usable("explain", model, tp, settings)
         expect_arguments(explain, expect=expect)
         args, kwargs = find_inputs(model, example_inputs)
         # Autocast of the device on which `parallelize` would capture.
         call = CallState(autocast=ambient(torch.device(own_kind())))
-        program = analyse(skeleton_of(model), args, kwargs, tp, options, call)
+        program = analyse(skeleton_of(model), args, kwargs, tp, settings, call)
         plan = replace(report(program, type(model).__name__), source=program)
         plan.expect(expect or {})
         return plan

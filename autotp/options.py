@@ -1,11 +1,22 @@
-"""The options that a user may choose, and the check that each has an allowed value."""
+"""The options that a user may choose: which calls take which, their defaults, and the check of their values.
+
+NOTE [An option is one row]
+An option has a row in the TypedDict of the calls that take it, and a field of `Options` with its default. Its text is
+in the docstring of `parallelize`, where editors show it. The calls take `**options: Unpack[...]`: mypy and pyright read
+the row, jedi the field (it follows `**options` into `Options`), and `lists_options` shows both to `inspect.signature`
+and `help`. The command line makes its flags of the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from typing_extensions import TypedDict
 
 from autotp.errors import Error
 from autotp.extensions import chosen_extensions, optional_passes, values_of
@@ -29,6 +40,57 @@ HEADS = ("heads", "kv_heads", "group")
 """The names of axes that count attentions: a user's "heads" means each of them."""
 CUT_ALONG = (*HEADS, "experts", "width", "vocab", COLUMNS, ROWS, WHOLE)
 Cut = Mapping[str, str | int]
+
+
+class StepOptions(TypedDict, total=False):
+    """The options of every call."""
+
+    sequence_parallel: bool
+    overlap: Overlap
+
+
+class CutOptions(StepOptions, total=False):
+    """Those of every call but `estimate`."""
+
+    cut: Cut | None
+
+
+class BackwardOptions(TypedDict, total=False):
+    """Those of every call but `explain`."""
+
+    recompute: Recompute
+
+
+class RankOptions(TypedDict, total=False):
+    """Those of calls that run on several processes."""
+
+    randomness: Randomness
+
+
+class EstimateOptions(StepOptions, BackwardOptions, total=False):
+    """The options of `estimate`."""
+
+
+class TrainingOptions(CutOptions, BackwardOptions, RankOptions, total=False):
+    """The options of `distribute` that are not about pipelines and replicas."""
+
+
+class PlanOptions(CutOptions, total=False):
+    """The options of `explain`."""
+
+    outputs: Outputs
+    experts: Experts
+    without: Collection[str]
+
+
+class TrialOptions(PlanOptions, BackwardOptions, total=False):
+    """The options of `verify` and `stages`."""
+
+
+class ParallelOptions(TrialOptions, RankOptions, total=False):
+    """The options of `parallelize` and `from_pretrained`."""
+
+    check_inputs: CheckInputs
 
 
 @dataclass(frozen=True)
@@ -98,7 +160,7 @@ class Options:
     recompute: Recompute = "none"
     overlap: Overlap = "none"
     cp: int = field(default=1, kw_only=True)
-    cut: Any = field(default=(), kw_only=True)
+    cut: Any = field(default=None, kw_only=True)
     summed: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -115,6 +177,30 @@ class Options:
 
 
 DEFAULTS = Options()
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def lists_options(function: F) -> F:
+    """Gives a function with `**options: Unpack[...]` a signature that has each option, with its default.
+
+    In its docstring, a line `options: ...` begins with their names then.
+    """
+    *parameters, variadic = inspect.signature(function).parameters.values()
+    (row_type,) = get_args(get_type_hints(function)[variadic.name])
+    types, keyword = get_type_hints(row_type), inspect.Parameter.KEYWORD_ONLY
+    rows = [row for row in fields(Options) if row.name in types]
+    more = [inspect.Parameter(row.name, keyword, default=row.default, annotation=types[row.name]) for row in rows]
+    function.__signature__ = inspect.signature(function).replace(parameters=[*parameters, *more])  # type: ignore[attr-defined]
+    function.__doc__ = (function.__doc__ or "").replace(" options: ", f" {', '.join(row.name for row in rows)}: ")
+    return function
+
+
+def expect_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises Error for a keyword that is none of the function's; names the nearest one."""
+    names = [*inspect.signature(function).parameters]
+    if unknown := [name for name in options if name not in names]:
+        fix = " or ".join(get_close_matches(unknown[0], names, 2)) or f"one of {', '.join(names)}"
+        raise Error(f"there is no argument `{unknown[0]}`", fix=fix).within(function.__name__)
 
 
 def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})) -> None:

@@ -8,7 +8,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,11 @@ from torch import fx
 
 import autotp
 from autotp.compiler import (
+    ANY_TP,
     CANONICALIZE,
     EMIT,
     LOWER,
     PLAN,
-    UNKNOWN,
-    Program,
     analyse,
     captured_program,
     flat_graph,
@@ -38,6 +37,7 @@ from autotp.extensions import values_of
 from autotp.options import DEFAULTS, OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.local_sizes import Target
+from autotp.passes.program.program import CapturedProgram, Program
 
 TABLE = (*CANONICALIZE, *PLAN, *LOWER, *EMIT)
 PASSES = Path(autotp.__file__).parent.parent / "passes"
@@ -70,7 +70,7 @@ def before_emit(options: Options) -> list[str]:
     return [row.name for row in TABLE if row.stage != "emit" and row.wanted(options)]
 
 
-def length_of(graph: fx.Graph, program: Program) -> Any:
+def length_of(graph: fx.Graph, program: CapturedProgram) -> Any:
     """The second size of the model's argument, a symbol."""
     return next(node for node in graph.nodes if node.name == program.captured.inputs[0]).meta["val"].shape[1]
 
@@ -78,8 +78,8 @@ def length_of(graph: fx.Graph, program: Program) -> Any:
 def test_sizes_a_pass_assumes_are_conditions_of_the_graph() -> None:
     """A pass that compares a length with a number has a graph for this number only."""
 
-    def compare(name: str, program: Program) -> Program:
-        return program if name != "cse" or length_of(program.graph, program) == 11 else UNKNOWN
+    def compare(name: str, program: CapturedProgram) -> CapturedProgram:
+        return program if name != "cse" or length_of(program.graph, program) == 11 else replace(program, tp=3)
 
     given = (GIVEN[0], (torch.ones(2, 11, 8),), {}, 2)  # No other test captures this length.
     fits = analyse(*given, amend=compare).captured.fits
@@ -92,7 +92,7 @@ def test_lowering_passes_may_assume_nothing_of_sizes(monkeypatch: pytest.MonkeyP
     """Its conditions are tested no more."""
 
     def compare(program: Program, to: Target, graph: fx.Graph) -> fx.Graph:
-        return graph if length_of(graph, program) == 13 else UNKNOWN
+        return graph if length_of(graph, program) == 13 else fx.Graph()
 
     program = analyse(GIVEN[0], (torch.ones(2, 13, 8),), {}, 2)
     last = replace(LOWER[-1], run=compare, wanted=lambda options: True)
@@ -226,32 +226,35 @@ def test_no_road_runs_a_pass_of_its_own() -> None:
     assert all(modules <= RUN_ELSEWHERE[name] for name, modules in found.items()), found
 
 
-def test_program_facts_are_unknown_before_their_pass() -> None:
-    """As its docstring says of each; before, and of a program that is only captured, nobody can use them."""
-    facts = dict(re.findall(r"^ +(\w+): .* \((\w+)\)\.$", Program.__doc__ or "", re.MULTILINE))
-    assert {
-        "axes": "decouple",
-        "candidates": "match",
-        "decision": "choose",
-        "layouts": "outputs",
-    }.items() <= facts.items()
-    before = captured_program(*GIVEN)
-    unknown = {fact for fact in facts if getattr(before, fact) is UNKNOWN}
-    with pytest.raises(AttributeError, match="`bound` of a fact that is found by a later pass"):
-        _ = before.axes.bound
-    for each, program in programs_after_passes(before):
-        for fact in [fact for fact in unknown if getattr(program, fact) is not UNKNOWN]:
-            assert facts[fact] == each.name, fact
-            unknown.remove(fact)
-    assert not unknown
+def test_a_program_has_a_fact_from_the_pass_on_that_finds_it() -> None:
+    """Before, no type has it, so that nobody can read it: neither mypy nor Python knows the attribute."""
+    program = captured_program(*GIVEN)
+    facts_of = {"captured": {item.name for item in fields(program)}}
+    for row, later in programs_after_passes(program):
+        more = [item.name for item in fields(later) if not hasattr(program, item.name)]
+        facts_of |= {row.name: set(more)} if more else {}
+        program = later
+    assert facts_of == {
+        "captured": {item.name for item in fields(CapturedProgram)},
+        "decouple": {"axes"},
+        "match": {"stay", "candidates"},
+        "choose": {"decision"},
+        "propagate": {"differentiable", "have", "hoisted"},
+        "outputs": {"layouts", "local_outputs"},
+    }
     with pytest.raises(FrozenInstanceError):
         program.tp = 3  # type: ignore[misc]
 
 
+def test_passes_before_ranks_are_known_cannot_compute_with_their_number() -> None:
+    with pytest.raises(TypeError):
+        _ = ANY_TP + 1
+
+
 def test_analyse_stops_at_the_last_pass_asked_for() -> None:
-    """Facts of later passes are unknown."""
+    """Its program has no facts of later passes."""
     program = analyse(*GIVEN, last="match")
-    assert program.candidates is not UNKNOWN and program.decision is UNKNOWN
+    assert program.candidates and not hasattr(program, "decision")
 
 
 def test_another_version_of_torch_warns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 from errors import message
 
+import autotp
 from autotp.options import DEFAULTS, OPTIONAL, Options, expect_choices
 
 PASSES = ", ".join(map(repr, OPTIONAL))
+TAKE_OPTIONS = ("parallelize", "from_pretrained", "explain", "verify", "stages", "distribute", "estimate")
 
 
 @pytest.mark.parametrize(
@@ -44,3 +49,26 @@ def test_options_without_is_sorted_and_unique() -> None:
     assert Options(without=7).without == (7,)  # type: ignore[arg-type]  # Refused by `expect_choices`.
     assert Options(without="cse").optional("overlap")
     assert not Options(without="cse").optional("cse")
+
+
+@pytest.mark.parametrize("name", TAKE_OPTIONS)
+def test_signatures_list_options_with_the_defaults_of_options(name: str) -> None:
+    """A user who asks `help` or an editor sees each; none is in a signature by hand."""
+    function, defaults = getattr(autotp, name), {row.name: row.default for row in fields(Options)}
+    listed = inspect.signature(function).parameters
+    rows = get_type_hints(get_args(get_type_hints(function)["options"])[0])
+    assert rows.keys() <= defaults.keys()
+    assert {row: (listed[row].default, listed[row].annotation) for row in rows} == {
+        row: (defaults[row], hint) for row, hint in rows.items()
+    }
+    assert "options" not in listed and " options: " not in (function.__doc__ or "")
+
+
+@pytest.mark.parametrize("name", TAKE_OPTIONS)
+def test_a_wrong_keyword_is_one_error_with_the_nearest(name: str) -> None:
+    needed = {"gpu": "h100-80gb", "batch": 2} if name == "estimate" else {}
+    function = getattr(autotp, name)
+    arguments = (torch.nn.Linear(2, 2), 2)[: 1 if name in ("distribute", "estimate") else 2]
+    text = f"{name}: there is no argument `sequenceparallel`\n  try      sequence_parallel"
+    assert message(lambda: function(*arguments, sequenceparallel=True, **needed)).startswith(text)
+    assert "try      one of " in message(lambda: function(*arguments, zzzz=True, **needed))

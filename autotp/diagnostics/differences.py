@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autotp.compiler import Program
+from autotp.passes.program.program import Program
 from autotp.sharding.layout import Layout
 
 TOLERANCE = 1e-9

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from autotp.compiler import Program, rank_program
+from autotp.compiler import rank_program
 from autotp.ops import collectives, custom_vjp
 from autotp.ops.async_linear import async_linear, products
 from autotp.ops.coalesced import together
@@ -24,6 +24,7 @@ from autotp.options import Options
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, places
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.emit.recompute import Recomputed
+from autotp.passes.program.program import Program
 from autotp.sharding.partition import chunk_sizes
 from autotp.sharding.strides import laid_out, order_of_dimensions
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from autotp.compiler import Program, flat_graphs
+from autotp.compiler import flat_graphs
 from autotp.display.progress import progress
 from autotp.display.sheet import Table
 from autotp.errors import REPORT, Error
@@ -32,6 +32,7 @@ from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.check.stage_composition import Composition, compose
 from autotp.passes.pipeline.stages import Division, Stage, staged
+from autotp.passes.program.program import Program
 from autotp.rules.call import nbytes_of
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp.compiler import Program, loss_among
 from autotp.diagnostics.differences import (
     Difference,
     descending,
@@ -27,6 +26,8 @@ from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import flatten, signature_of
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Stage
+from autotp.passes.program.loss_only import loss_among
+from autotp.passes.program.program import Program
 from autotp.sharding.layout import Layout
 from autotp.training.microbatches import batch_tensors, counts_of, map_rows, named_totals
 from autotp.training.pipeline.schedules import Training

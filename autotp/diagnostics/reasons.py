@@ -14,7 +14,6 @@ from functools import cached_property
 
 from torch import fx
 
-from autotp.compiler import Program
 from autotp.diagnostics.node_text import operator_text
 from autotp.diagnostics.plan import Cause
 from autotp.ops import collectives
@@ -23,6 +22,7 @@ from autotp.passes.plan.candidate import Candidate, contracts, maker
 from autotp.passes.plan.choose import Refusal, refusal
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.passes.plan.match import candidate_at
+from autotp.passes.program.program import Program
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, find, leaves

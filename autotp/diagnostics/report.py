@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from autotp.compiler import Program, flat_graph
+from autotp.compiler import flat_graph
 from autotp.diagnostics.node_text import size_text, sizes_of
 from autotp.diagnostics.plan import CutRow, Plan, StepCollective, Traffic, WholeRow
 from autotp.diagnostics.reasons import Reasons, read_by
@@ -26,6 +26,7 @@ from autotp.passes.check.types import Typed
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.propagate import needs_grad
+from autotp.passes.program.program import CapturedProgram, Program
 from autotp.rules.call import elements_of, nbytes_of, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
@@ -98,7 +99,7 @@ def _types_along_sequences(analysis: Program) -> dict[str, int]:
     return dict(counts)
 
 
-def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
+def traffic(graph: fx.Graph, analysis: CapturedProgram) -> Traffic:
     """Returns the collectives of a lowered graph, forward and backward."""
     again = _gathered_again(graph, analysis)
     graph, sends = separate(graph), []
@@ -132,13 +133,13 @@ def _placeholder(value: fx.Node) -> fx.Node:
             return value
 
 
-def _learning(graph: fx.Graph, analysis: Program) -> tuple[frozenset[fx.Node], set[fx.Node]]:
+def _learning(graph: fx.Graph, analysis: CapturedProgram) -> tuple[frozenset[fx.Node], set[fx.Node]]:
     """Returns the parameters of a graph, and the values that a gradient flows through to them."""
     learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
     return learnt, needs_grad(graph, learnt)
 
 
-def _gathered_again(graph: fx.Graph, analysis: Program) -> list[StepCollective]:
+def _gathered_again(graph: fx.Graph, analysis: CapturedProgram) -> list[StepCollective]:
     """Returns the all-gathers in backward of joined products, which gather their input again."""
     (_, graded), sends = _learning(graph, analysis), []
     for node in graph.nodes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import Unpack
 
-from autotp.compiler import Amend, CallState, Program, analyse, flat_graphs
+from autotp.compiler import Amend, analyse, flat_graphs
 from autotp.diagnostics.differences import (
     TOLERANCE,
     Difference,
@@ -36,7 +37,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.errors import Error, within
 from autotp.model_library import library
 from autotp.ops.random_state import forked, seed
-from autotp.options import DEFAULTS, Cut, Experts, Options, Outputs, Overlap, Recompute
+from autotp.options import DEFAULTS, Options, TrialOptions, expect_options, lists_options
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt
 from autotp.passes.capture.example_inputs import Inputs
@@ -50,6 +51,7 @@ from autotp.passes.capture.pytree import flatten, leaf_names, map_leaves, outcom
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.capture.unsupported.function_caches import empty_caches
 from autotp.passes.pipeline.stages import Stage, expect_enough
+from autotp.passes.program.program import CallState, Program
 from autotp.rules.traits import draws
 from autotp.runtime.build import expect_usable
 from autotp.runtime.graph_digest import order_of, same_order
@@ -232,8 +234,8 @@ def run_ranks(trial: Trial, change: Edit = _unchanged) -> Ran[tuple[list[RankTen
             simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings)
             for i, graph in enumerate(trial.graphs)
         ]
-        given = [{name: rank[f"input {i}"] for i, name in enumerate(inputs)} for rank in ranks]
-        rows = run_programs(programs, given, analysis.options.cp)
+        operands_of_ranks = [{name: rank[f"input {i}"] for i, name in enumerate(inputs)} for rank in ranks]
+        rows = run_programs(programs, operands_of_ranks, analysis.options.cp)
         return rows[0], (ranks, rows)
 
 
@@ -448,6 +450,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"  backward        {kinds[1]}"
 
 
+@lists_options
 def verify(
     model: nn.Module,
     tp: int,
@@ -459,14 +462,8 @@ def verify(
     interleave: int | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     example_inputs: Any = None,
-    outputs: Outputs = "auto",
-    experts: Experts = "width",
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-    overlap: Overlap = "none",
     cp: int = 1,
-    without: Collection[str] = (),
-    cut: Cut | None = None,
+    **options: Unpack[TrialOptions],
 ) -> Report:
     """Compares `tp` ranks of `model` with the model itself, and returns the differences.
 
@@ -484,7 +481,8 @@ def verify(
         pp, dp, schedule, interleave, zero: as for `distribute`. What torch's `fully_shard` does is not verified.
         microbatches: as for `distribute`; by default as many as pipeline ranks. The step that is compared is made of
             the rows of the example inputs, which are those of a microbatch.
-        example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without, cut: as for `parallelize`.
+        example_inputs, cp: as for `parallelize`.
+        options: as for `parallelize`.
 
     Raises:
         Error: as `parallelize` or `distribute`; or the model is parallel already.
@@ -495,9 +493,8 @@ def verify(
         >>> assert report.ok, report
     """
 
-    settings = Options(
-        outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp, cut=cut
-    )
+    expect_options(verify, options)
+    settings = Options(cp=cp, **options)
     parts = microbatches_of(pp) if microbatches is None else microbatches
     training = training_of(settings, parts, schedule, zero, interleave)
 
@@ -522,11 +519,8 @@ def training_of(
     settings: Options, microbatches: int, schedule: Schedule, zero: Literal[0, 1, 2, 3], interleave: int | None
 ) -> Training:
     """Returns what `distribute` would be asked for with these options."""
-    return Training(
-        outputs="local", sequence_parallel=settings.sequence_parallel, recompute=settings.recompute, summed=True,
-        without=settings.without, microbatches=microbatches, schedule=schedule, zero=zero, cp=settings.cp,
-        interleave=interleave, overlap=settings.overlap, cut=settings.cut,
-    )  # fmt: skip
+    of_training = vars(settings) | {"outputs": "local", "experts": "width", "summed": True}
+    return Training(**of_training, microbatches=microbatches, schedule=schedule, zero=zero, interleave=interleave)
 
 
 def expect_layout(settings: Options, training: Training, sizes: tuple[int, int, int]) -> None:

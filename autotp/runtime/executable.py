@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import CallState, analyse, warn_of_whole_sequences
+from autotp.compiler import analyse, warn_of_whole_sequences
 from autotp.distributed.agreement import agree
 from autotp.distributed.cut_tensors.cut_parameter import STAND_FOR_WHOLES, whole_operand
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded, local_part
@@ -57,6 +57,7 @@ from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_ho
 from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetric_memory, expect_async_tp
 from autotp.passes.emit.attach_parameters import BlockCall, in_places, places, ties, value_at, values_at, works
 from autotp.passes.emit.compiled import compile_blocks
+from autotp.passes.program.program import CallState
 from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts, warn_of_equal_rows
 from autotp.runtime.fsdp import dtypes
 from autotp.runtime.func_gradients import expect_tied, own_parts
@@ -274,10 +275,12 @@ class Executable:
         def read(entry: GraphEntry, first: int) -> KnownValues | None:
             draw_again()
             assert entry.other_assumed is not None
-            captured = entry.analysis.captured
-            given = dict(zip(captured.inputs, self._given(captured, called.tensors)[0], strict=True))
-            with unseen(), called.autocast.off():
-                return entry.other_assumed(entry.ready.values() | given, first)
+            tensors, _ = self._given(entry.analysis.captured, called.tensors)
+            with unseen(), called.autocast.off(), torch._C.DisableTorchFunctionSubclass():
+                operands = self._operands(entry, tensors)
+                return entry.other_assumed(
+                    lambda name: operands[name] if name in operands else entry.ready.value(name), first
+                )
 
         compare = partial(self.uncompiled, contradicted) if torch.compiler.is_compiling() else contradicted
         return run_until_right(prepare, lambda entry: self._run(entry, called), read, compare)
@@ -309,8 +312,8 @@ class Executable:
     ) -> GraphEntry | None:
         """Returns the graph for a compiled call, as `_find`. Dynamo has no values, which Python may read."""
         find = partial(self.uncompiled, self._find) if self.read_places else self._find
-        found: GraphEntry | None = find(key, called, model_tensors, outcomes)
-        return found
+        match: GraphEntry | None = find(key, called, model_tensors, outcomes)
+        return match
 
     def _run(self, entry: GraphEntry, called: FlatCall) -> _Ran:
         """Runs a graph on a call's tensors and the model's."""
@@ -319,11 +322,15 @@ class Executable:
             follow(follow_first_numpy_state, self.mesh)
         tensors, shapes = self._given(entry.analysis.captured, called.tensors)
         written = self._written_into(entry.analysis.captured, tensors)
-        # After the line above: a caller's tensor on the CPU is written into there, and not in its copy.
-        tensors = to_device(tensors, self.mesh.device, entry.on_host)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
-            results = entry.ready(dict(zip(entry.analysis.captured.inputs, map(local_part, tensors), strict=True)))
+            # After the line above: a caller's tensor on the CPU is written into there, and not in its copy.
+            results = entry.ready(self._operands(entry, tensors))
         return results, (written, shapes)
+
+    def _operands(self, entry: GraphEntry, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns this rank's part of each input of a graph, on its device, by placeholder."""
+        tensors = to_device(tensors, self.mesh.device, entry.on_host)
+        return dict(zip(entry.analysis.captured.inputs, map(local_part, tensors), strict=True))
 
     def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
         """Returns a graph's input tensors (those of arguments, then those of attributes), and all shapes."""

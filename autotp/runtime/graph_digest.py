@@ -10,7 +10,6 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.compiler import Program, communication
 from autotp.distributed.agreement import SOURCE, Among, Fact, text_fact
 from autotp.distributed.fingerprint import checksum, random_state
 from autotp.distributed.mesh import Mesh
@@ -18,6 +17,8 @@ from autotp.ops.dropout import fast_attention, fast_dropout
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.guards.values import place_text
 from autotp.passes.capture.python_state.freeze import freeze_argument
+from autotp.passes.emit.bind import COMMUNICATING
+from autotp.passes.program.program import Program
 from autotp.rules.call import outputs_of
 from autotp.rules.traits import draws
 from autotp.source_location import line_of
@@ -83,7 +84,9 @@ def same_cards(mesh: Mesh, shares_draws: bool, among: Among | None = None) -> li
 
 def order_of(lowered: fx.Graph) -> int:
     """Returns a checksum of a rank's collectives in order: ranks that meet must have the same."""
-    return crc32(communication(lowered).encode())
+    collectives = (node for node in lowered.nodes if node.target in COMMUNICATING)
+    lines = (f"{getattr(node.target, '__name__', '')} {node.args[1]}" for node in collectives)
+    return crc32("\n".join(lines).encode())
 
 
 def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured, symbols: dict[str, str]) -> str:

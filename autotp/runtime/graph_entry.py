@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Program, rank_graph, rank_program
+from autotp.compiler import rank_graph, rank_program
 from autotp.distributed.agreement import Fact
 from autotp.distributed.cut_tensors.sharded_tensor import CutOutput, cut_output
 from autotp.distributed.device_arguments import inputs_on_host
@@ -27,6 +27,7 @@ from autotp.passes.capture.python_state.code_names import named
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
 from autotp.runtime.graph_digest import draws_alike, order_of, same_cards, same_graph, same_order
@@ -65,7 +66,7 @@ class GraphEntry:
     guard: Guard | None = None
     input_values: InputValuesGraph | None = None
     last: int = 0
-    other_assumed: Callable[[Mapping[str, Tensor], int], KnownValues | None] | None = None
+    other_assumed: Callable[[Callable[[str], Tensor], int], KnownValues | None] | None = None
     warned: bool = False
     on_host: Sequence[bool] = ()
 
@@ -133,7 +134,7 @@ class InputValuesGraph:
 
 
 def other_assumed(
-    graph: fx.Graph, captured: Captured, mesh: Mesh, values: Mapping[str, Tensor], first: int
+    graph: fx.Graph, captured: Captured, mesh: Mesh, value_of: Callable[[str], Tensor], first: int
 ) -> KnownValues | None:
     """Makes what Python reads of activations, each read by a part of the graph; returns what they give if it is other.
 
@@ -143,7 +144,7 @@ def other_assumed(
 
     Args:
         graph: the rank's lowered graph.
-        values: placeholder name -> tensor.
+        value_of: returns the tensor of a placeholder, of which only those that a read needs are asked for.
         first: the number of reads whose outcomes are known.
     """
     state, results, order = random_state_of(mesh.device), returned(graph), list(graph.nodes)
@@ -156,7 +157,7 @@ def other_assumed(
         # Later reads run the graph on the same operands, which must not be overwritten.
         module = fx.GraphModule(nn.Module(), bind(part, mesh.device, mesh.groups, reuse=False))
         with torch.no_grad(), unseen():
-            outputs = module(*(values[node.name] for node in part.find_nodes(op="placeholder")))
+            outputs = module(*(value_of(node.name) for node in part.find_nodes(op="placeholder")))
         # Each read runs the graph from its beginning, and must draw the numbers that the call draws.
         set_random_state(mesh.device, state)
         return read.made(lambda x: outputs[indices.index(x.at)] if isinstance(x, OutputAt) else x)
@@ -192,23 +193,23 @@ def run_until_right(
         compare: `contradicted`, perhaps outside of a compilation.
     """
     ran: Ran[Rest] | None = None
-    other: KnownValues | None = NO_VALUES
-    while other is not None:  # This ends: each turn knows the outcome of at least one more read.
-        graph, first = prepare(other), len(other.outcomes)
+    contradiction: KnownValues | None = NO_VALUES
+    while contradiction is not None:  # This ends: each turn knows the outcome of at least one more read.
+        graph, first = prepare(contradiction), len(contradiction.outcomes)
         captured = graph.analysis.captured
         can_read = captured.assumes and not torch.compiler.is_compiling()
-        other = read(graph, first) if can_read and is_recorded() else None
-        if other is not None:
+        contradiction = read(graph, first) if can_read and is_recorded() else None
+        if contradiction is not None:
             continue  # A graph that is not right must not be recorded.
         try:
             ran = run(graph)
         except (IndexError, RuntimeError, ValueError) as error:  # NOTE [A graph that fails]
             # An Error is of a lost rank, for example.
-            other = read(graph, first) if can_read and not isinstance(error, Error) else None
-            if other is None:
+            contradiction = read(graph, first) if can_read and not isinstance(error, Error) else None
+            if contradiction is None:
                 raise
         else:
-            other = compare(captured, ran[0], first) if captured.assumes else None
+            contradiction = compare(captured, ran[0], first) if captured.assumes else None
     assert ran is not None
     return graph, ran
 

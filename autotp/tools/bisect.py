@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from autotp.compiler import Program
 from autotp.diagnostics.verify import Report, compare_calls
 from autotp.display.progress import Line, progress
 from autotp.display.sheet import Sheet, Shown, Table
@@ -21,6 +20,7 @@ from autotp.errors import Error
 from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.plan.choose import Decision, accept
+from autotp.passes.program.program import CapturedProgram, ProgramWithDecision
 from autotp.rules.registry import RULES, without_rules
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class _Trials:
     def __init__(self, model: nn.Module, inputs: Inputs, tp: int, settings: Options, line: Line) -> None:
         self.run = partial(compare_calls, model, inputs, tp)
         self.settings, self.line, self.count = settings, line, 0
-        self.program: Program | None = None  # That of the first trial.
+        self.program: ProgramWithDecision | None = None  # That of the first trial.
 
     def report(
         self, settings: Options, only: Sequence[int] | None = None, stored: Collection[str] | None = None
@@ -116,8 +116,8 @@ class _Trials:
                 all that the cuts allow.
         """
 
-        def amend(name: str, program: Program) -> Program:
-            if name != "choose":
+        def amend(name: str, program: CapturedProgram) -> CapturedProgram:
+            if name != "choose" or not isinstance(program, ProgramWithDecision):
                 return program
             # Suspects are numbered as in the first trial, in which nothing is switched off.
             self.program = self.program or program
@@ -139,7 +139,7 @@ class _Trials:
             return False
 
 
-def _reduced(program: Program, only: Sequence[int] | None, stored: Collection[str] | None) -> Decision:
+def _reduced(program: ProgramWithDecision, only: Sequence[int] | None, stored: Collection[str] | None) -> Decision:
     """Returns the program's decision, with fewer cuts or fewer parameters that are stored cut."""
     decision, names = program.decision, program.captured.parameters
     if only is not None:
@@ -173,7 +173,7 @@ def _blame(trials: _Trials, settings: Options) -> Blame | None:
     return Blame(weights, why, passes, "" if passes else _rule(trials, program), trials.count)
 
 
-def _weights(trials: _Trials, program: Program) -> tuple[tuple[str, ...], str]:
+def _weights(trials: _Trials, program: ProgramWithDecision) -> tuple[tuple[str, ...], str]:
     """Returns the parameters along the guilty axes, the guilty ones first, and the pattern of the first axis.
 
     Halving finds the axes; then, among the parameters that these cut, those whose storage makes the difference. If the
@@ -204,7 +204,7 @@ def _passes(trials: _Trials) -> tuple[str, ...]:
     return tuple(halve(suspects, differs))
 
 
-def _rule(trials: _Trials, program: Program) -> str:
+def _rule(trials: _Trials, program: ProgramWithDecision) -> str:
     """Returns the guilty operator.
 
     Where an operator has no rule, less is cut, and a difference may be gone for this reason alone. So of the operators

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp.compiler import Program
 from autotp.errors import Error
 from autotp.passes.capture.pytree import map_leaves
 from autotp.passes.emit.attach_parameters import ParameterPlace, value_at
 from autotp.passes.plan.candidate import contracts
+from autotp.passes.program.program import Program
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.boxes import is_sharded, local_of

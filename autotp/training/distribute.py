@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from autotp.arguments import expect_arguments
 from autotp.distributed.mesh import TIMEOUT, expect_timeout, start_distributed, tell_errors, world_size
 from autotp.errors import Error, within
 from autotp.model_library import library
-from autotp.options import Cut, Overlap, Recompute, expect_choices
+from autotp.options import TrainingOptions, expect_choices, expect_options, lists_options
 from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
 from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, engine_of
@@ -26,6 +27,7 @@ from autotp.training.trainer import OpensModel, Trainer
 COMPUTE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@lists_options
 def distribute(
     model: nn.Module | str | os.PathLike[str],
     *,
@@ -37,16 +39,12 @@ def distribute(
     schedule: Schedule = "1F1B",
     interleave: int | None = None,
     example_inputs: Any = None,
-    randomness: Literal["fast", "exact"] = "fast",
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-    overlap: Overlap = "none",
-    cut: Cut | None = None,
     zero: Literal[0, 1, 2, 3] = 0,
     dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
     loss_scaler: GradScaler | None = None,
     timeout: timedelta = TIMEOUT,
+    **options: Unpack[TrainingOptions],
 ) -> Trainer:
     """Returns a Trainer: this rank's part of `model` on `tp * cp * pp * dp` processes, and the step that trains it.
 
@@ -67,7 +65,7 @@ def distribute(
         interleave: the number of stages of each rank under "interleaved": the bubble is so many times smaller
             (Narayanan et al. 2021, section 2.2), and stages send so many times as much.
         example_inputs: as for `parallelize`; tensors are those of one microbatch, [batch/dp/microbatches ...].
-        randomness, sequence_parallel, recompute, overlap, cut: as for `parallelize`. Replicas, stages and microbatches
+        options: as for `parallelize`. Replicas, stages and microbatches
             draw masks of their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
         zero: the stage of ZeRO (Rajbhandari et al. 2020), which says of which tensors a replica keeps only a part.
             1: the optimizer's state. 2: also the gradients between microbatches (in a pipeline torch's schedules reduce
@@ -100,10 +98,10 @@ def distribute(
         >>> bool(trainer.evaluate(tokens, labels=tokens) < loss)
         True
     """
+    expect_options(distribute, options)
     training = Training(
-        outputs="local", sequence_parallel=sequence_parallel, randomness=randomness, recompute=recompute, summed=True,
-        microbatches=microbatches, schedule=schedule, interleave=interleave, zero=zero, compute_dtype=compute_dtype,
-        cp=cp, overlap=overlap, cut=cut,
+        outputs="local", summed=True, cp=cp, microbatches=microbatches, schedule=schedule, interleave=interleave,
+        zero=zero, compute_dtype=compute_dtype, **options,
     )  # fmt: skip
 
     def run() -> Trainer:

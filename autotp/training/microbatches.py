@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Program
 from autotp.errors import Error
 from autotp.passes.capture.guards.looks import without_padding
 from autotp.passes.capture.python_state.freeze import freeze_argument
@@ -20,6 +19,7 @@ from autotp.passes.capture.pytree import flatten, map_leaves
 from autotp.passes.emit.attach_parameters import place_in, value_at
 from autotp.passes.emit.bind import bind
 from autotp.passes.pipeline.loss_totals import TOTAL
+from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from autotp.compiler import Program, rank_graph, rank_program, warn_of_whole_sequences
+from autotp.compiler import rank_graph, rank_program, warn_of_whole_sequences
 from autotp.distributed.agreement import Fact, agree, line_sums, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
 from autotp.distributed.cut_tensors.rows_of_parts import rows_of_part
@@ -47,9 +47,10 @@ from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
+from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.call_consistency import SAME_ROWS
-from autotp.runtime.executable import CHECKED_CALLS
+from autotp.runtime.executable import CHECKED_CALLS, MOST
 from autotp.runtime.fsdp import gather_ahead, pace, replicate, shard
 from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
@@ -748,6 +749,8 @@ class Trainer(InGraphs, HasHoldings):
         if all(pipeline.analysis is not existing.analysis for existing in self._pipelines):
             warn_of_whole_sequences(pipeline.analysis, f"Trainer.{'step' if pipeline.training else 'evaluate'}")
         self._pipelines.append(pipeline)
+        if len(self._pipelines) > MOST:
+            del self._pipelines[1]  # The first stays: it is that of an ordinary step. Of the others the oldest goes.
 
     def _run(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """Runs forward, and in training backward; returns the microbatches' losses on ranks with the last stage."""

@@ -14,7 +14,7 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.gradient_queries import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Fits
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, ValueRead, first_other
-from autotp.passes.capture.python_state.attribute_writes import AnyChange, Change, Write
+from autotp.passes.capture.python_state.attribute_writes import AddedHook, AnyChange, Change, Write
 from autotp.passes.capture.python_state.walk import GONE, Path, Slot, slot_of
 from autotp.passes.capture.pytree import Built, builder_of, unflatten_outcome
 from autotp.passes.capture.unsupported.long_sizes import Symbols
@@ -201,6 +201,11 @@ class Captured:
         # Whole numbers have no placeholders; tensors of attributes come last among the inputs.
         paths = [path for path in self.opened if path not in self.attempt.opened.numbers]
         return dict(zip(paths, self.inputs[len(self.inputs) - len(paths) :], strict=True))
+
+    @property
+    def changes_of_model(self) -> list[AnyChange]:
+        """What a call changes, except hooks of libraries, which parts of a batch can share."""
+        return [change for change in self.changes if not isinstance(change, AddedHook)]
 
     @property
     def computes_changes(self) -> bool:

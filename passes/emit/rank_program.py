@@ -63,9 +63,9 @@ class RankProgram:
         """
         return [given[name] if source is None else self._value(source) for name, source in self.order]
 
-    def values(self) -> dict[str, Tensor]:
-        """Returns the present value of each placeholder that has a source, those inside of blocks included."""
-        return {name: self._value(source) for name, source in self.sources.items()}
+    def value(self, name: str) -> Tensor:
+        """Returns the present value of a placeholder that has a source. Errors as of `operands`."""
+        return self._value(self.sources[name])
 
     def _value(self, source: str | Tensor) -> Tensor:
         if not isinstance(source, str):

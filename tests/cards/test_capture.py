@@ -11,9 +11,10 @@ from ranks import Checks
 from torch import Tensor, nn
 
 import autotp
-from autotp.compiler import CallState, Program, analyse
+from autotp.compiler import analyse
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.program.program import CallState, Program
 from autotp.runtime.graph_digest import digest
 
 checks = Checks(cards=True)

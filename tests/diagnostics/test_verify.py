@@ -16,7 +16,6 @@ from small_models import Plain, gpt
 from torch import Tensor, fx, nn
 
 import autotp
-from autotp import compiler as transform
 from autotp.diagnostics.differences import Difference
 from autotp.diagnostics.verify import Report, Trial, make_trial, run_and_compare
 from autotp.extensions import values_of
@@ -29,6 +28,7 @@ from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.emit import bind
 from autotp.passes.emit.python_calls import PYTHON_CALLS
 from autotp.passes.plan.propagate import needs_grad
+from autotp.passes.program import canonicalized
 from autotp.tools.bisect import bisect
 
 CONJUGATES = (
@@ -265,7 +265,7 @@ def test_a_buffer_that_is_not_updated(monkeypatch: pytest.MonkeyPatch) -> None:
         output.args = (output.args[0][: len(output.args[0]) - len(updated)],)
         return graph, []
 
-    monkeypatch.setattr(transform, "functionalize", forgetful)
+    monkeypatch.setattr(canonicalized, "functionalize", forgetful)
     report = autotp.verify(Counting(), 2, example_inputs=x)
     assert not report.ok and report.outputs[0].name == "calls"
 

@@ -27,6 +27,7 @@ from autotp.diagnostics import mesh_proof, verify
 from autotp.display import progress
 from autotp.integrations.transformers.files import weights
 from autotp.options import DEFAULTS
+from autotp.passes.program import canonicalized, planned
 from autotp.tools import bisect
 
 SECONDS = 30
@@ -113,8 +114,8 @@ X = torch.ones(2, 4)
 def test_explain_shows_the_running_stage_of_capture(slow: Slow) -> None:
     """It names the stage that runs."""
     slow.until("capture of Mlp: ", compiler, "captured_program")
-    slow.until("capture of Mlp: canonicalize: ", compiler, "cse")
-    slow.until("capture of Mlp: plan: ", compiler, "layouts_of_outputs")
+    slow.until("capture of Mlp: canonicalize: ", canonicalized, "canonical_order")
+    slow.until("capture of Mlp: plan: ", planned, "layouts_of_outputs")
     autotp.explain(Mlp(), 2, example_inputs=X)
     slow.expect("capture of Mlp: ", "capture of Mlp: canonicalize: ", "capture of Mlp: plan: ")
 

@@ -11,7 +11,7 @@ ORDER = (
     "source_location", "model_library", "extensions", "sharding", "groups", "ops",
     "rules", "options", "distributed",
     "passes.builder", "passes.fingerprint", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower",
-    "passes.check", "passes.emit", "passes.pipeline",
+    "passes.check", "passes.emit", "passes.pipeline", "passes.program",
     "compiler", "deferred_init", "diagnostics.plan", "diagnostics.node_text", "diagnostics.reasons",
     "diagnostics.report", "runtime",
     "training", "diagnostics", "checkpoint", "api", "integrations", "experimental", "tools", "__main__",

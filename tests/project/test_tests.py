@@ -67,6 +67,12 @@ BY_WHAT_IS_CAPTURED = {
     "passes/capture/repeats/unfold": "passes/capture/repeats/test_repeats",
     "passes/capture/unsupported/explain_failure": "system/test_refusals",
     "passes/lower/localize": "passes/lower/test_lower",
+    "passes/program/canonicalized": "test_compiler",
+    "passes/program/emitted": "test_compiler",
+    "passes/program/loss_only": "passes/pipeline/test_loss_totals",
+    "passes/program/planned": "test_compiler",
+    "passes/program/program": "test_compiler",
+    "passes/program/sequences": "passes/plan/sequence/test_context_parallel",
 }
 """Parts of a stage that have no input of their own: tested on models, by the graph that the stage makes."""
 

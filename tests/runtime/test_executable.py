@@ -571,6 +571,31 @@ def a_graph_that_fails_leaves_random_numbers_as_one_device(rank: int, n: int) ->
         assert torch.equal(found[0][1], found[1][1]), step
 
 
+class ClampingByLogits(nn.Module):
+    """As `Clamping`, by what it computes of logits, which may be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.table = nn.Linear(VOCAB, 8), nn.Embedding(4, 8)
+
+    def forward(self, ids: Tensor, logits: Tensor) -> Tensor:
+        ids = ids + (self.head(logits).sum() > 0)
+        ids = ids.clamp(max=3) if (ids > 3).any() else ids
+        rows: Tensor = self.table(ids)
+        return rows
+
+
+@checks.on(2)
+def a_graph_that_fails_reads_parts_of_cut_arguments(rank: int, n: int) -> None:
+    ids, x = torch.arange(4), tokens()[0]
+    language, cut_language = both(n, gpt().double(), outputs="local")
+    whole, parallel = both(n, ClampingByLogits().double(), example_inputs=(ids, language(x)))
+    logits = cut_language(x)
+    assert isinstance(logits, Sharded)
+    for sign in (1, -1, 1, -1):
+        torch.testing.assert_close(parallel(ids, logits * sign), whole(ids, language(x) * sign))
+
+
 class Wrong(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from errors import message
 from ranks import run_ranks
-from small_models import gpt
+from small_models import Plain, gpt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -32,6 +32,45 @@ def sharded(whole: GPT, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = 
     for block in model.h:
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy or MixedPrecisionPolicy())
     return fully_shard(model, mesh=mesh["dp"], mp_policy=policy or MixedPrecisionPolicy())
+
+
+class Rectified(Plain):
+    """A block that returns no view: torch warns of views of a sharded block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x).relu()
+
+
+class ClampingFirst(nn.Module):
+    """Its graph assumes that no index is too large, and fails where one is; its block is behind that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.table = nn.Buffer(torch.tensor(0)), nn.Embedding(4, 8)
+        self.h = nn.ModuleList([Rectified()])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids = ids + self.shift
+        ids = ids.clamp(max=3) if (ids > 3).any() else ids
+        rows: Tensor = self.h[0](self.table(ids))
+        return rows
+
+
+def a_graph_that_fails(rank: int, n: int) -> None:
+    """What Python reads is made without the parameters of the block, of which this rank has a shard."""
+    mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole, ids = ClampingFirst().double(), torch.arange(4).view(2, 2)
+    model = autotp.parallelize(copy.deepcopy(whole), mesh=mesh["tp"], example_inputs=ids)
+    fully_shard(model.h[0], mesh=mesh["dp"])
+    for shift in (0, 1, 0, 2):
+        for each in (whole, model):
+            each.shift.fill_(shift)
+        torch.testing.assert_close(model(ids), whole(ids))
+
+
+def test_a_graph_that_fails_reads_no_sharded_block() -> None:
+    run_ranks(a_graph_that_fails, 2)
 
 
 def mine(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:

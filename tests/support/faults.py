@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from small_models import Grouped, Mixture
 from torch import Tensor, fx, nn
 
-from autotp.compiler import CallState, Program, analyse, rank_graph
+from autotp.compiler import analyse, rank_graph
 from autotp.diagnostics.verify import Change, Report, Trial, run_and_compare
 from autotp.errors import Error
 from autotp.extensions import values_of
@@ -27,6 +27,7 @@ from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.overlap import separate
+from autotp.passes.program.program import CallState, Program
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_bounds
 

@@ -30,10 +30,10 @@ from spmd_types import I, P, R, S, V, rules
 from spmd_types.checker import typecheck
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Program
 from autotp.ops import collectives, custom_vjp, dropout, experts, lookup, placement_moves
 from autotp.ops.coalesced import together
 from autotp.ops.losses import cross_entropy
+from autotp.passes.program.program import Program
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_length
 

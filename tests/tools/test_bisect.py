@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from small_models import gpt
 from torch import Tensor, fx, nn
 
-from autotp import compiler
 from autotp.options import DEFAULTS
+from autotp.passes.program import emitted
 from autotp.rules import common as f
 from autotp.rules.registry import RULES
 from autotp.tools.bisect import bisect, halve
@@ -42,7 +42,7 @@ def test_halving_finds_one_of_several_that_suffice() -> None:
 @pytest.fixture
 def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass `in_place`, which runs behind the check, scales a weight that is cut."""
-    bind = compiler.bind
+    bind = emitted.bind
 
     def run(graph: fx.Graph, device: Any, groups: Any, owned: Any, in_place: bool) -> fx.Graph:
         bound = bind(graph, device, groups, owned, in_place)
@@ -55,7 +55,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
             weight.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
         return bound
 
-    monkeypatch.setattr(compiler, "bind", run)
+    monkeypatch.setattr(emitted, "bind", run)
 
 
 def test_bisect_finds_the_guilty_weight_and_pass(spoilt: None) -> None:

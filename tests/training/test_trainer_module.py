@@ -2,12 +2,13 @@
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from ranks import run_ranks
 from small_models import gpt, tokens
-from torch import nn
+from torch import Tensor, nn
 
 import autotp
 
@@ -64,3 +65,30 @@ def by_class(rank: int, n: int, sizes: dict[str, int], zero: int) -> None:
 )
 def test_trainer_modules_keep_the_model_s_classes_and_refuse_changes(sizes: dict[str, int], zero: int) -> None:
     run_ranks(by_class, 2, sizes, zero, timeout=100)
+
+
+class Scaled(nn.Module):
+    """Has a graph for each number that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        loss: Tensor = (self.head(x) * scale).square().mean()
+        return loss
+
+
+def many_numbers(rank: int, n: int) -> None:
+    """A training whose calls differ again and again would hold the graphs of all."""
+    model, x = Scaled(), torch.ones(2, 4)
+    expected = copy.deepcopy(model)
+    trainer = autotp.distribute(model, example_inputs={"x": x, "scale": 1.0})
+    with patch("autotp.training.trainer.MOST", 3):
+        for scale in (1.0, 2.0, 3.0, 4.0, 5.0, 2.0, 1.0):
+            torch.testing.assert_close(trainer.evaluate(x, scale=scale), expected(x, scale).detach())
+            assert len(trainer._pipelines) <= 3
+
+
+def test_trainer_keeps_a_number_of_graphs() -> None:
+    run_ranks(many_numbers, 1)

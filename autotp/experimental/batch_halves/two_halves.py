@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.compiler import Program, can_be_divided, decoupled, sources_of
 from autotp.errors import Error
 from autotp.experimental.batch_halves.halves import halves, joined
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
@@ -45,6 +44,9 @@ from autotp.passes.plan.propagate import needs_grad
 from autotp.passes.plan.sequence.causal_masks import causal_masks
 from autotp.passes.plan.sequence.context_parallel import CutSequences, context_parallel, cut_sequences
 from autotp.passes.plan.sequence.separate_keys import joined_again
+from autotp.passes.program.planned import decoupled
+from autotp.passes.program.program import ProgramWithAxes
+from autotp.passes.program.sequences import can_be_divided
 from autotp.rules.traits import draws
 from autotp.sharding.axis import Axis, leaves
 from autotp.source_location import line_of
@@ -56,7 +58,7 @@ WITHOUT = 'overlap="none", and a report of it'
 """What to write if the halves do not compute the same."""
 
 
-def two_halves(p: Program) -> Program:
+def two_halves(p: ProgramWithAxes) -> ProgramWithAxes:
     """Returns the program with a graph that computes the batch, or the sequence of its one row, in two halves."""
     cut = _cut(p)
     if cut is None:
@@ -65,7 +67,7 @@ def two_halves(p: Program) -> Program:
     graph, axes, decision = decompose(cut.graph, cut.axes, cut.decision)
     if p.options.optional("defer_reductions"):
         graph, axes, decision = defer_reductions(graph, axes, decision)
-    differentiable, separate = needs_grad(graph, sources_of(p, graph)), {n for n in graph.nodes if n.target is apart}
+    differentiable, separate = needs_grad(graph, p.sources_of(graph)), {n for n in graph.nodes if n.target is apart}
     graphs = []
     for half in (0, 1):
         to = Target(AXIS, 2, half, p.options.randomness)
@@ -80,20 +82,17 @@ def two_halves(p: Program) -> Program:
     )
 
 
-def _cut(p: Program) -> CutSequences | None:
+def _cut(p: ProgramWithAxes) -> CutSequences | None:
     """Returns the decision which operators are divided along which axis; None if nothing is divided."""
 
     def has_halves(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
         return can_be_divided(node, factor, leaf) and (p.options.randomness == "fast" or not draws(node))
 
-    def sources(graph: fx.Graph) -> frozenset[fx.Node]:
-        return sources_of(p, graph)
-
     if not p.call.training:
         return None
     if along := batch_axes(p.graph, p.axes, p.rows):
-        return cut_sequences(p.graph, p.axes, along, sources, has_halves)
-    return context_parallel(dce(causal_masks(p.graph)), sources, has_halves) if p.options.cp == 1 else None
+        return cut_sequences(p.graph, p.axes, along, p.sources_of, has_halves)
+    return context_parallel(dce(causal_masks(p.graph)), p.sources_of, has_halves) if p.options.cp == 1 else None
 
 
 def batch_axes(graph: fx.Graph, axes: Axes, rows: Collection[str]) -> list[Axis]:

@@ -87,9 +87,9 @@ class WholeMatrices(OwnedStates, Optimizer):
         Optimizer.__setstate__(
             stepper, {"defaults": dict(self.defaults), "param_groups": self.param_groups, "state": {}}
         )
-        others = {key: value for key, value in vars(self).items() if key not in vars(stepper)}
-        vars(stepper).update(others)
-        within(f"whole_matrices({self.kind.__name__})", lambda: _expect_alone(stepper, others))
+        shared = {key: value for key, value in vars(self).items() if key not in vars(stepper)}
+        vars(stepper).update(shared)
+        within(f"whole_matrices({self.kind.__name__})", lambda: _expect_alone(stepper, shared))
         self._stepper = stepper
         self._models: WeakKeyDictionary[nn.Module, Matrices] = WeakKeyDictionary()
         self._identities: list[Any] = []

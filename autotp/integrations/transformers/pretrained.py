@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
+from typing_extensions import Unpack
 
 from autotp.arguments import expect_arguments
 from autotp.distributed.agreement import Fact, agree, gather_texts, on_first_replica
@@ -52,7 +53,7 @@ from autotp.integrations.transformers.files.tensor_sources import Cast, Source, 
 from autotp.integrations.transformers.files.weights import parse_size, read_parts, write_checkpoint
 from autotp.integrations.transformers.files.whole_tensors import GatheredTensor, HeldTensor
 from autotp.integrations.transformers.processor_files import copy_beside
-from autotp.options import CheckInputs, Cut, Experts, Options, Outputs, Overlap, Recompute
+from autotp.options import Options, ParallelOptions, expect_options, lists_options
 from autotp.runtime.build import build
 from autotp.runtime.holdings import expect_nothing_beside, holdings_of, parallel_of
 from autotp.runtime.module import ParallelModule
@@ -70,6 +71,7 @@ OTHER_SETTINGS = (
 MOST_NAMES = 4  # The most names in an error.
 
 
+@lists_options
 def from_pretrained(
     path: str | os.PathLike[str],
     tp: int | None = None,
@@ -82,18 +84,10 @@ def from_pretrained(
     missing: Literal["error", "init"] = "error",
     unexpected: Literal["error", "ignore"] = "error",
     example_inputs: Any = None,
-    outputs: Outputs = "auto",
-    randomness: Literal["fast", "exact"] = "fast",
     strict: bool = False,
-    check_inputs: CheckInputs = "first",
-    experts: Experts = "width",
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-    overlap: Overlap = "none",
     cp: int | None = None,
-    without: Collection[str] = (),
-    cut: Cut | None = None,
     timeout: timedelta | None = None,
+    **options: Unpack[ParallelOptions],
 ) -> ParallelModule:
     """Returns this rank's part of the transformers model in the folder `path`; each rank reads only its part.
 
@@ -109,8 +103,8 @@ def from_pretrained(
         missing: "init" initialises parameters that no file has as transformers does, the same on all ranks; "error"
             raises Error.
         unexpected: "ignore" leaves out tensors that the model has no parameter for; "error" raises Error.
-        tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
-            recompute, overlap, cp, without, cut, timeout: as for `parallelize`.
+        tp, mesh, device, example_inputs, strict, cp, timeout: as for `parallelize`.
+        options: as for `parallelize`.
 
     Raises:
         Error: on every rank. The folder has no checkpoint, or its configuration names code; a file is truncated,
@@ -129,9 +123,8 @@ def from_pretrained(
     """
     size = "" if tp is None else f", tp={tp}"
     arguments = {"path": path, "dtype": dtype, "model_class": model_class, "config": config, "strict": strict}
-    settings = Options(
-        outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute, overlap, cut=cut
-    )
+    expect_options(from_pretrained, options)
+    settings = Options(**options)
     model_arguments = ModelArguments(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:

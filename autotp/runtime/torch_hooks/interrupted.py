@@ -87,6 +87,8 @@ def _compare(group: str) -> None:
         raise Error(why, **REMEDY) from error.__cause__
     # So the next comparison of this group meets under another key of the store.
     attached(group_of(place), Counts)[WAITS] += 1
+    _waiting.pop(key, None)
+    _passed.pop(key, None)
     problem, alternative = "left a forward or backward by an exception at another place", REMEDY["alternative"]
     details = {"alternative": alternative}
     Fact("started", started, problem, REMEDY["fix"], details=lambda *ranks: details).expect(

@@ -69,7 +69,8 @@ class ClosedForms:
             return Rows(
                 forward=local.forward * more.forward / less.forward * ranks / cp,
                 backward=local.backward * more.backward / less.backward * ranks / cp,
-                weights=local.weights, kept=local.kept / cp, live=local.live / cp, boundaries=local.boundaries / cp,
+                weights=local.weights * (more.weights / less.weights if less.weights else 0.0) * ranks / cp,
+                kept=local.kept / cp, live=local.live / cp, boundaries=local.boundaries / cp,
             )  # fmt: skip
 
         return ClosedForms(self.prices, rows)

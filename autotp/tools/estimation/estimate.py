@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import Unpack
 
 from autotp.arguments import expect_arguments
 from autotp.errors import Error, within
-from autotp.options import Overlap, Recompute, expect_choices
+from autotp.options import EstimateOptions, Overlap, expect_choices, expect_options, lists_options
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.runtime.build import expect_ordinary
 from autotp.tools.estimation.counts.pieces import CAPTURED_ROWS, Capturing, Lowered, lowered
@@ -25,6 +26,7 @@ LENGTHS = ("block_size", "n_positions", "max_position_embeddings", "seq_length",
 """The names under which configurations have the longest sequence."""
 
 
+@lists_options
 def estimate(
     model: nn.Module,
     *,
@@ -37,14 +39,12 @@ def estimate(
     micro_batch: int = 1,
     schedule: Schedule = "1F1B",
     interleave: int | None = None,
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-    overlap: Overlap = "none",
     zero: int = 0,
     dtype: torch.dtype | None = None,
     compiled: bool = False,
     sequence: int | None = None,
     example_inputs: Any = None,
+    **options: Unpack[EstimateOptions],
 ) -> Estimate:
     """Returns the predicted seconds, TFLOP/s and memory of a step that `distribute` would train with.
 
@@ -60,7 +60,8 @@ def estimate(
         gpu: the name of a kind of device ("a100-80gb"; a wrong name lists them), or a line that describes one:
             "989TF 3.35TB/s 80GB node=8x450GB/s net=50GB/s".
         batch: the rows of a step, over all replicas.
-        tp, pp, dp, cp, sequence_parallel, recompute, overlap, zero: as for `distribute`.
+        tp, pp, dp, cp, zero: as for `distribute`.
+        options: as for `distribute`.
         micro_batch: the rows of a microbatch; a replica has batch / dp / micro_batch microbatches.
         schedule: as for `distribute`.
         interleave: the number of stages of a rank under "interleaved"; 2 by default, as in `distribute`.
@@ -83,16 +84,14 @@ def estimate(
         True
     """
 
+    expect_options(estimate, options)
+
     def run() -> Estimate:
-        expect_arguments(
-            estimate, gpu=gpu, interleave=interleave, sequence_parallel=sequence_parallel, dtype=dtype,
-            compiled=compiled, sequence=sequence,
-        )  # fmt: skip
+        expect_arguments(estimate, gpu=gpu, interleave=interleave, dtype=dtype, compiled=compiled, sequence=sequence)
         device = hardware_of(gpu)
         layout = StepLayout(
             batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, schedule=schedule, interleave=interleave,
-            sequence_parallel=sequence_parallel, recompute=recompute, overlap=overlap, zero=zero,
-            dtype=dtype,
+            zero=zero, dtype=dtype, **options,
         )  # fmt: skip
         # Raises for a schedule that there is not, before the model is captured.
         engine_of(schedule, interleave)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autotp.compiler import Program, expect_typed, flat_graphs, graphs_after_passes
+from autotp.compiler import expect_typed, flat_graphs, graphs_after_passes
 from autotp.diagnostics.mesh_proof import MeshProof
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
@@ -19,6 +19,7 @@ from autotp.passes.check.types import Typed
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.pipeline.stages import blocks_in_order
 from autotp.passes.plan.propagate import needs_grad
+from autotp.passes.program.program import Program
 from autotp.sharding.axis import Size
 from autotp.sharding.partition import chunk_size
 from autotp.tools.estimation.price import Prices

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from autotp.compiler import CANONICALIZE, LOWER, PLAN, UNKNOWN, Program, passes_of
+from autotp.compiler import CANONICALIZE, LOWER, PLAN, passes_of
 from autotp.diagnostics.node_text import operator_text, sizes_of
 from autotp.diagnostics.report import traffic
 from autotp.display.sheet import Code, Kind, Sheet, Shown, Table
@@ -57,7 +57,7 @@ class Rewrites(NamedTuple):
         return f"+{self.new} -{self.gone}" if any(self) else ""
 
 
-FOUND: dict[str, Callable[[Program], str]] = {
+FOUND: dict[str, Callable[[Any], str]] = {
     "totals": lambda p: "the totals of the loss",
     "sequences": lambda p: f"{_many(p.sequences.operators, 'operator')} cut over cp",
     "notes": lambda p: ", ".join(p.notes.values()),
@@ -67,12 +67,12 @@ FOUND: dict[str, Callable[[Program], str]] = {
         f"{_many(len(p.decision.cuts), 'operator')} cut along {_many(len(p.decision.chosen), 'axis', 'axes')}"
     ),
     "have": lambda p: f"placements of {_many(len(p.have), 'value')}",
-    "hoisted": lambda p: f"{_many(len(p.hoisted), 'operator')} on copies",
+    "hoisted": lambda p: f"{_many(len(p.hoisted), 'operator')} on copies" if p.hoisted else "",
     "layouts": lambda p: (
         f"{sum(layout.dim is not None for layout in p.layouts.values())} of {len(p.layouts)} parameters cut"
     ),
 }
-"""A fact about a program -> what is said of it after the pass that finds it."""
+"""A fact about a program that has it -> what is said of it after the pass that finds it."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,10 @@ def _facts(step: PassRun) -> Iterator[str]:
         calls = sum(node.op == "call_module" for node in module.nodes)
         yield f"{_many(calls, 'block')} of {_many(len(blocks), 'kind')}" if calls else "no blocks"
     for name, describe in FOUND.items():
-        was, now = (getattr(program, name, UNKNOWN) for program in (step.before, step.program))
+        was, now = (getattr(program, name, None) for program in (step.before, step.program))
         # A fact that a pass has made anew, in the same words, is not told.
-        if was is not now and (was is UNKNOWN or describe(step.program) != describe(step.before)):
-            yield describe(step.program)
+        if was is not now and (was is None or describe(step.program) != describe(step.before)):
+            yield from filter(None, [describe(step.program)])
 
 
 def _sent(graphs: tuple[fx.Graph, ...], step: PassRun) -> Sends:

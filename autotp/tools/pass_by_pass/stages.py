@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from typing_extensions import Unpack
 
-from autotp.compiler import Program
 from autotp.diagnostics.node_text import size_text, sizes_of, type_text
 from autotp.diagnostics.report import report
 from autotp.display.sheet import Code, Sheet, Shown
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
-from autotp.options import Cut, Experts, Options, Outputs, Overlap, Recompute
+from autotp.options import Options, TrialOptions, expect_options, lists_options
+from autotp.passes.program.program import Program
 from autotp.runtime.build import expect_usable
 from autotp.sharding.axis import find, leaves
 from autotp.tools.pass_by_pass.steps import PassRun, run_steps
@@ -52,19 +53,14 @@ class Stages(Shown):
         return Sheet(self.summary(), tuple(codes))
 
 
+@lists_options
 def stages(
     model: nn.Module,
     tp: int,
     *,
     example_inputs: Any = None,
-    outputs: Outputs = "auto",
-    experts: Experts = "width",
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-    overlap: Overlap = "none",
     cp: int = 1,
-    without: Collection[str] = (),
-    cut: Cut | None = None,
+    **options: Unpack[TrialOptions],
 ) -> Stages:
     """Returns the text of each stage between `model` and the graph that the first of `tp` ranks runs.
 
@@ -76,7 +72,8 @@ def stages(
     Args:
         model: an ordinary single-device model.
         tp: the number of ranks.
-        example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without, cut: as for `parallelize`.
+        example_inputs, cp: as for `parallelize`.
+        options: as for `parallelize`.
 
     Raises:
         Error: as `parallelize`.
@@ -90,14 +87,13 @@ def stages(
         return [linear]
     """
 
-    options = Options(
-        outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp, cut=cut
-    )
+    expect_options(stages, options)
+    settings = Options(cp=cp, **options)
 
     def run() -> Stages:
-        expect_usable("stages", model, tp, options)
+        expect_usable("stages", model, tp, settings)
         with uncollected():
-            return Stages(dict(_pages(model, run_steps(model, tp, options, example_inputs))))
+            return Stages(dict(_pages(model, run_steps(model, tp, settings, example_inputs))))
 
     return within(f"stages({type(model).__name__}, tp={tp}{f', cp={cp}' * (cp != 1)})", run)
 
@@ -123,6 +119,7 @@ def _pages(model: nn.Module, steps: Iterable[PassRun]) -> Iterator[tuple[str, st
 def _decided(step: PassRun, model: str) -> Iterator[tuple[str, str]]:
     """Yields what was decided before the first rank's graph is made."""
     program = step.program
+    assert isinstance(program, Program)
     yield "axes", step.names.text(program.graph, lambda node: _axes_of(node, program))
     yield "plan", f"{report(program, model)}"
 

@@ -14,7 +14,6 @@ from torch import fx, nn
 
 from autotp.compiler import (
     Pass,
-    Program,
     captured_program,
     emitted_operators,
     expect_typed,
@@ -28,6 +27,7 @@ from autotp.passes.capture.pytree import named_leaves, signature_of, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.recompute import Recomputed
 from autotp.passes.lower.local_sizes import Target
+from autotp.passes.program.program import CapturedProgram, Program
 from autotp.source_location import block_of
 from autotp.tools.pass_by_pass.graph_text import INDENT, graph_text
 
@@ -66,8 +66,8 @@ class PassRun:
     stage: str
     name: str
     seconds: float
-    before: Program | None
-    program: Program
+    before: CapturedProgram | None
+    program: CapturedProgram
     graphs: tuple[tuple[fx.Graph, ...], tuple[fx.Graph, ...]]
     names: Names
     was: Callable[[], str]
@@ -95,6 +95,7 @@ def run_steps(model: nn.Module, tp: int, options: Options, example_inputs: Any) 
         graphs = program.graph, later.graph
         yield _step(pass_, seconds, program, later, graphs, names)
         program = later
+    assert isinstance(program, Program)  # All passes of the stage plan have run.
     to = Target("tp", program.tp, 0, "fast", frozenset(program.local_outputs))
     graph = program.graph
     for seconds, (pass_, lowered) in _each_timed(graphs_after_passes(program, to)):
@@ -105,7 +106,12 @@ def run_steps(model: nn.Module, tp: int, options: Options, example_inputs: Any) 
 
 
 def _step(
-    pass_: Pass, seconds: float, before: Program, after: Program, graphs: tuple[fx.Graph, fx.Graph], names: Names
+    pass_: Pass,
+    seconds: float,
+    before: CapturedProgram,
+    after: CapturedProgram,
+    graphs: tuple[fx.Graph, fx.Graph],
+    names: Names,
 ) -> PassRun:
     # Texts are made when they are asked for: most are not.
     was, became = (partial(names.text, graph) for graph in graphs)
@@ -152,7 +158,7 @@ def _each_timed(rows: Iterable[T]) -> Iterator[tuple[float, T]]:
         yield seconds, cast(T, row)
 
 
-def _names_of_inputs(call: Any, program: Program) -> dict[str, str]:
+def _names_of_inputs(call: Any, program: CapturedProgram) -> dict[str, str]:
     """Placeholder -> the caller's name of the input: `tokens`, `batch.mask`. Empty for a call with a cache."""
     if states(call):
         return {}

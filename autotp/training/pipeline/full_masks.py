@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.compiler import CallState, Program, analyse
+from autotp.compiler import analyse
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.pytree import flatten
+from autotp.passes.program.program import CallState, Program
 from autotp.runtime.graph_entry import input_values_on
 
 

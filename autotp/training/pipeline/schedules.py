@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
-from autotp.compiler import CallState, Captures, Program
+from autotp.compiler import Captures
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
@@ -23,6 +23,7 @@ from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, partition
 from autotp.passes.plan.infer_axes import Axes, infer_axes
+from autotp.passes.program.program import CallState, Program
 from autotp.rules.call import placeholders, returned
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype

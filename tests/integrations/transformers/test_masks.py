@@ -30,10 +30,11 @@ from transformers import (
 from transformers.masking_utils import create_bidirectional_mask
 
 import autotp
-from autotp.compiler import CallState, Program, analyse
+from autotp.compiler import analyse
 from autotp.integrations.transformers.masks import as_on_one_device
 from autotp.passes.capture import capture as capturing
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.program.program import CallState, Program
 from autotp.rules.call import arguments_of
 from autotp.runtime.module import executable_of
 

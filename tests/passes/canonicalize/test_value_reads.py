@@ -6,8 +6,9 @@ import torch
 from graphs import ops
 from torch import Tensor, nn
 
-from autotp.compiler import CallState, analyse
+from autotp.compiler import analyse
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.program.program import CallState
 from autotp.rules.call import returned
 from autotp.sharding.layout import Layout
 

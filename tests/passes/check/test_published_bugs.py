@@ -19,13 +19,13 @@ from faults import CASES, Case, after, changed, decoder, graphs_of, is_item, mad
 from ranks import ROOT
 from torch import fx
 
-from autotp import compiler
-from autotp.compiler import Program
 from autotp.diagnostics.verify import make_trial
 from autotp.errors import Error
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.options import Options
+from autotp.passes.program import sequences
+from autotp.passes.program.program import Program
 
 aten = torch.ops.aten
 LLAMA = Architecture(norm="rms_by_hand", positions="rotary", qkv="separate", gate="chunk", bias=False)
@@ -239,7 +239,7 @@ OF_CUT_SEQUENCES = {
 
 @pytest.mark.parametrize("name", OF_CUT_SEQUENCES)
 def test_check_names_a_published_bug_of_cut_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug, lower = OF_CUT_SEQUENCES[name], compiler.lower
+    bug, lower = OF_CUT_SEQUENCES[name], sequences.lower
 
     def lowered(graph: fx.Graph, axes: Any, decision: Any, differentiable: Any, to: Any, *rest: Any) -> fx.Graph:
         right = lower(graph, axes, decision, differentiable, to, *rest)
@@ -247,7 +247,7 @@ def test_check_names_a_published_bug_of_cut_sequences(name: str, monkeypatch: py
 
     given = made(model(LLAMA)), (), arguments(LLAMA), 1, Options(cp=2)
     make_trial(*given)
-    monkeypatch.setattr(compiler, "lower", lowered)
+    monkeypatch.setattr(sequences, "lower", lowered)
     with pytest.raises(Error) as raised:
         make_trial(*given)
     expect_named(bug, raised.value)

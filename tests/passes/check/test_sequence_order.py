@@ -10,7 +10,6 @@ import torch
 from small_models import TwoStreams, gpt, two_streams
 from torch import fx, nn
 
-from autotp import compiler
 from autotp.compiler import analyse
 from autotp.diagnostics.verify import find_inputs
 from autotp.errors import Error
@@ -19,6 +18,7 @@ from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.check.sequence_order import expect_sequence_order
 from autotp.passes.plan.sequence.balance import balance
+from autotp.passes.program import sequences
 
 aten = torch.ops.aten
 Fault = Callable[[fx.Graph, fx.Node], None]
@@ -36,7 +36,7 @@ def proved(model: nn.Module, given: Any, monkeypatch: pytest.MonkeyPatch, fault:
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(compiler, "balance", broken)
+        patched.setattr(sequences, "balance", broken)
         args, kwargs = find_inputs(model, given)
         analyse(skeleton_of(model), args, kwargs, 1, Options(cp=2))
     return nodes

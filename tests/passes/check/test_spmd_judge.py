@@ -29,8 +29,8 @@ from faults import (
 )
 from torch import fx
 
-from autotp.compiler import Program
 from autotp.ops import collectives
+from autotp.passes.program.program import Program
 
 pytest.importorskip("spmd_types", reason="its checker judges our graphs: pip install spmd_types")
 import spmd_types as spmd

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autotp.compiler import Program, analyse
+from autotp.compiler import analyse
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.plan.outputs import is_loss, makers
+from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 
 TOKENS = torch.arange(6).view(2, 3)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Captures, Program, emitted_operators, rank_graph
+from autotp.compiler import Captures, emitted_operators, rank_graph
 from autotp.errors import Error
 from autotp.passes.builder import copied
 from autotp.passes.canonicalize.custom_vjp import fuse
@@ -25,6 +25,7 @@ from autotp.passes.fingerprint import operators_as_text
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.pipeline.stages import Stage, blocks_in_order, staged
 from autotp.passes.plan.propagate import needs_grad
+from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
 from autotp.sharding.layout import Layout

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp.compiler import Program, analyse
+from autotp.compiler import analyse
 from autotp.diagnostics.verify import compare_calls, find_inputs
 from autotp.errors import Error
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
@@ -19,6 +19,7 @@ from autotp.ops.collectives import all_gather, scatter
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.plan.sequence.balance import balance
+from autotp.passes.program.program import Program
 
 
 def program(model: nn.Module, cp: int, *given: Any, **settings: Any) -> Program:

@@ -1,0 +1,137 @@
+"""The passes of the stage plan: each adds facts to a program, which then has a later type."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from autotp.errors import Error
+from autotp.passes.lower.decompose import decompose
+from autotp.passes.lower.defer_reductions import defer_reductions
+from autotp.passes.lower.prove_rules import prove_node
+from autotp.passes.pipeline.row_independence import expect_rows, expect_sums
+from autotp.passes.plan.choose import choose, choose_as
+from autotp.passes.plan.decouple import decouple
+from autotp.passes.plan.experts import experts
+from autotp.passes.plan.hoist import hoist
+from autotp.passes.plan.infer_axes import infer_axes
+from autotp.passes.plan.match import match
+from autotp.passes.plan.outputs import layouts_of_outputs, layouts_of_parameters, makers, positions_that_stay
+from autotp.passes.plan.propagate import needs_grad, propagate
+from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
+from autotp.passes.plan.user_cuts import Choices
+from autotp.passes.program.program import (
+    CapturedProgram,
+    Program,
+    ProgramWithAxes,
+    ProgramWithCandidates,
+    ProgramWithDecision,
+    ProgramWithPlacements,
+)
+from autotp.rules.call import operand_nodes, returned
+from autotp.rules.registry import USER_RULES
+
+
+def decoupled(p: CapturedProgram) -> ProgramWithAxes:
+    """Returns the program with the axes of its graph."""
+    graph, axes = decouple(p.graph, p.captured.parameters)
+    return replace(p, graph=graph).with_facts(ProgramWithAxes, axes=axes)
+
+
+def with_independent_rows(p: ProgramWithAxes) -> ProgramWithAxes:
+    """Returns the program. Raises Error if a row of the batch depends on another, or a total is no sum of rows."""
+    expect_rows(p.graph, p.axes, p.rows)
+    if p.totals is not None:
+        expect_sums(p.totals.counts, infer_axes(p.totals.counts), p.rows)
+    return p
+
+
+def with_experts(p: ProgramWithAxes) -> ProgramWithAxes:
+    """Returns the program in which each rank computes the rows of its experts."""
+    graph, axes = experts(p.graph, p.axes, p.captured.parameters, p.tp)
+    return replace(p, graph=graph, axes=axes)
+
+
+def with_proved_rules(p: ProgramWithAxes) -> ProgramWithAxes:
+    """Returns the program. Raises Error if a rule that a user registered is not true on the shapes of the graph."""
+    tried = set()
+    for node in p.graph.nodes:
+        if node.target in USER_RULES:
+            shapes = [tuple(n.meta["val"].shape) for n in operand_nodes(node) if n is not None]
+            if (case := (node.target, str(shapes))) not in tried:
+                tried.add(case)
+                prove_node(node, p.tp)
+    return p
+
+
+def matched(p: ProgramWithAxes) -> ProgramWithCandidates:
+    """Returns the program with the axes that may be cut."""
+    captured, graph, results = p.captured, p.graph, returned(p.graph)
+    stay = positions_that_stay(graph, captured, len(p.updated), p.call.training, p.options.outputs)
+    # What a call writes into its arguments is an output, and those outputs are whole (`positions_that_stay`).
+    if any(i in p.call.given for i, _ in captured.outputs.into):
+        raise Error("the model writes into an argument that is cut", fix="autotp.gather it before the call")
+    # The last outputs are the new values of buffers (`functionalize`).
+    moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
+    stay_cut = makers(graph, captured.outputs.kept) | moved
+    candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, stay_cut)
+    return p.with_facts(ProgramWithCandidates, stay=stay, candidates=candidates)
+
+
+def decided(p: ProgramWithCandidates) -> ProgramWithDecision:
+    """Returns the program with the decision what is cut."""
+    graph, captured = p.graph, p.captured
+    if p.call.layouts is None:
+        total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
+        local = makers(graph, captured.outputs.kept) | makers(graph, p.stay)
+        choices = Choices.of(graph, p.options.cut, captured.parameters)
+        allowed = choices.allowed(p.candidates, p.axes)
+        decision = choose(p.axes, allowed, needs_grad(graph, p.sources), total, p.tp, local, choices)
+        choices.expect(decision.held, p.candidates, p.axes)
+        return p.with_facts(ProgramWithDecision, candidates=allowed, decision=decision)
+    # A further graph of a model whose parameters are cut: the cuts have to give each rank the parts that it has.
+    stored = {place: p.call.layouts[name] for place, name in captured.parameters.items()} | p.local_inputs
+    places = {node: stored[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in stored}
+    return p.with_facts(ProgramWithDecision, decision=choose_as(p.axes, p.candidates, places, p.tp))
+
+
+def decomposed(p: ProgramWithDecision) -> ProgramWithDecision:
+    """Returns the program with operators in parts, where only the parts can be cut."""
+    graph, axes, decision = decompose(p.graph, p.axes, p.decision)
+    return replace(p, graph=graph, axes=axes, decision=decision)
+
+
+def with_deferred_reductions(p: ProgramWithDecision) -> ProgramWithDecision:
+    """Returns the program with sums over ranks after what does not need them."""
+    graph, axes, decision = defer_reductions(p.graph, p.axes, p.decision)
+    return replace(p, graph=graph, axes=axes, decision=decision)
+
+
+def propagated(p: ProgramWithDecision) -> ProgramWithPlacements:
+    """Returns the program with the placement of each value."""
+    have = propagate(p.graph, p.axes, p.decision.cuts, p.decision.held)
+    return p.with_facts(ProgramWithPlacements, differentiable=needs_grad(p.graph, p.sources), have=have)
+
+
+def hoisted(p: ProgramWithPlacements) -> ProgramWithPlacements:
+    """Returns the program with the operators that all ranks compute whole, from copies."""
+    return replace(p, hoisted=hoist(p.graph, p.axes, p.decision.cuts, p.have, p.differentiable))
+
+
+def with_sequence_parallelism(p: ProgramWithPlacements) -> ProgramWithPlacements:
+    """Returns the program in which values between a block's products are cut along the sequence."""
+    decision = sequence_parallel(p.graph, p.axes, p.decision, p.differentiable, set(p.hoisted))
+    # Other cuts give other placements, of which copies are hoisted.
+    p = propagated(replace(p, decision=decision))
+    return hoisted(p) if p.options.optional("hoist") else p
+
+
+def with_layouts(p: ProgramWithPlacements) -> Program:
+    """Returns the program with the layouts of parameters, and of the outputs that stay cut."""
+    if p.call.layouts is not None:
+        layouts = dict(p.call.layouts)
+    else:
+        layouts = layouts_of_parameters(p.graph, p.axes, p.decision, p.captured.parameters, p.tp)
+    local = layouts_of_outputs(p.graph, p.stay, p.axes, p.have, p.tp)
+    return p.with_facts(Program, layouts=layouts, local_outputs=local)
