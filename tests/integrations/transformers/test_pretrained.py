@@ -140,8 +140,10 @@ def training_of_a_folder_in_bfloat16_saves_what_it_trained(rank: int, n: int) ->
         optimizer.step()
         autotp.save_pretrained(trainer, root / str(i) / "b")
         found, state = type(model).from_pretrained(root / str(i) / "b"), autotp.full_state_dict(trainer)
-        assert found.dtype == torch.bfloat16 and state.keys() == found.state_dict().keys()
-        assert all(torch.equal(x, state[key].cpu()) for key, x in found.state_dict().items()), layout
+        assert found.dtype == torch.bfloat16
+        if rank == 0:  # The others get nothing.
+            assert state.keys() == found.state_dict().keys()
+            assert all(torch.equal(x, state[key].cpu()) for key, x in found.state_dict().items()), layout
         again = autotp.distribute(str(root / str(i) / "b"), example_inputs=batch, **layout)
         assert torch.equal(again.evaluate(**batch), trainer.evaluate(**batch)), layout
 
