@@ -116,38 +116,6 @@ def training_from_a_folder_and_back(rank: int, n: int) -> None:
 
 
 @checks.on(2)
-def training_of_a_folder_in_bfloat16_saves_what_it_trained(rank: int, n: int) -> None:
-    """Parts of parts under ZeRO, cuts by hand, halves of a batch, and whole experts: a folder has the tensors' bits."""
-    root = shared(rank)
-    layouts: list[tuple[str, dict[str, Any]]] = [
-        ("llama", {"dp": 2, "zero": 3}),
-        ("llama", {"tp": 2, "cut": {"lm_head": "whole"}}),
-        ("llama", {"tp": 2, "overlap": "batch"}),
-        ("mixtral", {"tp": 2, "cut": {"model.layers.*.mlp.experts": "experts"}}),
-    ]
-    for i, (name, layout) in enumerate(layouts):
-        model, inputs, _ = family(name)
-        model.config.update({"output_router_logits": False})
-        saved(model.to(torch.bfloat16), root / str(i) / "a", rank)
-        tokens = torch.cat([inputs["input_ids"], inputs["input_ids"].flip(1)])
-        rows = tokens.chunk(2)[rank] if layout.get("dp") else tokens
-        batch, layout["dtype"] = {"input_ids": rows, "labels": rows}, torch.bfloat16
-        trainer = autotp.distribute(str(root / str(i) / "a"), example_inputs=batch, **layout)
-        optimizer = torch.optim.SGD(trainer.parameters(), 0.1)
-        one = type(model).from_pretrained(root / str(i) / "a", dtype=torch.bfloat16)
-        torch.testing.assert_close(
-            trainer.step(**batch).cpu(), one(input_ids=tokens, labels=tokens).loss, rtol=1e-3, atol=0, check_dtype=False
-        )
-        optimizer.step()
-        autotp.save_pretrained(trainer, root / str(i) / "b")
-        found, state = type(model).from_pretrained(root / str(i) / "b"), autotp.full_state_dict(trainer)
-        assert found.dtype == torch.bfloat16 and state.keys() == found.state_dict().keys()
-        assert all(torch.equal(x, state[key].cpu()) for key, x in found.state_dict().items()), layout
-        again = autotp.distribute(str(root / str(i) / "b"), example_inputs=batch, **layout)
-        assert torch.equal(again.evaluate(**batch), trainer.evaluate(**batch)), layout
-
-
-@checks.on(2)
 def what_is_no_folder_of_a_model(rank: int, n: int) -> None:
     nothing = shared(rank) / "nothing"
     text = message(lambda: autotp.distribute(nothing, tp=2))
