@@ -116,13 +116,8 @@ def no_labels(rank: int) -> None:
     trainer().step(ROWS)
 
 
-def an_optimizer_of_the_model_before(rank: int) -> None:
-    torch.manual_seed(0)
-    model = Perceptron()
-    optimizer = torch.optim.AdamW(model.parameters())
-    training = autotp.distribute(model, tp=2, example_inputs=INPUTS)
-    training.step(**INPUTS)
-    optimizer.step()
+def a_model_that_is_parallel_already(rank: int) -> None:
+    parallel(parallel())
 
 
 def a_call_on_one_rank_only(rank: int) -> None:
@@ -150,7 +145,7 @@ MISTAKES: dict[Callable[[int], None], tuple[str, str]] = {
     the_state_dict_of_one_rank_for_all: ("which is of one rank's parts", "a file for each rank"),
     a_batch_that_does_not_divide: ("a batch of 4 does not divide into 3 microbatches", "drop_last=True"),
     no_labels: ("the model returns no loss", "a model that takes labels"),
-    an_optimizer_of_the_model_before: ("parameters are the original model's", "optimizer of model.parameters() after"),
+    a_model_that_is_parallel_already: ("the model is parallel already", "parallelize the original model once"),
 }
 """A mistake -> words of what is wrong, and of what to write."""
 
@@ -207,5 +202,5 @@ def test_one_process_is_told_to_start_more() -> None:
 def test_typical_mistakes_are_on_the_page() -> None:
     page = Path(__file__).resolve().parents[2].joinpath("docs", "errors.md").read_text()
     for wrong, _ in MISTAKES.values():
-        fixed = re.split(r"tp=\d+|\d+|recompute='ful'|\[0, 1\]", wrong)
+        fixed = re.split(r"tp=\d+|\d+|meta|recompute='ful'|\[0, 1\]", wrong)
         assert all(words.strip() in page for words in fixed), wrong
