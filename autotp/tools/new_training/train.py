@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -78,6 +77,8 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
     """The data: row -> the arguments of `forward`. These are the example inputs, again and again: put yours here."""
 
     def __init__(self) -> None:
+        import sys
+
         sys.path.insert(0, FOLDER)
         from autotp.models.gpt import GPTConfig
 
@@ -100,6 +101,8 @@ def new_model() -> torch.nn.Module:
     with torch.device("meta"):  # Each rank draws the weights of its part alone.
         return LlamaForCausalLM(AutoConfig.from_pretrained(MODEL)).float()
     #: else
+    import sys
+
     sys.path.insert(0, FOLDER)
     from autotp.models.gpt import GPT, GPTConfig
 
@@ -163,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
