@@ -66,7 +66,8 @@ def _made_again(x: Tensor, sizes: dict[Any, Any]) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     context = torch.library.get_ctx()
     for size in filter(free_unbacked_symbols, x.shape):
-        sizes.setdefault(_size(size), context.new_dynamic_size())
+        if _size(size) not in sizes:
+            sizes[_size(size)] = context.new_dynamic_size()
     shape = [sizes.get(_size(n), n) for n in x.shape]
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 

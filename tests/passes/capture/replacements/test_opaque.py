@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,6 +95,30 @@ class Rows(nn.Module):
 def test_verify_runs_opaque_code_and_the_plan_lists_it() -> None:
     torch.manual_seed(0)
     report = autotp.verify(Model(), 2, example_inputs=ROWS.float())
+    assert report.ok, report
+
+
+class Positive(nn.Module):
+    """What is positive, as often as there is some. x: [rows 8]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, squares = positive(self.down(self.up(x).relu()))
+        return (values * squares).sum()
+
+
+@partial(autotp.opaque, like=lambda x: tuple(x.new_empty(x.flatten().nonzero().shape) for x in [x.flatten()] * 2))
+def positive(x: Tensor) -> tuple[Tensor, Tensor]:
+    chosen = x[torch.from_numpy(x.detach().numpy() > 0)][:, None]
+    return chosen, chosen * chosen
+
+
+def test_opaque_results_may_be_as_long_as_values_say() -> None:
+    torch.manual_seed(0)
+    report = autotp.verify(Positive(), 2, example_inputs=ROWS.float())
     assert report.ok, report
 
 
@@ -198,9 +223,10 @@ def opaque_code_trains_ten_steps_with_dropout_in_both_modes(rank: int, n: int) -
 
 @checks.on(2)
 def opaque_code_trains_in_bfloat16_and_under_autocast(rank: int, n: int) -> None:
-    for dtype, inside in ((torch.bfloat16, False), (torch.float32, True)):
-        torch.manual_seed(0)
-        one = Rows().to(dtype)
+    torch.manual_seed(0)
+    linear = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), autotp.opaque(nn.Linear(8, 8)))
+    for model, dtype, inside in ((Rows(), torch.bfloat16, False), (linear, torch.float32, True)):
+        one = model.to(dtype)
         mine = autotp.parallelize(copy.deepcopy(one), n, example_inputs=ROWS.to(dtype))
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
             results = [model(ROWS.to(dtype)) for model in (mine, one)]
