@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from autotp.errors import Error
+
 
 class ScoreSettings(NamedTuple):
     """How kernels of attention compute scores.
@@ -48,7 +50,7 @@ def packed_attention(
     """
     output = query.new_zeros((*query.shape[:2], value.shape[-1]))
     totals = query.new_full((query.shape[1], query.shape[0]), -math.inf, dtype=_accumulated(query))
-    for i, rows, columns in _documents(query_ends, key_ends):
+    for i, rows, columns in _documents(query_ends, key_ends, query, key):
         q, k, v = _heads_first(query[rows], key[columns], value[columns])
         logits, _ = _logits(q, k, scores, i)
         total = logits.logsumexp(-1)
@@ -76,7 +78,7 @@ def packed_attention_backward(
         query, key, value, query_ends, key_ends, scores: as there.
     """
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for i, rows, columns in _documents(query_ends, key_ends):
+    for i, rows, columns in _documents(query_ends, key_ends, query, key):
         q, k, v = _heads_first(query[rows], key[columns], value[columns])
         out, grad, _ = _heads_first(output[rows], gradient[rows], gradient[rows])
         logits, slope = _logits(q, k, scores, i)
@@ -93,9 +95,25 @@ def packed_attention_backward(
     return grads
 
 
-def _documents(query_ends: Tensor, key_ends: Tensor) -> Iterator[tuple[int, slice, slice]]:
-    """Yields the number of each document, its queries and its keys; reads the ends on the host."""
+def _documents(query_ends: Tensor, key_ends: Tensor, query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """Yields the number of each document, its queries and its keys; reads the ends on the host.
+
+    Raises:
+        Error: the ends are not those of documents in these tokens, where a kernel would read other memory.
+    """
     rows, columns = query_ends.tolist(), key_ends.tolist()
+    for ends, tokens in ((rows, query.shape[0]), (columns, key.shape[0])):
+        if ends[:1] != [0] or ends[-1] != tokens or ends != sorted(ends):
+            raise Error(
+                f"the ends of {len(ends) - 1} packed documents are {ends[:8]}{' ...' * (len(ends) > 8)}",
+                expected=f"numbers that ascend from 0 to the number of tokens, {tokens}",
+                fix="F.pad(lengths.cumsum(0), (1, 0)).int() for the lengths of the documents",
+            )
+    if len(rows) != len(columns):
+        raise Error(
+            f"queries have the ends of {len(rows) - 1} documents, and keys those of {len(columns) - 1}",
+            fix="the same documents for both",
+        )
     for i in range(len(rows) - 1):
         if rows[i + 1] > rows[i] and columns[i + 1] > columns[i]:
             yield i, slice(rows[i], rows[i + 1]), slice(columns[i], columns[i + 1])

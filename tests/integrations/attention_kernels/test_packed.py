@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import autotp
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 
 ENDS = torch.tensor([0, 4, 4, 9, 12], dtype=torch.int32)
@@ -89,3 +90,15 @@ def test_packed_attention_computes_16_bits_in_float32() -> None:
     exact, _ = packed_attention(query.double(), key.double(), value.double(), ENDS, ENDS, ScoreSettings())
     assert output.dtype == torch.bfloat16 and totals.dtype == torch.float32
     torch.testing.assert_close(output, exact.bfloat16(), rtol=2**-8, atol=2**-9)
+
+
+@pytest.mark.parametrize("ends", [[0, 4, 11], [0, 4, 13], [1, 12], [0, 9, 4, 12]], ids=str)
+def test_ends_that_are_not_those_of_the_tokens_are_refused(ends: list[int]) -> None:
+    """A kernel would leave out tokens, or read memory beyond them."""
+    with pytest.raises(autotp.Error, match="ascend from 0 to the number of tokens, 12"):
+        packed_attention(*operands(), torch.tensor(ends), torch.tensor(ends), ScoreSettings())
+
+
+def test_queries_and_keys_have_the_same_number_of_documents() -> None:
+    with pytest.raises(autotp.Error, match="4 documents, and keys those of 1"):
+        packed_attention(*operands(), ENDS, torch.tensor([0, 12]), ScoreSettings())
