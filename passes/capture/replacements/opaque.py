@@ -141,8 +141,9 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
     device. The plan lists it. On one device nothing changes: neither results nor names in `state_dict()`.
 
     Args:
-        code: a module of a model, before `parallelize`; or a function or method: `opaque` is a decorator, too. It
-            returns tensors, alone or in tuples, lists, dicts and dataclasses.
+        code: a module of a model, before `parallelize`, which is returned; or a function or method, in whose place
+            another one is returned: `opaque` is a decorator, too. The code returns tensors, alone or in tuples, lists,
+            dicts and dataclasses.
         like: for code that does not run without values: called with its arguments (without `self`, if that is a
             module), it returns tensors of the shapes and dtypes that the code returns, with any values, such as
             `lambda scores: scores.new_empty(scores.shape[0])`. A size that values decide is that of an operator
@@ -150,9 +151,6 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
         rows: whether each row of the results (along their first dimension) is made of the same row of the arguments
             alone. `distribute` needs this promise, since it computes parts of a batch. A parameter that no row uses
             then has a gradient of zeros, and not none.
-
-    Returns:
-        The module itself, or a function in the place of this one.
 
     Raises:
         Error: `code` is neither, or an argument has another type. While a model is captured: the code does not run
@@ -377,11 +375,13 @@ class OpaqueCall:
         """Returns the tensors of the result."""
         assert self.result is not None
         form, tensors, after = self._run(operands)
-        if not self.result.is_like(form) or not self._fits(tensors, operands):
+        wanted = self._wanted(operands)
+        pairs = [pair for sizes, x in zip(wanted, tensors, strict=False) for pair in zip(sizes, x.shape, strict=False)]
+        if not self.result.is_like(form) or any(size not in (None, length) for size, length in pairs):
             raise Error(
                 f"autotp.opaque: `{self.text}` returns something else than it does without values",
-                expected=_text(self.result, self.examples),
-                got=_text(form, tensors),
+                expected=_text(self.result, wanted),
+                got=_text(form, [[*x.shape] for x in tensors]),
                 fix="tensors in place of other values, and `like=` that returns what the code returns",
             )
         memory = {x.untyped_storage()._cdata for x in operands}
@@ -389,14 +389,13 @@ class OpaqueCall:
         apart = [x.clone() if x.untyped_storage()._cdata in memory else x for x in tensors]
         return [*(self._reached(apart, operands) if self.how.rows else apart), *(after[name] for name in self.written)]
 
-    def _fits(self, tensors: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
-        """True if tensors have the sizes of the examples: where these are numbers, or those of operands."""
-        for sizes, x in zip(self.sizes, tensors, strict=False):
-            for size, length in zip(sizes, x.shape, strict=True):
-                wanted = operands[size[0]].shape[size[1]] if isinstance(size, tuple) else size
-                if wanted is not None and wanted != length:
-                    return False
-        return True
+    def _wanted(self, operands: Sequence[Tensor]) -> list[list[int | None]]:
+        """Returns the sizes that results have with these operands; None for those that values decide."""
+
+        def wanted(size: int | tuple[int, int] | None) -> int | None:
+            return operands[size[0]].shape[size[1]] if isinstance(size, tuple) else size
+
+        return [list(map(wanted, sizes)) for sizes in self.sizes]
 
     def _reached(self, results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
         """Returns the results, by which each parameter has a gradient: replicas sum those of the same parameters."""
@@ -436,9 +435,10 @@ def _size(n: Any) -> Any:
     return n if isinstance(n, int) else n.node.expr
 
 
-def _text(form: _Values, tensors: Sequence[Tensor]) -> str:
-    texts = iter([f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in tensors])
-    return str([next(texts) if type(leaf) is _TensorLike else leaf for leaf in form.leaves])
+def _text(form: _Values, shapes: Sequence[Sequence[int | None]]) -> str:
+    sizes = iter(shapes)
+    tensors = [f"{leaf.dtype}{next(sizes)}" if type(leaf) is _TensorLike else leaf for leaf in form.leaves]
+    return ", ".join(str(x).removeprefix("torch.") for x in tensors)
 
 
 def _recorded(
