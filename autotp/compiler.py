@@ -245,7 +245,6 @@ def analyse(
         last: the name of the last pass to run, for a caller that wants only its errors; "" runs all.
     """
     options = replace(options, cut=resolved(options.cut, _parameter_names(skeleton)))
-    library().add_operators()
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         symbols: Symbols | None = "all"
         program: CapturedProgram
@@ -333,7 +332,7 @@ def warn_of_whole_sequences(program: Program, call: str) -> bool:
     Args:
         call: the name of the call.
     """
-    computes_all = program.options.cp > 1 and program.sequences.whole is None and torch.is_grad_enabled()
+    computes_all = program.options.cp > 1 and program.sequences.uncut_graph is None and torch.is_grad_enabled()
     if computes_all:
         warnings.warn(
             f"{call}: no sequence of this call can be cut over cp, so every cp rank computes and keeps the whole call: "
@@ -360,7 +359,7 @@ def captured_program(
         captures: as for `analyse`.
     """
     _warn_of_untested_torch()
-
+    library().add_operators()
     attempt = Attempt(
         opened=call.opened, values=call.values, symbols=symbols, looks=call.looks,
         blocks="by objects" if options.optional("repeats") else "each",
@@ -380,6 +379,7 @@ def captured_program(
 
     key = skeleton, options.summed, call.autocast, call.wanted, attempt
     result = captured() if captures is None else captures.of(key, captured)
+    library().add_operators()  # Again: forward may have imported some.
     call = replace(call, training=skeleton.training)
     return CapturedProgram(captured=result, graph=result.graph, tp=tp, options=options, call=call)
 

@@ -21,11 +21,11 @@ from torch import fx
 
 import autotp
 from autotp.compiler import (
-    ANY_TP,
     CANONICALIZE,
     EMIT,
     LOWER,
     PLAN,
+    Captures,
     analyse,
     captured_program,
     flat_graph,
@@ -34,7 +34,9 @@ from autotp.compiler import (
     programs_after_passes,
 )
 from autotp.extensions import values_of
+from autotp.model_library import ModelLibrary
 from autotp.options import DEFAULTS, OPTIONAL, Options
+from autotp.passes.capture.capture import capture
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.program.program import CapturedProgram, Program
@@ -246,9 +248,22 @@ def test_a_program_has_a_fact_from_the_pass_on_that_finds_it() -> None:
         program.tp = 3  # type: ignore[misc]
 
 
-def test_passes_before_ranks_are_known_cannot_compute_with_their_number() -> None:
-    with pytest.raises(TypeError):
-        _ = ANY_TP + 1
+def test_what_numbers_of_ranks_share_is_what_each_has_alone() -> None:
+    """Passes that run once for all numbers of ranks get ANY_TP, with which nobody can compute."""
+    model, captures = skeleton_of(gpt()), Captures()
+    inputs = (torch.zeros(2, 7, dtype=torch.int64),), {}
+    for tp in (2, 3):
+        shared, alone = analyse(model, *inputs, tp, captures=captures), analyse(model, *inputs, tp)
+        assert str(flat_graph(shared, 1, "exact")) == str(flat_graph(alone, 1, "exact"))
+
+
+def test_operators_of_libraries_are_added_around_each_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for `stages`, which does not analyse; and after it, since forward may import a kernel."""
+    events: list[str] = []
+    monkeypatch.setattr(ModelLibrary, "add_operators", lambda self: events.append("added"))
+    monkeypatch.setattr("autotp.compiler.capture", lambda *args: events.append("captured") or capture(*args))
+    captured_program(*GIVEN)
+    assert events == ["added", "captured", "added"]
 
 
 def test_analyse_stops_at_the_last_pass_asked_for() -> None:

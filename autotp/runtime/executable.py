@@ -275,7 +275,7 @@ class Executable:
         def read(entry: GraphEntry, first: int) -> KnownValues | None:
             draw_again()
             assert entry.other_assumed is not None
-            tensors, _ = self._given(entry.analysis.captured, called.tensors)
+            tensors, _ = self._graph_inputs(entry.analysis.captured, called.tensors)
             with unseen(), called.autocast.off(), torch._C.DisableTorchFunctionSubclass():
                 operands = self._operands(entry, tensors)
                 return entry.other_assumed(
@@ -320,7 +320,7 @@ class Executable:
         if entry.numpy_random:
             follow = self.uncompiled if torch.compiler.is_compiling() else _call
             follow(follow_first_numpy_state, self.mesh)
-        tensors, shapes = self._given(entry.analysis.captured, called.tensors)
+        tensors, shapes = self._graph_inputs(entry.analysis.captured, called.tensors)
         written = self._written_into(entry.analysis.captured, tensors)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
             # After the line above: a caller's tensor on the CPU is written into there, and not in its copy.
@@ -332,7 +332,7 @@ class Executable:
         tensors = to_device(tensors, self.mesh.device, entry.on_host)
         return dict(zip(entry.analysis.captured.inputs, map(local_part, tensors), strict=True))
 
-    def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
+    def _graph_inputs(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
         """Returns a graph's input tensors (those of arguments, then those of attributes), and all shapes."""
         opened = [found_at(self.modules, path) for path in captured.opened]
         every = [*tensors, *opened]
@@ -443,7 +443,7 @@ class Executable:
             if not called.looks and not entry.keeps_masks:
                 continue
             first = outcomes if entry.assumes or not called.looks else input_outcomes
-            operands = self._given_if_right(entry, called.tensors, model_tensors, first)
+            operands = self._operands_if_right(entry, called.tensors, model_tensors, first)
             if operands is None:
                 continue
             try:
@@ -465,7 +465,7 @@ class Executable:
             entry.last = self.count
         return entry
 
-    def _given_if_right(
+    def _operands_if_right(
         self,
         entry: GraphEntry,
         tensors: Sequence[Tensor],
@@ -479,7 +479,7 @@ class Executable:
         captured, guard, version = entry.analysis.captured, entry.guard, self.tree.version
         if guard is None or (captured.opened and not guard.holds(version)):
             return None
-        operands, shapes = self._given(captured, tensors)
+        operands, shapes = self._graph_inputs(captured, tensors)
         if not captured.fits(shapes) or not _begins_with(captured, outcomes):
             return None
         if captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors, parameters)):
@@ -554,7 +554,7 @@ class Executable:
         """Captures a graph. Captures again where the values of inputs, which the graph says, were not known before."""
         while True:
             entry = self._capture(called, outcomes)
-            operands, _ = self._given(entry.analysis.captured, called.tensors)
+            operands, _ = self._graph_inputs(entry.analysis.captured, called.tensors)
             other_outcomes = entry.other_reads(operands, looks=called.looks)
             if other_outcomes is None:
                 return entry
@@ -573,7 +573,7 @@ class Executable:
         call = CallState(
             autocast=called.autocast,
             layouts=self.layouts,
-            given=layouts,
+            cut_inputs=layouts,
             opened=self.opened,
             wanted=self._wanted(called.tensors, self.tensors()),
             values=KnownValues(self.read_places, outcomes, guesses=self.guesses),

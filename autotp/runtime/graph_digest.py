@@ -31,7 +31,7 @@ def digest(analysis: Program) -> str:
 
     The graph is that before sequences are cut: each rank of the axis `cp` makes its own of it.
     """
-    graph = analysis.sequences.whole or analysis.graph
+    graph = analysis.sequences.uncut_graph or analysis.graph
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     symbols: dict[str, str] = {}
     nodes = [_line(node, number, analysis.captured, symbols) for node in graph.nodes]

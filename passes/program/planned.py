@@ -70,7 +70,7 @@ def matched(p: ProgramWithAxes) -> ProgramWithCandidates:
     captured, graph, results = p.captured, p.graph, returned(p.graph)
     stay = positions_that_stay(graph, captured, len(p.updated), p.call.training, p.options.outputs)
     # What a call writes into its arguments is an output, and those outputs are whole (`positions_that_stay`).
-    if any(i in p.call.given for i, _ in captured.outputs.into):
+    if any(i in p.call.cut_inputs for i, _ in captured.outputs.into):
         raise Error("the model writes into an argument that is cut", fix="autotp.gather it before the call")
     # The last outputs are the new values of buffers (`functionalize`).
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}

@@ -33,7 +33,7 @@ class CallState:
     Attributes:
         autocast: the settings of autocast around the model.
         layouts: the layouts of parameters that are cut already, for a further graph; None for a model's first graph.
-        given: layouts of input tensors that are cut: by place among the arguments' tensors, or by path of an attribute.
+        cut_inputs: layouts of inputs that are cut: by place among the arguments' tensors, or by path of an attribute.
         opened: the attributes that change from call to call.
         wanted: the answers to the model's questions about gradients.
         rows: places, among the arguments' tensors, of those with the rows of a batch; None: those as long as the first.
@@ -44,7 +44,7 @@ class CallState:
 
     autocast: Autocast = OFF
     layouts: Mapping[str, Layout] | None = None
-    given: Mapping[int | Path, Layout] = field(default_factory=dict)
+    cut_inputs: Mapping[int | Path, Layout] = field(default_factory=dict)
     opened: Opened = NOTHING_OPENED
     wanted: GradientsWanted = ALWAYS
     rows: frozenset[int] | None = None
@@ -61,13 +61,13 @@ class SequenceFacts:
     """What `context_parallel` did to a program.
 
     Attributes:
-        whole: the graph before sequences are cut over the axis `cp`; None if none is cut.
+        uncut_graph: the graph before sequences are cut over the axis `cp`; None if none is cut.
         operators: the number of operators that are cut.
         balanced: the number of causal attentions in which all ranks have equal work.
         unbalanced: why other causal attentions are not so: a sentence for each reason.
     """
 
-    whole: fx.Graph | None = None
+    uncut_graph: fx.Graph | None = None
     operators: int = 0
     balanced: int = 0
     unbalanced: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class CapturedProgram:
         """Placeholder name -> layout of a cut input, with the sizes of the call that was cut."""
         names: dict[int | Path, str] = dict(enumerate(self.captured.inputs))
         names.update(self.captured.input_at)
-        return {names[i]: layout for i, layout in self.call.given.items() if i in names}
+        return {names[i]: layout for i, layout in self.call.cut_inputs.items() if i in names}
 
     @property
     def local_inputs(self) -> dict[str, Layout]:

@@ -74,7 +74,7 @@ def with_cut_sequences(p: CapturedProgram) -> CapturedProgram:
         p,
         graph=joined_again(lowered),
         sequences=SequenceFacts(
-            whole=p.graph,
+            uncut_graph=p.graph,
             operators=len(cut.decision.cuts),
             balanced=balanced.balanced,
             unbalanced=balanced.reasons,

@@ -44,13 +44,14 @@ def _packed_rule(call: Call, window: Window) -> Rule:
 
     `query: [tokens heads width]`, `key` and `value: [tokens groups width]`; outputs `[tokens heads width]` and
     `[heads tokens]`, the log-sum-exp. A part of the tokens has the form `packed_rows`: if a query reads all keys of its
-    document, or those up to its own position. Then queries and keys must be of the same tokens.
+    document, or those up to its own position. Then queries and keys must be of the same tokens, and all be used.
     """
     query, key, _, query_ends, key_ends = list(call.arguments.values())[:5]
     before, after = window(call.arguments)
     shared = Size.of(query.shape[1]) != Size.of(key.shape[1])
     heads, groups = ("(k g)", "k") if shared else ("h", "h")
-    cuttable = (before, after) == (-1, -1) or (after == 0 and query_ends is key_ends)
+    same_tokens = query_ends is key_ends and call.get("seqused_k") is None and call.get("block_table") is None
+    cuttable = (before, after) == (-1, -1) or (after == 0 and same_tokens)
     s = "s!" if cuttable and "start" not in call.arguments else "s^"
     terms = [[s, heads, "d^"], ["t^", groups, "d^"], ["t^", groups, "e^"]]
     others = [[f"x{i}_{dim}^" for dim in range(x.dim())] for i, x in enumerate(present(call)[3:])]

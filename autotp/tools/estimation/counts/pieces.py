@@ -246,7 +246,7 @@ def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = 
 def whole_flops(model: Lowered, rows: int) -> float:
     """Returns the FLOPs of products of a microbatch on one device with the whole model, without what is recomputed."""
     uncut = replace(model, program=replace(model.program, layouts=_uncut(model.program)))
-    graph = fuse(model.program.sequences.whole or model.program.graph)
+    graph = fuse(model.program.sequences.uncut_graph or model.program.graph)
     counted = _recorded(uncut, _divided(uncut, graph), rows, True)
     counts = [sum(op.flops for op in piece_record.ops if op.phase != "again") for piece_record in counted.records]
     return sum(counts[piece.kind] for piece in counted.pieces)
