@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from autotp.errors import Error
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
 from autotp.model_library import ModelLibrary
@@ -69,7 +70,10 @@ def _varlen(
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if seqused_k is not None or block_table is not None or cu_seq_k is None:
-        raise NotImplementedError("varlen_attn on a CPU takes no seqused_k and no block_table, and needs cu_seq_k")
+        raise Error(
+            "varlen_attn on a CPU reads packed documents only, with `cu_seq_k`",
+            fix="a GPU for a key-value cache with `seqused_k` or `block_table`",
+        )
     output, totals = packed_attention(
         query, key, value, cu_seq_q, cu_seq_k, ScoreSettings(scale, _window(window_size, is_causal))
     )
