@@ -207,7 +207,7 @@ def _module_of(where: str) -> tuple[str, str, str]:
     """Returns the name by which a script imports a loaded module, the folder it does so from, and the path it needs."""
     file = Path(where)
     if file.suffix == ".py":
-        return file.stem, *[str(file.resolve().parent)] * 2
+        return file.stem, str(file.resolve().parent), str(file.resolve().parent)
     loaded = sys.modules[where]
     above = where.count(".") + hasattr(loaded, "__path__")
     folder = Path(str(loaded.__file__)).resolve().parents[above]
