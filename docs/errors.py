@@ -50,7 +50,8 @@ Every error and warning of autotp is here, by its first words: search the page f
 call. `...` stands for what differs, such as a name or a number. `try` is what to write instead, as the error says it. A
 message about one argument is its name and value, such as `outputs='all'`, and `expected` lists the right ones.
 
-autotp computes the same as one device, or it raises one `autotp.Error`, on every rank, before anything is changed.
+Where autotp sees that it cannot compute the same as one device, it raises one `autotp.Error` on every rank, before
+anything is changed. [Limits](limits.md) lists what it sees later, and what it cannot see: the rows marked S, for silent.
 
 ## Read the message
 

@@ -5,7 +5,8 @@
 # Starts train.py on {{ machines }} machines. On each of them: HEAD=<name of the first one> sh run.sh
 {% endif %}
 cd "$(dirname "$0")" || exit
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# torchrun kills ranks that have not ended so many seconds after a SIGTERM.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 {% if machines == 1 %}
 exec torchrun --standalone --nproc-per-node {{ ranks }} --max-restarts 3 train.py
 {% else %}

@@ -39,6 +39,8 @@ WARMUP = max(1, STEPS // 10)  # steps
 LEARNING_RATE = 3e-4
 SAVE_EVERY = 100  # steps
 LOOK_EVERY = 10  # steps between two printed losses; the ranks then also agree whether one of them got a SIGTERM
+# So these steps and a save have to end before the launcher kills the ranks: 300 seconds after the SIGTERM, as the file
+# beside this one has it. With slow steps write a smaller number.
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"  # a folder that all machines share
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -156,6 +157,15 @@ def test_what_is_written_is_clean(own: Path, tmp_path: Path) -> None:
         ("own_models.py:build --pp 3", "3 stages"),
         ("own_models.py:build --text no.txt", "--text no.txt: there is no such file"),
         ("own_models.py:Regression:inputs --text text.txt", "--text is for models of token ids"),
+        ("own_models.py:Regression:inputs --sequence 8", "--sequence is for models of token ids"),
+        ("own_models.py:build --sequence 17", "--sequence 17: the model's configuration has at most 16 tokens"),
+        ("own_models.py:build --text short.txt", "--text short.txt is too short: a step takes 8 rows of 16 tokens"),
+        ("own_models.py:build --out text.txt", "--out text.txt: File exists"),
+        ("own_models.py:build --out text.txt/out", "--out text.txt/out: Not a directory"),
+        ("my-models.py:build", "a script cannot import my-models"),
+        ("train.py:build", "a script cannot import train"),
+        ("email.py:build", "a script cannot import email"),
+        ("train.models:build", "a script cannot import train.models"),
         ("own_models.py:Regression:listed", "the example inputs are no dict of tensors [batch ...]"),
         ("torch.nn:Linear(4,4)", "forward takes input, and not token ids with labels"),
         ("gpt-8.3b", "init writes a script for a folder of transformers or for a callable"),
@@ -166,9 +176,92 @@ def test_what_cannot_run_is_one_error(
     given: str, problem: str, own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(own.parent)
-    assert run(["init", *given.split(), "--launcher", "torchrun", "--out", "out"]) == 2
+    for copy in ("my-models.py", "train.py", "email.py"):
+        shutil.copy(own, copy)
+    Path("short.txt").write_text("a" * 128)
+    assert run(["init", "--out", "out", *given.split(), "--launcher", "torchrun"]) == 2
     said = capsys.readouterr().err
     assert problem in said and len(said.splitlines()) <= 4 and not Path("out").exists(), said
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "problem"),
+    [
+        ("pytorch_model.bin", "llama", "autotp convert llama/pytorch_model.bin FOLDER --config llama"),
+        ("pytorch_model.bin.index.json", "llama", "save_pretrained"),
+        ("consolidated.00.pth", "llama", "for new weights name llama/config.json"),
+        ("adapter_model.safetensors", "llama", "and only model.safetensors is read"),
+        ("tokenizer.json", "llama --text text.txt", "--text needs a tokenizer, and llama has none"),
+        ("notes.txt", "llama/config.json --text text.txt", "--text needs a tokenizer, and llama/config.json has none"),
+    ],
+)
+def test_a_folder_that_a_script_cannot_use_is_one_error(
+    file: str, given: str, problem: str, own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(own.parent)
+    (folder_of(Path("llama"), weights=False) / file).touch()
+    assert run(["init", *given.split(), "--launcher", "torchrun", "--out", "out"]) == 2
+    assert problem in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_a_tokenizer_without_words_is_none(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers makes the tokenizer of a GPT-2 of no files, and it gives no tokens."""
+    monkeypatch.chdir(own.parent)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=300, architectures=["GPT2LMHeadModel"])
+    config.save_pretrained("gpt2")
+    assert run(["init", "gpt2", "--launcher", "torchrun", "--text", "text.txt", "--out", "out"]) == 2
+    assert "--text needs a tokenizer, and gpt2 has none" in capsys.readouterr().err
+
+
+def test_a_text_in_the_tokens_of_a_folder(own: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "llama", weights=False)
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.save(str(folder / "tokenizer.json"))
+    out = written(folder, "torchrun", tmp_path / "out", "--text", own.with_name("text.txt"), "--sequence", 16)
+    assert f'TEXT = "{tmp_path}/text.txt"' in (out / "train.py").read_text()
+
+
+@pytest.mark.parametrize("folder", ["LlamaForCausalLM-mine", "TokenRows", "vars(GPTConfig())", '"labels":', "é😀"])
+def test_paths_stay_as_they_are(folder: str, tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    model = folder_of(tmp_path / folder, weights=False)
+    out = written(model, "skypilot", tmp_path / "out")
+    assigned = re.search(r"^MODEL = (.*)$", (out / "train.py").read_text(), re.MULTILINE)
+    assert assigned is not None and ast.literal_eval(assigned[1]) == str(model)
+    assert str(model) in yaml.safe_load((out / "sky.yaml").read_text())["file_mounts"]
+
+
+def test_a_package_alone_is_taken_along_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where it lies, which is not the present folder; and a path that is needed twice is there once."""
+    yaml, top = pytest.importorskip("yaml"), own.parent
+    (top / "place" / "of_own" / "deep").mkdir(parents=True)
+    own.rename(top / "place" / "of_own" / "deep" / "models.py")
+    monkeypatch.chdir(top)
+    monkeypatch.syspath_prepend(top / "place")
+    text = top / "place" / "of_own" / "text.txt"
+    (top / "text.txt").rename(text)
+    out = written("of_own.deep.models:build", "skypilot", Path("out"), "--text", text)
+    script, mounts = (out / "train.py").read_text(), (out / "sky.yaml").read_text()
+    assert f'FOLDER = "{top}/place"' in script and "from of_own.deep.models import build" in script
+    paths = [f"{top}/place/of_own", str(text), str(ROOT)]
+    assert list(yaml.safe_load(mounts)["file_mounts"]) == paths and mounts.count(f'{ROOT}":') == 1
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "skypilot", "accelerate"])
+def test_torchrun_waits_for_a_save(launcher: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch itself reads its variable: else it kills the ranks 30 seconds after a SIGTERM."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    out = written(f"{own}:build", launcher, tmp_path / "out")
+    file, start = STARTS[launcher]
+    told = re.search(r"(TORCH_\w+TIMEOUT)=\D*(\d+)", f"{start}\n{(out / file).read_text()}")
+    assert told is not None
+    monkeypatch.setenv(told[1], told[2])
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == 300
 
 
 def test_no_file_is_overwritten(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +328,9 @@ def test_accelerate_trains_from_the_weights_of_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     folder = folder_of(tmp_path / "llama", weights=True)
     out = written(folder, "accelerate", tmp_path / "out", "--steps", 2)
-    trained(out, [sys.executable, "-m", "accelerate.commands.launch", *STARTS["accelerate"][1].split()[2:]], {})
+    variable, _, _, *arguments = STARTS["accelerate"][1].split()
+    name, _, seconds = variable.partition("=")
+    trained(out, [sys.executable, "-m", "accelerate.commands.launch", *arguments], {name: seconds})
 
 
 @pytest.mark.system
