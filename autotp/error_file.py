@@ -86,11 +86,11 @@ def _print_behind_torchrun(text: str) -> None:
     restarts = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if restarts[0] == restarts[1] is not None and hasattr(os, "pidfd_open"):
         torchrun = os.pidfd_open(os.getppid())
+        command = [sys.executable, "-I", "-S", "-c", PRINT_LAST, str(torchrun), str(LONGEST * 1000)]
         # Bytes: not every locale has each character of a text.
         last = text.encode("utf-8", "backslashreplace")
-        command = [sys.executable, "-I", "-S", "-c", PRINT_LAST, str(torchrun), str(LONGEST * 1000), last]
         # A session of its own: torchrun ends the ranks with all that belongs to theirs.
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[torchrun], start_new_session=True)
+        subprocess.Popen([*command, last], stdin=subprocess.DEVNULL, pass_fds=[torchrun], start_new_session=True)
 
 
 def one_line(error: Exception) -> str:

@@ -115,8 +115,9 @@ def test_a_cause_keeps_its_innermost_line() -> None:
     for cause, last in {RuntimeError: "torch", AttributeError: "autotp"}.items():
         with pytest.raises(Error) as raised:
             within("outer", lambda cause=cause: raises(cause))  # type: ignore[misc]
-        assert isinstance(raised.value.__cause__, cause)
-        packages = [package for package, _ in lines_of(raised.value.__cause__)]
+        shown = raised.value.__cause__
+        assert isinstance(shown, cause)
+        packages = [package for package, _ in lines_of(shown)]
         assert packages[-1] == last and len(packages) <= 3 and packages[0] == "test_tracebacks"
 
 
