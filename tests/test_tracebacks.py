@@ -116,7 +116,7 @@ def test_a_cause_keeps_its_innermost_line() -> None:
         with pytest.raises(Error) as raised:
             within("outer", lambda cause=cause: raises(cause))  # type: ignore[misc]
         shown = raised.value.__cause__
-        assert isinstance(shown, cause)
+        assert shown is not None and type(shown) is cause
         packages = [package for package, _ in lines_of(shown)]
         assert packages[-1] == last and len(packages) <= 3 and packages[0] == "test_tracebacks"
 
