@@ -17,7 +17,7 @@ from autotp.compiler import analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.agreement import agree
-from autotp.distributed.mesh import make_mesh, own_kind
+from autotp.distributed.mesh import make_mesh, own_kind, tell_errors
 from autotp.errors import within
 from autotp.options import Options, ParallelOptions, PlanOptions, expect_options, lists_options
 from autotp.passes.capture.autocast_regions import ambient
@@ -104,10 +104,11 @@ def parallelize(
         torch.Size([3, 4])
     """
     size = "".join(f", {name}={n}" for name, n in {"tp": tp, "cp": cp}.items() if n is not None)
-    expect_options(parallelize, options)
-    settings = Options(**options)
 
     def run() -> ParallelModule:
+        tell_errors()
+        expect_options(parallelize, options)
+        settings = Options(**options)
         place = make_mesh(tp, mesh, device, timeout, cp)
         agree(place, lambda: expect_arguments(parallelize, strict=strict))
         return build(model, place, example_inputs, settings, strict)
@@ -149,10 +150,10 @@ def explain(
         2.weight [4, 16@tp]
     """
 
-    expect_options(explain, options)
-    settings = Options(cp=cp, **options)
-
     def run() -> Plan:
+        tell_errors()
+        expect_options(explain, options)
+        settings = Options(cp=cp, **options)
         expect_usable("explain", model, tp, settings)
         expect_arguments(explain, expect=expect)
         args, kwargs = find_inputs(model, example_inputs)

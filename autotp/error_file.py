@@ -5,21 +5,25 @@ rank's error only if the rank wrote it to the file that the variable TORCHELASTI
 `record` around `main()` does.
 
 NOTE [The last line]
-The first rank of a machine that fails leaves its text beside torchrun's files. A rank with the same text says so in one
-line. The first one prints its error once more, in one line: by itself, or, as torchrun's summary would come behind it,
-by a process that waits until torchrun has ended. Where torchrun will start the ranks again, no such process is started.
+The first rank of a machine that fails leaves a mark beside torchrun's files, and so does the first one with each error.
+A rank with the same error, which is the same text from the same lines, says so in one line; its own file for torchrun
+has all of it, and the user's own `sys.excepthook` gets it, too. The first rank prints its error once more, in one line:
+by itself, or, as torchrun's summary would come behind it, by a process that waits until torchrun has ended. Where
+torchrun will start the ranks again, no such process is started.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from functools import wraps
+from io import StringIO
 from pathlib import Path
 from types import TracebackType
 
@@ -31,7 +35,7 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OURS = "autotp_reports"
 """Marks the function that is called for an error that ends the program, as ours, and an error that it has told."""
 FIRST = "autotp_first_error"
-"""The file with the text of the first error of a machine."""
+"""The file that the first rank of a machine to fail makes; with a hash behind its name, the first one with an error."""
 LONGEST = 60  # seconds from a rank's end to torchrun's
 PRINT_LAST = """
 import select, sys
@@ -45,28 +49,36 @@ if ended.poll(int(sys.argv[2])):
 def write_error(error: Exception, rank: int) -> bool:
     """Writes an error to torchrun's file, and has it printed behind torchrun's summary if it is this machine's first.
 
-    Returns False if another rank of this machine has failed with the same text before; True under other launchers.
+    Returns False if another rank of this machine has failed with the same error before; True under other launchers.
     """
-    file = Path(os.environ.get(VARIABLE, ""))
-    if VARIABLE not in os.environ or file.exists():
+    if VARIABLE not in os.environ:
         return True
-    is_first, before = False, ""
-    with suppress(OSError):  # The error itself is more important.
-        if file.parent.name == os.environ.get("LOCAL_RANK"):  # Otherwise the folder above may be of other runs, too.
-            first = file.parent.parent / FIRST
-            try:
-                with first.open("x") as opened:
-                    is_first = opened.write(one_line(error)) > 0
-            except FileExistsError:
-                before = first.read_text()
-        is_same = before == one_line(error)
-        text = "the same error as the root cause" if is_same else "".join(traceback.format_exception(error))
+    file, is_new = Path(os.environ[VARIABLE]), True
+    with suppress(OSError, ValueError):  # The error itself is more important.
+        if file.exists():
+            return True
+        text = "".join(traceback.format_exception(error))
+        # Otherwise the folder above may be of other runs, too.
+        is_torchrun_s = file.parent.name == os.environ.get("LOCAL_RANK")
+        is_first = is_torchrun_s and _make(file.parent.parent / FIRST)
+        digest = hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
+        is_new = not is_torchrun_s or _make(file.parent.parent / f"{FIRST}_{digest}")
         # torchrun takes the error that has the first whole second for the root cause.
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + is_same)}
-        file.write_text(json.dumps({"message": {"message": one_line(error), "extraInfo": extra}}))
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + (is_torchrun_s and not is_first))}
+        content = json.dumps({"message": {"message": one_line(error), "extraInfo": extra}})
+        file.write_text(content, encoding="utf-8", errors="backslashreplace")
         if is_first:
             _print_behind_torchrun(f"{one_line(error)} (rank {rank})")
-    return before != one_line(error)
+    return is_new
+
+
+def _make(file: Path) -> bool:
+    """Makes an empty file; returns False if it exists."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _print_behind_torchrun(text: str) -> None:
@@ -74,18 +86,29 @@ def _print_behind_torchrun(text: str) -> None:
     restarts = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if restarts[0] == restarts[1] is not None and hasattr(os, "pidfd_open"):
         torchrun = os.pidfd_open(os.getppid())
-        command = [sys.executable, "-I", "-S", "-c", PRINT_LAST, str(torchrun), str(LONGEST * 1000), text]
+        command = [sys.executable, "-I", "-S", "-c", PRINT_LAST, str(torchrun), str(LONGEST * 1000)]
+        # Bytes: not every locale has each character of a text.
+        last = text.encode("utf-8", "backslashreplace")
         # A session of its own: torchrun ends the ranks with all that belongs to theirs.
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[torchrun], start_new_session=True)
+        subprocess.Popen([*command, last], stdin=subprocess.DEVNULL, pass_fds=[torchrun], start_new_session=True)
 
 
 def one_line(error: Exception) -> str:
     """Returns an error as one line: what is wrong, and what to write instead."""
-    if not isinstance(error, Error):
-        return traceback.format_exception_only(error)[-1].strip()
-    problem = f"autotp.Error: {str(error).splitlines()[0]}"
-    ways = (f" | {label}: {error.facts[label]}" for label in ("try", "expected") if label in error.facts)
-    return problem + next(ways, "")
+    if isinstance(error, Error):
+        ways = (f" | {label}: {_line_of(error.facts[label])}" for label in ("try", "expected") if label in error.facts)
+        return f"autotp.Error: {_line_of(str(error))}{next(ways, '')}"
+    module, name = type(error).__module__, type(error).__qualname__
+    name = name if module in ("builtins", "__main__") else f"{module}.{name}"
+    # By `traceback`, as `__str__` of a user's class may raise.
+    line = _line_of(str(traceback.TracebackException(type(error), error, None))).removeprefix(f"{name}: ")
+    return f"{name}: {line}" if line else name
+
+
+def _line_of(text: str) -> str:
+    """Returns the first line that has text; of a text with a traceback, as a DataLoader's, the last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next(iter(lines[::-1] if "Traceback (most recent call last)" in text else lines), "")
 
 
 def report_errors(rank: int) -> None:
@@ -101,6 +124,8 @@ def report_errors(rank: int) -> None:
         setattr(error, OURS, True)
         error.__traceback__ = of_the_program(error, trace)
         if not write_error(error, rank):
+            with redirect_stderr(StringIO()):  # For a hook of the user's, such as that of a tracker.
+                previous_hook(kind, error, error.__traceback__)
             return print(f"rank {rank} ends with the same error as another rank", file=sys.stderr)
         previous_hook(kind, error, error.__traceback__)
         if VARIABLE not in os.environ:

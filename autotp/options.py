@@ -200,7 +200,7 @@ def expect_options(function: Callable[..., Any], options: Mapping[str, Any]) -> 
     names = [*inspect.signature(function).parameters]
     if unknown := [name for name in options if name not in names]:
         fix = " or ".join(get_close_matches(unknown[0], names, 2)) or f"one of {', '.join(names)}"
-        raise Error(f"there is no argument `{unknown[0]}`", fix=fix).within(function.__name__)
+        raise Error(f"there is no argument `{unknown[0]}`", fix=fix)
 
 
 def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})) -> None:

@@ -3,8 +3,9 @@
 NOTE [Short tracebacks]
 An Error says what the user can change, and under a launcher each rank prints it. So each public call takes the lines of
 autotp and torch below it out of the traceback of an exception; those of the user's own code, such as a line of the
-model, stay. Where the exception is no Error, its last line stays as well, whoever wrote it. The variable TRACEBACK
-keeps all lines.
+model, stay. Where the exception is no Error, its last line stays as well, whoever wrote it. The same is done to its
+causes; to an exception in whose handler it was raised only where the program ends, as the user may still handle that.
+The variable TRACEBACK keeps all lines.
 """
 
 from __future__ import annotations
@@ -38,15 +39,21 @@ def shorten(error: Exception, is_error: bool, shows_itself: bool = True) -> None
     shorten_causes(error)
 
 
-def shorten_causes(error: BaseException) -> None:
-    """Takes the lines of libraries out of the exceptions that Python prints above this one."""
+def shorten_causes(error: BaseException, contexts: bool = False) -> None:
+    """Takes the lines of libraries out of the exceptions that Python prints above this one.
+
+    Args:
+        contexts: whether also out of those that were handled when another was raised, without a `from`.
+    """
     seen = {id(error)}
-    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+    while (
+        cause := error.__cause__ or (error.__context__ if contexts and not error.__suppress_context__ else None)
+    ) is not None:
         if id(cause) in seen:
             return
         seen.add(id(cause))
         lines = list(_lines(cause.__traceback__))
-        cause.__traceback__ = _linked(_users(lines, False) or lines[-1:])
+        cause.__traceback__ = _linked(_users(lines, type(cause).__module__ != "autotp") or lines[-1:])
         error = cause
 
 
@@ -58,7 +65,7 @@ def of_the_program(error: BaseException, trace: TracebackType | None) -> Traceba
     door = next((i for i, line in enumerate(lines) if _package(line.tb_frame) == "autotp"), None)
     if door is None:
         return trace
-    shorten_causes(error)
+    shorten_causes(error, contexts=True)
     return _linked([*lines[: door + 1], *_users(lines[door + 1 :], type(error).__module__ != "autotp")])
 
 

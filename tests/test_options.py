@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
@@ -11,7 +12,10 @@ import torch
 from errors import message
 
 import autotp
+from autotp.distributed.launch import TORCHRUN
+from autotp.error_file import OURS
 from autotp.options import DEFAULTS, OPTIONAL, Options, expect_choices
+from autotp.tracebacks import TRACEBACK
 
 PASSES = ", ".join(map(repr, OPTIONAL))
 TAKE_OPTIONS = ("parallelize", "from_pretrained", "explain", "verify", "stages", "distribute", "estimate")
@@ -69,6 +73,22 @@ def test_a_wrong_keyword_is_one_error_with_the_nearest(name: str) -> None:
     needed = {"gpu": "h100-80gb", "batch": 2} if name == "estimate" else {}
     function = getattr(autotp, name)
     arguments = (torch.nn.Linear(2, 2), 2)[: 1 if name in ("distribute", "estimate") else 2]
-    text = f"{name}: there is no argument `sequenceparallel`\n  try      sequence_parallel"
-    assert message(lambda: function(*arguments, sequenceparallel=True, **needed)).startswith(text)
+    call, text = message(lambda: function(*arguments, sequenceparallel=True, **needed)).split(": ", 1)
+    assert call.startswith(f"{name}(")
+    assert text.startswith("there is no argument `sequenceparallel`\n  try      sequence_parallel")
     assert "try      one of " in message(lambda: function(*arguments, zzzz=True, **needed))
+
+
+@pytest.mark.parametrize("name", TAKE_OPTIONS)
+def test_a_wrong_keyword_is_told_as_other_errors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a launcher once, and last; with one line of autotp, or in Python 3.10 two."""
+    monkeypatch.delenv(TRACEBACK)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for variable in TORCHRUN:
+        monkeypatch.setenv(variable, "1")
+    needed = {"gpu": "h100-80gb", "batch": 2} if name == "estimate" else {}
+    arguments = (torch.nn.Linear(2, 2), 2)[: 1 if name in ("distribute", "estimate") else 2]
+    with pytest.raises(autotp.Error, match="no argument") as raised:
+        getattr(autotp, name)(*arguments, zzzz=True, **needed)
+    assert hasattr(sys.excepthook, OURS)
+    assert [line.name for line in raised.traceback[1:]] == [name] + ["within"] * (sys.version_info < (3, 11))

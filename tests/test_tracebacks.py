@@ -99,6 +99,43 @@ def test_a_program_ends_with_the_user_s_lines_and_one_of_autotp() -> None:
     assert of_autotp(raised.value) == ["explain"]
 
 
+def fails_in_torch() -> None:
+    nn.Linear(4, 4)(torch.ones(3))
+
+
+def test_a_cause_keeps_its_innermost_line() -> None:
+    """Whoever wrote it, unless it is an Error."""
+
+    def raises(cause: type[Exception]) -> None:
+        try:
+            fails_in_torch() if cause is RuntimeError else within("inner", lambda: shorten(3, False))  # type: ignore[arg-type]
+        except Exception as error:
+            raise Error("it fails") from error
+
+    for cause, last in {RuntimeError: "torch", AttributeError: "autotp"}.items():
+        with pytest.raises(Error) as raised:
+            within("outer", lambda cause=cause: raises(cause))  # type: ignore[misc]
+        shown = raised.value.__cause__
+        assert shown is not None and type(shown) is cause
+        packages = [package for package, _ in lines_of(shown)]
+        assert packages[-1] == last and len(packages) <= 3 and packages[0] == "test_tracebacks"
+
+
+def test_an_exception_that_is_handled_keeps_its_lines() -> None:
+    """Until the program ends."""
+    with pytest.raises(Error) as raised:
+        try:
+            fails_in_torch()
+        except RuntimeError as handled:
+            lines = lines_of(handled)
+            with pytest.raises(Error):
+                autotp.explain(Model(), tp=0, example_inputs=ROWS)
+            assert lines_of(handled) == lines and len(lines) > 4
+            autotp.explain(Model(), tp=0, example_inputs=ROWS)
+    of_the_program(raised.value, raised.value.__traceback__)
+    assert raised.value.__context__ is not None and len(lines_of(raised.value.__context__)) == 3
+
+
 def test_a_circle_of_causes_ends() -> None:
     first, second = KeyError(), KeyError()
     first.__cause__, second.__cause__ = second, first

@@ -33,7 +33,7 @@ from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.display.progress import Line, progress
 from autotp.display.sheet import Sheet, Shown, Table
-from autotp.distributed.mesh import Mesh
+from autotp.distributed.mesh import Mesh, tell_errors
 from autotp.errors import Error, within
 from autotp.model_library import library
 from autotp.ops.random_state import forked, seed
@@ -493,12 +493,12 @@ def verify(
         >>> assert report.ok, report
     """
 
-    expect_options(verify, options)
-    settings = Options(cp=cp, **options)
-    parts = microbatches_of(pp) if microbatches is None else microbatches
-    training = training_of(settings, parts, schedule, zero, interleave)
-
     def run() -> Report:
+        tell_errors()
+        expect_options(verify, options)
+        settings = Options(cp=cp, **options)
+        parts = microbatches_of(pp) if microbatches is None else microbatches
+        training = training_of(settings, parts, schedule, zero, interleave)
         expect_usable("verify", model, tp, settings)
         expect_layout(settings, training, (tp, pp, dp))
         if (pp, dp, parts) == (1, 1, 1):

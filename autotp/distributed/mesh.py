@@ -132,7 +132,6 @@ def make_mesh(
         Error: the number of processes is no multiple of `tp`, a mesh has no "tp" or another size, the process has no
             GPU, or `timeout` is not a positive timedelta.
     """
-    tell_errors()
     expect_timeout(timeout)
     for name, size in {"tp": tp, "cp": cp}.items():
         if size is not None:

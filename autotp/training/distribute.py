@@ -98,13 +98,14 @@ def distribute(
         >>> bool(trainer.evaluate(tokens, labels=tokens) < loss)
         True
     """
-    expect_options(distribute, options)
-    training = Training(
-        outputs="local", summed=True, cp=cp, microbatches=microbatches, schedule=schedule, interleave=interleave,
-        zero=zero, compute_dtype=compute_dtype, **options,
-    )  # fmt: skip
 
     def run() -> Trainer:
+        tell_errors()
+        expect_options(distribute, options)
+        training = Training(
+            outputs="local", summed=True, cp=cp, microbatches=microbatches, schedule=schedule, interleave=interleave,
+            zero=zero, compute_dtype=compute_dtype, **options,
+        )  # fmt: skip
         # What one process can check alone comes first: `_mesh` connects the processes.
         opened = _expect_model(model, dtype)
         expect_training(training, pp, dp, tp)
@@ -139,7 +140,6 @@ def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
     """Returns the mesh of all processes; raises Error if their number is not the product of the sizes."""
-    tell_errors()
     count, world = math.prod(sizes.values()), world_size()
     if count != world:
         cp = "cp * " * ("cp" in sizes)

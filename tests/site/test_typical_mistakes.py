@@ -65,6 +65,10 @@ def an_option_that_is_misspelt(rank: int) -> None:
     parallel(recompute="ful")
 
 
+def an_option_that_does_not_exist(rank: int) -> None:
+    parallel(recomput="full")
+
+
 def a_name_that_is_misspelt(rank: int) -> None:
     parallel(cut={"lm_hed": "whole"})
 
@@ -131,6 +135,7 @@ def a_call_on_one_rank_only(rank: int) -> None:
 MISTAKES: dict[Callable[[int], None], tuple[str, str]] = {
     more_ranks_than_processes: ("tp=3 needs 3 processes, and the world has 2", "torchrun --nproc-per-node 3"),
     an_option_that_is_misspelt: ("recompute='ful' is not one of its values", "'none', 'selective', 'full'"),
+    an_option_that_does_not_exist: ("there is no argument", "recompute"),
     a_name_that_is_misspelt: ("no parameter has this name", "model.named_parameters()"),
     a_loop_over_values: ("the model has a loop whose length depends on the values of a tensor", "torch.where"),
     a_model_in_ddp: (

@@ -235,11 +235,13 @@ def _end(watch: Watch, group: str, groups: Mapping[str, Any]) -> None:
         threading.Thread(target=_abort, args=(process_group,), name="autotp-abort", daemon=True).start()
     if fatal.raised.wait(LAST):
         return
-    for line in (f"autotp.Error: {fatal.error}", *_stack_of(thread)):
-        print(line, file=sys.stderr)
-    sys.stderr.flush()
-    write_error(fatal.error, dist.get_rank())
-    os._exit(1)
+    try:
+        for line in (f"autotp.Error: {fatal.error}", *_stack_of(thread)):
+            print(line, file=sys.stderr)
+        sys.stderr.flush()
+        write_error(fatal.error, dist.get_rank())
+    finally:
+        os._exit(1)
 
 
 def _abort(group: Any) -> None:

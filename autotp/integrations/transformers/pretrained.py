@@ -28,7 +28,7 @@ from typing_extensions import Unpack
 
 from autotp.arguments import expect_arguments
 from autotp.distributed.agreement import Fact, agree, gather_texts, on_first_replica
-from autotp.distributed.mesh import Mesh, gather_ints, make_mesh
+from autotp.distributed.mesh import Mesh, gather_ints, make_mesh, tell_errors
 from autotp.errors import Error, within
 from autotp.integrations.transformers.files.checksum_file import (
     SIDE_FILE,
@@ -123,11 +123,12 @@ def from_pretrained(
     """
     size = "" if tp is None else f", tp={tp}"
     arguments = {"path": path, "dtype": dtype, "model_class": model_class, "config": config, "strict": strict}
-    expect_options(from_pretrained, options)
-    settings = Options(**options)
     model_arguments = ModelArguments(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:
+        tell_errors()
+        expect_options(from_pretrained, options)
+        settings = Options(**options)
         place = make_mesh(tp, mesh, device, timeout, cp)
         agree(place, lambda: expect_arguments(from_pretrained, **arguments))
         model, read = open_folder(Path(path), model_arguments, place)

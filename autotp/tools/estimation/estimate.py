@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from autotp.arguments import expect_arguments
+from autotp.distributed.mesh import tell_errors
 from autotp.errors import Error, within
 from autotp.options import EstimateOptions, Overlap, expect_choices, expect_options, lists_options
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
@@ -84,9 +85,9 @@ def estimate(
         True
     """
 
-    expect_options(estimate, options)
-
     def run() -> Estimate:
+        tell_errors()
+        expect_options(estimate, options)
         expect_arguments(estimate, gpu=gpu, interleave=interleave, dtype=dtype, compiled=compiled, sequence=sequence)
         device = hardware_of(gpu)
         layout = StepLayout(

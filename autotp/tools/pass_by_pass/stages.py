@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from autotp.diagnostics.node_text import size_text, sizes_of, type_text
 from autotp.diagnostics.report import report
 from autotp.display.sheet import Code, Sheet, Shown
+from autotp.distributed.mesh import tell_errors
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Options, TrialOptions, expect_options, lists_options
@@ -87,10 +88,10 @@ def stages(
         return [linear]
     """
 
-    expect_options(stages, options)
-    settings = Options(cp=cp, **options)
-
     def run() -> Stages:
+        tell_errors()
+        expect_options(stages, options)
+        settings = Options(cp=cp, **options)
         expect_usable("stages", model, tp, settings)
         with uncollected():
             return Stages(dict(_pages(model, run_steps(model, tp, settings, example_inputs))))
