@@ -47,8 +47,9 @@ INTRODUCTION = """
 # Errors
 
 Every error and warning of autotp is here, sorted by its first words. `...` stands for what differs, such as a name or a
-number: so search the page for some words of your message that hold neither, also from its middle. `try` is what to write instead, as the error says it. A
-message about one argument is its name and value, such as `outputs='all'`, and `expected` lists the right ones.
+number: so search the page for some words of your message that hold neither, also from its middle. `try` is what to
+write instead, as the error says it. A message about one argument is its name and value, such as `outputs='all'`, and
+`expected` lists the right ones.
 
 autotp computes the same as one device, or it raises one `autotp.Error`, on every rank, before anything is changed.
 
