@@ -46,9 +46,10 @@ OTHERS = (
 INTRODUCTION = """
 # Errors
 
-Every error and warning of autotp is here, by its first words: search the page for a few words behind the name of the
-call. `...` stands for what differs, such as a name or a number. `try` is what to write instead, as the error says it. A
-message about one argument is its name and value, such as `outputs='all'`, and `expected` lists the right ones.
+Every error and warning of autotp is here, sorted by its first words. `...` stands for what differs, such as a name or a
+number: so search the page for some words of your message that hold neither, also from its middle. `try` is what to
+write instead, as the error says it. A message about one argument is its name and value, such as `outputs='all'`, and
+`expected` lists the right ones.
 
 Where autotp sees that it cannot compute the same as one device, it raises one `autotp.Error` on every rank, before
 anything is changed. [Limits](limits.md) lists what it sees later, and what it cannot see: the rows marked S, for silent.

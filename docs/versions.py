@@ -55,9 +55,9 @@ LIMIT = 1800  # seconds that the tests of a row may take
 OPENING = """Use Python 3.11, torch 2.13 and transformers 5.17: `constraints.txt` has them, and all tests run with
 them. This page says what else was tried. `make versions` makes a virtual environment for each row and runs the same
 tests in it: imports, the rules of all operators, capture, the graphs of a rank, `verify`, pipelines and replicas on
-real ranks, checkpoints, and the models of transformers and peft. The rows are a covering set, not the full product:
-each version of Python, of torch and of transformers is in at least one row; the oldest of torch and transformers are
-together in one row, and so are the newest. A row that could not run this time keeps what it said before, with its
+real ranks, checkpoints, and the models of transformers and peft. The rows are a covering set of what one may install,
+not the full product. A row with "not run" says nothing: so far only Python 3.11 was tried, and torch 2.12 to 2.14. The
+numbers of tests differ because tests were added between the days. A row that could not run this time keeps what it said before, with its
 day."""
 
 CAUSES = """What is known of the failures. torch 2.12 is older than setup.cfg asks for: its `torch.export` fixes sizes
@@ -68,8 +68,8 @@ transformers 5.0 and 5.1 switches NEFTune on by a method, and could not be impor
 no names for torch's pytree; gradient checkpointing has another name in 5.24; torch 2.14 warns of `torch.jit.script`,
 which DeBERTa uses; and with a wheel of torch for GPUs on a machine without one, a cache that is offloaded asks for a
 stream of a GPU. `torch.autograd.Function.apply` is written in C++ in torch 2.14; a model's own backward is kept there
-since 2026-11-29 as with 2.13, and the rows of 2.14 are older. The tests of a row of torch 2.11 did not come to their
-end; `benchmarks/gpu.py` passes with it on the CPU, and a Llama trains, generates with both caches and compiles its
+since 2026-11-29 as with 2.13, and the rows of 2.14 are older. No row of torch 2.11 has a
+result; `benchmarks/gpu.py` passes with it on the CPU, and a Llama trains, generates with both caches and compiles its
 blocks on two ranks as with torch 2.13 (2026-11-26)."""
 
 
