@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import TypeVar
 
-from autotp.tracebacks import TRACEBACK, shorten
+from autotp.tracebacks import TRACEBACK, shorten_traceback
 
 T = TypeVar("T")
 REPORT = "a report of it, with the model"
@@ -112,7 +112,7 @@ def within(call: str, run: Callable[[], T]) -> T:
         except Exception as error:
             if isinstance(error, Error):
                 error.within(call)
-            shorten(error, isinstance(error, Error), shows_itself=False)
+            shorten_traceback(error, isinstance(error, Error), shows_itself=False)
             raise
 
 

@@ -20,7 +20,7 @@ TRACEBACK = "AUTOTP_TRACEBACK"
 LIBRARIES = sys.stdlib_module_names | {"torch", "autotp"}
 
 
-def shorten(error: Exception, is_error: bool, shows_itself: bool = True) -> None:
+def shorten_traceback(error: Exception, is_error: bool, shows_itself: bool = True) -> None:
     """Takes the lines of libraries below a public call out of the traceback of an exception that the caller catches.
 
     The caller raises it again by `raise` alone.
@@ -58,7 +58,7 @@ def shorten_causes(error: BaseException, contexts: bool = False) -> None:
 
 
 def of_the_program(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback of an exception that ends the program, with one line of autotp, or two as by `shorten`."""
+    """Returns the traceback of an exception that ends the program, with one line of autotp, or two as by `shorten_traceback`."""
     if os.environ.get(TRACEBACK) == "full":
         return trace
     lines = list(_lines(trace))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.errors import Error, full_tracebacks, within
-from autotp.tracebacks import TRACEBACK, of_the_program, shorten
+from autotp.tracebacks import TRACEBACK, of_the_program, shorten_traceback
 
 
 @pytest.fixture(autouse=True)
@@ -81,13 +81,13 @@ def test_an_exception_in_a_call_shows_at_most_two_lines_of_autotp() -> None:
 
 
 def raises_itself() -> None:
-    within("inner", lambda: shorten(3, False))  # type: ignore[arg-type]  # As a mistake of autotp would raise.
+    within("inner", lambda: shorten_traceback(3, False))  # type: ignore[arg-type]  # As a mistake of autotp would raise.
 
 
 def test_a_mistake_of_autotp_shows_the_line_that_raised() -> None:
     with pytest.raises(AttributeError) as raised:
         within("outer", raises_itself)
-    assert of_autotp(raised.value)[-1] == "shorten" and len(of_autotp(raised.value)) <= 3
+    assert of_autotp(raised.value)[-1] == "shorten_traceback" and len(of_autotp(raised.value)) <= 3
     assert "raises_itself" in [function for _, function in lines_of(raised.value)]
 
 
@@ -108,7 +108,7 @@ def test_a_cause_keeps_its_innermost_line() -> None:
 
     def raises(cause: type[Exception]) -> None:
         try:
-            fails_in_torch() if cause is RuntimeError else within("inner", lambda: shorten(3, False))  # type: ignore[arg-type]
+            fails_in_torch() if cause is RuntimeError else within("inner", lambda: shorten_traceback(3, False))  # type: ignore[arg-type]
         except Exception as error:
             raise Error("it fails") from error
 

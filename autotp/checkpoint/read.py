@@ -80,8 +80,8 @@ def expect_same_training(
     if optimizers.each and about["optimizer"] != optimizers.name:
         raise Error(
             f"{path} has the state of {about['optimizer']}, and this is {optimizers.name}",
-            fix=f"an optimizer of the class {about['optimizer']}; or the parameters alone, with an optimizer that "
-            "begins anew: load_checkpoint(folder, trainer)",
+            fix="the parameters alone, with an optimizer that begins anew: load_checkpoint(folder, trainer)",
+            alternative="an optimizer of the class that was saved",
         )
     expect_states(more, ("state_dict", "load_state_dict"))
     if missing := sorted(set(more) - set(about["more"])):

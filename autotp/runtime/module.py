@@ -53,7 +53,7 @@ from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
 from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copy_as, give_state, original_class, state_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import calling_frame, reads_for_caller, reads_to_fill
-from autotp.tracebacks import shorten
+from autotp.tracebacks import shorten_traceback
 
 FORWARD_HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -445,7 +445,7 @@ def _made(original: Any, role: Any) -> type[Part]:
             # User code has computed with cut tensors, so what it returns may be cut.
             return result if state.tree.settings.outputs == "local" else gather_all(result)
         except Exception as error:
-            shorten(error, isinstance(error, Error))
+            shorten_traceback(error, isinstance(error, Error))
             raise
 
     def counted(method: Any) -> Any:

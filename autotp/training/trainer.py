@@ -61,7 +61,7 @@ from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
-from autotp.tracebacks import shorten
+from autotp.tracebacks import shorten_traceback
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import ParameterReader, cast_arguments
 from autotp.training.microbatches import (
@@ -620,7 +620,7 @@ class Trainer(InGraphs, HasHoldings):
             try:
                 return run()
             except Exception as error:
-                shorten(error, isinstance(error, Error), shows_itself=False)
+                shorten_traceback(error, isinstance(error, Error), shows_itself=False)
                 if isinstance(error, Error) or not isinstance(error, RuntimeError):
                     raise
                 lost = peer_error(method, str(self._ranks.group), error, self._ranks)

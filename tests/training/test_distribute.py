@@ -351,8 +351,8 @@ def test_sequence_classification_picks_each_row_s_last_token(layout: tuple[int, 
     [
         ({"tp": 2}, "distribute(GPT, tp=2, pp=1, dp=1): tp * pp * dp is 2, and the world has 1"),
         ({"pp": 0}, "distribute(GPT, tp=1, pp=0, dp=1): pp=0 is not a whole number of 1 or more"),
-        ({"schedule": "1F1P"}, "distribute(GPT, tp=1, pp=1, dp=1): schedule='1F1P'"),
-        ({"recompute": "some"}, "distribute(GPT, tp=1, pp=1, dp=1): recompute='some'"),
+        ({"schedule": "1F1P"}, "distribute(GPT, tp=1, pp=1, dp=1): schedule='1F1P' is not one of its values"),
+        ({"recompute": "some"}, "distribute(GPT, tp=1, pp=1, dp=1): recompute='some' is not one of its values"),
     ],
     ids=str,
 )

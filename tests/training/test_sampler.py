@@ -57,7 +57,7 @@ def test_sampler_divides_a_batch_among_replicas() -> None:
     ("size", "dp", "expected"),
     [
         (11, 3, "Sampler: batch_size=4 does not divide into 3 replicas\n  try      batch_size=3"),
-        (3, 1, "Sampler: a data set of 3 rows, and a batch has 4"),
+        (3, 1, "Sampler: a data set of 3 rows, and a batch has 4\n  try      more rows, or a smaller batch_size"),
     ],
 )
 def test_sampler_refuses_batches_that_do_not_divide(size: int, dp: int, expected: str) -> None:

@@ -280,7 +280,11 @@ def model(parameter: float = 1.0, gradient: float | None = 1.0) -> nn.Module:
         ({"parameter": float("nan")}, f": `1.weight` is infinite or undefined{FIX}"),
         ({"gradient": float("inf")}, f": the gradient of `0.bias` is infinite or undefined{FIX}"),
         ({"parameter": float("inf"), "gradient": float("inf")}, f": `1.weight` is infinite or undefined{FIX}"),
-        ({"gradient": None}, ", and every parameter and gradient is finite"),
+        (
+            {"gradient": None},
+            ", and every parameter and gradient is finite\n"
+            "  try      a batch without infinite or undefined values, or a loss that stays finite on it",
+        ),
     ],
 )
 def test_raise_nonfinite_names_the_parameter_or_gradient(given: Any, text: str) -> None:

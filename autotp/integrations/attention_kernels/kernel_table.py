@@ -9,7 +9,7 @@ operator stays one node of the graph. On a GPU nothing changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from autotp.model_library import ModelLibrary
 from autotp.rules.call import Call
 from autotp.rules.common import present
 from autotp.rules.language import Rule, spell
-from autotp.rules.registry import add_rows, loaded_operator
+from autotp.rules.registry import add_rows, has_rule, loaded_operator
 from autotp.rules.row import Row, Trait
 from autotp.sharding.axis import Size
 
@@ -113,10 +113,9 @@ class AttentionKernels(ModelLibrary):
         super().add_operators()
 
 
-@cache
 def _add(op: OpOverload) -> None:
     reference, window = KERNELS[op._schema.name]
-    if window is not None:
+    if window is not None and not has_rule(op):
         row = Row(partial(_packed_rule, window=window), Trait.ATTENTION)
         add_rows({op: row})
         add_form(op, row, window)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 from torch import fx
@@ -31,7 +30,6 @@ Window = Callable[[Mapping[str, Any]], tuple[int, int]]
 """Arguments by name -> how many keys before and after its own position a query reads; -1 for all."""
 
 
-@cache
 def add_form(op: OpOverload, row: Row, window: Window) -> None:
     """Adds the form of a kernel for a part of its tokens to the tables of the kernel's passes.
 

@@ -43,7 +43,7 @@ def test_program_tells_wrong_use_in_one_line(autotp_command, args: tuple[str, ..
     assert done.status == 2 and done.out == "" and done.err.startswith(told) and done.err.count("\n") == 1
 
 
-COMMANDS = ("plan", "verify", "estimate", "search", "stages", "doctor", "convert", "calibrate")
+COMMANDS = ("plan", "verify", "estimate", "search", "stages", "doctor", "convert", "calibrate", "init")
 GPT = """
 from autotp.models.gpt import GPT, GPTConfig
 

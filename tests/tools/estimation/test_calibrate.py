@@ -59,8 +59,8 @@ def test_a_gpu_keeps_the_sustained_parts_of_its_kind() -> None:
     )
     found = compared(H100, replace(AS_KNOWN, half=half, copy=copy, memory=80 * GIB), near, far)
     assert found.device.matrix_flops == pytest.approx(H100.matrix_flops)
-    assert (found.device.node, found.device.net_bandwidth) == (8, pytest.approx(50e9))
-    assert found.line() == "989TF 3350GB/s 80GiB node=8x385GB/s net=50GB/s like=h100-80gb" and found.ranks == 32
+    assert (found.device.node, found.device.net_bandwidth) == (8, pytest.approx(25e9 / 0.78))
+    assert found.line() == "989TF 3350GB/s 80GiB node=8x385GB/s net=32.1GB/s like=h100-80gb" and found.ranks == 32
 
 
 def test_links_that_were_not_measured_are_those_of_the_kind() -> None:

@@ -10,14 +10,14 @@ from autotp.tools.estimation.counts.pieces import ModelPiece, Parameter
 from autotp.tools.estimation.layout import AUTOTP, StepLayout
 from autotp.tools.estimation.price import Prices
 from autotp.tools.estimation.replicas import ReplicaWaits, Unit, exchanged, sums_of_buckets, sums_of_units, units_of
-from autotp.tools.estimation.seconds.hardware import SHARED, Hardware
+from autotp.tools.estimation.seconds.hardware import Hardware
 from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action
 
 DEVICE = Hardware(
     name="plain", matrix_flops=1e12, vector_flops=1e12, memory_bandwidth=1e12, memory=1e12, units=100,
-    cache_bandwidth=1e12, node=1, node_bandwidth=1e9, net_bandwidth=1e9 / SHARED, link_sustained=1.0, latency=0.0,
+    cache_bandwidth=1e12, node=1, node_bandwidth=1e9, net_bandwidth=1e9, link_sustained=1.0, latency=0.0,
 )  # fmt: skip
 """Ranks that send a GB/s; a collective takes one channel of a hundred units."""
 HALF = BUCKET // 8

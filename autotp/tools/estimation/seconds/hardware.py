@@ -49,7 +49,6 @@ class Hardware:
         node_bandwidth: bytes/s of a device to the others of its node.
         net_bandwidth: bytes/s of a device to other nodes: of the node's adapters, divided by its devices.
         link_sustained: the part of these that collectives in a node and sends sustain.
-        net_sustained: the part of `net_bandwidth` that collectives sustain, beside those of all replicas.
         latency: seconds for a message of no length. (That of GPUs, and their `launch`, are round numbers of the usual
             size, without a source. `autotp calibrate` measures both.)
     """
@@ -69,7 +68,6 @@ class Hardware:
     node_bandwidth: float
     net_bandwidth: float
     link_sustained: float = 0.78
-    net_sustained: float = 0.78
     latency: float = 5 * MICRO
 
     @property
@@ -77,13 +75,20 @@ class Hardware:
         """Whether it is a GPU, on which NCCL communicates; else one core of a CPU, with gloo."""
         return self.units > 1
 
+    @property
+    def net_sustained(self) -> float:
+        """The part of `net_bandwidth` that collectives sustain beside those of all replicas.
+
+        The name has the kind also where a line or a calibration describes the device.
+        """
+        return 0.50 if any(kind in self.name for kind in ("v100", "a100")) else self.link_sustained
+
 
 # Sources: NVIDIA A100 white paper (2020), table 4 and page 39 (level-2 cache: 5,120 bytes a clock, 1,410 MHz); DGX A100
 # data sheet: NVSwitch 600 GB/s both ways, 8 adapters of 200 Gbit/s for 8 GPUs (Narayanan et al. 2021, section 5).
 A100_80GB = Hardware(
     name="a100-80gb", matrix_flops=312 * TERA, vector_flops=19.5 * TERA, memory_bandwidth=2039 * GIGA, memory=80 * GIB,
     units=108, cache_bandwidth=5120 * 1.41e9, node_bandwidth=300 * GIGA, net_bandwidth=25 * GIGA,
-    net_sustained=0.50,
 )  # fmt: skip
 # The same white paper: 1,555 GB/s.
 A100_40GB = replace(A100_80GB, name="a100-40gb", memory_bandwidth=1555 * GIGA, memory=40 * GIB)
@@ -92,7 +97,6 @@ A100_40GB = replace(A100_80GB, name="a100-40gb", memory_bandwidth=1555 * GIGA, m
 V100_32GB = Hardware(
     name="v100-32gb", matrix_flops=130 * TERA, vector_flops=16.4 * TERA, memory_bandwidth=900 * GIGA, memory=32 * GIB,
     units=80, cache_bandwidth=2155 * GIGA, node=16, node_bandwidth=150 * GIGA, net_bandwidth=100 * GIGA / 16,
-    net_sustained=0.50,
 )  # fmt: skip
 # NVIDIA H100 data sheet (SXM): 989.4 TFLOP/s, 66.9 TFLOP/s, 3.35 TB/s. Cache: as the A100's, at 1.755 GHz. DGX H100
 # data sheet: NVLink 900 GB/s both ways, 8 adapters of 400 Gbit/s.
@@ -114,8 +118,7 @@ B200_180GB = Hardware(
 CPU_GLOO = Hardware(
     name="cpu-gloo", matrix_flops=500 * GIGA, vector_flops=115 * GIGA, memory_bandwidth=55 * GIGA, memory=12 * GIB,
     units=1, cache_bandwidth=105 * GIGA, matrix_sustained=1.0, memory_sustained=1.0, fill=0.0, launch=8 * MICRO,
-    node=2, node_bandwidth=3 * GIGA, net_bandwidth=3 * GIGA, link_sustained=1.0, net_sustained=1.0,
-    latency=70 * MICRO,
+    node=2, node_bandwidth=3 * GIGA, net_bandwidth=3 * GIGA, link_sustained=1.0, latency=70 * MICRO,
 )  # fmt: skip
 KINDS = {
     device.name: device for device in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB, CPU_GLOO)
