@@ -317,6 +317,7 @@ class OpaqueCall:
         result: the form of the result.
         sizes: of the results: numbers, or the operand and the dimension that have the same; None for others.
         written: the buffers that the code writes.
+        shared: the places of operands and of results that lie in one memory, where there are several; none with `like`.
         flops: of the products in it; None if they are not known.
         tags: as those of an operator of torch.
     """
@@ -331,6 +332,7 @@ class OpaqueCall:
         self.examples: list[Tensor] = []
         self.sizes: list[list[int | tuple[int, int] | None]] = []
         self.written: list[str] = []
+        self.shared: list[tuple[set[int], set[int]]] = []
         self.flops: Any = None
         self.tags: tuple[torch.Tag, ...] = ()
         self.__qualname__ = f"opaque_{id(self):x}"  # Tells apart what two calls compute: see `fingerprint`.
@@ -399,6 +401,10 @@ class OpaqueCall:
             ) from error
         updated += [after[name] for name in self.written]  # From the first run on.
         self.written = [name for name, x in after.items() if name in changed or any(x is y for y in updated)]
+        used = [*operands[: len(operands) - len(self.buffers)], *after.values()]
+        memory = [[x.untyped_storage()._cdata for x in xs] for xs in (used, tensors)]
+        places = [tuple({i for i, x in enumerate(xs) if x == y} for xs in memory) for y in {*memory[1]}]
+        self.shared = [(ins, outs) for ins, outs in places if len(ins) + len(outs) > 1]
         return form, [*tensors, *(after[name] for name in self.written)]
 
     def _eagerly(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:

@@ -328,6 +328,65 @@ def test_opaque_functions_and_methods_may_be_attributes(inside: bool) -> None:
     assert_values_close(autotp.gather(mine[1].inner.bias.grad), one[1].inner.bias.grad)
 
 
+@autotp.opaque
+def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.sin()
+    return y, y
+
+
+@autotp.opaque
+def flat(x: Tensor) -> Tensor:
+    return x.view(-1)
+
+
+def writes_a_view(model: nn.Module, x: Tensor, reads: bool) -> Tensor:
+    y = flat(x)
+    y.add_(1)
+    return y * (x.sum() if reads else 1)
+
+
+def writes_an_argument(model: nn.Module, x: Tensor, reads: bool) -> Tensor:
+    y = flat(x)
+    x.add_(1)
+    return x * (y.sum() if reads else 1)
+
+
+def writes_one_of_two(model: nn.Module, x: Tensor, reads: bool) -> Tensor:
+    y, z = twice(x)
+    y.add_(1)
+    return z if reads else y
+
+
+@pytest.mark.parametrize("call", [writes_a_view, writes_an_argument, writes_one_of_two])
+def test_opaque_refuses_writes_that_another_result_would_see(call: Callable[..., Any]) -> None:
+    one = Before(partial(call, reads=False))
+    mine = autotp.parallelize(copy.deepcopy(one), 1, example_inputs=ROWS.float())
+    assert_values_close(mine(ROWS.float()), one(ROWS.float()))
+    text = message(lambda: autotp.explain(Before(partial(call, reads=True)), 2, example_inputs=ROWS.float()))
+    assert "shares its memory with another one that is used" in text
+
+
+class Counted(nn.Module):
+    """Returns its buffer. x: [rows 8]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.add_(1)
+        return x * 2, self.calls
+
+
+def test_opaque_code_returns_its_buffer() -> None:
+    one = Before(lambda model, x: sum(model.code(x)), autotp.opaque(Counted()))
+    mine = autotp.parallelize(copy.deepcopy(one), 1, example_inputs=ROWS.float())
+    for _ in range(2):
+        assert_values_close(mine(ROWS.float()), one(ROWS.float()))
+    bad = Before(lambda model, x: model.code(x)[1].add_(1), autotp.opaque(Counted()))
+    assert "shares its memory" in message(lambda: autotp.explain(bad, 2, example_inputs=ROWS.float()))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attributes": (Counting, "`Counting` sets `calls` of its copy of the module"),
     "writes": (Writing, "`Writing` writes into its arguments or parameters"),
