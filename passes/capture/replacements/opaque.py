@@ -1,7 +1,7 @@
 """opaque: a module or a function whose code is no part of the graph: one operator, which every rank runs eagerly.
 
 Before: y = self.matcher(x)                 (numpy, or a loop over values: an exporter cannot take its code)
-After:  [y] = opaque([x, *matcher.parameters(), *matcher.buffers()])
+After:  [y] = opaque([x, *matcher.parameters(), *matcher.buffers()], [])     (the sizes among its arguments come last)
 
 While a model is captured, a call is recorded as an operator. Its sizes come from a run without values, or from `like`.
 Where the graph runs, the operator runs the code, with the tensors that it gets in the place of the module's parameters
@@ -12,7 +12,11 @@ NOTE [The module of an opaque call]
 The operator runs a copy of the module, whose attributes are those of the capture. All of them count as read, so a
 model of which one has changed is captured again. Buffers that the code writes are further results, and the graph
 copies them into those of the model. Other attributes that it sets, and values that it writes into its arguments, are
-refused.
+refused; so are tensors, modules and symbols that the operator does not get.
+
+NOTE [Memory of results]
+The operator returns results in memory of their own. Where the code returns views of one memory, a write into one is
+refused if another one is read later (`functionalize.py`). `like` does not tell of views.
 """
 
 from __future__ import annotations
@@ -147,23 +151,27 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
 
     This is the last way out for code that cannot be captured, such as numpy or loops over values. It gets whole
     arguments, which are gathered before it, and its parameters stay whole on every rank. Gradients are those of one
-    device. The plan lists it. On one device nothing changes: neither results nor names in `state_dict()`.
+    device. The plan lists it. On one device nothing changes: neither results nor names in `state_dict()`. torch's
+    random numbers are those of one device, too; `random` and `numpy.random` draw others on each rank.
 
     Args:
         code: a module of a model, before `parallelize`, which is returned; or a function or method, in whose place
-            another one is returned: `opaque` is a decorator, too. The code returns tensors, alone or in tuples, lists,
-            dicts and dataclasses.
+            another one is returned: `opaque` is a decorator, too. All tensors and modules that a function uses are its
+            arguments, or those of the module of which it is a method. The code returns tensors, alone or in tuples,
+            lists, dicts and dataclasses.
         like: for code that does not run without values: called with its arguments (without `self`, if that is a
             module), it returns tensors of the shapes and dtypes that the code returns, with any values, such as
             `lambda scores: scores.new_empty(scores.shape[0])`. A size that values decide is that of an operator
             such as `x.nonzero()`.
         rows: whether each row of the results (along their first dimension) is made of the same row of the arguments
             alone. `distribute` needs this promise, since it computes parts of a batch. A parameter that no row uses
-            then has a gradient of zeros, and not none.
+            then has a gradient of zeros, and not none. With `like`, the code changes no buffer.
 
     Raises:
         Error: `code` is neither, or an argument has another type. While a model is captured: the code does not run
-            without values, or sets attributes. In a call: it returns other sizes than `like`.
+            without values; it sets attributes, or writes into its arguments or parameters; it holds a tensor in a plain
+            attribute, or a tensor, a module or a size in a closure. In a call: it does so with `like`, returns other
+            sizes than without values, or changes a buffer that it did not change then.
 
     Example:
         >>> class Sorted(nn.Module):
