@@ -99,6 +99,8 @@ class _Versions:
         lost: a base of which the graph has the values, and not the gradient -> what wrote to it.
         before: such a base -> its last value that has its gradient.
         straight: a `detach()` that has the gradient of a value that was written to it -> what wrote to it.
+        shared: calls of opaque code, with operands and results of each that lie in one memory.
+        stale: a node of these -> what wrote through another one.
     """
 
     def __init__(self, builder: Builder, plain: Collection[str], written: bool) -> None:
@@ -111,16 +113,23 @@ class _Versions:
         self.lost: dict[fx.Node, fx.Node] = {}
         self.before: dict[fx.Node, fx.Node] = {}
         self.straight: dict[fx.Node, fx.Node] = {}
+        self.shared: list[tuple[fx.Node, set[fx.Node]]] = []
+        self.stale: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
         if self.written and (sources := self._viewed(node)):
             self.base[node] = sources
         self._replay(node)
+        for operands, results in getattr(node.target, "shared", ()):
+            nodes = {self._root(node.args[0][i]) for i in operands}  # type: ignore[index]
+            self.shared.append((node, nodes | {user for user in node.users if user.args[1] in results}))
 
     def read(self, node: fx.Node, detached: bool = False) -> Any:
         """Returns the current value of an old node; `detached` says that no gradient is read with it."""
         if not detached and self.lost:
             self._expect_gradient(node)
+        if self.stale and (root := self._root(node)) in self.stale:
+            raise _lies_in_one_memory(self.stale[root])
         if node in self.base and self.seen[node] != self._version(node):
             self._replay(node)
         return self.current[node]
@@ -138,6 +147,13 @@ class _Versions:
                 node, "writes into an input or a parameter of the model", "write the new value to a new tensor"
             )
         args = fx.map_arg((node.args, node.kwargs), lambda n: self.read(n))
+        sources = {call for n in node.all_input_nodes for call in self._root(n).all_input_nodes}
+        for call, nodes in self.shared:
+            # What writes the call's own result into a buffer is not the model.
+            if root in nodes and not (root.op == "placeholder" and call in sources):
+                self.stale.update(dict.fromkeys(nodes - {root}, node))
+                if any(n.op == "placeholder" for n in nodes):
+                    raise _lies_in_one_memory(node)
         result = self._functional(node, *args)
         self._write(written, result)
         self.version[root] = self.version.get(root, 0) + 1
@@ -367,6 +383,14 @@ def _sizes(builder: Builder, node: fx.Node) -> list[Any]:
     """Returns the sizes of a value, with symbolic sizes as nodes."""
     shape = node.meta["val"].shape
     return [n if isinstance(n, int) else builder.call(aten.sym_size.int, node, d) for d, n in enumerate(shape)]
+
+
+def _lies_in_one_memory(writer: fx.Node) -> Error:
+    return _refused(
+        writer,
+        "it is a result or an argument of autotp.opaque, and shares its memory with another one that is used",
+        "x.clone() in the opaque code, for a result that is a view; or write to a new tensor",
+    )
 
 
 def _refused(node: fx.Node, why: str, fix: str = f"write the new value to a new tensor; or {LAST_WAY_OUT}") -> Error:

@@ -15,6 +15,7 @@ NOTE [How objects are entered]
     an object of a class written in Python   its attributes                         the name
     a function                               its closure and its defaults           HELD
     a partial, a method, a weak reference    its function, arguments, object        HELD
+    a slice                                  its numbers                            HELD
 
 The keys make up a path, by which a value is read and written; `_buffers` is one of them. What is HELD has the path of
 its holder. The walk comes to it last, so that all that has a path of its own is met by this. Sets are not entered.
@@ -133,7 +134,7 @@ def entries(value: Any) -> list[tuple[Any, Any]]:
 
 
 def held(value: Any) -> list[Any]:
-    """Returns the objects that a function, a partial, a method or a weak reference holds."""
+    """Returns the objects that a function, a partial, a method, a slice or a weak reference holds."""
     if isinstance(value, weakref.ref):
         return [value()]
     if isinstance(value, functools.partial):
@@ -144,6 +145,8 @@ def held(value: Any) -> list[Any]:
         return [value.__self__]
     if isinstance(value, types.FunctionType):
         return [*cells_of(value).values(), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
     return []
 
 

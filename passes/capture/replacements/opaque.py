@@ -1,7 +1,7 @@
 """opaque: a module or a function whose code is no part of the graph: one operator, which every rank runs eagerly.
 
 Before: y = self.matcher(x)                 (numpy, or a loop over values: an exporter cannot take its code)
-After:  [y] = opaque([x, *matcher.parameters(), *matcher.buffers()])
+After:  [y] = opaque([x, *matcher.parameters(), *matcher.buffers()], [])     (the sizes among its arguments come last)
 
 While a model is captured, a call is recorded as an operator. Its sizes come from a run without values, or from `like`.
 Where the graph runs, the operator runs the code, with the tensors that it gets in the place of the module's parameters
@@ -12,7 +12,11 @@ NOTE [The module of an opaque call]
 The operator runs a copy of the module, whose attributes are those of the capture. All of them count as read, so a
 model of which one has changed is captured again. Buffers that the code writes are further results, and the graph
 copies them into those of the model. Other attributes that it sets, and values that it writes into its arguments, are
-refused.
+refused; so are tensors, modules and symbols that the operator does not get.
+
+NOTE [Memory of results]
+The operator returns results in memory of their own. Where the code returns views of one memory, a write into one is
+refused if another one is read later (`functionalize.py`). `like` does not tell of views.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,10 +43,12 @@ from torch.utils.flop_counter import flop_registry
 
 from autotp.arguments import expect_arguments
 from autotp.errors import Error
+from autotp.ops.eager_mode import is_mapped
 from autotp.passes.capture.autocast_regions import Autocast, ambient_everywhere
-from autotp.passes.capture.python_state.walk import everything, spelled
+from autotp.passes.capture.python_state.freeze import SYMBOLIC
+from autotp.passes.capture.python_state.walk import WHOLE, entries, everything, held, key_of, spelled
 from autotp.passes.capture.pytree import PLAIN, flatten
-from autotp.passes.capture.skeleton import close_over, copying
+from autotp.passes.capture.skeleton import close_over, copying, storage_of
 from autotp.rules.call import Call, bound_arguments
 from autotp.rules.language import Rule, spell
 
@@ -49,15 +56,15 @@ MARK = "_autotp_opaque"
 """The attribute of a module that is opaque: `How` it is."""
 Code = TypeVar("Code", bound=Callable[..., Any])
 
-torch.library.define("autotp::opaque", "(Tensor[] operands, int number) -> Tensor[]")
+torch.library.define("autotp::opaque", "(Tensor[] operands, SymInt[] sizes, int number) -> Tensor[]")
 RECORDED = torch.ops.autotp.opaque.default
 """What the exporter records: the operator with the number of its call."""
 
 
 @torch.library.register_fake("autotp::opaque")
-def _(operands: Sequence[Tensor], number: int) -> list[Tensor]:
-    sizes = dict[Any, Any]()
-    return [_made_again(x, sizes) for x in _recording[-1].calls[number].examples]
+def _(operands: Sequence[Tensor], sizes: Sequence[int], number: int) -> list[Tensor]:
+    made = dict[Any, Any]()
+    return [_made_again(x, made) for x in _recording[-1].calls[number].examples]
 
 
 def _made_again(x: Tensor, sizes: dict[Any, Any]) -> Tensor:
@@ -98,6 +105,11 @@ def recorded_calls() -> OpaqueCalls:
     return _recording[-1]
 
 
+def _is_recording() -> bool:
+    """True where a call becomes an operator. (A function that names the list itself counts as one that changes it.)"""
+    return bool(_recording) and _recording[-1].thread == get_ident()
+
+
 @contextmanager
 def opaque_modules(model: nn.Module) -> Iterator[None]:
     """A region in which the calls of a model's opaque modules are recorded."""
@@ -105,7 +117,7 @@ def opaque_modules(model: nn.Module) -> Iterator[None]:
         for module in [module for module in model.modules() if MARK in vars(module)]:
             stack.callback(vars(module).update, {k: v for k, v in vars(module).items() if k == "forward"})
             stack.callback(vars(module).pop, "forward")
-            vars(module)["forward"] = _Forward(module, vars(module).get("forward"), getattr(module, MARK))
+            vars(module)["forward"] = _Forward(module, vars(module).get("forward"))
         yield
 
 
@@ -120,17 +132,18 @@ class _How:
 class _Forward:
     """Stands for the forward of an opaque module while a model is captured."""
 
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, how: _How) -> None:
-        self.module, self.own, self.how = module, own, how
+    def __init__(self, module: nn.Module, instance_forward: Callable[..., Any] | None) -> None:
+        self.module, self.instance_forward = module, instance_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = type(self.module).__name__
-        if self.own is not None:
-            return _recorded(self.own, name, args, kwargs, self.how, [self.module])
-        return _recorded(type(self.module).forward, name, (self.module, *args), kwargs, self.how)
+        name, how = type(self.module).__name__, getattr(self.module, MARK)
+        if self.instance_forward is not None:
+            return _recorded(self.instance_forward, name, args, kwargs, how, [self.module])
+        return _recorded(type(self.module).forward, name, (self.module, *args), kwargs, how)
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """The copy of a module runs its code."""
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Returns the forward of the instance, or None: the copy of a module runs its code."""
+        return copy.deepcopy(self.instance_forward, memo)
 
 
 def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = False) -> Code:
@@ -138,23 +151,27 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
 
     This is the last way out for code that cannot be captured, such as numpy or loops over values. It gets whole
     arguments, which are gathered before it, and its parameters stay whole on every rank. Gradients are those of one
-    device. The plan lists it. On one device nothing changes: neither results nor names in `state_dict()`.
+    device. The plan lists it. On one device nothing changes: neither results nor names in `state_dict()`. torch's
+    random numbers are those of one device, too; `random` and `numpy.random` draw others on each rank.
 
     Args:
         code: a module of a model, before `parallelize`, which is returned; or a function or method, in whose place
-            another one is returned: `opaque` is a decorator, too. The code returns tensors, alone or in tuples, lists,
-            dicts and dataclasses.
+            another one is returned: `opaque` is a decorator, too. All tensors and modules that a function uses are its
+            arguments, or those of the module of which it is a method. The code returns tensors, alone or in tuples,
+            lists, dicts and dataclasses.
         like: for code that does not run without values: called with its arguments (without `self`, if that is a
             module), it returns tensors of the shapes and dtypes that the code returns, with any values, such as
             `lambda scores: scores.new_empty(scores.shape[0])`. A size that values decide is that of an operator
             such as `x.nonzero()`.
         rows: whether each row of the results (along their first dimension) is made of the same row of the arguments
             alone. `distribute` needs this promise, since it computes parts of a batch. A parameter that no row uses
-            then has a gradient of zeros, and not none.
+            then has a gradient of zeros, and not none. With `like`, the code changes no buffer.
 
     Raises:
         Error: `code` is neither, or an argument has another type. While a model is captured: the code does not run
-            without values, or sets attributes. In a call: it returns other sizes than `like`.
+            without values; it sets attributes, or writes into its arguments or parameters; it holds a tensor in a plain
+            attribute, or a tensor, a module or a size in a closure. In a call: it does so with `like`, returns other
+            sizes than without values, or changes a buffer that it did not change then.
 
     Example:
         >>> class Sorted(nn.Module):
@@ -172,9 +189,12 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
     if not callable(code) or isinstance(code, type):
         raise Error(f"opaque gets {code!r}", fix="a torch.nn.Module or a function").within("opaque")
 
+    if isinstance(code, MethodType):  # Its object is an argument, and a copy of that has a copy of the method.
+        return MethodType(opaque(code.__func__, like, rows), code.__self__)  # type: ignore[return-value]
+
     @wraps(code)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if _recording and _recording[-1].thread == get_ident():
+        if _is_recording():
             return _recorded(code, getattr(code, "__qualname__", str(code)), args, kwargs, how)
         return code(*args, **kwargs)
 
@@ -194,27 +214,38 @@ class _TensorLike(NamedTuple):
     dtype: torch.dtype
 
 
+class _SizeAt(NamedTuple):
+    """Stands for a number among the arguments that a capture knows as a symbol, by its place among these."""
+
+    at: int
+
+
 @dataclass(frozen=True)
 class _Values:
-    """Arguments, or a result: the leaves, with stand-ins for tensors and modules, and the structure."""
+    """Arguments, or a result: the leaves, with stand-ins for tensors, modules and sizes, and the structure."""
 
     leaves: tuple[Any, ...]
     spec: Any
 
     @classmethod
-    def of(cls, tree: Any, parts: Sequence[nn.Module] = ()) -> tuple[_Values, list[Tensor]]:
+    def of(
+        cls, tree: Any, parts: Sequence[nn.Module] = (), sizes: Sequence[torch.SymInt] = ()
+    ) -> tuple[_Values, list[Tensor]]:
         """Returns the form of a value, and its tensors."""
         leaves, spec = flatten(tree)
-        places = {id(part): _PartAt(i) for i, part in enumerate(parts)}
+        places: dict[int, Any] = {id(part): _PartAt(i) for i, part in enumerate(parts)}
+        places |= {id(size): _SizeAt(i) for i, size in enumerate(sizes)}
         forms = [_TensorLike(x.dim(), x.dtype) if isinstance(x, Tensor) else places.get(id(x), x) for x in leaves]
         return cls(tuple(forms), spec), [x for x in leaves if isinstance(x, Tensor)]
 
-    def filled(self, tensors: Sequence[Tensor], parts: Sequence[nn.Module] = ()) -> Any:
-        """Returns the value with these tensors and modules."""
+    def filled(self, tensors: Sequence[Tensor], parts: Sequence[nn.Module] = (), sizes: Sequence[int] = ()) -> Any:
+        """Returns the value with these tensors, modules and sizes."""
         queue = iter(tensors)
 
         def filled(leaf: Any) -> Any:
-            return parts[leaf.at] if type(leaf) is _PartAt else next(queue) if type(leaf) is _TensorLike else leaf
+            if isinstance(leaf, _PartAt | _SizeAt):
+                return (parts if type(leaf) is _PartAt else sizes)[leaf.at]
+            return next(queue) if type(leaf) is _TensorLike else leaf
 
         return pytree.tree_unflatten(list(map(filled, self.leaves)), self.spec)
 
@@ -265,14 +296,19 @@ class _Noting(TorchDispatchMode):
 class _Reached(torch.autograd.Function):
     """The identity on results; its backward gives zeros for parameters, which may be used by other rows only."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.weights = tensors[count:]
-        return tuple(x.view_as(x) for x in tensors[:count])
+    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.clone() for x in tensors[:count])  # Not views: torch refuses writes into several.
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1 + inputs[0] :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *grads, *map(torch.zeros_like, ctx.weights)
+        return None, *grads, *map(torch.zeros_like, ctx.saved_tensors)
 
 
 class OpaqueCall:
@@ -289,6 +325,7 @@ class OpaqueCall:
         result: the form of the result.
         sizes: of the results: numbers, or the operand and the dimension that have the same; None for others.
         written: the buffers that the code writes.
+        shared: the places of operands and of results that lie in one memory, where there are several; none with `like`.
         flops: of the products in it; None if they are not known.
         tags: as those of an operator of torch.
     """
@@ -303,6 +340,7 @@ class OpaqueCall:
         self.examples: list[Tensor] = []
         self.sizes: list[list[int | tuple[int, int] | None]] = []
         self.written: list[str] = []
+        self.shared: list[tuple[set[int], set[int]]] = []
         self.flops: Any = None
         self.tags: tuple[torch.Tag, ...] = ()
         self.__qualname__ = f"opaque_{id(self):x}"  # Tells apart what two calls compute: see `fingerprint`.
@@ -310,13 +348,13 @@ class OpaqueCall:
     def __str__(self) -> str:
         return f"autotp.opaque({self.text})"
 
-    def __call__(self, operands: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         if any(isinstance(x, FakeTensor) or x.is_meta for x in operands):
-            return self._without_values(operands, [])[1]
+            return self._without_values(operands, sizes, [])[1]
         if torch.compiler.is_compiling():
-            results: list[Tensor] = torch._dynamo.disable(self._eagerly)(operands)
+            results: list[Tensor] = torch._dynamo.disable(self._eagerly)(operands, sizes)
             return results
-        return self._eagerly(operands)
+        return self._eagerly(operands, sizes)
 
     def rule_function(self, call: Call) -> Rule | None:
         """Returns the rule of the call: it can be cut into rows, where the user says so, and in no other way."""
@@ -333,10 +371,10 @@ class OpaqueCall:
         ins = [term(x, f"x{i}", i < len(arguments)) for i, x in enumerate(call.operands)]
         return Rule.of(spell(ins, [term(x, f"y{i}", i < results) for i, x in enumerate(call.outputs)]))
 
-    def record(self, operands: Sequence[Tensor]) -> None:
+    def record(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> None:
         """Runs the code without values, and notes what it returns."""
         with _Noting() as noting:
-            self.result, self.examples = self._without_values(operands, noting.updated)
+            self.result, self.examples = self._without_values(operands, sizes, noting.updated)
         sized = any(free_unbacked_symbols(n) for x in self.examples for n in x.shape)
         places = {_size(n): (i, d) for i, x in enumerate(operands) for d, n in enumerate(x.shape)}
         self.sizes = [[n if isinstance(n, int) else places.get(_size(n)) for n in x.shape] for x in self.examples]
@@ -344,21 +382,23 @@ class OpaqueCall:
         self.flops = None if self.how.like else noting.flops
         self.tags = (torch.Tag.nondeterministic_seeded,) * drew + (torch.Tag.dynamic_output_shape,) * sized
 
-    def _without_values(self, operands: Sequence[Tensor], updated: list[Any]) -> tuple[_Values, list[Tensor]]:
+    def _without_values(
+        self, operands: Sequence[Tensor], sizes: Sequence[int], updated: list[Any]
+    ) -> tuple[_Values, list[Tensor]]:
         """Returns the form of the result, and its tensors, those of written buffers included, without values.
 
         Args:
             updated: filled with tensors that the code writes, though torch does not count it.
         """
         if self.how.like is not None:
-            args, kwargs = self.arguments.filled(operands, [*self.code.parts])
+            args, kwargs = self.arguments.filled(operands, [*self.code.parts], sizes)
             # Of a module `like` gets what its caller gave it.
             args = args[1:] if args and isinstance(args[0], nn.Module) else args
             form, tensors = _Values.of(self.how.like(*args, **kwargs))
-            self.written = self.buffers  # It does not tell which.
-            return form, [*tensors, *operands[len(operands) - len(self.buffers) :]]
+            self.written = [] if self.how.rows else self.buffers  # It does not tell which.
+            return form, [*tensors, *operands[len(operands) - len(self.written) :]]
         try:
-            form, tensors, after = self._run(operands)
+            form, tensors, after, changed = self._run(operands, sizes)
         except Error:
             raise
         except Exception as error:
@@ -368,15 +408,24 @@ class OpaqueCall:
                 fix="like=, a function of the same arguments that returns tensors of the same shapes and dtypes",
             ) from error
         updated += [after[name] for name in self.written]  # From the first run on.
-        self.written = [name for name, x in after.items() if x._version or any(x is y for y in updated)]
+        self.written = [name for name, x in after.items() if name in changed or any(x is y for y in updated)]
+        used = [*operands[: len(operands) - len(self.buffers)], *after.values()]
+        memory = [[x.untyped_storage()._cdata for x in xs] for xs in (used, tensors)]
+        places = [tuple({i for i, x in enumerate(xs) if x == y} for xs in memory) for y in {*memory[1]}]
+        self.shared = [(ins, outs) for ins, outs in places if len(ins) + len(outs) > 1]
         return form, [*tensors, *(after[name] for name in self.written)]
 
-    def _eagerly(self, operands: Sequence[Tensor]) -> list[Tensor]:
+    def _eagerly(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Returns the tensors of the result."""
         assert self.result is not None
-        form, tensors, after = self._run(operands)
+        form, tensors, after, changed = self._run(operands, sizes)
+        if lost := sorted(changed - {*self.written}):
+            raise Error(
+                f"autotp.opaque: `{self.text}` changes its buffer `{_short(lost[0])}`, and did not without values",
+                fix="`like=` without `rows=True`, by which all buffers may change",
+            )
         wanted = self._wanted(operands)
-        pairs = [pair for sizes, x in zip(wanted, tensors, strict=False) for pair in zip(sizes, x.shape, strict=False)]
+        pairs = [pair for shape, x in zip(wanted, tensors, strict=False) for pair in zip(shape, x.shape, strict=False)]
         if not self.result.is_like(form) or any(size not in (None, length) for size, length in pairs):
             raise Error(
                 f"autotp.opaque: `{self.text}` returns something else than it does without values",
@@ -384,10 +433,13 @@ class OpaqueCall:
                 got=_text(form, [[*x.shape] for x in tensors]),
                 fix="tensors in place of other values, and `like=` that returns what the code returns",
             )
-        memory = {x.untyped_storage()._cdata for x in operands}
-        # The graph may write into memory that only one operator reads.
-        apart = [x.clone() if x.untyped_storage()._cdata in memory else x for x in tensors]
-        return [*(self._reached(apart, operands) if self.how.rows else apart), *(after[name] for name in self.written)]
+        results = [*tensors, *(after[name] for name in self.written)]
+        memory, apart = [*map(storage_of, operands), None], list[Tensor]()
+        for x in results:  # The graph may write into memory that only one operator reads.
+            apart.append(x.clone() if storage_of(x) in memory else x)
+            memory.append(storage_of(x))
+        count = len(tensors) if self.how.rows else 0
+        return [*self._reached(apart[:count], operands), *apart[count:]]
 
     def _wanted(self, operands: Sequence[Tensor]) -> list[list[int | None]]:
         """Returns the sizes that results have with these operands; None for those that values decide."""
@@ -404,30 +456,53 @@ class OpaqueCall:
         reached = iter(_Reached.apply(len(differentiable), *differentiable, *weights) if differentiable else ())
         return [next(reached) if x.is_floating_point() else x for x in results]
 
-    def _run(self, operands: Sequence[Tensor]) -> tuple[_Values, list[Tensor], dict[str, Tensor]]:
-        """Returns form and tensors of the result, and the buffers after the run."""
+    def _run(
+        self, operands: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[_Values, list[Tensor], dict[str, Tensor], set[str]]:
+        """Returns form and tensors of the result, the buffers after the run, and the names of those that changed."""
         count = len(operands) - len(self.names)
         state = dict(zip(self.names, operands[count:], strict=True))
         # Copies, into which the code may write.
         state |= {name: state[name].detach().clone() for name in self.buffers}
         fixed = operands[: len(operands) - len(self.buffers)]
-        versions, before = [x._version for x in fixed], self.code.attributes()
+        versions, before = {name: _version(x) for name, x in state.items()}, self.code.attributes()
+        passed = [_version(x) for x in fixed]
         with ExitStack() as stack:
             for settings in self.autocast:
                 stack.enter_context(settings.on())
-            args, kwargs = self.arguments.filled(operands[:count], [*self.code.parts])
-            result, after = functional_call(self.code, state, (args, kwargs, self.buffers))
+            args, kwargs = self.arguments.filled(operands[:count], [*self.code.parts], sizes)
+            # It puts what the code assigns into the dict that it gets.
+            result, after = functional_call(self.code, {**state}, (args, kwargs, self.buffers))
         now = self.code.attributes()
         if changed := [key for key in {*before, *now} if before.get(key, key) is not now.get(key, key)]:
             raise Error(
                 f"autotp.opaque: `{self.text}` sets `{min(name for _, name in changed)}` of its copy of the module",
                 fix="return the value, or keep it in a buffer",
             )
-        if versions != [x._version for x in fixed]:
+        if passed != [_version(x) for x in fixed]:
             raise Error(
                 f"autotp.opaque: `{self.text}` writes into its arguments or parameters", fix="a new tensor: x.clone()"
             )
-        return *_Values.of(result), after
+        changed = {name for name, x in after.items() if x is not state[name] or _version(x) != versions[name]}
+        for name in changed:
+            forms = {(x.dtype, *map(_size, x.shape)) for x in (state[name], after[name])}
+            if after[name].requires_grad or len(forms) > 1:
+                raise Error(
+                    f"autotp.opaque: `{self.text}` gives its buffer `{_short(name)}` a gradient, or another shape or "
+                    "dtype",
+                    fix="value.detach(), of the shape and dtype of the buffer",
+                )
+        return *_Values.of(result), after, changed
+
+
+def _version(x: Tensor) -> int:
+    """Returns how often a tensor was written; 0 where torch does not count: in inference mode and in transforms."""
+    return 0 if x.is_inference() or is_mapped(x) else x._version
+
+
+def _short(name: str) -> str:
+    """Returns a name in `_Runs` as the user knows it: without `parts.0`, and empty for the function."""
+    return ".".join(name.split(".")[2:])
 
 
 def _size(n: Any) -> Any:
@@ -454,11 +529,14 @@ def _recorded(
     Args:
         around: modules that `function` runs with and that are not among the arguments.
     """
-    parts = [*around, *(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, nn.Module))]
+    leaves, _ = flatten((args, kwargs))
+    parts = [*around, *(x for x in leaves if isinstance(x, nn.Module))]
+    sizes = [x for x in leaves if isinstance(x, torch.SymInt)]
+    plain = [x for x in leaves if not isinstance(x, Tensor | nn.Module | torch.SymInt)]
     for module in {module for part in parts for module in part.modules()}:
         for name in [*vars(module)]:
             getattr(module, name, None)  # Counts as read. NOTE [The module of an opaque call]
-    arguments, tensors = _Values.of((args, kwargs), parts)
+    arguments, tensors = _Values.of((args, kwargs), parts, sizes)
     runs = _Runs(function, parts)
     operands = [*tensors, *runs.parameters(), *runs.buffers()]
     mode = detect_fake_mode(operands)
@@ -466,13 +544,13 @@ def _recorded(
     calls, thread, recording.thread = recording.calls, recording.thread, None  # Opaque code inside is a part of it.
     try:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            call = OpaqueCall(_on_meta(runs, text), arguments, how, ambient_everywhere(), text)
+            call = OpaqueCall(_on_meta(runs, text, plain), arguments, how, ambient_everywhere(), text)
             with mode or ExitStack(), _without_new_symbols(mode):
-                call.record(operands)
+                call.record(operands, sizes)
     finally:
         recording.thread = thread
     calls.append(call)
-    results = RECORDED(operands, len(calls) - 1)
+    results = RECORDED(operands, sizes, len(calls) - 1)
     count = len(results) - len(call.written)
     buffers = dict(runs.named_buffers())
     with torch.no_grad():
@@ -488,24 +566,39 @@ def _without_new_symbols(mode: Any) -> Any:
     return ExitStack() if env is None else env.ignore_fresh_unbacked_symbols()
 
 
-def _on_meta(runs: _Runs, text: str) -> _Runs:
-    """Returns a copy whose parameters and buffers are on meta."""
+def _on_meta(runs: _Runs, text: str, plain: Sequence[Any]) -> _Runs:
+    """Returns a copy whose parameters and buffers are on meta.
+
+    Args:
+        plain: the arguments that are neither tensors nor modules nor sizes.
+
+    Raises:
+        Error: the code, or what is `plain`, holds a tensor, a module or a symbol that the operator does not get.
+    """
     memo: dict[int, Any] = {}
     for p in runs.parameters():
         memo[id(p)] = nn.Parameter(torch.empty(tuple(p.shape), dtype=p.dtype, device="meta"), p.requires_grad)
     for x in runs.buffers():
         memo[id(x)] = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
-    for path, x in everything(runs):
-        if isinstance(x, Tensor) and id(x) not in memo:
-            raise Error(
-                f"autotp.opaque: `{text}` has a tensor in a plain attribute: `{spelled(path)}`",
-                fix="self.register_buffer(name, tensor)",
-            )
+    known = {*memo, *map(key_of, runs.modules())}
+    # What `like` holds is not copied: it runs in the capture only.
+    for path, x in everything(runs, "held", [plain]):
+        if MARK in path:  # What `like` holds is not copied: it runs in the capture only.
+            continue
+        for key, item in (*entries(x), *((WHOLE, item) for item in held(x))):
+            if isinstance(item, (Tensor, nn.Module, *SYMBOLIC)) and key_of(item) not in known:
+                name = f" in `{_short(spelled(path, key))}`" if path and _short(spelled(path, key)) else ""
+                raise Error(
+                    f"autotp.opaque: `{text}` gets a {type(item).__name__}{name}, which the operator cannot pass on",
+                    fix="a whole number as an argument (`x.shape[0]`), from which the code computes the rest"
+                    if isinstance(item, SYMBOLIC)
+                    else "an argument; or a method of a module that has it as a child or self.register_buffer",
+                )
     with copying():
         close_over(memo, runs)
         copied = copy.deepcopy(runs, memo)
     for part in copied.modules():
-        if vars(part).get("forward", part) is None:  # A `_Forward` has no copy.
+        if vars(part).get("forward", part) is None:  # The copy of a `_Forward`.
             del vars(part)["forward"]
     return copied
 
@@ -513,6 +606,6 @@ def _on_meta(runs: _Runs, text: str) -> _Runs:
 def with_opaque_calls(graph: fx.Graph, recorded: OpaqueCalls) -> fx.Graph:
     """Puts the calls into a graph, in place of the operator that the exporter has recorded; returns the graph."""
     for node in graph.find_nodes(op="call_function", target=RECORDED):
-        operands, number = node.args
-        node.target, node.args = recorded.calls[number], (operands,)
+        *args, number = node.args
+        node.target, node.args = recorded.calls[number], tuple(args)
     return graph

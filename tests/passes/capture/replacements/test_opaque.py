@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -96,6 +97,7 @@ def test_verify_runs_opaque_code_and_the_plan_lists_it() -> None:
     torch.manual_seed(0)
     report = autotp.verify(Model(), 2, example_inputs=ROWS.float())
     assert report.ok, report
+    assert {"middle autotp.opaque(Routed)", "autotp.opaque(halved)"} <= {row.name for row in report.plan.whole}
 
 
 class Positive(nn.Module):
@@ -177,11 +179,220 @@ class Holding(nn.Module):
         return x * self.table
 
 
+class Times(nn.Module):
+    def forward(self, x: Tensor, n: float) -> Tensor:
+        return x * n
+
+
+class Before(nn.Module):
+    """A layer before opaque code, which `call` runs. x: [rows 8]"""
+
+    def __init__(self, call: Callable[[Any, Tensor], Any], code: Any = None) -> None:
+        super().__init__()
+        self.layer, self.code, self.call = nn.Linear(8, 8), code, call
+
+    def forward(self, x: Tensor, n: int = 2) -> Any:
+        self.n = n
+        return self.call(self, self.layer(x))
+
+
+SIZED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a size": lambda model, x: model.code(x, x.shape[0]),
+    "an argument": lambda model, x: model.code(x, model.n),
+    "in a shape": lambda model, x: reshaped(x, (x.shape[0] * 2, 4)),
+}
+
+
+@autotp.opaque
+def reshaped(x: Tensor, shape: tuple[int, int]) -> Tensor:
+    return x.reshape(shape)
+
+
+@pytest.mark.parametrize("call", SIZED.values(), ids=SIZED)
+def test_opaque_code_gets_the_sizes_of_each_call(call: Callable[[Any, Tensor], Any]) -> None:
+    one = Before(call, autotp.opaque(Times()))
+    mine = autotp.parallelize(copy.deepcopy(one), 1, example_inputs=(ROWS.float(), 2))
+    for x, n in ((ROWS, 2), (MORE_ROWS, 3), (ROWS, 4), (MORE_ROWS, 5)):
+        assert_values_close(mine(x.float(), n), one(x.float(), n))
+
+
+class Scale:
+    """A callable object that holds a module."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(8, 8)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def with_held(x: Tensor, held: Any) -> Tensor:
+    return x if held is None else x * 2
+
+
+HELD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "a module in a closure": (lambda model, x: autotp.opaque(lambda x: model.layer(x))(x), "a Before"),
+    "a tensor in a closure": (lambda model, x: autotp.opaque(lambda y: x * y)(x), "a FakeTensor"),
+    "a size in a closure": (lambda model, x: autotp.opaque(lambda y, n=x.shape[0]: y * n)(x), "a SymInt"),
+    "a partial": (lambda model, x: autotp.opaque(partial(with_held, held=nn.ReLU()))(x), "a ReLU"),
+    "a callable object": (lambda model, x: autotp.opaque(Scale())(x), "a Linear"),
+    "a method of an object": (lambda model, x: autotp.opaque(Scale().__call__)(x), "a Linear"),
+    "a part of a size": (lambda model, x: model.code(x, x.shape[0] / 2), "a SymFloat"),
+    "a slice": (lambda model, x: autotp.opaque(with_held)(x, slice(0, x.shape[0])), "a SymInt"),
+}
+
+
+@pytest.mark.parametrize("call, what", HELD.values(), ids=HELD)
+def test_opaque_refuses_what_its_operator_does_not_get(call: Callable[[Any, Tensor], Any], what: str) -> None:
+    text = message(lambda: autotp.explain(Before(call, autotp.opaque(Times())), 2, example_inputs=ROWS.float()))
+    assert f"gets {what}" in text and "which the operator cannot pass on" in text
+
+
+class Averaging(nn.Module):
+    """A buffer that is assigned. x: [rows 8]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Growing(Averaging):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = torch.cat([self.mean, x.detach().mean(0)])
+        return x
+
+
+def test_opaque_code_assigns_buffers() -> None:
+    one = nn.Sequential(nn.Linear(8, 8), autotp.opaque(Averaging()), nn.Linear(8, 8))
+    mine = autotp.parallelize(copy.deepcopy(one), 1, example_inputs=ROWS.float())
+    for x in (ROWS, MORE_ROWS, ROWS):
+        assert_values_close(mine(x.float()), one(x.float()))
+    assert_values_close(mine[1].mean, one[1].mean)
+
+
+def test_opaque_refuses_buffers_that_change_against_its_promise() -> None:
+    code = autotp.opaque(Averaging(), like=torch.empty_like, rows=True)
+    mine = autotp.parallelize(nn.Sequential(nn.Linear(8, 8), code), 1, example_inputs=ROWS.float())
+    assert "`Averaging` changes its buffer `mean`, and did not without values" in message(lambda: mine(ROWS.float()))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_opaque_code_runs_in_transforms_and_inference_mode(rows: bool) -> None:
+    one = nn.Sequential(nn.Linear(8, 8), autotp.opaque(nn.Linear(8, 8), rows=rows))
+    mine = autotp.parallelize(copy.deepcopy(one), 1, example_inputs=ROWS.float())
+    x = ROWS.float()
+    with torch.inference_mode():
+        assert_values_close(mine(x), one(x))
+    results = [
+        (torch.vmap(model)(x[None]), torch.func.grad(lambda x, model=model: model(x).sum())(x)) for model in (mine, one)
+    ]
+    assert_values_close(*results)
+    mine(x).mul_(2).sum().backward()
+    assert_values_close(autotp.gather(mine[1].bias.grad), torch.full((8,), 6.0))
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class Around(nn.Module):
+    """Opaque code in opaque code, by an attribute that is a method and by a forward of the instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = autotp.opaque(nn.Linear(8, 8))
+        self.inner.forward = MethodType(lambda module, x: x * module.bias * 3, self.inner)
+        self.method = autotp.opaque(self.times)
+        self.function = autotp.opaque(doubled)
+
+    def times(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.inner.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.method(x)) + self.inner(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_opaque_functions_and_methods_may_be_attributes(inside: bool) -> None:
+    code = Around()
+    one = nn.Sequential(nn.Linear(8, 8), autotp.opaque(code) if inside else code)
+    mine = autotp.parallelize(copy.deepcopy(one), 1, example_inputs=ROWS.float())
+    results = [model(ROWS.float()) for model in (mine, one)]
+    assert_values_close(*results)
+    for result in results:
+        result.sum().backward()
+    assert_values_close(autotp.gather(mine[1].inner.bias.grad), one[1].inner.bias.grad)
+
+
+@autotp.opaque
+def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.sin()
+    return y, y
+
+
+@autotp.opaque
+def flat(x: Tensor) -> Tensor:
+    return x.view(-1)
+
+
+def writes_a_view(model: nn.Module, x: Tensor, reads: bool) -> Tensor:
+    y = flat(x)
+    y.add_(1)
+    return y * (x.sum() if reads else 1)
+
+
+def writes_an_argument(model: nn.Module, x: Tensor, reads: bool) -> Tensor:
+    y = flat(x)
+    x.add_(1)
+    return x * (y.sum() if reads else 1)
+
+
+def writes_one_of_two(model: nn.Module, x: Tensor, reads: bool) -> Tensor:
+    y, z = twice(x)
+    y.add_(1)
+    return z if reads else y
+
+
+@pytest.mark.parametrize("call", [writes_a_view, writes_an_argument, writes_one_of_two])
+def test_opaque_refuses_writes_that_another_result_would_see(call: Callable[..., Any]) -> None:
+    one = Before(partial(call, reads=False))
+    mine = autotp.parallelize(copy.deepcopy(one), 1, example_inputs=ROWS.float())
+    assert_values_close(mine(ROWS.float()), one(ROWS.float()))
+    text = message(lambda: autotp.explain(Before(partial(call, reads=True)), 2, example_inputs=ROWS.float()))
+    assert "shares its memory with another one that is used" in text
+
+
+class Counted(nn.Module):
+    """Returns its buffer. x: [rows 8]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.add_(1)
+        return x * 2, self.calls
+
+
+def test_opaque_code_returns_its_buffer() -> None:
+    one = Before(lambda model, x: sum(model.code(x)), autotp.opaque(Counted()))
+    mine = autotp.parallelize(copy.deepcopy(one), 1, example_inputs=ROWS.float())
+    for _ in range(2):
+        assert_values_close(mine(ROWS.float()), one(ROWS.float()))
+    bad = Before(lambda model, x: model.code(x)[1].add_(1), autotp.opaque(Counted()))
+    assert "shares its memory" in message(lambda: autotp.explain(bad, 2, example_inputs=ROWS.float()))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attributes": (Counting, "`Counting` sets `calls` of its copy of the module"),
     "writes": (Writing, "`Writing` writes into its arguments or parameters"),
     "values": (Numpy, "`Numpy` does not run without values: "),
-    "tensors": (Holding, "`Holding` has a tensor in a plain attribute: "),
+    "tensors": (Holding, "`Holding` gets a Tensor in `table`, which the operator cannot pass on"),
+    "shapes": (Growing, "`Growing` gives its buffer `mean` a gradient, or another shape or dtype"),
 }
 
 
