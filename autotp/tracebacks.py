@@ -58,7 +58,7 @@ def shorten_causes(error: BaseException, contexts: bool = False) -> None:
 
 
 def of_the_program(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback of an exception that ends the program, with one line of autotp, or two as by `shorten_traceback`."""
+    """Returns the traceback of an exception that ends the program, with one or two lines of autotp."""
     if os.environ.get(TRACEBACK) == "full":
         return trace
     lines = list(_lines(trace))
