@@ -377,6 +377,11 @@ class OpaqueCall:
             self.result, self.examples = self._without_values(operands, sizes, noting.updated)
         sized = any(free_unbacked_symbols(n) for x in self.examples for n in x.shape)
         places = {_size(n): (i, d) for i, x in enumerate(operands) for d, n in enumerate(x.shape)}
+        numbers = [x for x in self.result.leaves if isinstance(x, SYMBOLIC)]
+        if any(x.node.expr not in {*places, *map(_size, sizes)} for x in numbers):
+            raise Error(
+                f"autotp.opaque: `{self.text}` returns a number that it computes", fix="a tensor: torch.tensor(n)"
+            )
         self.sizes = [[n if isinstance(n, int) else places.get(_size(n)) for n in x.shape] for x in self.examples]
         drew = noting.drew or self.how.like is not None or self.how.rows  # `rule_function` has a `!`.
         self.flops = None if self.how.like else noting.flops

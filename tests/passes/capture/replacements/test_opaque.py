@@ -170,6 +170,11 @@ class Numpy(nn.Module):
         return torch.from_numpy(x.detach().numpy() * 2)
 
 
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return x, x.shape[0] / 2
+
+
 class Holding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -392,6 +397,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "writes": (Writing, "`Writing` writes into its arguments or parameters"),
     "values": (Numpy, "`Numpy` does not run without values: "),
     "tensors": (Holding, "`Holding` gets a Tensor in `table`, which the operator cannot pass on"),
+    "numbers": (Half, "`Half` returns a number that it computes"),
     "shapes": (Growing, "`Growing` gives its buffer `mean` a gradient, or another shape or dtype"),
 }
 
