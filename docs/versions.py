@@ -57,8 +57,8 @@ them. This page says what else was tried. `make versions` makes a virtual enviro
 tests in it: imports, the rules of all operators, capture, the graphs of a rank, `verify`, pipelines and replicas on
 real ranks, checkpoints, and the models of transformers and peft. The rows are a covering set of what one may install,
 not the full product. A row with "not run" says nothing: so far only Python 3.11 was tried, and torch 2.12 to 2.14. The
-numbers of tests differ because tests were added between the days. A row that could not run this time keeps what it said before, with its
-day."""
+numbers of tests differ because tests were added between the days. A row that could not run this time keeps what it
+said before, with its day."""
 
 CAUSES = """What is known of the failures. torch 2.12 is older than setup.cfg asks for: its `torch.export` fixes sizes
 that torch 2.13 leaves open, so most models would be captured again for each length. The failures of torch 2.14 beside
