@@ -137,7 +137,8 @@ def _scale(query: Tensor, scores: ScoreSettings) -> float:
 
 def _logits(query: Tensor, key: Tensor, scores: ScoreSettings, document: int) -> tuple[Tensor, Tensor | float]:
     """Returns a document's scores, -inf where a query may not read a key, and the derivative of the soft cap."""
-    logits, slope = query @ key.transpose(-2, -1) * _scale(query, scores), 1.0
+    logits = query @ key.transpose(-2, -1) * _scale(query, scores)
+    slope: Tensor | float = 1.0
     if scores.softcap:
         capped = (logits / scores.softcap).tanh()
         logits, slope = capped * scores.softcap, 1 - capped.square()
