@@ -201,8 +201,8 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
     return called  # type: ignore[return-value]
 
 
-class _PartAt(NamedTuple):
-    """Stands for a module among the arguments, by its place among these."""
+class _At(NamedTuple):
+    """Stands for a module among the arguments, or a number that is a symbol in the capture, by its place among them."""
 
     at: int
 
@@ -214,12 +214,6 @@ class _TensorLike(NamedTuple):
     dtype: torch.dtype
 
 
-class _SizeAt(NamedTuple):
-    """Stands for a number among the arguments that a capture knows as a symbol, by its place among these."""
-
-    at: int
-
-
 @dataclass(frozen=True)
 class _Values:
     """Arguments, or a result: the leaves, with stand-ins for tensors, modules and sizes, and the structure."""
@@ -228,24 +222,19 @@ class _Values:
     spec: Any
 
     @classmethod
-    def of(
-        cls, tree: Any, parts: Sequence[nn.Module] = (), sizes: Sequence[torch.SymInt] = ()
-    ) -> tuple[_Values, list[Tensor]]:
-        """Returns the form of a value, and its tensors."""
+    def of(cls, tree: Any, placed: Sequence[Any] = ()) -> tuple[_Values, list[Tensor]]:
+        """Returns the form of a value, and its tensors; `placed` are the modules and sizes among the arguments."""
         leaves, spec = flatten(tree)
-        places: dict[int, Any] = {id(part): _PartAt(i) for i, part in enumerate(parts)}
-        places |= {id(size): _SizeAt(i) for i, size in enumerate(sizes)}
+        places = {id(x): _At(i) for i, x in enumerate(placed)}
         forms = [_TensorLike(x.dim(), x.dtype) if isinstance(x, Tensor) else places.get(id(x), x) for x in leaves]
         return cls(tuple(forms), spec), [x for x in leaves if isinstance(x, Tensor)]
 
-    def filled(self, tensors: Sequence[Tensor], parts: Sequence[nn.Module] = (), sizes: Sequence[int] = ()) -> Any:
+    def filled(self, tensors: Sequence[Tensor], placed: Sequence[Any] = ()) -> Any:
         """Returns the value with these tensors, modules and sizes."""
         queue = iter(tensors)
 
         def filled(leaf: Any) -> Any:
-            if isinstance(leaf, _PartAt | _SizeAt):
-                return (parts if type(leaf) is _PartAt else sizes)[leaf.at]
-            return next(queue) if type(leaf) is _TensorLike else leaf
+            return placed[leaf.at] if type(leaf) is _At else next(queue) if type(leaf) is _TensorLike else leaf
 
         return pytree.tree_unflatten(list(map(filled, self.leaves)), self.spec)
 
@@ -396,7 +385,7 @@ class OpaqueCall:
             updated: filled with tensors that the code writes, though torch does not count it.
         """
         if self.how.like is not None:
-            args, kwargs = self.arguments.filled(operands, [*self.code.parts], sizes)
+            args, kwargs = self.arguments.filled(operands, [*self.code.parts, *sizes])
             # Of a module `like` gets what its caller gave it.
             args = args[1:] if args and isinstance(args[0], nn.Module) else args
             form, tensors = _Values.of(self.how.like(*args, **kwargs))
@@ -475,13 +464,13 @@ class OpaqueCall:
         with ExitStack() as stack:
             for settings in self.autocast:
                 stack.enter_context(settings.on())
-            args, kwargs = self.arguments.filled(operands[:count], [*self.code.parts], sizes)
+            args, kwargs = self.arguments.filled(operands[:count], [*self.code.parts, *sizes])
             # It puts what the code assigns into the dict that it gets.
             result, after = functional_call(self.code, {**state}, (args, kwargs, self.buffers))
         now = self.code.attributes()
-        if changed := [key for key in {*before, *now} if before.get(key, key) is not now.get(key, key)]:
+        if assigned := [key for key in {*before, *now} if before.get(key, key) is not now.get(key, key)]:
             raise Error(
-                f"autotp.opaque: `{self.text}` sets `{min(name for _, name in changed)}` of its copy of the module",
+                f"autotp.opaque: `{self.text}` sets `{min(name for _, name in assigned)}` of its copy of the module",
                 fix="return the value, or keep it in a buffer",
             )
         if passed != [_version(x) for x in fixed]:
@@ -536,12 +525,12 @@ def _recorded(
     """
     leaves, _ = flatten((args, kwargs))
     parts = [*around, *(x for x in leaves if isinstance(x, nn.Module))]
-    sizes = [x for x in leaves if isinstance(x, torch.SymInt)]
+    sizes: list[Any] = [x for x in leaves if isinstance(x, torch.SymInt)]
     plain = [x for x in leaves if not isinstance(x, Tensor | nn.Module | torch.SymInt)]
     for module in {module for part in parts for module in part.modules()}:
         for name in [*vars(module)]:
             getattr(module, name, None)  # Counts as read. NOTE [The module of an opaque call]
-    arguments, tensors = _Values.of((args, kwargs), parts, sizes)
+    arguments, tensors = _Values.of((args, kwargs), [*parts, *sizes])
     runs = _Runs(function, parts)
     operands = [*tensors, *runs.parameters(), *runs.buffers()]
     mode = detect_fake_mode(operands)
