@@ -50,6 +50,18 @@ def is_of(file: Path, source: Path) -> bool:
     return False
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """True for a folder from which transformers reads a tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        names = AutoTokenizer.from_pretrained(folder.resolve()).vocab_files_names if folder.is_dir() else {}
+    except Exception:  # Whatever it is, a script that reads it would end with it.
+        return False
+    # Without files, transformers makes some tokenizers that know no word.
+    return any((folder / name).is_file() for name in names.values())
+
+
 def copy_beside(source: Path, folder: Path, *more: str) -> None:
     """Copies the files that belong to the weights; warns if the folder that the model was read from does not exist.
 

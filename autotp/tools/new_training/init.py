@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.diagnostics.verify import expect_blocks, expect_layout, microbatches_of, training_of
 from autotp.integrations.transformers.files.safetensors_files import INDEX, ONE_FILE
+from autotp.integrations.transformers.processor_files import has_tokenizer
 from autotp.options import DEFAULTS
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.tools.cli.flags import Debug, Json, with_model
@@ -190,14 +191,7 @@ def _has_weights(path: Path | None) -> bool:
 
 def _expect_tokenizer(path: Path) -> None:
     """Raises WrongUse unless a folder has its tokenizer."""
-    from transformers import AutoTokenizer
-
-    try:
-        names = AutoTokenizer.from_pretrained(path.resolve()).vocab_files_names if path.is_dir() else {}
-    except Exception:  # Whatever it is, the script would end with it.
-        names = {}
-    # Without files, transformers makes some tokenizers that know no word.
-    if not any((path / name).is_file() for name in names.values()):
+    if not has_tokenizer(path):
         raise WrongUse(
             f"--text needs a tokenizer, and {path} has none: tokenizer.save_pretrained(a folder with config.json)"
         )
