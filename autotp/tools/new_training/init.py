@@ -80,6 +80,8 @@ def init(
 ) -> None:
     """Writes train.py, which trains a model with checkpoints, and what starts it. No file is overwritten.
 
+    Here MODEL is a folder of transformers, its config.json, or a callable.
+
     Example: autotp init file.py:factory --launcher torchrun --tp 2
     """
     parts, ranks = microbatches_of(pp), tp * pp * dp

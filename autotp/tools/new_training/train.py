@@ -38,9 +38,10 @@ STEPS = 1000
 WARMUP = max(1, STEPS // 10)  # steps
 LEARNING_RATE = 3e-4
 SAVE_EVERY = 100  # steps
-LOOK_EVERY = 10  # steps between two printed losses; the ranks then also agree whether one of them got a SIGTERM
-# So these steps and a save have to end before the launcher kills the ranks: 300 seconds after the SIGTERM, as the file
-# beside this one has it. With slow steps write a smaller number.
+PRINT_EVERY = 10  # steps
+# A large model needs more options of autotp.distribute: `autotp search` prints those of a layout that fits, such as
+# {"zero": 1, "sequence_parallel": True, "recompute": "full"}. MICROBATCHES is its batch / dp / micro_batch.
+MORE: dict[str, Any] = {}
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"  # a folder that all machines share
 
 
@@ -133,7 +134,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
     torch.manual_seed(0)  # the same weights on all ranks
     data = TokenRows()
-    options: dict[str, Any] = {"tp": TP, "pp": PP, "dp": DP, "microbatches": MICROBATCHES}
+    options: dict[str, Any] = {"tp": TP, "pp": PP, "dp": DP, "microbatches": MICROBATCHES, **MORE}
     options["example_inputs"] = default_collate([data[0], data[1]])  # Rows may be more, and sequences longer.
     if torch.cuda.is_available():
         options["compute_dtype"] = torch.bfloat16  # Parameters, their gradients and the optimizer stay in float32.
@@ -159,10 +160,9 @@ def main() -> None:
         optimizer.zero_grad()
         schedule.step()
         last = trainer.steps == STEPS
-        if trainer.steps % LOOK_EVERY == 0 or last:
-            if autotp.is_first_rank():
-                print(f"step {trainer.steps}: loss {loss.item():.3f}", flush=True)
-            stopped = on_any_rank(stop.is_set())
+        if (trainer.steps % PRINT_EVERY == 0 or last) and autotp.is_first_rank():
+            print(f"step {trainer.steps}: loss {loss.item():.3f}", flush=True)
+        stopped = on_any_rank(stop.is_set())  # A launcher kills the ranks some minutes after the SIGTERM.
         if trainer.steps % SAVE_EVERY == 0 or last or stopped:  # A thread writes; the program ends after it.
             autotp.save_checkpoint(CHECKPOINTS, trainer, optimizer, trainer.steps, wait=False, schedule=schedule)
 
