@@ -29,6 +29,8 @@ USER_RULES: set[Operator] = set()
 
 def add_rows(rows: Mapping[Operator, Row]) -> None:
     """Adds rows of other operators to the table: those of an extension, or of a library. A user's rules stay."""
+    if rows.items() <= ROWS.items() and all(op in RULES for op, row in rows.items() if row.rule is not None):
+        return  # Libraries add theirs in each capture.
     ROWS.update(rows)
     RULES.update({op: row.rule for op, row in rows.items() if row.rule is not None and op not in USER_RULES})
     having.cache_clear()

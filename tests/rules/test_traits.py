@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 import autotp
 from autotp.errors import Error
 from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.rules.registry import add_rows
 from autotp.rules.row import Trait
 from autotp.rules.table import ROWS, TORCH_ROWS, overloads
-from autotp.rules.traits import has, in_place_of
+from autotp.rules.traits import has, having, in_place_of
 
 aten = torch.ops.aten
 ROOT = Path(autotp.__file__).parent.parent
@@ -190,3 +191,12 @@ def test_a_write_through_another_dtype_is_refused() -> None:
 
     with pytest.raises(Error, match=r"writes through `aten.view.dtype`"):
         functionalize(draft(written, x=some(4, 3)), [])
+
+
+def test_rows_that_the_table_has_are_not_added_again() -> None:
+    """Libraries add theirs in each capture, and what passes have asked of the table is kept."""
+    op = torch.ops.aten.add.Tensor
+    assert op in having(Trait.SUM)
+    kept = having.cache_info().currsize
+    add_rows({op: ROWS[op]})
+    assert having.cache_info().currsize == kept > 0

@@ -57,6 +57,6 @@ def test_value_reads_let_no_argument_be_written() -> None:
 
 def test_value_reads_of_cut_inputs_are_later_ones() -> None:
     """Each rank has other values of a cut input."""
-    found = program(given={1: Layout((2,), 0)}).captured
+    found = program(cut_inputs={1: Layout((2,), 0)}).captured
     assert [read.of_inputs for read in found.asked] == [False, False, False]
     assert not returned(found.input_values)
