@@ -45,13 +45,13 @@ def shorten_causes(error: BaseException, contexts: bool = False) -> None:
     Args:
         contexts: whether also out of those that were handled when another was raised, without a `from`.
     """
-    seen = {id(error)}
+    visited = {id(error)}
     while (
         cause := error.__cause__ or (error.__context__ if contexts and not error.__suppress_context__ else None)
     ) is not None:
-        if id(cause) in seen:
+        if id(cause) in visited:
             return
-        seen.add(id(cause))
+        visited.add(id(cause))
         lines = list(_lines(cause.__traceback__))
         cause.__traceback__ = _linked(_users(lines, type(cause).__module__ != "autotp") or lines[-1:])
         error = cause

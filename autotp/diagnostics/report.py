@@ -21,7 +21,7 @@ from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
 from autotp.passes.canonicalize.custom_vjp import backward_of
-from autotp.passes.capture.replacements.opaque import OpaqueCall
+from autotp.passes.capture.replacements.opaque_call import OpaqueCall
 from autotp.passes.check.types import Typed
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
@@ -219,5 +219,5 @@ def _cost(node: fx.Node, analysis: Program) -> str:
     count: Any = node.target.flops  # type: ignore[union-attr]
     number = count.node.hint if isinstance(count, torch.SymInt) else count
     flops = "" if number is None else f", {number:,} FLOPs"
-    sent, kept = (bytes_text(sum(nbytes_of(n.meta["val"]) for n in nodes)) for nodes in (moved, weights))
-    return f"; {sent} made whole for it, {kept} of parameters{flops}"
+    gathered_bytes, weight_bytes = (sum(nbytes_of(n.meta["val"]) for n in nodes) for nodes in (moved, weights))
+    return f"; {bytes_text(gathered_bytes)} made whole for it, {bytes_text(weight_bytes)} of parameters{flops}"

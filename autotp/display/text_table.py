@@ -74,11 +74,11 @@ def table_cells(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: i
     columns = list(zip(head, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     # A longer word, such as the path of a module, may be broken.
-    least = [min(width // 3, max(len(piece) for cell in column for piece in _pieces(cell))) for column in columns]
-    spaces = 2 if sum(least) + 2 * (len(head) - 1) <= width else 1
+    narrowest = [min(width // 3, max(len(piece) for cell in column for piece in _pieces(cell))) for column in columns]
+    spaces = 2 if sum(narrowest) + 2 * (len(head) - 1) <= width else 1
     while sum(widths) + spaces * (len(widths) - 1) > width:
         # One character at a time, from the widest column: narrow ones keep their words in one piece.
-        breakable = [i for i in range(len(widths)) if widths[i] > least[i]] or range(len(widths))
+        breakable = [i for i in range(len(widths)) if widths[i] > narrowest[i]] or range(len(widths))
         widest = max(breakable, key=lambda i: widths[i])
         widths[widest] -= 1
     for row in [head, *rows]:

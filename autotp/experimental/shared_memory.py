@@ -70,7 +70,7 @@ HERE, ELSEWHERE, CLOSED, SAYS = 0, 1, 2, 3
 with each of the two slots."""
 CPUS = 1024
 """The most cores of a machine, and the most ranks of a group that shares memory."""
-KINDS = "sum", "max", "gather"
+OPERATIONS = "sum", "max", "gather"
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
 )  # fmt: skip
@@ -128,9 +128,9 @@ class SharedMemoryGroup(ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Sums, or takes maxima, in place."""
         xs = [tensors] if isinstance(tensors, Tensor) else tensors
-        kind = _kind_of(getattr(opts, "reduceOp", opts))
-        if self.memory is not None and kind is not None and len(xs) == 1 and _is_small(xs[0]):
-            return self.memory.begin(kind, xs[0], xs[0])
+        operation = _operation_of(getattr(opts, "reduceOp", opts))
+        if self.memory is not None and operation is not None and len(xs) == 1 and _is_small(xs[0]):
+            return self.memory.begin(operation, xs[0], xs[0])
         return self.over_gloo("allreduce", tensors, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -190,7 +190,7 @@ for _name in OF_TWO_RANKS:
     setattr(SharedMemoryGroup, _name, _passing(SharedMemoryGroup.by_torch, _name))
 
 
-def _kind_of(op: Any) -> str | None:
+def _operation_of(op: Any) -> str | None:
     return "sum" if op == dist.ReduceOp.SUM else "max" if op == dist.ReduceOp.MAX else None
 
 
@@ -241,13 +241,13 @@ class SmallWork(dist.Work):
         return [self._out]
 
     def _write(self) -> None:
-        parts, kind = self._parts, _said(self._says)[0]
+        parts, operation = self._parts, _said(self._says)[0]
         out = self._out.data  # As c10d, it writes what autograd does not count.
         flat = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
-        if kind == "gather":
+        if operation == "gather":
             torch.cat(list(parts), out=flat)
         else:
-            combined = torch.add if kind == "sum" else torch.maximum
+            combined = torch.add if operation == "sum" else torch.maximum
             combined(parts[0], parts[1], out=flat)
             for part in parts[2:]:
                 combined(flat, part, out=flat)
@@ -286,7 +286,7 @@ class Memory:
         self._expect_usable()
         self._words[self._mine + ELSEWHERE] += 1
 
-    def begin(self, kind: str, x: Tensor, out: Tensor) -> SmallWork:
+    def begin(self, operation: str, x: Tensor, out: Tensor) -> SmallWork:
         """Writes this rank's operand; the result will be in `out`, which may be `x`. x: [...]
 
         Raises:
@@ -297,7 +297,7 @@ class Memory:
         # NOTE [An exception may come anywhere]
         if self._last is not None and self._last.count <= begun:
             self._last.wait()
-        count, says = begun + 1, _description(kind, x)
+        count, says = begun + 1, _description(operation, x)
         slot = count % 2
         parts = self._parts(slot, x.numel(), x.dtype)
         parts[self.rank].view(x.shape).copy_(x.detach() if x.requires_grad else x)
@@ -322,9 +322,9 @@ class Memory:
             self._await(place, count, timeout)
             peer_says = self._words[place + SAYS + count % 2]
             if peer_says != says:
-                here, there = ("`{}` of {} x {}".format(*_said(each)) for each in (says, peer_says))
+                texts = ["`{}` of {} x {}".format(*_said(description)) for description in (says, peer_says)]
                 self._fail(
-                    RanksApart, f"ranks are at different collectives: {here} here, and {there} on {_rank(place)}"
+                    RanksApart, f"ranks are at different collectives: {texts[0]} here, and {texts[1]} on {_rank(place)}"
                 )
 
     def close(self) -> None:
@@ -374,8 +374,8 @@ class Memory:
         if words[place + HERE] >= count:  # It came, and left afterwards.
             return
         if elsewhere:
-            told = "ranks are at different collectives: a small tensor here, and another collective on"
-            self._fail(RanksApart, f"{told} {_rank(place)}")
+            problem = "ranks are at different collectives: a small tensor here, and another collective on"
+            self._fail(RanksApart, f"{problem} {_rank(place)}")
         if ended:
             self._fail(RuntimeError, f"connection closed by peer {_rank(place)}, with which this rank shared memory")
         if waited > limit:
@@ -496,12 +496,12 @@ def _has_ended(process: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _description(kind: str, x: Tensor) -> int:
-    return (x.numel() * len(KINDS) + KINDS.index(kind)) * len(DTYPES) + DTYPES.index(x.dtype)
+def _description(operation: str, x: Tensor) -> int:
+    return (x.numel() * len(OPERATIONS) + OPERATIONS.index(operation)) * len(DTYPES) + DTYPES.index(x.dtype)
 
 
 def _said(description: int) -> tuple[str, int, str]:
-    """Returns what a description stands for: kind, number of elements, dtype."""
+    """Returns what a description stands for: operation, number of elements, dtype."""
     rest, dtype = divmod(description, len(DTYPES))
-    numel, kind = divmod(rest, len(KINDS))
-    return KINDS[kind], numel, str(DTYPES[dtype]).removeprefix("torch.")
+    numel, operation = divmod(rest, len(OPERATIONS))
+    return OPERATIONS[operation], numel, str(DTYPES[dtype]).removeprefix("torch.")

@@ -63,8 +63,8 @@ def _standing_for(method: Any, wrapped: Callable[[Any], Any]) -> Any:
 
 
 def _subclasses(group_class: type) -> list[type]:
-    below: list[type] = group_class.__subclasses__()
-    return [*below, *(each for subclass in below for each in _subclasses(subclass))]
+    subclasses: list[type] = group_class.__subclasses__()
+    return [*subclasses, *(deeper for subclass in subclasses for deeper in _subclasses(subclass))]
 
 
 def own_method(group: ProcessGroup, name: str) -> Any:

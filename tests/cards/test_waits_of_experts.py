@@ -41,17 +41,26 @@ def is_of_one_device(line: str) -> bool:
     )
 
 
+def expect_a_wait_a_layer(ranks: int, dtype: torch.dtype, experts: Any) -> None:
+    traffic = waits(ranks, dtype, experts)
+    own = sum(count for (_, line), count in traffic.own_waits.items() if not is_of_one_device(line))
+    assert own <= LAYERS, f"{own} waits\n{traffic}"
+
+
 @checks.on(2)
-def a_layer_waits_once_at_most(rank: int, n: int) -> None:
-    """float32: for the ends of the groups of rows, once for all products. bfloat16: where experts are cut."""
-    for dtype, experts, most in (
-        (torch.float32, "width", LAYERS),
-        (torch.float32, "expert", LAYERS),
-        (torch.bfloat16, "expert", LAYERS),
-    ):
-        traffic = waits(n, dtype, experts)
-        own = sum(count for (_, line), count in traffic.own_waits.items() if not is_of_one_device(line))
-        assert own <= most, f"{dtype} {experts}: {own} waits\n{traffic}"
+def a_layer_whose_experts_are_cut_by_width_waits_once(rank: int, n: int) -> None:
+    """In float32: for the ends of the groups of rows, once for all products."""
+    expect_a_wait_a_layer(n, torch.float32, "width")
+
+
+@checks.on(2)
+def a_layer_whose_experts_are_cut_waits_once(rank: int, n: int) -> None:
+    expect_a_wait_a_layer(n, torch.float32, "expert")
+
+
+@checks.on(2)
+def a_layer_in_bfloat16_whose_experts_are_cut_waits_once(rank: int, n: int) -> None:
+    expect_a_wait_a_layer(n, torch.bfloat16, "expert")
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

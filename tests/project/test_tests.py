@@ -63,6 +63,7 @@ BY_WHAT_IS_CAPTURED = {
     "passes/capture/captured": "passes/capture/python_state/test_attribute_writes",
     "passes/capture/exported_program": "passes/capture/test_inline",
     "passes/capture/patches": "passes/capture/python_state/test_guard",
+    "passes/capture/replacements/opaque_call": "passes/capture/replacements/test_opaque",
     "passes/capture/repeats/record": "passes/capture/repeats/test_repeats",
     "passes/capture/repeats/unfold": "passes/capture/repeats/test_repeats",
     "passes/capture/unsupported/explain_failure": "system/test_refusals",

@@ -55,9 +55,9 @@ def _packed_rule(call: Call, window: Window) -> Rule:
     cuttable = (before, after) == (-1, -1) or (after == 0 and same_tokens)
     s = "s!" if cuttable and "start" not in call.arguments else "s^"
     terms = [[s, heads, "d^"], ["t^", groups, "d^"], ["t^", groups, "e^"]]
-    others = [[f"x{i}_{dim}^" for dim in range(x.dim())] for i, x in enumerate(present(call)[3:])]
+    integer_terms = [[f"x{i}_{dim}^" for dim in range(x.dim())] for i, x in enumerate(present(call)[3:])]
     outputs = [[s, heads, "e^"], [heads, s], ["r^"]]
-    return Rule.of(spell([*terms, *others], outputs), **({"k": key.shape[1]} if shared else {}))
+    return Rule.of(spell([*terms, *integer_terms], outputs), **({"k": key.shape[1]} if shared else {}))
 
 
 # ---- torch.nn.attention.varlen

@@ -9,7 +9,7 @@ document after another, so that a model with such a kernel can be proved on a ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,13 +102,8 @@ def _documents(query_ends: Tensor, key_ends: Tensor, query: Tensor, key: Tensor)
         Error: the ends are not those of documents in these tokens, where a kernel would read other memory.
     """
     rows, columns = query_ends.tolist(), key_ends.tolist()
-    for ends, tokens in ((rows, query.shape[0]), (columns, key.shape[0])):
-        if ends[:1] != [0] or ends[-1] != tokens or ends != sorted(ends):
-            raise Error(
-                f"the ends of {len(ends) - 1} packed documents are {ends[:8]}{' ...' * (len(ends) > 8)}",
-                expected=f"numbers that ascend from 0 to the number of tokens, {tokens}",
-                fix="F.pad(lengths.cumsum(0), (1, 0)).int() for the lengths of the documents",
-            )
+    expect_ends(rows, query.shape[0])
+    expect_ends(columns, key.shape[0])
     if len(rows) != len(columns):
         raise Error(
             f"queries have the ends of {len(rows) - 1} documents, and keys those of {len(columns) - 1}",
@@ -117,6 +112,16 @@ def _documents(query_ends: Tensor, key_ends: Tensor, query: Tensor, key: Tensor)
     for i in range(len(rows) - 1):
         if rows[i + 1] > rows[i] and columns[i + 1] > columns[i]:
             yield i, slice(rows[i], rows[i + 1]), slice(columns[i], columns[i + 1])
+
+
+def expect_ends(ends: Sequence[int], tokens: int) -> None:
+    """Raises Error for ends that are not those of documents in this number of tokens."""
+    if list(ends[:1]) != [0] or ends[-1] != tokens or list(ends) != sorted(ends):
+        raise Error(
+            f"the ends of {len(ends) - 1} packed documents are {ends[:8]}{' ...' * (len(ends) > 8)}",
+            expected=f"numbers that ascend from 0 to the number of tokens, {tokens}",
+            fix="F.pad(lengths.cumsum(0), (1, 0)).int() for the lengths of the documents",
+        )
 
 
 def _accumulated(x: Tensor) -> torch.dtype:

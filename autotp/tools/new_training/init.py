@@ -85,17 +85,17 @@ def init(
     Example: autotp init file.py:factory --launcher torchrun --tp 2
     """
     parts, ranks = microbatches_of(pp), tp * pp * dp
-    here = gpus or min(ranks, PER_MACHINE)
+    per_machine = gpus or min(ranks, PER_MACHINE)
     rows = batch or 8 * dp * parts
-    if ranks % here:
-        raise WrongUse(f"tp * pp * dp is {ranks}, no multiple of --gpus-per-machine {here}")
+    if ranks % per_machine:
+        raise WrongUse(f"tp * pp * dp is {ranks}, no multiple of --gpus-per-machine {per_machine}")
     if rows % (dp * parts):
         raise WrongUse(f"--batch {rows} does not divide into {dp} replicas of {parts} microbatches")
     if text is not None and not text.is_file():
         raise WrongUse(f"--text {text}: there is no such file")
     file, start = STARTS[launcher.value]
-    if taken := [path for path in (out / SCRIPT, out / file) if path.exists()]:
-        raise WrongUse(f"{taken[0]} exists, and nothing is overwritten: --out FOLDER")
+    if existing_files := [path for path in (out / SCRIPT, out / file) if path.exists()]:
+        raise WrongUse(f"{existing_files[0]} exists, and nothing is overwritten: --out FOLDER")
     if argument.path is None and (callable_of := OBJECT.fullmatch(argument.text)):
         _expect_importable(callable_of["where"])
     training = training_of(DEFAULTS, parts, "1F1B", 0, None)
@@ -114,7 +114,7 @@ def init(
     checkout = Path(autotp.__file__).resolve().parents[1]
     from_checkout = (checkout / "setup.cfg").is_file()
     places = {
-        "machines": ranks // here, "ranks": here, "folder": str(out.resolve()),
+        "machines": ranks // per_machine, "ranks": per_machine, "folder": str(out.resolve()),
         "mounts": dict.fromkeys(
             [*facts["paths"], *([str(text.resolve())] if text else []), *([str(checkout)] * from_checkout)]
         ),
@@ -170,8 +170,8 @@ def facts_of(model: nn.Module, argument: ModelArgument, text: Path | None, seque
             "vars(GPTConfig())": f"{inputs}()",
             "GPT(GPTConfig())": call,
         }
-    kept = {"transformers": path is not None, "weights": _has_weights(path), "tokens": example is None}
-    return {**kept, "constants": constants, "names": names, "paths": [needed]}
+    conditions = {"transformers": path is not None, "weights": _has_weights(path), "tokens": example is None}
+    return {**conditions, "constants": constants, "names": names, "paths": [needed]}
 
 
 def _has_weights(path: Path | None) -> bool:
@@ -214,9 +214,9 @@ def _module_of(where: str) -> tuple[str, str, str]:
 def _expect_importable(where: str) -> None:
     """Raises WrongUse unless a script can import a module, by `from module import name`."""
     file = Path(where)
-    module, taken = (file.stem, SHADOWED) if file.suffix == ".py" else (where, SCRIPTS)
+    module, taken_names = (file.stem, SHADOWED) if file.suffix == ".py" else (where, SCRIPTS)
     names = module.split(".")
-    if names[0] in taken or not all(name.isidentifier() and not iskeyword(name) for name in names):
+    if names[0] in taken_names or not all(name.isidentifier() and not iskeyword(name) for name in names):
         raise WrongUse(
             f"MODEL: a script cannot import {module}, which is no name in Python or that of another module: rename it"
         )

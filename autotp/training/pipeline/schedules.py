@@ -155,8 +155,8 @@ def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
 
 def costed(analysis: Program) -> tuple[fx.Graph, Axes]:
     """Returns the graph whose costs divide a model: of whole sequences, as a rank's part may be a position shorter."""
-    whole = analysis.sequences.uncut_graph
-    return (analysis.graph, analysis.axes) if whole is None else (whole, infer_axes(whole))
+    uncut = analysis.sequences.uncut_graph
+    return (analysis.graph, analysis.axes) if uncut is None else (uncut, infer_axes(uncut))
 
 
 def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:

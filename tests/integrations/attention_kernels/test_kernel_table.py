@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from errors import message
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -122,3 +123,15 @@ def test_packed_training_equals_one_device(ranks: int, cp: int) -> None:
     """In each step another number of documents, other lengths and another longest document."""
     for plain, parallel in run_ranks(trained, ranks, cp):
         assert parallel == pytest.approx(plain, rel=1e-5)
+
+
+def refused(rank: int, n: int) -> str:
+    model = autotp.parallelize(Packed(), tp=1, cp=n, example_inputs=batch(DOCUMENTS[0]))
+    tokens, ends, longest = batch(DOCUMENTS[0])
+    return message(lambda: model(tokens, torch.cat([ends[:-1], ends[-1:] - 1]), longest))
+
+
+def test_wrong_ends_are_an_error_on_each_rank_over_cp() -> None:
+    """Also on the first one, whose part of the tokens has none of the last document's end."""
+    texts = run_ranks(refused, 2)
+    assert all("documents are [0, 6, 9, 19]" in text and "tokens, 20" in text for text in texts)

@@ -11,8 +11,8 @@ write a tile. `link_sustained` is what NCCL's tests reach in a DGX A100 (about 2
 Between nodes the rings of all replicas share the network. Narayanan et al. 2021 (section 5.9) have 12.9 TB/s across the
 middle of 3,072 A100s in the sums over six replicas. Each of the 512 rings crosses it twice, so these are 12.6 of the
 25 GB/s of each GPU: that is `net_sustained` of an A100. Of newer networks nothing is published. They are taken to
-sustain what a node does: with an A100's half, a published step of 384 H100s (Megatron-Core's 32B) would be 13 % faster
-than predicted, and with this 2 % slower.
+sustain what a node does: so the step of 384 H100s that Megatron-Core published for 32B is predicted at 99 % of its
+TFLOP/s, and with an A100's half at 87 %.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Hardware:
 
         The name has the kind also where a line or a calibration describes the device.
         """
-        return 0.50 if any(kind in self.name for kind in ("v100", "a100")) else self.link_sustained
+        return 0.50 if any(generation in self.name for generation in ("v100", "a100")) else self.link_sustained
 
 
 # Sources: NVIDIA A100 white paper (2020), table 4 and page 39 (level-2 cache: 5,120 bytes a clock, 1,410 MHz); DGX A100

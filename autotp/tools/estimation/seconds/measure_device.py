@@ -25,6 +25,8 @@ SHORT = 64
 """The summed length of a product that does not keep a device busy: the width of a head."""
 COPIED = {"cpu": 2**24, "cuda": 2**30}
 """Bytes of the tensor that is copied: of a CPU more than a core's own caches, and few enough that they are paged in."""
+RUNS = 5
+"""Runs of which the median is taken, at least."""
 CHAIN = 20
 """Calls of an operator that are timed in a row."""
 
@@ -85,6 +87,8 @@ def _linear(dtype: torch.dtype, device: torch.device, seconds: float, bandwidth:
     if device.type == "cuda" and dtype == torch.float64:
         # Many GPUs compute float64 slowly: fewer rows keep the run short.
         rows = rows // 8
+    if device.type == "cpu":
+        rows = _rows_in_time(dtype, seconds)
     size = dtype.itemsize * (rows * inputs + inputs * outputs + rows * outputs)
     sets = max(1, COLD // size) if device.type == "cpu" else 1
     xs, ws, gs = (
@@ -103,6 +107,22 @@ def _linear(dtype: torch.dtype, device: torch.device, seconds: float, bandwidth:
     moving = 3 * size / bandwidth if device.type == "cpu" else 0.0
     took = typical(run, device, seconds)
     return 6 * rows * inputs * outputs / max(took - moving, took / 2)
+
+
+def _rows_in_time(dtype: torch.dtype, seconds: float) -> int:
+    """Returns the layer's rows on a CPU: halved while RUNS runs of its three products would take longer than `seconds`.
+
+    A CPU without instructions for bfloat16 computes it up to a hundred times as slowly as float32. A product of a few
+    rows tells.
+    """
+    rows, inputs, outputs = LAYER["cpu"]
+    few = rows // 32
+    x, w = torch.ones(few, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
+    torch.mm(x, w.t())
+    row = _on_cpu(lambda: torch.mm(x, w.t())) / few
+    while rows > few and 3 * rows * row * RUNS > seconds:
+        rows //= 2
+    return rows
 
 
 def _square(summed: int, device: torch.device, seconds: float) -> float:
@@ -144,11 +164,11 @@ def _memory(device: torch.device) -> float:
 
 
 def typical(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Returns the median seconds of a function's runs: of five, or of as many as `seconds` allow."""
+    """Returns the median seconds of a function's runs: of RUNS, or of as many as `seconds` allow."""
     # The first run allocates memory, and a library may choose its kernel.
     run()
     durations, end = list[float](), time.perf_counter() + seconds
-    while len(durations) < 5 or time.perf_counter() < end:
+    while len(durations) < RUNS or time.perf_counter() < end:
         durations.append(_on_gpu(run) if device.type == "cuda" else _on_cpu(run))
     return statistics.median(durations)
 

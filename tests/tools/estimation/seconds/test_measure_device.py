@@ -30,3 +30,12 @@ def test_a_cpu_has_plausible_numbers() -> None:
     found = measure_device(CPU, 0.7)
     assert found.single > 1e9 and found.copy > 1e8 and found.memory > 2**28
     assert 1e-7 < found.call < 1e-2
+
+
+def test_a_format_that_a_cpu_computes_slowly_is_timed_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that takes 0.1 ms: five runs of three products take 1.5 ms a row, and 0.4 s have time for 256 rows."""
+    few = measuring.LAYER["cpu"][0] // 32
+    monkeypatch.setattr(measuring, "_on_cpu", lambda run: few * 1e-4)
+    assert measuring._rows_in_time(torch.bfloat16, 0.4) == 256
+    assert measuring._rows_in_time(torch.bfloat16, 100.0) == measuring.LAYER["cpu"][0]
+    assert measuring._rows_in_time(torch.bfloat16, 0.0) == few
