@@ -9,7 +9,7 @@ document after another, so that a model with such a kernel can be proved on a ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -101,9 +101,8 @@ def _documents(query_ends: Tensor, key_ends: Tensor, query: Tensor, key: Tensor)
     Raises:
         Error: the ends are not those of documents in these tokens, where a kernel would read other memory.
     """
-    rows, columns = query_ends.tolist(), key_ends.tolist()
-    expect_ends(rows, query.shape[0])
-    expect_ends(columns, key.shape[0])
+    rows = documents_in(query_ends, query.shape[0])
+    columns = documents_in(key_ends, key.shape[0])
     if len(rows) != len(columns):
         raise Error(
             f"queries have the ends of {len(rows) - 1} documents, and keys those of {len(columns) - 1}",
@@ -114,14 +113,23 @@ def _documents(query_ends: Tensor, key_ends: Tensor, query: Tensor, key: Tensor)
             yield i, slice(rows[i], rows[i + 1]), slice(columns[i], columns[i + 1])
 
 
-def expect_ends(ends: Sequence[int], tokens: int) -> None:
-    """Raises Error for ends that are not those of documents in this number of tokens."""
-    if list(ends[:1]) != [0] or ends[-1] != tokens or list(ends) != sorted(ends):
+def documents_in(ends: Tensor, tokens: int) -> list[int]:
+    """Returns the ends of documents in this number of tokens, read on the host.
+
+    Raises:
+        Error: they are others, or not of int32, the dtype that kernels read.
+    """
+    fix = "F.pad(lengths.cumsum(0), (1, 0)).int() for the lengths of the documents"
+    if ends.dtype != torch.int32:
+        raise Error(f"the ends of packed documents are of {ends.dtype}", expected="torch.int32", fix=fix)
+    numbers: list[int] = ends.tolist()
+    if numbers[:1] != [0] or numbers[-1] != tokens or numbers != sorted(numbers):
         raise Error(
-            f"the ends of {len(ends) - 1} packed documents are {ends[:8]}{' ...' * (len(ends) > 8)}",
+            f"the ends of {len(numbers) - 1} packed documents are {numbers[:8]}{' ...' * (len(numbers) > 8)}",
             expected=f"numbers that ascend from 0 to the number of tokens, {tokens}",
-            fix="F.pad(lengths.cumsum(0), (1, 0)).int() for the lengths of the documents",
+            fix=fix,
         )
+    return numbers
 
 
 def _accumulated(x: Tensor) -> torch.dtype:

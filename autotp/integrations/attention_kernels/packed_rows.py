@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.integrations.attention_kernels.packed import expect_ends
+from autotp.integrations.attention_kernels.packed import documents_in
 from autotp.ops.eager_mode import is_computed
 from autotp.passes.check import erase
 from autotp.passes.lower import localize
@@ -70,7 +70,7 @@ def _of_part(arguments: Mapping[str, Any], names: list[str], start: Any, window:
     rows, ends = arguments[query].shape[0], arguments[key_ends]
     # Before a rank takes its part, so that all see what is wrong. On a GPU the host would have to wait for the ends.
     if ends.is_cpu and is_computed(ends):
-        expect_ends(ends.tolist(), arguments[key].shape[0])
+        documents_in(ends, arguments[key].shape[0])
     local = dict(arguments) | {query_ends: (arguments[query_ends] - start).clamp(0, rows)}
     if window[1] == 0:  # What comes after the last query is not read, and what is not read is not given.
         for name in (key, value):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from errors import message
 from ranks import run_ranks
+from small_models import signatures_met
 from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -115,6 +118,7 @@ def trained(rank: int, n: int, cp: int) -> tuple[list[float], list[float]]:
             optimizer.step()
             optimizer.zero_grad()
             losses[-1].append(loss.item())
+    assert signatures_met(model) == 2  # The second one has the longest document's length as an input.
     return losses[0], losses[1]
 
 
@@ -125,13 +129,26 @@ def test_packed_training_equals_one_device(ranks: int, cp: int) -> None:
         assert parallel == pytest.approx(plain, rel=1e-5)
 
 
-def refused(rank: int, n: int) -> str:
-    model = autotp.parallelize(Packed(), tp=1, cp=n, example_inputs=batch(DOCUMENTS[0]))
+WRONG_ENDS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "documents are [0, 6, 9, 19]": lambda ends, rank: torch.cat([ends[:-1], ends[-1:] - 1]),
+    "documents are [0, 9, 6, 20]": lambda ends, rank: ends[[0, 2, 1, 3]],
+    "documents are [6, 9, 20]": lambda ends, rank: ends[1:],
+    "are of torch.int64": lambda ends, rank: ends.long(),
+    "got other inputs than rank 0": lambda ends, rank: ends.clone().index_fill_(0, torch.tensor(1), 6 + rank),
+}
+"""What the error says -> the ends that a rank gives."""
+
+
+def refused(rank: int, n: int, cp: int) -> list[str]:
+    layout: dict[str, Any] = {"tp": n // cp, "cp": cp, "check_inputs": "always"}
+    model = autotp.parallelize(Packed(), **layout, example_inputs=batch(DOCUMENTS[0]))
     tokens, ends, longest = batch(DOCUMENTS[0])
-    return message(lambda: model(tokens, torch.cat([ends[:-1], ends[-1:] - 1]), longest))
+    return [message(partial(model, tokens, wrong(ends, rank), longest)) for wrong in WRONG_ENDS.values()]
 
 
-def test_wrong_ends_are_an_error_on_each_rank_over_cp() -> None:
-    """Also on the first one, whose part of the tokens has none of the last document's end."""
-    texts = run_ranks(refused, 2)
-    assert all("documents are [0, 6, 9, 19]" in text and "tokens, 20" in text for text in texts)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_wrong_ends_are_an_error_on_each_rank(cp: int) -> None:
+    """Also over cp on the first rank, whose part of the tokens has none of the last document's end."""
+    for texts in run_ranks(refused, 2, cp):
+        for part, text in zip(WRONG_ENDS, texts, strict=True):
+            assert part in text

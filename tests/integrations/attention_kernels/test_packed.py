@@ -65,7 +65,7 @@ def test_packed_attention_equals_attention_with_a_mask(scores: ScoreSettings, gr
 def test_packed_attention_aligns_the_last_query_with_the_last_key() -> None:
     """As in a kernel's decoding: two queries behind five keys read four and five of them."""
     query, key, value = operands(4)
-    ends = torch.tensor([0, 2]), torch.tensor([0, 5])
+    ends = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
     output, _ = packed_attention(query[:2], key[:5], value[:5], *ends, ScoreSettings(window=(-1, 0)))
     mask = torch.ones(2, 5, dtype=torch.bool).tril(3)
     expected = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (query[:2], key[:5], value[:5])), mask)
@@ -74,7 +74,7 @@ def test_packed_attention_aligns_the_last_query_with_the_last_key() -> None:
 
 def test_a_query_that_reads_no_key_has_zeros_and_no_gradient() -> None:
     query, key, value = operands(4)
-    ends = torch.tensor([0, 3]), torch.tensor([0, 1])
+    ends = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     output, totals = packed_attention(query[:3], key[:1], value[:1], *ends, ScoreSettings(window=(-1, 0)))
     assert not output[:2].any() and output[2].any() and totals[:, :2].isneginf().all()
     gradient = torch.ones_like(output)
@@ -96,9 +96,9 @@ def test_packed_attention_computes_16_bits_in_float32() -> None:
 def test_ends_that_are_not_those_of_the_tokens_are_refused(ends: list[int]) -> None:
     """A kernel would leave out tokens, or read memory beyond them."""
     with pytest.raises(autotp.Error, match="ascend from 0 to the number of tokens, 12"):
-        packed_attention(*operands(), torch.tensor(ends), torch.tensor(ends), ScoreSettings())
+        packed_attention(*operands(), *[torch.tensor(ends, dtype=torch.int32)] * 2, ScoreSettings())
 
 
 def test_queries_and_keys_have_the_same_number_of_documents() -> None:
     with pytest.raises(autotp.Error, match="4 documents, and keys those of 1"):
-        packed_attention(*operands(), ENDS, torch.tensor([0, 12]), ScoreSettings())
+        packed_attention(*operands(), ENDS, torch.tensor([0, 12], dtype=torch.int32), ScoreSettings())

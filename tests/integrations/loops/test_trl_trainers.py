@@ -32,6 +32,7 @@ class Case:
         adapters: "none"; "before": peft before autotp; "given": peft_config, for a model that is parallel already.
         given: further settings.
         more: makes further arguments of the trainer, on `n` ranks.
+        cp: the ranks that cut a sequence.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Case:
         adapters: str = "none",
         given: dict[str, Any] | None = None,
         more: Callable[[int], dict[str, Any]] = lambda n: {},
+        cp: int = 1,
     ) -> None:
         self.kind, self.rows, self.adapters, self.given, self.more = kind, rows, adapters, given or {}, more
+        self.cp = cp
 
     def write_rows(self, folder: Path) -> None:
         """Writes the rows to files, which all processes share."""
@@ -75,7 +78,7 @@ class Case:
             "adam_epsilon": 1e-2, "save_strategy": "no",
         }  # fmt: skip
         arguments = getattr(trl, f"{self.kind}Config")(str(folder), **(settings | self.given))
-        model = autotp.parallelize(model, n) if n > 1 else model
+        model = autotp.parallelize(model, n // self.cp, cp=self.cp) if n > 1 else model
         torch.manual_seed(4)
         trainer = getattr(trl, f"{self.kind}Trainer")(
             model=model, args=arguments, train_dataset=self.read_rows(folder.parent), processing_class=words(), **more
@@ -113,11 +116,17 @@ def many_words(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 GENERATED: dict[str, Any] = {"num_generations": 2, "max_completion_length": 5, "use_vllm": False}
+PACKED: dict[str, Any] = {"packing": True, "max_length": 24}
+PADDING_FREE: dict[str, Any] = {"padding_free": True, "max_length": None}
 CASES = {
     "sft-given": Case("SFT", "text", "given"),  # With gradient checkpointing, as all of them by TRL's default.
     "dpo-given": Case("DPO", "chosen", "given"),
     "dpo-before": Case("DPO", "chosen", "before"),
     "sft-before": Case("SFT", "text", "before"),
+    "sft-packed": Case("SFT", "text", "given", PACKED),
+    "sft-packed-cp": Case("SFT", "text", "given", PACKED, cp=2),
+    "sft-padding-free": Case("SFT", "text", "given", PADDING_FREE),
+    "sft-padding-free-cp": Case("SFT", "text", "given", PADDING_FREE, cp=2),
     "dpo-computed-before": Case("DPO", "chosen", "given", {"precompute_ref_log_probs": True}),
     "dpo-synced": Case(
         "DPO", "chosen", given={"sync_ref_model": True, "ref_model_sync_steps": 1},
@@ -140,7 +149,9 @@ CASES = {
     "rloo-given": Case("RLOO", "prompt", "given", GENERATED, lambda n: {"reward_funcs": many_words}),
 }  # fmt: skip
 GROUPS = (
-    ("sft-given",), ("dpo-before",), ("dpo-given", "sft-before"), ("dpo-computed-before", "dpo-synced"),
+    ("sft-given",), ("dpo-before",),
+    ("sft-packed", "sft-packed-cp", "sft-padding-free", "sft-padding-free-cp"),
+    ("dpo-given", "sft-before"), ("dpo-computed-before", "dpo-synced"),
     ("reward", "reward-given", "reward-before"), ("kto", "kto-given", "kto-before"),
     ("grpo", "grpo-given"), ("grpo-before", "rloo-given"),
 )  # fmt: skip
@@ -154,7 +165,7 @@ def trained(rank: int, n: int, folder: Path, names: Sequence[str]) -> dict[str, 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(names, id=names[0], marks=[pytest.mark.rare] * (names in GROUPS[2:])) for names in GROUPS],
+    [pytest.param(names, id=names[0], marks=[pytest.mark.rare] * (names in GROUPS[3:])) for names in GROUPS],
 )
 def test_trl_trainers_of_each_kind_are_one_devices(names: Sequence[str], tmp_path: Path) -> None:
     """Losses, norms and what else they log, and the adapters after the training."""
