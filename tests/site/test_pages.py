@@ -50,6 +50,7 @@ PAGES = (
     "from_others",
     "options",
     "long_sequences",
+    "attention",
     "questions",
     "works_with",
     "hugging_face",
