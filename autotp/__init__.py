@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.checkpoint.state_dict import full_state_dict as full_state_dict
     from autotp.checkpoint.state_dict import load_full_state_dict as load_full_state_dict
     from autotp.diagnostics.plan import Plan as Plan
+    from autotp.diagnostics.suggest_rule import suggest_rule as suggest_rule
     from autotp.diagnostics.verify import Report as Report
     from autotp.diagnostics.verify import verify as verify
     from autotp.distributed.gather import gather as gather
@@ -80,6 +81,7 @@ _HOMES = {
     "save_trace": "tools.page.save_page",
     "search": "tools.estimation.search",
     "stages": "tools.pass_by_pass.stages",
+    "suggest_rule": "diagnostics.suggest_rule",
     "verify": "diagnostics.verify",
     "weight_decay_groups": "training.weight_decay_groups",
     "whole_matrices": "experimental.whole_matrices.whole_matrices",

@@ -19,7 +19,16 @@ import autotp
 from autotp.arguments import expect_arguments
 
 X = torch.ones(2, 4)
-TAKE_ALL = {"gather.output", "opaque.code", "save_checkpoint.more", "load_checkpoint.more", "rule.op"}
+TAKE_ALL = {
+    "gather.output",
+    "opaque.code",
+    "save_checkpoint.more",
+    "load_checkpoint.more",
+    "rule.op",
+    "suggest_rule.op",
+    "suggest_rule.args",
+    "suggest_rule.kwargs",
+}
 """What takes every value, several values, or has messages of its own."""
 
 
@@ -52,6 +61,7 @@ def right(folder: Path) -> dict[str, dict[str, Any]]:
         "weight_decay_groups": {"model": parallel, "weight_decay": 0.1},
         "Sampler": {"size": 4, "batch_size": 2, "trainer": trainer},
         "rule": {"op": torch.ops.aten.kron, "factors": "a b, c d -> (a c) (b d)"},
+        "suggest_rule": {"op": torch.ops.aten.relu, "args": X, "kwargs": {}},
         "opaque": {"code": Regression(), "rows": True},
         "gather": {"output": X},
         "is_first_rank": {},

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autotp.compiler import flat_graph
@@ -70,8 +71,16 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
         model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs,
         cp=analysis.options.cp, in_sequence=analysis.sequences.operators, types=_types_along_sequences(analysis),
         balanced=analysis.sequences.balanced, unbalanced=analysis.sequences.unbalanced,
-        notes=analysis.notes,
+        notes={**analysis.notes, **_suggestions(analysis)},
     )  # fmt: skip
+
+
+def _suggestions(analysis: Program) -> dict[str, str]:
+    """Returns the line on what looks for rules of operators of the user's that have none."""
+    unknown = [node.target for node, bound in analysis.axes.bound.items() if not bound.known]
+    own = [op for op in unknown if isinstance(op, OpOverload) and op.namespace not in ("aten", "prims", "autotp")]
+    call = f"autotp.suggest_rule(torch.ops.{own[0].overloadpacket}, ...)" if own else ""
+    return {"rules": f"{call} looks for the rule of an operator without one"} if own else {}
 
 
 def _is_along(value: fx.Node, analysis: Program) -> bool:

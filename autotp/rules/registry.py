@@ -26,6 +26,9 @@ RULES: dict[Operator, f.RuleFunction] = {op: row.rule for op, row in ROWS.items(
 USER_RULES: set[Operator] = set()
 """Operators whose rule a user registered: each is tested on the shapes of each captured graph."""
 
+_REFERENCES: dict[OpOverload, Callable[..., Any]] = {}
+"""Operators whose kernel for CPUs is a function in plain torch."""
+
 
 def add_rows(rows: Mapping[Operator, Row]) -> None:
     """Adds rows of other operators to the table: those of an extension, or of a library. A user's rules stay."""
@@ -43,7 +46,12 @@ def loaded_operator(name: str) -> OpOverload | None:
     return None if packet is None else packet.default
 
 
-def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> None:
+def rule(
+    op: Operator,
+    factors: str | f.RuleFunction,
+    linear: f.Linear = (),
+    reference: Callable[..., Any] | None = None,
+) -> None:
     """Registers the rule of an operator of yours, so that autotp can cut the operator.
 
     The rule has one term for each tensor operand and one for each output; equal names are equal dimensions.
@@ -55,6 +63,8 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
             and returns a Rule.
         linear: in which operands the operator is linear, so that it may read a partial sum before it is reduced: "each"
             operand by itself, "all" operands together, or groups of operand positions.
+        reference: computes the same in plain torch, from the same arguments, where the operator has no kernel for CPUs.
+            So `verify` and tests run without a GPU.
 
     Raises:
         Error: the text does not parse, `op` is not an operator, or it writes into its operands.
@@ -70,7 +80,7 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
     if not isinstance(op, OpOverload | OpOverloadPacket):
         raise Error(f"{op!r} is not an operator", fix="torch.ops.mylib.myop").within("rule")
     try:
-        expect_arguments(rule, factors=factors, linear=linear)
+        expect_arguments(rule, factors=factors, linear=linear, reference=reference)
         if isinstance(factors, str):
             parse(factors)
             if "!" in factors:
@@ -84,6 +94,30 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
     for overload in targets:
         RULES[overload] = f.fixed(factors, linear) if isinstance(factors, str) else factors
         USER_RULES.add(overload)
+        if reference is not None and isinstance(overload, OpOverload):
+            add_reference(overload, reference)
+
+
+def add_reference(op: OpOverload, reference: Callable[..., Any]) -> None:
+    """Makes a function in plain torch an operator's kernel for CPUs, unless it has one of its own."""
+    if op not in _REFERENCES and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
+        return
+    if op not in _REFERENCES:
+        torch.library.impl(op.name(), "CPU")(lambda *args, **kwargs: _REFERENCES[op](*args, **kwargs))
+    _REFERENCES[op] = reference  # A notebook may register another one.
+
+
+@contextmanager
+def with_rule(op: Operator, factors: str) -> Iterator[None]:
+    """A region in which an operator has this rule."""
+    before = RULES.get(op)
+    RULES[op] = f.fixed(factors, ())
+    try:
+        yield
+    finally:
+        RULES.pop(op)
+        if before is not None:
+            RULES[op] = before
 
 
 @contextmanager

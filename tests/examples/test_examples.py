@@ -230,19 +230,6 @@ def test_finetuned_checkpoint_is_read_by_transformers_alone(tmp_path):
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
-def finetuned_on_packed_text(rank: int, n: int, folder: Path) -> None:
-    import finetune_packed
-
-    sys.argv = ["finetune_packed.py", "--data", str(folder / "text"), "--steps", "8", "--documents", "5"]
-    finetune_packed.main()
-
-
-def test_packed_text_trains_on_tp_and_cp_as_on_one_process(tmp_path):
-    """Its own assertions are the test: the losses of each step, with other documents in each."""
-    write(tmp_path, "text", b"the quick brown fox jumps over the lazy dog. " * 50)
-    run_ranks(finetuned_on_packed_text, 4, tmp_path, timeout=110)
-
-
 def lora(rank: int, n: int, folder: Path) -> None:
     import hf_lora
 

@@ -23,7 +23,7 @@ from autotp.model_library import ModelLibrary
 from autotp.rules.call import Call
 from autotp.rules.common import present
 from autotp.rules.language import Rule, spell
-from autotp.rules.registry import add_rows, has_rule, loaded_operator
+from autotp.rules.registry import add_reference, add_rows, has_rule, loaded_operator
 from autotp.rules.row import Row, Trait
 from autotp.sharding.axis import Size
 
@@ -119,5 +119,4 @@ def _add(op: OpOverload) -> None:
         row = Row(partial(_packed_rule, window=window), Trait.ATTENTION)
         add_rows({op: row})
         add_form(op, row, window)
-    if not op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
-        torch.library.impl(op._schema.name, "CPU")(reference)
+    add_reference(op, reference)

@@ -62,9 +62,7 @@ def trained(rank: int, n: int, layout: dict[str, Any], attention: str) -> None:
     ],
     ids=str,
 )
-def test_flattened_documents_train_as_on_one_device(
-    n: int, layout: dict[str, Any], attention: str
-) -> None:
+def test_flattened_documents_train_as_on_one_device(n: int, layout: dict[str, Any], attention: str) -> None:
     """Each step has another number of documents, other lengths, and another longest document."""
     run_ranks(trained, n, layout, attention)
 

@@ -1,7 +1,7 @@
 """Fine-tunes a small Llama on documents that lie packed in one row, with tp=2 and cp=2.
 
-    torchrun --nproc-per-node 4 examples/finetune_packed.py
-    torchrun --nproc-per-node 4 examples/finetune_packed.py --attention flash_attention_2     # on GPUs
+    torchrun --nproc-per-node 4 examples/sequences/finetune_packed.py
+    torchrun --nproc-per-node 4 examples/sequences/finetune_packed.py --attention flash_attention_2   # on GPUs
 
 Each step has other documents, of other lengths: no padding, and one graph for all steps. A document sees itself alone:
 `DataCollatorWithFlattening` of transformers gives position ids that start again, and no label to a document's first
@@ -10,11 +10,12 @@ token. At the end the first process trains the same model alone, and the losses 
 
 from __future__ import annotations
 
+import argparse
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from pathlib import Path
 
 import torch
 import transformers
-from text import corpus
 from torch import Tensor, nn
 
 import autotp
@@ -24,7 +25,7 @@ from autotp.distributed.launch import launch
 def arguments() -> Namespace:
     """Returns the flags of the command line."""
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", nargs="*", default=[], help="files or folders of text; default: Python's source code")
+    parser.add_argument("--data", type=Path, default=Path(argparse.__file__), help="a file of text")
     parser.add_argument("--attention", default="sdpa", help="attn_implementation of transformers")
     parser.add_argument("--steps", type=int, default=20, help="number of optimizer steps")
     parser.add_argument("--documents", type=int, default=8, help="most documents in a step")
@@ -76,8 +77,8 @@ def main() -> None:
     ranks = started.size if started else 1
     tp = cp = 2 if ranks == 4 else 1
     if ranks not in (1, 4):
-        raise SystemExit("torchrun --nproc-per-node 4 examples/finetune_packed.py")
-    text = corpus.load(args.data).train
+        raise SystemExit("torchrun --nproc-per-node 4 examples/sequences/finetune_packed.py")
+    text = torch.frombuffer(bytearray(args.data.read_bytes()), dtype=torch.uint8)
     dtype = torch.bfloat16 if args.attention.startswith("flash") else torch.float32
     model = autotp.parallelize(llama(args.attention, dtype), tp=tp, cp=cp)
     device = model.mesh.device
