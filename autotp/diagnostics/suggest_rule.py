@@ -21,7 +21,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.passes.lower.prove_rules import difference, prove_rule, tensors_of
+from autotp.passes.lower.prove_rules import prove_rule, result_tensors, tensor_difference
 from autotp.rules.language import spell
 from autotp.rules.registry import with_rule
 
@@ -67,7 +67,7 @@ def _suggested(op: OpOverload, args: Any, kwargs: Any) -> str:
     except Exception as error:  # An operator may fail in any way.
         got = f"{type(error).__name__}: {error}".splitlines()[0]
         raise Error(f"{op} does not run on these arguments", got=got, fix="arguments of a call that works") from error
-    if any(difference(a, b) for a, b in zip(trial.whole, trial.run({}), strict=True)):
+    if any(tensor_difference(a, b) for a, b in zip(trial.whole, trial.run({}), strict=True)):
         raise Error(f"two runs of {op} on the same numbers differ", fix="no rule: the operator then gets whole tensors")
     factors = _distinct(trial.factors())
     if not factors:
@@ -98,7 +98,7 @@ class _SlicedCalls:
         numbers = itertools.count()
         leaves = [slices.get(next(numbers), x) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return tensors_of(self.op(*args, **kwargs))
+        return result_tensors(self.op(*args, **kwargs))
 
     def factors(self) -> Iterator[tuple[Dims, Dims]]:
         """Yields the dimensions of operands that can be cut together, with those of the outputs that then are cut."""
@@ -127,7 +127,7 @@ class _SlicedCalls:
             fitting = [d for d, n in enumerate(whole.shape) if n == size and _is_cut(whole, pair, d)]
             if fitting:
                 outputs[o] = fitting[0]
-            elif not (_summable(whole, pair) and not difference(whole, pair[0] + pair[1])):
+            elif not (_summable(whole, pair) and not tensor_difference(whole, pair[0] + pair[1])):
                 return None
         return outputs
 
@@ -136,7 +136,7 @@ def _is_cut(whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:
     rest = [[n for d, n in enumerate(x.shape) if d != dim] for x in (whole, *parts)]
     if any(x.dim() != whole.dim() for x in parts) or rest[0] != rest[1] or rest[0] != rest[2]:
         return False
-    return not difference(whole, torch.cat(list(parts), dim))
+    return not tensor_difference(whole, torch.cat(list(parts), dim))
 
 
 def _summable(whole: Tensor, parts: Sequence[Tensor]) -> bool:

@@ -135,8 +135,8 @@ class _Trial:
         """False for an operator that draws random numbers or leaves memory uninitialised: only shapes are compared."""
         if draws(self.node):  # A few numbers may be drawn twice by chance.
             return False
-        again = tensors_of(self._run(self.node, {}))
-        equal = all(difference(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
+        again = result_tensors(self._run(self.node, {}))
+        equal = all(tensor_difference(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
         return equal and not has(self.node.target, Trait.UNINITIALIZED)
 
     def _one_call(self, factor: Factor, leaf: Axis) -> bool:
@@ -181,7 +181,7 @@ class _Trial:
         got = []
         for rank in range(self.tp):
             try:
-                got.append(tensors_of(self._local(factor, leaf, rank)))
+                got.append(result_tensors(self._local(factor, leaf, rank)))
             except Exception as error:  # An operator may fail on a slice in any way.
                 return f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
         for o, want in enumerate(outputs_of(self.node)):
@@ -207,7 +207,7 @@ class _Trial:
 
     def _part(self, o: int, want: Tensor, got: list[Tensor], leaf: Axis, values: bool) -> str:
         layout = layout_of(tuple(want.shape), self.bound.dims[1][o], leaf, self.tp, "")
-        parts = (difference(layout.take(want, rank), part, values) for rank, part in enumerate(got))
+        parts = (tensor_difference(layout.take(want, rank), part, values) for rank, part in enumerate(got))
         return next((f", rank {rank}{difference}" for rank, difference in enumerate(parts) if difference), "")
 
     def _sum(self, want: Tensor, got: list[Tensor], values: bool) -> str:
@@ -216,7 +216,7 @@ class _Trial:
             return f": {_typed(wrong)}, expected {_typed(want)}"
         parts = torch.stack(got)
         total = parts.sum(0, dtype=want.dtype) if self.bound.rule.reducer == "sum" else parts.amax(0)
-        return difference(want, total, values, parts)
+        return tensor_difference(want, total, values, parts)
 
     def _linear(self, group: list[int]) -> str:
         """Replaces the operands of a group by summands, and compares the sum of results; returns the problem, or ""."""
@@ -226,7 +226,8 @@ class _Trial:
             return ""
         summands = [_summands(x, self.tp) for x in whole]
         runs = [
-            tensors_of(self._run(self.node, dict(zip(nodes, xs, strict=True)))) for xs in zip(*summands, strict=True)
+            result_tensors(self._run(self.node, dict(zip(nodes, xs, strict=True))))
+            for xs in zip(*summands, strict=True)
         ]
         for o, want in enumerate(outputs_of(self.node)):
             difference = self._sum(want, [run[o] for run in runs], True)
@@ -239,7 +240,7 @@ def _kind(factor: Factor) -> str:
     return "pass-through" if factor.ins and factor.outs else "reduced" if factor.ins else "introduced"
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def result_tensors(value: Any) -> list[Tensor]:
     """Returns the tensors of an operator's result."""
     return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
 
@@ -255,7 +256,7 @@ def _typed(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-def difference(want: Tensor, got: Tensor, values: bool = True, parts: Tensor | None = None) -> str:
+def tensor_difference(want: Tensor, got: Tensor, values: bool = True, parts: Tensor | None = None) -> str:
     """Returns the difference of two tensors as text, or ""; rounding is relative to the largest number."""
     if want.shape != got.shape or want.dtype != got.dtype:
         return f": {_typed(got)}, expected {_typed(want)}"

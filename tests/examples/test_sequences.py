@@ -11,7 +11,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "sequences"
 
 def run(ranks: int, *flags: str, script: str = "long_sequences.py") -> subprocess.CompletedProcess[str]:
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run([*started, str(FOLDER / script), *flags], capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(
+        [*started, str(FOLDER / script), *flags], capture_output=True, text=True, timeout=110, check=False
+    )
 
 
 def test_four_processes_can_what_one_cannot() -> None:
