@@ -21,7 +21,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.passes.lower.prove_rules import prove_rule, result_tensors, tensor_difference
+from autotp.passes.lower.prove_rules import prove_rule, tensor_difference, tensors_in_result
 from autotp.rules.language import spell
 from autotp.rules.registry import with_rule
 
@@ -98,7 +98,7 @@ class _SlicedCalls:
         numbers = itertools.count()
         leaves = [slices.get(next(numbers), x) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return result_tensors(self.op(*args, **kwargs))
+        return tensors_in_result(self.op(*args, **kwargs))
 
     def factors(self) -> Iterator[tuple[Dims, Dims]]:
         """Yields the dimensions of operands that can be cut together, with those of the outputs that then are cut."""

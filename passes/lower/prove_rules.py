@@ -135,7 +135,7 @@ class _Trial:
         """False for an operator that draws random numbers or leaves memory uninitialised: only shapes are compared."""
         if draws(self.node):  # A few numbers may be drawn twice by chance.
             return False
-        again = result_tensors(self._run(self.node, {}))
+        again = tensors_in_result(self._run(self.node, {}))
         equal = all(tensor_difference(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
         return equal and not has(self.node.target, Trait.UNINITIALIZED)
 
@@ -181,7 +181,7 @@ class _Trial:
         got = []
         for rank in range(self.tp):
             try:
-                got.append(result_tensors(self._local(factor, leaf, rank)))
+                got.append(tensors_in_result(self._local(factor, leaf, rank)))
             except Exception as error:  # An operator may fail on a slice in any way.
                 return f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
         for o, want in enumerate(outputs_of(self.node)):
@@ -226,7 +226,7 @@ class _Trial:
             return ""
         summands = [_summands(x, self.tp) for x in whole]
         runs = [
-            result_tensors(self._run(self.node, dict(zip(nodes, xs, strict=True))))
+            tensors_in_result(self._run(self.node, dict(zip(nodes, xs, strict=True))))
             for xs in zip(*summands, strict=True)
         ]
         for o, want in enumerate(outputs_of(self.node)):
@@ -240,7 +240,7 @@ def _kind(factor: Factor) -> str:
     return "pass-through" if factor.ins and factor.outs else "reduced" if factor.ins else "introduced"
 
 
-def result_tensors(value: Any) -> list[Tensor]:
+def tensors_in_result(value: Any) -> list[Tensor]:
     """Returns the tensors of an operator's result."""
     return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
 
