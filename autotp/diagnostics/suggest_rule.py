@@ -21,7 +21,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.passes.lower.prove_rules import prove_rule, tensor_difference, tensors_in_result
+from autotp.passes.lower.prove_rules import prove_rule, tensor_difference
+from autotp.rules.call import result_tensors
 from autotp.rules.language import spell
 from autotp.rules.registry import with_rule
 
@@ -93,12 +94,12 @@ class _SlicedCalls:
         self.operands = [x for x in self.leaves if isinstance(x, Tensor)]
         self.whole = self.run({})
 
-    def run(self, slices: Mapping[int, Tensor]) -> list[Tensor]:
+    def run(self, slices: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
         """Returns the outputs, with these tensors in place of operands."""
         numbers = itertools.count()
         leaves = [slices.get(next(numbers), x) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return tensors_in_result(self.op(*args, **kwargs))
+        return result_tensors(self.op(*args, **kwargs))
 
     def factors(self) -> Iterator[tuple[Dims, Dims]]:
         """Yields the dimensions of operands that can be cut together, with those of the outputs that then are cut."""

@@ -24,7 +24,7 @@ from autotp.passes.builder import Builder
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import FORMS, localize
 from autotp.passes.plan.infer_axes import Axes, Bound, Factor, infer_axes
-from autotp.rules.call import call_of, outputs_of
+from autotp.rules.call import call_of, outputs_of, result_tensors
 from autotp.rules.registry import USER_RULES, rule_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
@@ -135,7 +135,7 @@ class _Trial:
         """False for an operator that draws random numbers or leaves memory uninitialised: only shapes are compared."""
         if draws(self.node):  # A few numbers may be drawn twice by chance.
             return False
-        again = tensors_in_result(self._run(self.node, {}))
+        again = result_tensors(self._run(self.node, {}))
         equal = all(tensor_difference(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
         return equal and not has(self.node.target, Trait.UNINITIALIZED)
 
@@ -181,7 +181,7 @@ class _Trial:
         got = []
         for rank in range(self.tp):
             try:
-                got.append(tensors_in_result(self._local(factor, leaf, rank)))
+                got.append(result_tensors(self._local(factor, leaf, rank)))
             except Exception as error:  # An operator may fail on a slice in any way.
                 return f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
         for o, want in enumerate(outputs_of(self.node)):
@@ -226,7 +226,7 @@ class _Trial:
             return ""
         summands = [_summands(x, self.tp) for x in whole]
         runs = [
-            tensors_in_result(self._run(self.node, dict(zip(nodes, xs, strict=True))))
+            result_tensors(self._run(self.node, dict(zip(nodes, xs, strict=True))))
             for xs in zip(*summands, strict=True)
         ]
         for o, want in enumerate(outputs_of(self.node)):
@@ -238,11 +238,6 @@ class _Trial:
 
 def _kind(factor: Factor) -> str:
     return "pass-through" if factor.ins and factor.outs else "reduced" if factor.ins else "introduced"
-
-
-def tensors_in_result(value: Any) -> list[Tensor]:
-    """Returns the tensors of an operator's result."""
-    return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
 
 
 def _summands(x: Tensor, n: int) -> list[Tensor]:
