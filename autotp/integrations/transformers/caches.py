@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -55,7 +55,6 @@ def shown_attribute(name: str, value: Any) -> Any:
     return None if isinstance(value, torch.device) else value
 
 
-@cache
 def rewrites(name: str) -> bool:
     """False for the name of an attribute that `shown_attribute` and `read_attribute` return as it is."""
     return name in (*COUNTS, "offloading", "q_group_size") or name.endswith("device")

@@ -1,0 +1,113 @@
+"""Each way to compute attention, in each layout: docs/attention.md says what comes of it, and this is where from."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import autotp
+
+transformers = pytest.importorskip("transformers")
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
+EQUAL = "equal"
+VOCAB = 48
+
+
+def llama(attention: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, max_position_embeddings=64, attn_implementation=attention, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def batch(step: int, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def trained(plain: nn.Module, parallel: Callable[..., Any], parameters: Any, **more: Any) -> None:
+    """Two models take three steps, the last two on longer sequences than at capture."""
+    optimizers = [torch.optim.SGD(each, 0.5) for each in (plain.parameters(), parameters)]
+    for step in range(3):
+        inputs = batch(step, length=12 + 5 * (step > 0)) | more
+        losses = [plain(**inputs).loss, parallel(**inputs)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+        for loss in losses:
+            if loss.requires_grad:
+                loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_parallelize(attention: str, compiled: bool = False, **layout: Any) -> None:
+    plain = llama(attention)
+    model = autotp.parallelize(copy.deepcopy(plain), example_inputs=batch(0), **layout)
+    function = torch.compile(model, backend="aot_eager") if compiled else model
+    if compiled:
+        model(**batch(0))
+    trained(plain, lambda **inputs: function(**inputs).loss, model.parameters())
+
+
+def by_distribute(attention: str, **layout: Any) -> None:
+    plain = llama(attention)
+    trainer = autotp.distribute(copy.deepcopy(plain), example_inputs=batch(0), **layout)
+    trained(plain, trainer.step, trainer.parameters())
+
+
+def generated(attention: str, **layout: Any) -> None:
+    plain = llama(attention).eval()
+    model = autotp.parallelize(copy.deepcopy(plain), **layout).eval()
+    inputs = batch(0)["input_ids"]
+    tokens = [m.generate(inputs, max_new_tokens=5, do_sample=False) for m in (plain, model)]
+    assert torch.equal(*tokens)
+
+
+WAYS: dict[str, Callable[[str], None]] = {
+    "`tp`": lambda name: by_parallelize(name, tp=2),
+    "`sequence_parallel`": lambda name: by_parallelize(name, tp=2, sequence_parallel=True),
+    "`cp`": lambda name: by_parallelize(name, tp=1, cp=2),
+    "`pp`": lambda name: by_distribute(name, pp=2, microbatches=2),
+    "`recompute`": lambda name: by_parallelize(name, tp=2, recompute="full"),
+    "`generate`": lambda name: generated(name, tp=2),
+    "`torch.compile`": lambda name: by_parallelize(name, tp=2, compiled=True),
+}
+"""Column of the table -> what is tried; an assertion fails where the ranks differ from one device."""
+
+
+def table() -> dict[str, dict[str, str]]:
+    """The page's table: implementation -> column -> what comes of it."""
+    lines = PAGE.read_text().partition("## Tried in each layout")[2].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    head = rows[0][1:]
+    return {row[0].strip('`"'): dict(zip(head, row[1:], strict=True)) for row in rows[1:]}
+
+
+def outcome(rank: int, n: int, attention: str, way: str) -> str:
+    try:
+        WAYS[way](attention)
+    except autotp.Error as error:
+        return f"refused: {error}"
+    return EQUAL
+
+
+@pytest.mark.timeout(240)  # Dynamo takes long on a busy machine.
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: re.sub(r"\W", "", way))
+@pytest.mark.parametrize("attention", table())
+def test_attention_is_that_of_one_device_where_the_page_says_so(attention: str, way: str) -> None:
+    for found in run_ranks(outcome, 2, attention, way, timeout=200):
+        assert found.partition(":")[0] == table()[attention][way].partition(" ")[0], found
+
+
+def test_the_page_has_each_way() -> None:
+    assert all(list(row) == list(WAYS) for row in table().values()) and {"sdpa", "eager"} <= table().keys()
