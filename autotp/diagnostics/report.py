@@ -210,7 +210,7 @@ def _needs_whole(analysis: Program) -> Iterator[WholeRow]:
 
 def _unknown(analysis: Program) -> Iterator[WholeRow]:
     for node, bound in analysis.axes.bound.items():
-        if not bound.known or isinstance(node.target, OpaqueCall):
+        if not bound.known or (isinstance(node.target, OpaqueCall) and not node.target.has_user_rule):
             value = node.meta["val"]
             sizes = value.shape if isinstance(value, torch.Tensor) else ()
             shape = tuple(str(n) if isinstance(n, int) else "?" for n in sizes)

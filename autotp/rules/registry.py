@@ -82,9 +82,7 @@ def rule(
     try:
         expect_arguments(rule, factors=factors, linear=linear, reference=reference)
         if isinstance(factors, str):
-            parse(factors)
-            if "!" in factors:
-                raise Error("`!` is for operators that autotp has a parallel form of", fix="`^`")
+            expect_rule(factors)
     except Error as error:
         raise error.within(f"rule({op})") from None
     # `overloads` leaves out those that write, so of an operator that only writes none is left.
@@ -96,6 +94,18 @@ def rule(
         USER_RULES.add(overload)
         if reference is not None and isinstance(overload, OpOverload):
             add_reference(overload, reference)
+
+
+def expect_rule(factors: str) -> None:
+    """Raises Error for a text that is no rule of a user's."""
+    parse(factors)
+    if "!" in factors:
+        raise Error("`!` is for operators that autotp has a parallel form of", fix="`^`")
+
+
+def has_user_rule(op: Operator) -> bool:
+    """True for an operator whose rule a user wrote, and for such a call of opaque code."""
+    return op in USER_RULES or getattr(op, "has_user_rule", False)
 
 
 def add_reference(op: OpOverload, reference: Callable[..., Any]) -> None:
@@ -138,7 +148,7 @@ def rule_of(call: Call) -> Rule | None:
     """
     function = _function_of(call.target)
     result = None if function is None else function(call)
-    if result is not None and call.target in USER_RULES and not _fits(result, call):
+    if result is not None and has_user_rule(call.target) and not _fits(result, call):
         shapes = [", ".join(str(list(t.shape)) for t in side) for side in (f.present(call), call.outputs)]
         raise Error(
             f"the rule of {call.target} does not fit",

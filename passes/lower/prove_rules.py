@@ -25,7 +25,7 @@ from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import FORMS, localize
 from autotp.passes.plan.infer_axes import Axes, Bound, Factor, infer_axes
 from autotp.rules.call import call_of, outputs_of, result_tensors
-from autotp.rules.registry import USER_RULES, rule_of
+from autotp.rules.registry import has_user_rule, rule_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
 from autotp.sharding.axis import Axis, Size, find, leaves, product, unify
@@ -53,20 +53,22 @@ def prove_rule(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
             rule = None if bound is None else rule_of(call_of(node))
             return [] if rule is None else [f"{op}: the rule does not fit: {rule}"]
         trial = _Trial(node, axes, bound, tp)
-        if op in USER_RULES and not trial.repeats():
+        if has_user_rule(op) and not trial.repeats():
             return [f"{op}: two runs on the same numbers differ, and no rule can say how"]
         return [f"{op}: {problem}" for problem in trial.problems()]
 
 
-def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
-    """Tests the rule of a user's operator on random numbers with the shapes of a captured graph.
+def prove_node(node: fx.Node, tp: int = 2) -> None:
+    """Tests the rule of a user's operator on random numbers with the shapes of a captured graph, on its device.
 
     Raises:
         Error: the rule is not true; names the factor and the result.
     """
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _example(n.meta["val"], device))
+    cards = {n.meta["val"].device for n in node.all_input_nodes if _is_on_card(n.meta["val"])}
     try:
-        problems = prove_rule(node.target, args, kwargs, tp)  # type: ignore[arg-type]
+        with torch.random.fork_rng(devices=[card.index or 0 for card in cards]):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _example(n.meta["val"]))
+            problems = prove_rule(node.target, args, kwargs, tp)  # type: ignore[arg-type]
     except Exception as error:  # A user's operator may fail in any way.
         problem = f"{node.target} does not run on numbers like the graph's, so its rule is not proved"
         got = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -82,10 +84,15 @@ def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
         )
 
 
-def _example(value: Any, device: str) -> Any:
-    """Returns random numbers with the shape and dtype of an example value."""
+def _is_on_card(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda and torch.cuda.is_available()
+
+
+def _example(value: Any) -> Any:
+    """Returns random numbers with the shape, dtype and device of an example value; on the CPU where it has none."""
     if not isinstance(value, Tensor):
         return value.node.hint if isinstance(value, torch.SymInt) else value
+    device = value.device if _is_on_card(value) else "cpu"
     shape = [n if isinstance(n, int) else n.node.hint for n in value.shape]
     if value.is_floating_point() or value.is_complex():
         return torch.randn(shape, dtype=value.dtype, device=device)

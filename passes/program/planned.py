@@ -30,7 +30,7 @@ from autotp.passes.program.program import (
     ProgramWithPlacements,
 )
 from autotp.rules.call import operand_nodes, returned
-from autotp.rules.registry import USER_RULES
+from autotp.rules.registry import has_user_rule
 
 
 def decoupled(p: CapturedProgram) -> ProgramWithAxes:
@@ -57,7 +57,7 @@ def with_proved_rules(p: ProgramWithAxes) -> ProgramWithAxes:
     """Returns the program. Raises Error if a rule that a user registered is not true on the shapes of the graph."""
     tried = set()
     for node in p.graph.nodes:
-        if node.target in USER_RULES:
+        if has_user_rule(node.target):
             shapes = [tuple(n.meta["val"].shape) for n in operand_nodes(node) if n is not None]
             if (case := (node.target, str(shapes))) not in tried:
                 tried.add(case)

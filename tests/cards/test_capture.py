@@ -173,6 +173,45 @@ def a_fourth_quarter_of_families(rank: int, n: int) -> None:
     expect_one_graph_of_a_quarter(3)
 
 
+# ---- operators of a user's
+
+
+@torch.library.custom_op("on_cards::doubled", mutates_args=(), device_types="cuda")
+def doubled(x: Tensor) -> Tensor:
+    assert x.is_cuda
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: gradient * 2, setup_context=lambda ctx, inputs, output: None)
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.ops.on_cards.doubled(self.up(x)))
+
+
+@checks.on(2)
+def an_operator_of_cards_alone_is_cut(rank: int, n: int) -> None:
+    autotp.rule(torch.ops.on_cards.doubled, "* h -> * h")
+    before = torch.cuda.get_rng_state()
+    model = autotp.parallelize(Doubling(), n, example_inputs=torch.ones(3, 8))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert "has no rule" not in str(model.plan)
+    whole = Doubling().cuda()
+    x = torch.rand(3, 8).cuda()
+    for each in (model, whole):
+        each.down.weight.grad = None
+        each(x).sum().backward()
+    torch.testing.assert_close(model(x), whole(x))
+    torch.testing.assert_close(autotp.gather(model.down.weight.grad), whole.down.weight.grad)
+
+
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)

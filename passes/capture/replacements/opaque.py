@@ -50,6 +50,7 @@ from autotp.passes.capture.replacements.opaque_call import (
     user_name,
 )
 from autotp.passes.capture.skeleton import close_over, copying
+from autotp.rules.registry import expect_rule
 
 MARK = "_autotp_opaque"
 """The attribute of a module that is opaque: its options."""
@@ -137,10 +138,11 @@ class _Forward:
         return copy.deepcopy(self.instance_forward, memo)
 
 
-def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = False) -> Code:
+def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = False, rule: str | None = None) -> Code:
     """Makes a module or a function one operator of a parallel model, which every rank runs whole and eagerly.
 
-    This is the last way out for code that cannot be captured, such as numpy or loops over values. It gets whole
+    This is the last way out for code that cannot be captured, such as numpy or loops over values, and the short way for
+    a kernel that nobody has made an operator (a `torch.autograd.Function` around Triton). Without `rule` it gets whole
     arguments, which are gathered before it, and its parameters stay whole on every rank. Gradients are those of one
     device. The plan lists it. On one device nothing changes: neither results nor names in `state_dict()`. torch's
     random numbers are those of one device, too; `random` and `numpy.random` draw others on each rank.
@@ -157,12 +159,15 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
         rows: whether each row of the results (along their first dimension) is made of the same row of the arguments
             alone. `distribute` needs this promise, since it computes parts of a batch. A parameter that no row uses
             then has a gradient of zeros, and not none. With `like`, the code changes no buffer.
+        rule: how the call may be cut, as in `autotp.rule`: a term for each tensor among the arguments, then for each
+            parameter and buffer of a module, and one for each result. The code then draws no random numbers. It is
+            tested on parts of random numbers, where the model runs.
 
     Raises:
-        Error: `code` is neither, or an argument has another type. While a model is captured: the code does not run
-            without values; it sets attributes, or writes into its arguments or parameters; it holds a tensor in a plain
-            attribute, or a tensor, a module or a size in a closure. In a call: it does so with `like`, returns other
-            sizes than without values, or changes a buffer that it did not change then.
+        Error: `code` is neither, an argument has another type, or `rule` does not parse. While a model is captured: the
+            code does not run without values; it sets attributes, or writes into its arguments or parameters; it holds a
+            tensor in a plain attribute, or a tensor, a module or a size in a closure. In a call: it does so with
+            `like`, returns other sizes than without values, or changes a buffer that it did not change then.
 
     Example:
         >>> class Sorted(nn.Module):
@@ -172,8 +177,12 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
         >>> autotp.verify(model, tp=2, example_inputs=torch.ones(2, 1)).ok
         True
     """
-    expect_arguments(opaque, like=like, rows=rows)
-    how = OpaqueOptions(like, rows)
+    expect_arguments(opaque, like=like, rows=rows, rule=rule)
+    if rule is not None:
+        expect_rule(rule)
+        if rows:
+            raise Error("rows=True, and `rule` says already what is cut", fix="rows=False").within("opaque")
+    how = OpaqueOptions(like, rows, rule)
     if isinstance(code, nn.Module):
         setattr(code, MARK, how)
         return code
@@ -181,7 +190,7 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
         raise Error(f"opaque gets {code!r}", fix="a torch.nn.Module or a function").within("opaque")
 
     if isinstance(code, MethodType):  # Its object is an argument, and a copy of that has a copy of the method.
-        return MethodType(opaque(code.__func__, like, rows), code.__self__)  # type: ignore[return-value]
+        return MethodType(opaque(code.__func__, like, rows, rule), code.__self__)  # type: ignore[return-value]
 
     @wraps(code)
     def called(*args: Any, **kwargs: Any) -> Any:

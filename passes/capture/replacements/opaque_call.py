@@ -33,6 +33,7 @@ class OpaqueOptions:
 
     like: Callable[..., Any] | None
     rows: bool
+    rule: str | None
 
 
 class PlaceOf(NamedTuple):
@@ -181,8 +182,15 @@ class OpaqueCall:
             return results
         return self._eagerly(operands, sizes)
 
+    @property
+    def has_user_rule(self) -> bool:
+        """Whether the user says how the call may be cut; the rule is tested as that of an operator."""
+        return self.how.rule is not None
+
     def rule_function(self, call: Call) -> Rule | None:
-        """Returns the rule of the call: it can be cut into rows, where the user says so, and in no other way."""
+        """Returns the rule of the call: the user's, or that it can be cut into rows, where the user says so."""
+        if self.how.rule is not None:
+            return Rule.of(self.how.rule)
         if not self.how.rows:
             return None
         arguments = call.operands[: len(call.operands) - len(self.names)]
@@ -208,7 +216,10 @@ class OpaqueCall:
                 f"autotp.opaque: `{self.text}` returns a number that it computes", fix="a tensor: torch.tensor(n)"
             )
         self.sizes = [[n if isinstance(n, int) else places.get(size_key(n)) for n in x.shape] for x in self.examples]
-        drew = noting.drew or self.how.like is not None or self.how.rows  # `rule_function` has a `!`.
+        if self.has_user_rule:  # A rank's part has other lengths. Its rule is proved on them.
+            self.sizes = [[None for _ in x.shape] for x in self.examples]
+        drew = noting.drew or self.how.rows  # `rule_function` has a `!`.
+        drew |= self.how.like is not None and not self.has_user_rule
         self.flops = None if self.how.like else noting.flops
         self.tags = (torch.Tag.nondeterministic_seeded,) * drew + (torch.Tag.dynamic_output_shape,) * sized
 
