@@ -73,7 +73,7 @@ def test_attached_refuses_an_object_without_weak_references() -> None:
 # ---- what is attached to no object
 
 OF_THE_PROCESS = {
-    "what users register": {"rules.registry.RULES", "rules.registry.USER_RULES"},
+    "what users register": {"rules.registry.RULES", "rules.registry.USER_RULES", "rules.registry._REFERENCES"},
     "functions of upper layers that lower ones call": {
         "distributed.peers.heartbeat._counts", "distributed.peers.heartbeat._looks",
         "distributed.peers.heartbeat._topics", "distributed.peers.heartbeat._waits", "errors._listeners",
