@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.tools.estimation.result import Estimate as Estimate
     from autotp.tools.estimation.search import Search as Search
     from autotp.tools.estimation.search import search as search
+    from autotp.tools.estimation.throughput import Throughput as Throughput
     from autotp.tools.page.save_page import save_page as save_page
     from autotp.tools.page.save_page import save_trace as save_trace
     from autotp.tools.pass_by_pass.stages import Stages as Stages
@@ -60,6 +61,7 @@ _HOMES = {
     "Sampler": "training.sampler",
     "Search": "tools.estimation.search",
     "Stages": "tools.pass_by_pass.stages",
+    "Throughput": "tools.estimation.throughput",
     "Trainer": "training.trainer",
     "calibrate": "tools.estimation.calibrate",
     "clip_grad_norm_": "runtime.grad_norm",

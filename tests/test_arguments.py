@@ -59,6 +59,7 @@ def right(folder: Path) -> dict[str, dict[str, Any]]:
         "load_full_state_dict": {"model": parallel, "state": Regression().state_dict()},
         "clip_grad_norm_": {"model": parallel, "max_norm": 1.0},
         "weight_decay_groups": {"model": parallel, "weight_decay": 0.1},
+        "Throughput": {"estimate": estimate},
         "Sampler": {"size": 4, "batch_size": 2, "trainer": trainer},
         "rule": {"op": torch.ops.aten.kron, "factors": "a b, c d -> (a c) (b d)"},
         "suggest_rule": {"op": torch.ops.aten.relu, "args": X, "kwargs": {}},
@@ -83,7 +84,8 @@ def alone() -> Iterator[None]:
 
 def test_public_functions_refuse_any_wrong_argument(tmp_path: Path, registry: None, alone: None) -> None:
     table = right(tmp_path)
-    functions = {name for name in autotp.__all__ if inspect.isfunction(getattr(autotp, name))} | {"Sampler"}
+    functions = {name for name in autotp.__all__ if inspect.isfunction(getattr(autotp, name))}
+    functions |= {"Sampler", "Throughput"}
     assert set(table) == functions
     for name, given in table.items():
         function = getattr(autotp, name)

@@ -63,7 +63,7 @@ MADE = ("complaints", "stages")
 ELSEWHERE = ("README", "command_line")
 """tests/project/test_readme.py and tests/project/test_command_line.py run the blocks of these."""
 SHELL = sorted({*PAGES, *ELSEWHERE, "complaints"})
-MEASURED = ("watch.py", "accumulate.py")
+MEASURED = ("watch.py", "accumulate.py", "throughput.py")
 TYPED = "Once upon a time\nThe end\nstop\n"
 """What is typed for a script that asks."""
 BLOCK = re.compile(r"^```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^```\n", re.MULTILINE | re.DOTALL)
@@ -120,7 +120,7 @@ def without_round_off(text: str) -> str:
 
 
 def without_numbers(text: str) -> str:
-    return " ".join(re.sub(r"[-+]?\d+(\.\d+)?", "N", text).split())
+    return " ".join(re.sub(r"[-+]?\d+(\.\d+)?(e[-+]\d+)?", "N", text).split())
 
 
 def alike(file: str, text: str) -> str:

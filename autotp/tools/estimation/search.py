@@ -88,6 +88,8 @@ class Search(Shown):
         notes: tuple[str, ...] = (f"too close    {ties}",) if (ties := self._ties()) else ()
         if any(est.layout.zero == 3 for est in self.best):
             notes += (f"zero=3       {why_zero_3()}",)
+        if without := self._without_zero_3():
+            notes += (f"without      {without}",)
         command = in_lines(torchrun_line(first.layout.devices, first.device.node), "\\")
         lines = *command, *in_lines(python_line(first.layout))
         return Sheet(title, (first.batch_line(), best, *[notes] * bool(notes), *lost, ("the first:", *lines)))
@@ -109,6 +111,15 @@ class Search(Shown):
         lost = tuple((loser.layout, loser.why) for loser in self.lost)
         tables = [Table(head, rows, ("cut", "", "note", "note", "note", "note"))]
         return tables + [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
+
+    def _without_zero_3(self) -> str:
+        """Returns which of the best is the fastest without ZeRO 3; "" where it is the first, or none is."""
+        numbers = (i for i, est in enumerate(self.best) if est.layout.zero < 3)
+        if not (number := next(numbers, 0)):
+            return ""
+        more = self.best[number].seconds - self.best[0].seconds
+        text = f"the fastest without ZeRO 3 is layout {number + 1} of these: {_two_digits(more)} s"
+        return f"{text} ({more / self.best[0].seconds:+.0%})"
 
     def _ties(self) -> str:
         """Returns which layouts the error bars do not tell from the first one; "" for none."""

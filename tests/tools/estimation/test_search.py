@@ -293,6 +293,24 @@ def test_the_commands_can_be_copied_from_a_terminal(found: autotp.Search) -> Non
     assert ast.dump(ast.parse(f"trainer = {call}")) == ast.dump(ast.parse(python_line(layout)))
 
 
+def test_the_fastest_of_the_best_without_zero_3_is_named(found: autotp.Search) -> None:
+    """Where the first has ZeRO 3. It says nothing where the first is without, or none is."""
+    with_zero, without = (
+        [replace(est, layout=replace(est.layout, zero=zero), seconds=4.0 + i) for i, est in enumerate(found.best[:3])]
+        for zero in (3, 1)
+    )
+    shown = {
+        (3, 3, 1): "without      the fastest without ZeRO 3 is layout 3 of these: +2 s (+50%)",
+        (3, 1, 1): "without      the fastest without ZeRO 3 is layout 2 of these: +1 s (+25%)",
+        (1, 3, 1): "",
+        (3, 3, 3): "",
+    }
+    for stages, text in shown.items():
+        best = tuple(with_zero[i] if zero == 3 else without[i] for i, zero in enumerate(stages))
+        lines = str(replace(found, best=best)).splitlines()
+        assert [line for line in lines if line.startswith("without ")] == [text] * bool(text)
+
+
 def test_the_best_without_zero_3_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all the fastest divide parameters, too: the error of their estimates is larger."""
     plain = search_module.Layouts.rough
