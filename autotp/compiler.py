@@ -117,7 +117,7 @@ CANONICALIZE = (
 PLAN = (
     Pass("plan", "equal_inputs", sequences.with_equal_inputs, _cuts_sequences),
     Pass("plan", "causal_masks", _on_graph(causal_masks), _cuts_sequences),
-    Pass("plan", "context_parallel", sequences.with_cut_sequences, _cuts_sequences),
+    Pass("plan", "context_parallel", sequences.with_cut_sequences, _cuts_sequences, by_tp=True),
     Pass("plan", "decouple", planned.decoupled),
     Pass("pipeline", "row_independence", planned.with_independent_rows, _is_summed),
     Pass("plan", "experts", planned.with_experts, lambda options: options.experts == "expert", by_tp=True),

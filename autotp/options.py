@@ -27,6 +27,7 @@ Experts = Literal["width", "expert"]
 Randomness = Literal["fast", "exact"]
 CheckInputs = Literal["always", "first", "never"]
 Recompute = Literal["none", "selective", "full"]
+CpAttention = Literal["auto", "gather", "heads"]
 Overlap = Literal["none", "batch"]  # "batch" is an extension's.
 OPTIONAL = (
     "repeats", "cse", "balance", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
@@ -47,6 +48,7 @@ class StepOptions(TypedDict, total=False):
 
     sequence_parallel: bool
     overlap: Overlap
+    cp_attention: CpAttention
 
 
 class CutOptions(StepOptions, total=False):
@@ -147,6 +149,7 @@ class Options:
         recompute: the values that backward computes again.
         overlap: "batch": the halves of a batch (or of one row) take turns: one computes while the other communicates.
         cp: the number of context-parallel ranks, over which sequences are cut.
+        cp_attention: whether attention over cp gathers keys and values, or exchanges heads for the sequence.
         cut: the user's choice of what is cut, and along what: a `Cut`, or None; it becomes a tuple of UserCut.
         summed: whether the graph returns only the loss, as a sum over the batch (`passes/pipeline/loss_totals.py`).
     """
@@ -159,6 +162,7 @@ class Options:
     check_inputs: CheckInputs = "first"
     recompute: Recompute = "none"
     overlap: Overlap = "none"
+    cp_attention: CpAttention = "auto"
     cp: int = field(default=1, kw_only=True)
     cut: Any = field(default=None, kw_only=True)
     summed: bool = field(default=False, kw_only=True)
@@ -216,6 +220,7 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
         "check_inputs": ("always", "first", "never"),
         "experts": ("width", "expert"),
         "sequence_parallel": (True, False),
+        "cp_attention": ("auto", "gather", "heads"),
         "recompute": ("none", "selective", "full"),
         "overlap": ("none",),
     }  # fmt: skip

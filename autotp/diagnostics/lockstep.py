@@ -186,10 +186,13 @@ FORWARDS: dict[str, Callable[..., Ranks]] = {
     "gather": lambda xs, dim, size, block=1: _join(xs, dim),
     "all_gather": lambda xs, dim, size, block=1: _join(xs, dim),
     "reduce_scatter": lambda xs, dim, size, block=1: _take(_sum(xs), dim, size, block),
+    "all_to_all": lambda xs, dim, size, to_dim, to_size, block=1, to_block=1: _take(
+        _join(xs, dim), to_dim, to_size, to_block
+    ),
 }
 CONJUGATE = {
     "copy": "reduce", "reduce": "copy", "scatter": "gather", "gather": "scatter",
-    "all_gather": "reduce_scatter", "reduce_scatter": "all_gather",
+    "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all",
 }  # fmt: skip
 
 
@@ -203,7 +206,11 @@ class _Conjugate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_Conjugate.apply(CONJUGATE[ctx.kind], ctx.rest, *grads)
+        rest = ctx.rest
+        if ctx.kind == "all_to_all":  # Its own conjugate, with the dimensions exchanged.
+            dim, size, to_dim, to_size, *blocks = rest
+            rest = to_dim, to_size, dim, size, *blocks[::-1]
+        return None, None, *_Conjugate.apply(CONJUGATE[ctx.kind], rest, *grads)
 
 
 def conjugate(name: str) -> Callable[..., Ranks]:

@@ -82,7 +82,7 @@ class StepCollective:
     """One collective of a step.
 
     Attributes:
-        kind: all-reduce, all-gather, reduce-scatter.
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all.
         module: the module that waits for it.
         bytes: the size of its tensor, in bytes.
         backward: True if it runs in backward.

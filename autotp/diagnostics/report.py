@@ -38,10 +38,12 @@ from autotp.source_location import block_in, layer_of, line_of
 
 FORWARD = {
     "reduce": "all-reduce", "gather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
 }  # fmt: skip
 BACKWARD = {
     "copy": "all-reduce", "share": "all-reduce", "together": "all-reduce", "scatter": "all-gather",
     "all_gather": "reduce-scatter", "reduce_scatter": "all-gather",
+    "all_to_all": "all-to-all",
 }  # fmt: skip
 """The collective of each conjugate, in forward and in backward."""
 

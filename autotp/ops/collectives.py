@@ -80,6 +80,22 @@ def reduce_scatter(x: Tensor, group: str | None, dim: int, size: int, block: int
     return _convert("reduce_scatter", x, group, dim, size, block)
 
 
+def all_to_all(
+    x: Tensor, group: str | None, dim: int, size: int, to_dim: int, to_size: int, block: int = 1, to_block: int = 1
+) -> Tensor:
+    """Shard(dim) -> Shard(to_dim): joins the parts of `dim` and keeps this rank's part of `to_dim`.
+
+    It is its own conjugate: backward does the same with the dimensions exchanged. x: [... part ... to_size ...] ->
+    [... size ... part ...]
+
+    Args:
+        to_dim: another dimension, whole on every rank. It becomes the cut one: `to_size` positions in whole blocks of
+            `to_block`.
+    """
+    dims = max(x.dim(), 1)
+    return _convert("all_to_all", x, group, dim, (size, block, to_dim % dims - dim % dims, to_size, to_block))
+
+
 def _convert(
     name: str, x: Tensor, group: str | None, dim: int = 0, size: Any = 0, block: int = 1, fresh: bool = False
 ) -> Tensor:
@@ -307,6 +323,36 @@ def _of_rows(result: Tensor, x: Tensor, dim: int, length: int) -> Tensor:
     return result if result.shape[dim] == length else result.narrow(dim, 0, length)
 
 
+Exchange = tuple[int, int, int, int, int]
+"""Of an `all_to_all`: size, block, the distance from `dim` to `to_dim`, which a batch keeps, to_size, to_block."""
+
+
+def _exchange(x: Tensor, group: str, dim: int, where: Exchange, *_: Any) -> Tensor:
+    size, block, distance, to_size, to_block = where
+    to_dim, (rank, ranks) = dim + distance, seat(group)
+    lengths = [n * block for n in chunk_sizes(size // block, ranks)]
+    parts = [n * to_block for n in chunk_sizes(to_size // to_block, ranks)]
+    _expect(x, dim, lengths[rank], group)
+    _expect(x, to_dim, to_size, group)
+    rows = x.movedim(to_dim, 0).contiguous()  # The parts for the ranks lie one after another.
+    row = math.prod(rows.shape[1:])
+    position = parts[rank] * math.prod([n for d, n in enumerate(x.shape) if d not in (dim, to_dim)])
+    unit = x.dtype.itemsize if x.dtype in _AS_BYTES else 1
+    sent = rows.view(-1).view(torch.uint8) if unit > 1 else rows.view(-1)
+    counts = [n * position * unit for n in lengths], [n * row * unit for n in parts]
+    received, order = communicate("all_to_all_single", sent, *counts, group).view(x.dtype), order_of_dimensions(x)
+    pieces = []
+    for piece, length in zip(received.split([n * position for n in lengths]), lengths, strict=True):
+        shape = [length if d == dim else n for d, n in enumerate(x.shape) if d != to_dim]
+        pieces.append(piece.view(parts[rank], *shape).movedim(0, to_dim).permute(order))
+    return torch.cat(pieces, order.index(dim)).permute(inverse(order))
+
+
+def _exchange_back(x: Tensor, group: str, dim: int, where: Exchange, *_: Any) -> Tensor:
+    size, block, distance, to_size, to_block = where
+    return _exchange(x, group, dim + distance, (to_size, to_block, -distance, size, block))
+
+
 FORWARD_FIX = "torch.func.jacfwd, or strategy='reverse-mode'"
 BATCH_FIX = "torch.func.vjp and torch.func.vmap, or one call of torch.autograd.grad for each gradient"
 
@@ -317,7 +363,7 @@ BATCH_FIX = "torch.func.vjp and torch.func.vmap, or one call of torch.autograd.g
 
 # name: (forward, name of the backward); docs/design.md has the table. No gradient reaches "max".
 # Names with an underscore sum in place.
-CONJUGATE_TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
+CONJUGATE_TABLE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "copy": (_identity, "reduce"),
     "reduce": (_all_reduce, "copy"),
     "copy_": (_identity, "reduce_"),
@@ -326,6 +372,8 @@ CONJUGATE_TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor],
     "gather": (_all_gather, "scatter"),
     "all_gather": (_all_gather, "reduce_scatter"),
     "reduce_scatter": (_reduce_scatter, "all_gather"),
+    "all_to_all": (_exchange, "all_to_all_back"),
+    "all_to_all_back": (_exchange_back, "all_to_all"),
     "share": (_identity, "share_sum"),
     "share_sum": (_rows_reduced, "share"),
     "max": (_maximum, ""),

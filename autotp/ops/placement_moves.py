@@ -15,6 +15,18 @@ def apart(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
+def by_heads(x: Tensor, dim: int, parts: int, group: int, separate: tuple[int, ...]) -> Tensor:
+    """Returns `x`, whose `heads` are `(h p g)`: `parts` interleaved parts p. See `passes/plan/sequence/heads.py`.
+
+    Args:
+        x: queries, keys or values of an attention, [... heads ...].
+        dim: the dimension of the heads.
+        group: the number of neighbouring heads that stay together, because they read the same keys.
+        separate: the dimensions that get axes of their own, as in `apart`.
+    """
+    return x.view_as(x)
+
+
 Ranges = tuple[tuple[int, int], ...]
 
 

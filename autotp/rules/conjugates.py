@@ -25,6 +25,22 @@ def another_length(call: Call) -> Rule:
     return Rule.of(spell([before], [after]), "all")
 
 
+def two_other_lengths(call: Call) -> Rule:
+    """`all_to_all`: both its dimensions have another length, and are needed whole."""
+    ns, dims = letters(call.operands[0].dim()), (call.dim(), call.dim("to_dim"))
+    before, after = ([f"{name}{d}^" if d in dims else n for d, n in enumerate(ns)] for name in ("x", "y"))
+    return Rule.of(spell([before], [after]), "all")
+
+
+def by_heads(call: Call) -> Rule:
+    """`by_heads`: the heads are `(h p)`, or `(h p g)` with `g` heads of queries for each of keys."""
+    (x,), dim, sizes = call.operands, call.dim(), {"p": call["parts"], "g": call["group"]}
+    ns = [f"n{d}" for d in range(x.dim())]
+    before, after = ([f"{name}{d}^" if d in call["separate"] else n for d, n in enumerate(ns)] for name in ("x", "y"))
+    before[dim] = after[dim] = "(h p g)" if sizes["g"] > 1 else "(h p)"
+    return Rule.of(spell([before], [after]), "all", **{name: n for name, n in sizes.items() if n > 1})
+
+
 def whole_along(call: Call) -> Rule:
     """`first`: positions of `dim` have a gradient or none, so it is needed whole."""
     names = letters(call.operands[0].dim())

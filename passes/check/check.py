@@ -125,6 +125,8 @@ class _Checking(Proof):
             self._compute(node)
         elif node.target is collectives.share:
             self._share(node, *node.args)
+        elif node.target is collectives.all_to_all:
+            self._exchange(node, *node.args)
         elif node.target is operator.getitem and source in self.bundles:
             self.give(node, self.bundles[source][node.args[1]], (self.types[source][node.args[1]],))  # type: ignore[index]
         elif node.target in CONJUGATES:
@@ -341,6 +343,19 @@ class _Checking(Proof):
         if not typed.fits(want):
             self.refuse_read(node, x, typed, want)
         self.give(node, self.whole[x], (replace(typed, placement=give),))
+
+    def _exchange(
+        self, node: fx.Node, x: Any, axis: Any, dim: Any, size: Any, to_dim: Any, to_size: Any, *blocks: Any
+    ) -> None:
+        """Types an `all_to_all`: it joins the parts of the dimension that is cut, and cuts another one."""
+        (typed,), (block, to_block) = self.types[x], blocks or (1, 1)
+        sides = (dim, size, block), (to_dim, to_size, to_block)
+        leaf, to_leaf = (moved_leaf(typed, at, *self.erased(lengths)) for at, *lengths in sides)
+        if axis != self.to.axis or node.kwargs or leaf is None or to_leaf is None or leaf is to_leaf:
+            self.refuse(node, "does not exchange the axis that is cut for another", got=f"{called(node)} of {typed}")
+        if not typed.fits(Shard(leaf)):
+            self.refuse_read(node, x, typed, Shard(leaf))
+        self.give(node, self.whole[x], (replace(typed, placement=Shard(to_leaf)),))
 
     def _share(self, node: fx.Node, x: Any, axis: Any, dim: Any, ranges: Any) -> None:
         """Types a `share`: a value that several ranks hold, and of whose readers each rank computes a part."""

@@ -28,6 +28,7 @@ CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
     collectives.gather: (Shard, Replicate),
     collectives.all_gather: (Shard, Copied),
     collectives.reduce_scatter: (Partial, Shard),
+    collectives.all_to_all: (Shard, Shard),
     collectives.share: (StoredShard, Shard),
 }
 """The placements that each conjugate reads and gives."""

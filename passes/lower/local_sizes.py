@@ -78,8 +78,9 @@ def cut_lengths(graph: fx.Graph) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for node in graph.nodes:
-        if node.target in (collectives.scatter, collectives.reduce_scatter):
+        if node.target in (collectives.scatter, collectives.reduce_scatter, collectives.all_to_all):
             source, axis, dim = node.args[:3]
+            dim = node.args[4] if node.target is collectives.all_to_all else dim
             whole, part = source.meta["val"].shape[dim], str(node.meta["val"].shape[dim])
             if SYMBOL.fullmatch(part):
                 names.setdefault(part, f"{renamed(str(whole), names)}@{axis}")

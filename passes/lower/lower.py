@@ -20,7 +20,7 @@ from autotp.errors import REPORT, Error
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
 from autotp.ops.placement_moves import first, place, take
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.passes.lower.exchange import write_exchange
+from autotp.passes.lower.exchange import can_exchange, write_all_to_all, write_exchange
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import localize
 from autotp.passes.plan.choose import Decision
@@ -219,6 +219,8 @@ class _Lowering:
             # If another reader has the value whole already, a copy of that costs no further gather.
             case Shard(leaf), Copied() if not through_whole:
                 return self._along(node, x, leaf, all_gather)
+            case Shard(leaf), Shard(to_leaf) if not through_whole and can_exchange(self.axes.of(node), leaf, to_leaf):
+                return write_all_to_all(self.local, x, self.axes.of(node), leaf, to_leaf)
             case Partial("sum"), Shard(leaf) if not through_whole:
                 return self._along(node, x, leaf, reduce_scatter)
             case _:

@@ -22,6 +22,7 @@ from autotp.passes.plan.propagate import needs_grad, propagate
 from autotp.passes.plan.sequence.balance import Balanced, balance
 from autotp.passes.plan.sequence.context_parallel import context_parallel
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
+from autotp.passes.plan.sequence.heads import exchange_heads
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.program.program import CapturedProgram, SequenceFacts
 from autotp.sharding.axis import Axis
@@ -50,6 +51,8 @@ def with_cut_sequences(p: CapturedProgram) -> CapturedProgram:
             "the model has no sequence that can be cut over cp: no attention has it in its queries and in its keys",
             fix="cp=1, and more tensor-parallel ranks",
         )
+    exchanged = exchange_heads(cut, p.tp, p.options.cp, p.options.cp_attention, p.sources_of, can_be_divided)
+    cut = exchanged.cut
     graph, axes, decision = cut.graph, cut.axes, cut.decision
     graph, axes, decision = decompose(graph, axes, decision)
     if p.options.optional("defer_reductions"):
@@ -75,10 +78,11 @@ def with_cut_sequences(p: CapturedProgram) -> CapturedProgram:
         graph=joined_again(lowered),
         sequences=SequenceFacts(
             uncut_graph=p.graph,
-            operators=len(cut.decision.cuts),
+            operators=len(cut.decision.cuts) - len(exchanged.nodes),
             balanced=balanced.balanced,
             unbalanced=balanced.reasons,
         ),
+        notes={**p.notes, **({"attention": exchanged.note} if exchanged.note else {})},
         undivided=tuple((node, "it needs whole sequences: on every cp rank") for node in cut.whole),
     )
 

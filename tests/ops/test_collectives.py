@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.ops import collectives
-from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, start_all
+from autotp.ops.collectives import all_gather, all_to_all, copy, gather, reduce, reduce_scatter, scatter, start_all
 
 PAIRS = (copy, reduce), (scatter, gather), (all_gather, reduce_scatter)
 ALL = {fn.__name__: fn for pair in PAIRS for fn in pair}
@@ -162,6 +162,42 @@ def test_conjugates_on_ranks_do_what_they_mean(name: str, label: str, n: int) ->
         torch.testing.assert_close(out, expected[rank], rtol=0, atol=0)
         if grad is not None:
             torch.testing.assert_close(grad, expected_grads[rank], rtol=0, atol=0)
+
+
+# --- the exchange of one cut dimension for another
+
+EXCHANGES = {
+    "even": (Case((12, 5, 4), 0), Case((12, 5, 4), 2)),
+    "back": (Case((12, 5, 4), 2), Case((12, 5, 4), 0)),
+    "uneven": (Case((2, 7, 3), 1), Case((2, 7, 3), -1)),
+    "fewer-than-ranks": (Case((1, 5), 0), Case((1, 5), 1)),
+    "blocks": (Case((20, 6), 0, 4), Case((20, 6), 1, 2)),
+    "nothing": (Case((0, 6, 4), 1), Case((0, 6, 4), 2)),
+    "int16": (Case((4, 7), 0, 1, torch.int16), Case((4, 7), 1, 1, torch.int16)),
+    "bfloat16": (Case((4, 7), 0, 1, torch.bfloat16), Case((4, 7), 1, 1, torch.bfloat16)),
+}
+"""The dimension that is cut before, and the one that is cut then."""
+
+
+def run_exchanges(rank: int, n: int) -> dict[str, tuple[Tensor, Tensor | None]]:
+    got = {}
+    for label, (cut, to) in EXCHANGES.items():
+        x = turned(cut.parts(wholes(cut, n, 0)[0], n)[rank], rank).requires_grad_(cut.dtype.is_floating_point)
+        out = all_to_all(x, world(), cut.dim, cut.size, to.dim, to.size, cut.block, to.block)
+        if x.requires_grad:
+            out.backward(strided(to.parts(wholes(cut, n, 1)[0], n)[rank]))
+        got[label] = out.detach(), x.grad
+    return got
+
+
+@pytest.mark.parametrize("n", [2, 3, 4], ids="tp{}".format)
+def test_all_to_all_exchanges_the_cut_dimension_and_is_its_own_conjugate(n: int) -> None:
+    """Also of ranks whose strides differ, and of a rank that has nothing to send."""
+    for rank, got in enumerate(run_ranks(run_exchanges, n)):
+        for label, (cut, to) in EXCHANGES.items():
+            out, grad = got[label]
+            assert torch.equal(out, to.parts(wholes(cut, n, 0)[0], n)[rank]), label
+            assert grad is None or torch.equal(grad, cut.parts(wholes(cut, n, 1)[0], n)[rank]), label
 
 
 # --- who runs a collective
@@ -362,7 +398,7 @@ def whole_loss(x: Tensor) -> Tensor:
     """x: [rows columns] -> []"""
     w1, w2, w3 = weights()
     y = (torch.tanh(x @ w1) @ w2) ** 3
-    z = torch.sin(y) ** 2
+    z = torch.tanh(torch.sin(y) ** 2)
     h = torch.tanh(torch.tanh(z @ w1) @ w2 + z)
     return (torch.cos(h @ w3) ** 3).sum()
 
@@ -374,6 +410,8 @@ def cut_loss(rank: int, n: int, group: str) -> Callable[[Tensor], Tensor]:
     def loss(x: Tensor) -> Tensor:
         y = reduce(torch.tanh(copy(x, group) @ w1) @ w2, group) ** 3  # tensor parallel
         z = torch.sin(scatter(y, group, 0, ROWS)) ** 2  # sequence parallel from here on
+        z = torch.tanh(all_to_all(z, group, 0, ROWS, -1, COLUMNS))
+        z = all_to_all(z, group, -1, COLUMNS, 0, ROWS)
         h = torch.tanh(all_gather(z, group, 0, ROWS) @ w1) @ w2
         h = torch.tanh(reduce_scatter(h, group, 0, ROWS) + z)
         out = gather(torch.cos(all_gather(h, group, -2, ROWS) @ w3), group, -1, HIDDEN)

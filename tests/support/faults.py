@@ -132,6 +132,7 @@ KINDS = (
     collectives.gather,
     collectives.all_gather,
     collectives.reduce_scatter,
+    collectives.all_to_all,
 )
 
 NodeChange = Callable[[fx.Node], Any]

@@ -284,6 +284,15 @@ def _reduce_scatter(self: _Judge, x: Tensor, axis: str, dim: int, size: int, blo
     return self.moved(rules.reduce_scatter, x, y, self.mesh.axes[axis], P, S(dim))
 
 
+def _all_to_all(self: _Judge, x: Tensor, axis: str, dim: int, size: int, to: int, to_size: int, *blocks: int) -> Tensor:
+    block, to_block = blocks or (1, 1)
+    if x.shape[dim] != _part(size, block, self.mesh.tp) or x.shape[to] != to_size:
+        raise ValueError(f"{x.shape[dim]} positions of {size}, {x.shape[to]} of {to_size}")
+    joined = _plain(lambda: torch.cat([x] * self.mesh.tp, dim).narrow(dim, 0, size))
+    y = _plain(lambda: joined.narrow(to, 0, _part(to_size, to_block, self.mesh.tp)))
+    return self.moved(rules.all_to_all, x, y, self.mesh.axes[axis], S(dim), S(to))
+
+
 def _share(self: _Judge, x: Tensor, axis: str, dim: int, ranges: Any) -> Tensor:
     if ranges != ((0, x.shape[dim]),):
         raise Inexpressible("some positions of a tensor are on several ranks, and others are not")
@@ -450,6 +459,7 @@ def _conjugates() -> Iterator[tuple[Any, Callable[..., Any]]]:
     yield collectives.gather, _gather
     yield collectives.all_gather, _all_gather
     yield collectives.reduce_scatter, _reduce_scatter
+    yield collectives.all_to_all, _all_to_all
     yield collectives.share, _share
     yield together, _together
 

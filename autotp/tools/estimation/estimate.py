@@ -151,6 +151,7 @@ def lowered_for(call: Capturing, layout: StepLayout, without: tuple[str, ...] = 
     training = Training(
         outputs="local", sequence_parallel=layout.sequence_parallel, recompute=layout.recompute, summed=True,
         schedule=schedule, compute_dtype=layout.dtype, without=without, cp=layout.cp, overlap=overlap,
+        cp_attention=layout.cp_attention,
     )  # fmt: skip
     # What was asked for is checked as `distribute` checks it, also where a microbatch has one row.
     expect_choices(replace(training, overlap=layout.overlap))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from autotp.errors import Error
-from autotp.options import Overlap, Recompute
+from autotp.options import CpAttention, Overlap, Recompute
 
 DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
 
@@ -32,6 +32,7 @@ class StepLayout:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     overlap: Overlap = "none"
+    cp_attention: CpAttention = "auto"
     zero: int = 0
     dtype: torch.dtype | None = None
 
@@ -78,6 +79,7 @@ class StepLayout:
         parts += [f"{self.schedule}{rounds}"] * (self.pp > 1)
         parts += ["sequence_parallel"] * self.sequence_parallel
         parts += [f"overlap={self.overlap}"] * (self.overlap != "none")
+        parts += [f"cp_attention={self.cp_attention}"] * (self.cp_attention != "auto")
         parts += [f"recompute={self.recompute}"] * (self.recompute != "none") + [f"zero={self.zero}"] * bool(self.zero)
         return ", ".join(parts)
 

@@ -40,6 +40,7 @@ def python_line(layout: StepLayout) -> str:
     arguments += ["sequence_parallel=True"] * layout.sequence_parallel
     arguments += [f'recompute="{layout.recompute}"'] * (layout.recompute != "none")
     arguments += [f'overlap="{layout.overlap}"'] * (layout.overlap != "none")
+    arguments += [f'cp_attention="{layout.cp_attention}"'] * (layout.cp_attention != "auto")
     arguments += [f"zero={layout.zero}"] * bool(layout.zero)
     arguments += [f"compute_dtype={layout.dtype}"] * (layout.dtype is not None)
     return f"trainer = autotp.distribute(model, {', '.join(arguments)})"

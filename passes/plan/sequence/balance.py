@@ -20,14 +20,14 @@ import torch
 from torch import fx
 
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
-from autotp.ops.placement_moves import apart
+from autotp.ops.placement_moves import apart, by_heads
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.passes.plan.propagate import Have, propagate
 from autotp.rules.call import arguments_of
 from autotp.rules.traits import draws
-from autotp.sharding.axis import Axis, Size, find
+from autotp.sharding.axis import Axis, Size, find, touches
 from autotp.sharding.placement import Shard
 
 aten = torch.ops.aten
@@ -129,6 +129,9 @@ def _needs_order(
         elif (factor.mark and not draws(node)) or not factor.ins:
             yield f"{_name(node)} depends on the order of rows"
     for node in graph.nodes:
+        # It reads the sequence whole, on its heads, and in the model's order.
+        if node.target is by_heads and any(touches(axis, leaf) for axis in axes.of(node.args[0])):  # type: ignore[arg-type]
+            yield "another attention exchanges heads for it"
         readings = list(_readings(node, axes, decision, have, [leaf]))
         moved = [reading for reading in readings if reading.order is not _order(reading.operand, have, [leaf])]
         if any(_dim(axes, reading.operand, leaf) is None for reading in moved):

@@ -9,8 +9,9 @@ sequence otherwise (a recurrence, a convolution) is computed whole by every rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import fx
 
@@ -31,12 +32,14 @@ class CutSequences:
         axes: its axes.
         decision: which operators are cut along which sequence. No parameter is cut.
         whole: the operators on a sequence that a gradient flows through, and that every rank computes.
+        along: the sequences.
     """
 
     graph: fx.Graph
     axes: Axes
     decision: Decision
     whole: tuple[fx.Node, ...]
+    along: tuple[Axis, ...] = ()
 
 
 def context_parallel(
@@ -62,8 +65,10 @@ def cut_sequences(
     along: Sequence[Axis],
     sources: Callable[[fx.Graph], frozenset[fx.Node]],
     has_form: HasForm,
+    others: Mapping[fx.Node, Axis] = MappingProxyType({}),
 ) -> CutSequences:
-    """Returns the decision which operators of a graph are cut along which of the leaves `along`."""
+    """Returns the decision which operators of a graph are cut along which of the leaves `along`; arguments as there."""
     differentiable = needs_grad(graph, sources(graph))
-    decision = cut_along(graph, axes, along, differentiable, has_form)
-    return CutSequences(graph, axes, decision, tuple(computed_whole(axes, decision, along, differentiable)))
+    decision = cut_along(graph, axes, along, differentiable, has_form, others)
+    whole = tuple(computed_whole(axes, decision, along, differentiable))
+    return CutSequences(graph, axes, decision, whole, tuple(along))

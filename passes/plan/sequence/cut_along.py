@@ -10,7 +10,8 @@ a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import fx
 
@@ -27,11 +28,21 @@ HasForm = Callable[[fx.Node, Factor, Axis], bool]
 
 
 def cut_along(
-    graph: fx.Graph, axes: Axes, along: Sequence[Axis], differentiable: Collection[fx.Node], has_form: HasForm
+    graph: fx.Graph,
+    axes: Axes,
+    along: Sequence[Axis],
+    differentiable: Collection[fx.Node],
+    has_form: HasForm,
+    others: Mapping[fx.Node, Axis] = MappingProxyType({}),
 ) -> Decision:
-    """Returns the decision which operators are cut along which of the leaves `along`. No parameter is cut."""
-    possible = {node: cut for node in axes.bound if (cut := _cut(node, axes, along, has_form)) is not None}
-    cuts: dict[fx.Node, Axis] = {}
+    """Returns the decision which operators are cut along which of the leaves `along`. No parameter is cut.
+
+    Args:
+        others: the operators that are cut along another leaf.
+    """
+    rest = [node for node in axes.bound if node not in others]
+    possible = {node: cut for node in rest if (cut := _cut(node, axes, along, has_form)) is not None}
+    cuts = dict(others)
     for node in reversed(graph.nodes):
         # From the last to the first: an operator on numbers alone is cut if all its readers are.
         if node in possible and (

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from autotp.ops.placement_moves import apart
+from autotp.ops.placement_moves import apart, by_heads
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.candidate import contracts, root
 from autotp.passes.plan.choose import elements
@@ -176,11 +176,13 @@ def _written(
         read = {i: _read_apart(builder, operands[i], apart_reads) for i in sorted(places)}
         copied = builder.copy(node)
         if read:
-            copied.args, copied.kwargs = _reading(builder, node, operands, read)
+            copied.args, copied.kwargs = with_operands(builder, node, operands, read)
     return builder.graph, builder.env
 
 
-def _reading(builder: Builder, node: fx.Node, operands: Sequence[fx.Node], read: dict[int, fx.Node]) -> tuple[Any, Any]:
+def with_operands(
+    builder: Builder, node: fx.Node, operands: Sequence[fx.Node], read: dict[int, fx.Node]
+) -> tuple[Any, Any]:
     """Returns the arguments of a call with some operands replaced, by position: `attention(x, x, x)` has one thrice."""
     remaining = list(enumerate(operands))
 
@@ -197,7 +199,7 @@ def _read_apart(builder: Builder, operand: fx.Node, apart_reads: dict[fx.Node, f
     """Returns `operand`, computed again from the smallest value that it repeats or views, read `apart`."""
     if operand in apart_reads:
         return apart_reads[operand]
-    chain = list(_viewed(operand))
+    chain = list(viewed(operand))
     smallest = min(map(elements, chain))
     # Of equally small values the one that all others are views of.
     source = next(node for node in reversed(chain) if elements(node) == smallest)
@@ -211,7 +213,7 @@ def _read_apart(builder: Builder, operand: fx.Node, apart_reads: dict[fx.Node, f
     return x
 
 
-def _viewed(node: fx.Node) -> Iterator[fx.Node]:
+def viewed(node: fx.Node) -> Iterator[fx.Node]:
     """Yields a value, and the values that it repeats or views, one after the other."""
     yield node
     while node.op == "call_function" and has(node.target, MOVES):
@@ -221,10 +223,10 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def joined_again(graph: fx.Graph) -> fx.Graph:
-    """Returns the same function without `apart`: when the graph of a rank is made, its axes say nothing any more."""
+    """Returns the same function without `apart` and `by_heads`: a rank's graph is made, their axes say nothing more."""
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
-        if node.target is apart:
+        if node.target in (apart, by_heads):
             builder.env[node] = builder.env[node.args[0]]
         else:
             builder.copy(node)

@@ -70,8 +70,21 @@ def test_varlen_attn_over_cp_equals_one_device(window: tuple[int, int], tp: int,
 
 
 def test_a_window_to_both_sides_is_whole_over_cp_and_listed() -> None:
-    report = autotp.verify(Packed((2, 1)), 1, cp=2, example_inputs=batch(DOCUMENTS[0]))
+    report = autotp.verify(Packed((2, 1)), 1, cp=2, cp_attention="gather", example_inputs=batch(DOCUMENTS[0]))
     assert report.ok and "it needs whole sequences" in str(report.plan)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (2, 1)], ids=str)
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (1, 4)])
+def test_varlen_attn_by_heads_reads_whole_documents(window: tuple[int, int], tp: int, cp: int) -> None:
+    """So a window needs no form for a part of the queries; 20 tokens, and 23, which cp does not divide."""
+    model = Packed(window, heads=8, groups=4)
+    for lengths in DOCUMENTS[:2]:
+        inputs = batch(lengths)
+        report = autotp.verify(model, tp, cp=cp, cp_attention="heads", example_inputs=inputs)
+        assert report.ok, report
+        assert "it needs whole sequences" not in str(report.plan)
+        assert report.plan.traffic.over("cp").forward.get("all-to-all") == 4
 
 
 class WithTotals(Packed):

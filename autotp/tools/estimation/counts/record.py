@@ -427,6 +427,7 @@ class _Recorder(TorchDispatchMode):
 COLLECTIVES = {
     "all_reduce": "all-reduce", "all_reduce_coalesced": "all-reduce",
     "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
 }  # fmt: skip
 """torch's name of a functional collective -> its usual name."""
 

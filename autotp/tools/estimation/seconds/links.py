@@ -36,16 +36,16 @@ class RankGroup:
         return self.per_node(device) < self.size
 
 
-RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
-"""How often a ring goes around for a collective."""
+RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+"""How often a ring goes around for a collective. An all-to-all is no ring, and sends as much to each other rank."""
 
 
 def collective_seconds(name: str, size: float, group: RankGroup, device: Hardware) -> float:
     """Returns the seconds of a collective.
 
     Args:
-        name: all-reduce, all-gather or reduce-scatter.
-        size: the bytes of the tensor that is summed, or that its ranks hold together.
+        name: all-reduce, all-gather, reduce-scatter or all-to-all.
+        size: the bytes of the tensor that is summed, or that its ranks hold together; of an all-to-all, a rank's bytes.
     """
     if group.size == 1 or not size:
         return 0.0
