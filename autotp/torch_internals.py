@@ -420,7 +420,6 @@ USED = (
         "_cdata _values _indices _backward_hooks",
         "which memory; sparse parts; hooks",
     ),
-    Used("torch.nn.attention.flex_attention:BlockMask", "_flatten _unflatten", "a mask among a model's arguments"),
     # Modules and optimizers.
     Used(
         "object of torch.nn:Module",

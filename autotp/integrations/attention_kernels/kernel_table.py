@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 
 from autotp.errors import Error
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
-from autotp.integrations.attention_kernels.flex.recorded import as_operators, by_products_alone, register_block_mask
+from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
+from autotp.integrations.attention_kernels.flex.recorded import as_operators, by_products_alone
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
 from autotp.model_library import ModelLibrary

@@ -89,8 +89,8 @@ def by_products(
             part = [torch.arange(n, device=query.device) for n in scores.shape]
             whole = [x + start for x, start in zip(part, starts, strict=False)]
             positions = *whole, part[3], *part[:3]
-            read = _batched(mods.mask, (), captured)(*positions, *captured)
-            scores = _batched(mods.score, (0,), captured)(scores, *positions, *captured).to(working)
+            read = _batched(mods.mask, (), captured)(*positions)
+            scores = _batched(mods.score, (0,), captured)(scores, *positions).to(working)
             scores = scores.masked_fill(~read, -math.inf)
         else:  # Each tensor that others have a gradient of has one here.
             scores = scores + sum(x.sum() * 0 for x in captured if x.is_floating_point())
@@ -104,15 +104,19 @@ def by_products(
 def _batched(function: Callable[..., Any], first: tuple[int, ...], captured: Sequence[Tensor]) -> Callable[..., Any]:
     """Returns a function of numbers as one of all scores, [batch heads queries keys].
 
+    What it reads is no argument of `torch.vmap`, which would gather the parts of parameters.
+
     Args:
         first: 0 for each argument before the positions, which is of all scores.
     """
-    none = (None,) * len(captured)
+
+    def batched(*arguments: Any) -> Any:
+        return function(*arguments, *captured)
+
     # From the innermost to the outermost dimension: the positions in the whole, and those in the part.
     for dim in ((3,), (2, 6), (1, 5), (0, 4)):
-        places = tuple(0 if i in dim else None for i in range(7))
-        function = torch.vmap(function, (*first, *places, *none))
-    return function
+        batched = torch.vmap(batched, (*first, *(0 if i in dim else None for i in range(7))))
+    return batched
 
 
 def by_kernel(

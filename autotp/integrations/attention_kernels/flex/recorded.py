@@ -13,15 +13,14 @@ function reads are inputs.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from traceback import extract_stack
-from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.integrations.attention_kernels.flex.flex_attention import FLEX, Totals, by_products
@@ -68,8 +67,9 @@ def _other_code(code: Any) -> Iterator[None]:
         return
     with (
         FLEX_ATTENTION_CODE.replaced_by(code), BLOCK_MASK_CODE.replaced_by(_create_block_mask.__code__),
-        torch.compiler.set_stance("force_eager"),
+        torch.compiler.set_stance("force_eager"), warnings.catch_warnings(),
     ):  # fmt: skip
+        warnings.filterwarnings("ignore", "torch.compile is ignored when called inside torch.export")
         yield
 
 
@@ -177,34 +177,3 @@ def _no_blocks(mask: Any, name: str) -> NoReturn:
         f"gets a BlockMask of which forward reads `{name}`, and each rank has other blocks",
         "create_block_mask outside of forward, for what reads blocks; in forward flex_attention alone",
     )
-
-
-# ---- a BlockMask among a model's arguments
-
-
-def register_block_mask() -> None:
-    """Tells torch how to take a BlockMask apart: into the tensors of its blocks, and what its function reads."""
-    base = getattr(sys.modules.get(MODULE), "BlockMask", None)
-    if base is not None and base not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(base, _taken_apart, lambda leaves, context: base._unflatten(leaves, context[0]))
-
-
-def _taken_apart(mask: Any) -> tuple[Any, Any]:
-    leaves, context = mask._flatten()
-    # torch compares the code of two functions, and not the defaults of their arguments.
-    return leaves, (context, tuple(_defaults(mask.mask_mod)))
-
-
-def _defaults(function: Any) -> Iterator[Any]:
-    """Yields the defaults of a function's arguments, and those of the functions that it reads."""
-    if not isinstance(function, FunctionType):
-        return
-    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        if isinstance(value, Tensor):
-            raise Error(
-                f"the function of a BlockMask, `{function.__qualname__}`, has a tensor as the default of an argument",
-                fix="a variable around the function",
-            )
-        yield value
-    for cell in function.__closure__ or ():
-        yield from _defaults(cell.cell_contents)

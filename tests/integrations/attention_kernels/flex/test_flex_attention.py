@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Checks
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
 import autotp
+from autotp.integrations.attention_kernels.flex.recorded import by_products_alone
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -163,3 +165,118 @@ def test_flex_attention_on_ranks_equals_one_device(model: Any, groups: int, layo
     plan = str(report.plan)
     assert "no rule" not in plan and "it needs whole sequences" not in plan
     assert layout["tp"] == 1 or "QKV -> attention" in plan
+
+
+@pytest.mark.parametrize(
+    "layout", [{"sequence_parallel": True}, {"recompute": "full"}, {"sequence_parallel": True, "cp": 2}], ids=str
+)
+@pytest.mark.parametrize("model", [Documents, LearnedBias, HeadsDiffer], ids=lambda model: model.__name__)
+def test_other_layouts_equal_one_device(model: Any, layout: dict[str, Any]) -> None:
+    report = autotp.verify(model(heads=6, groups=3), 2, example_inputs=batch(3, 10), **layout)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("heads", [(5, 5), (6, 3), (6, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("model", [LearnedBias, HeadsDiffer], ids=lambda model: model.__name__)
+def test_heads_that_do_not_divide_equal_one_device(model: Any, heads: tuple[int, int]) -> None:
+    """Also ranks without heads."""
+    for tp in (3, 7):
+        report = autotp.verify(model(*heads), tp, example_inputs=batch())
+        assert report.ok, report
+
+
+def test_ranks_without_queries_equal_one_device() -> None:
+    report = autotp.verify(LearnedBias(), 1, cp=4, example_inputs=batch(2, 5))
+    assert report.ok, report
+
+
+# ---- on real ranks
+
+checks = Checks()
+
+
+class Compiled(Documents):
+    """As pages of torch advise: the function is compiled, before forward or in it."""
+
+    def prepare(self, heads: int) -> None:
+        self.compiled = torch.compile(flex_attention)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask: Any) -> Tensor:
+        first = self.compiled(q, k, v, score_mod, mask)
+        return first + torch.compile(flex_attention)(q, k, v, score_mod, mask)
+
+
+class FromLoop(Attention):
+    """A mask that the training loop makes."""
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:  # type: ignore[override]
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.o(flex_attention(q, k, v, block_mask=mask).transpose(1, 2).flatten(2))
+
+
+def mask_of(documents: Tensor, window: int) -> Any:
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (documents[b, q] == documents[b, k]) & (q - k < window)
+
+    return create_block_mask(mask_mod, len(documents), None, documents.shape[1], documents.shape[1], device="cpu")
+
+
+def equal_training(n: int, model: type[Attention], make: Callable[[int], tuple[Any, ...]], **layout: Any) -> None:
+    """Steps of a model on ranks, and on one device by products; each of another batch."""
+    torch.manual_seed(0)
+    plain, parallel = model().double(), model().double()
+    parallel.load_state_dict(plain.state_dict())
+    parallel = autotp.parallelize(parallel, n // layout.get("cp", 1), example_inputs=make(0), **layout)
+    optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in (plain, parallel)]
+    for step in range(3):  # From the second on, outputs depend on gradients.
+        inputs = make(step)
+        with by_products_alone():
+            expected = plain(*inputs)
+            expected.square().mean().backward()
+        got = parallel(*inputs)
+        torch.testing.assert_close(got, expected)
+        got.square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def of_step(step: int) -> tuple[Tensor, Tensor]:
+    x, documents = batch((2, 3, 2, 3)[step], (7, 12, 5, 7)[step])
+    return x.double(), documents
+
+
+def from_loop(step: int) -> tuple[Tensor, Any]:
+    x, documents = of_step(step)
+    return x, mask_of(documents, (20, 3, 2, 1)[step])
+
+
+@checks.on(2, 3)
+def steps_equal_one_device(rank: int, n: int) -> None:
+    for model in (LearnedBias, HeadsDiffer):
+        equal_training(n, model, of_step)
+
+
+@checks.on(2)
+def steps_over_cp_equal_one_device(rank: int, n: int) -> None:
+    equal_training(n, LearnedBias, of_step, cp=2)
+
+
+@checks.on(2)
+def each_call_uses_the_mask_of_its_loop(rank: int, n: int) -> None:
+    equal_training(n, FromLoop, from_loop)
+
+
+@checks.on(2)
+def each_call_uses_the_mask_of_its_loop_over_cp(rank: int, n: int) -> None:
+    equal_training(n, FromLoop, from_loop, cp=2)
+
+
+@checks.on(2)
+def compiled_functions_are_the_same_operator(rank: int, n: int) -> None:
+    equal_training(n, Compiled, of_step)
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
