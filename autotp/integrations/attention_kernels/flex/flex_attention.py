@@ -44,6 +44,7 @@ def flex_attention(
     captured: Sequence[Tensor],
     text: str,
     scale: float | None,
+    peaks: bool = False,
     start_1: int | None = None,
     start_2: int | None = None,
 ) -> Totals:
@@ -55,13 +56,14 @@ def flex_attention(
         captured: the tensors that score and mask functions read.
         text: these functions: see `mods.py`.
         scale: of the products of queries and keys; None for 1/sqrt(width).
+        peaks: whether the maximum is read; no kernel for CPUs returns it.
         start_1, start_2: the first head and the position of the first query of this rank; None for 0.
     """
     mods = mods_of(text, str(query.device))
     starts = (0, start_1 or 0, start_2 or 0)
     plain = torch._C._functorch.peek_interpreter_stack() is None
     if query.is_cuda and query.dtype in KERNEL_DTYPES and query.numel() and key.numel() and plain:
-        return by_kernel(query, key, value, captured, mods, scale, starts)
+        return by_kernel(query, key, value, captured, mods, scale, starts, peaks)
     return by_products(query, key, value, captured, mods, scale, starts)
 
 
@@ -127,6 +129,7 @@ def by_kernel(
     mods: Mods,
     scale: float | None,
     starts: Starts,
+    peaks: bool,
 ) -> Totals:
     """Returns the same as `flex_attention`, by torch's kernel; arguments as there."""
     from torch.nn.attention import flex_attention as torchs  # All of Dynamo comes with it.
@@ -147,9 +150,9 @@ def by_kernel(
         mask = make(mask_mod, *sizes, query.shape[2], key.shape[2], device=query.device)
     out, aux = _compiled(torchs.flex_attention)(
         query, key, value, score_mod, mask, scale, query.shape[1] != key.shape[1],
-        return_aux=torchs.AuxRequest(lse=True, max_scores=True),
+        return_aux=torchs.AuxRequest(lse=True, max_scores=peaks),
     )  # fmt: skip
-    return out, aux.lse, aux.max_scores
+    return out, aux.lse, aux.max_scores if peaks else torch.empty_like(aux.lse)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,8 +164,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 torch.library.define(
     "autotp::flex_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor[] captured, str text, float? scale, SymInt? start_1=None, "
-    "SymInt? start_2=None) -> (Tensor, Tensor, Tensor)",
+    "(Tensor query, Tensor key, Tensor value, Tensor[] captured, str text, float? scale, bool peaks=False, "
+    "SymInt? start_1=None, SymInt? start_2=None) -> (Tensor, Tensor, Tensor)",
 )
 FLEX = torch.ops.autotp.flex_attention.default
 NAMES = tuple(argument.name for argument in FLEX._schema.arguments)

@@ -98,7 +98,7 @@ def called(
     """Returns what torch's flex_attention returns; arguments as there.
 
     Args:
-        compute: a function of queries, keys, values, the score and mask functions, and the scale.
+        compute: a function of queries, keys, values, both functions, the scale, and whether the maximum is wanted.
 
     Raises:
         Error: shapes do not fit, a mask is without its function, or `recorded_mods` refuses a function.
@@ -107,21 +107,27 @@ def called(
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     mask_mod = _mask_mod(block_mask, query, key) or (lambda b, h, q, k: b >= 0)
-    output, totals, peaks = compute(query, key, value, score_mod or (lambda score, *_: score), mask_mod, scale)
+    score_mod = score_mod or (lambda score, *_: score)
+    wants_peaks = return_aux is not None and return_aux.max_scores
+    output, totals, peaks = compute(query, key, value, score_mod, mask_mod, scale, wants_peaks)
     if return_aux is not None:
         wanted = (totals if return_aux.lse else None, peaks if return_aux.max_scores else None)
         return output, sys.modules[MODULE].AuxOutput(lse=wanted[0], max_scores=wanted[1])
     return (output, totals) if return_lse else output
 
 
-def by_operator(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None) -> Any:
+def by_operator(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None, peaks: bool
+) -> Any:
     """Returns the result of the operator, with the functions as a text."""
     mods = recorded_mods(score_mod, mask_mod, query)
     captured = [x if isinstance(x, Tensor) else _tensor(x, query) for x in mods.captured]
-    return FLEX(query, key, value, captured, mods.text, scale)
+    return FLEX(query, key, value, captured, mods.text, scale, peaks)
 
 
-def on_cpu(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None) -> Totals:
+def on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None, peaks: bool
+) -> Totals:
     """Returns the same by the functions themselves."""
     mods = Mods(lambda score, b, h, q, k, *_: score_mod(score, b, h, q, k), lambda b, h, q, k, *_: mask_mod(b, h, q, k))
     with Indices():
@@ -153,7 +159,7 @@ def _mask_mod(mask: Any, query: Tensor, key: Tensor) -> Callable[..., Any] | Non
     lengths = query.shape[2], key.shape[2]
     if any(Size.of(a) != Size.of(b) and a != b for a, b in zip(mask.seq_lengths, lengths, strict=True)):
         raise _refused(
-            f"gets a BlockMask of {[*mask.seq_lengths]} and {[*lengths]} queries and keys",
+            f"gets a BlockMask of {[*map(int, mask.seq_lengths)]} and {[*map(int, lengths)]} queries and keys",
             "create_block_mask(..., Q_LEN=query.shape[2], KV_LEN=key.shape[2])",
         )
     return mask.mask_mod
