@@ -107,6 +107,10 @@ class ModelLibrary:
         """
         return nullcontext()
 
+    def without_kernels(self) -> AbstractContextManager[None]:
+        """Returns a region in which a model runs on a CPU and in float64 what has kernels on GPUs only."""
+        return nullcontext()
+
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns a function that computes what a torch.autograd.Function does, by operators; None if there is none."""
         return None

@@ -89,12 +89,14 @@ class Replaced:
 
 
 def set_until_undone(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Sets an attribute of a module or a class, and returns the function that undoes it.
+    """Sets an attribute of a module, a class or a function, and returns the function that undoes it.
 
     A class gets it by `type.__setattr__`: a metaclass of autotp forwards plain assignments (`runtime/module.py`).
     """
     set_name, delete = (type.__setattr__, type.__delattr__) if isinstance(owner, type) else (setattr, delattr)
     had, before = name in vars(owner), vars(owner).get(name)
+    if isinstance(owner, types.FunctionType):  # Its code is in none of its own attributes.
+        had, before = True, getattr(owner, name)
     set_name(owner, name, value)
     return (lambda: set_name(owner, name, before)) if had else (lambda: delete(owner, name))
 
@@ -267,6 +269,14 @@ ROWS_OF_BATCH = Replaced(
     "torch._functorch.vmap", "_remove_batch_dim", "capture", "records what moves the dimension of `out_dims`",
     callers=("torch._functorch.vmap:_maybe_remove_batch_dim",),
     silent="outputs of torch.vmap would have their dimensions in another order",
+)  # fmt: skip
+
+FLEX_ATTENTION_CODE = Replaced(
+    "torch.nn.attention.flex_attention:flex_attention", "__code__", "capture", "records one operator for each call"
+)
+BLOCK_MASK_CODE = Replaced(
+    "torch.nn.attention.flex_attention:create_block_mask", "__code__", "capture",
+    "makes no tensor of queries x keys: a graph needs the mask's function alone",
 )  # fmt: skip
 
 # ---- while a parallel model exists: a rank must count over all ranks, and its failures must be known to the others

@@ -80,8 +80,9 @@ OF_THE_PROCESS = {
         "groups.failures._comparing", "groups.failures._informed", "model_library._MADE", "model_library._REGISTERED",
     },
     "what extensions add: values of options, and rows of tables": {
-        "diagnostics.lockstep.COLLECTIVES", "extensions._REGISTERED", "passes.check.erase.FORMS",
-        "passes.lower.localize.FORMS", "rules.table.ROWS",
+        "diagnostics.lockstep.COLLECTIVES", "extensions._REGISTERED", "passes.builder.SIZES",
+        "passes.check.erase.FORMS", "passes.emit.python_calls.PYTHON_CALLS", "passes.lower.localize.FORMS",
+        "rules.table.ROWS",
     },
     "the region that a thread is in: a region within another has its own": {
         "display.progress._of_threads", "errors._calls", "groups.one_thread._users",

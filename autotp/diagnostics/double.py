@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autotp.model_library import library
 from autotp.ops.grouped_mm import grouped_mm
 from autotp.ops.random_state import forked
 from autotp.passes.capture.python_state.walk import everything
@@ -55,7 +56,7 @@ def all_double() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Double():
+        with _Double(), library().without_kernels():
             yield
     finally:
         torch.set_default_dtype(before)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
+from torch._ops import OpOverload
 
 from autotp.ops.dropout import exact_dropout
 from autotp.passes.check.erase import FORMS, SDPA, SLICE, SPLIT, family
@@ -110,18 +111,21 @@ def _form(
     axis, leaf = ins[0][cut.factor.ins[0]] if cut.factor.ins else cut.factor.axis, cut.leaf
     arguments |= {"parts": to.tp, "rank": to.rank}
     if find(axis).size.symbols:
-        started = "start" in names and not only
+        started = any(name.startswith("start") for name in names) and not only
         arguments |= {"start": _known_start(to, axis, leaf), "size": find(axis).size} if started else {}
     else:
         start = _start(to, axis, leaf)
         length = local_length(to, axis, leaf) if start is not None else Size(0)
         arguments |= {"start": start, "stop": Size((start or 0) + length.number), "size": find(axis).size.number}
+    if (name := f"start_{cut.factor.ins.get(0)}") in names:  # A form that may be cut along several dimensions.
+        arguments[name] = arguments["start"]
     values = [arguments[name] for name in names]
     if only:
         drawn = _drawn(of, ins)
         values += [to.rank] if only == "fast" else [[find(axis).size for axis in drawn], (_mask(to, drawn, leaf),)]
         values += [order_at_capture(outputs_of(arguments["input"])[0])] if form is exact_dropout else []
-    return form, dict(zip(inspect.signature(form).parameters, values, strict=False))  # `fresh` comes later
+    parameters = names if isinstance(form, OpOverload) else inspect.signature(form).parameters
+    return form, dict(zip(parameters, values, strict=False))  # `fresh` comes later
 
 
 def _again(to: Target, form: Any, arguments: dict[str, Any], ins: Sequence[Dims], leaf: Axis) -> dict[str, Any]:

@@ -8,7 +8,8 @@ operator stays one node of the graph. On a GPU nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from autotp.errors import Error
+from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
+from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
+from autotp.integrations.attention_kernels.flex.recorded import as_operators, by_products_alone
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
 from autotp.model_library import ModelLibrary
@@ -110,7 +114,21 @@ class AttentionKernels(ModelLibrary):
             op = loaded_operator(name)
             if op is not None:
                 _add(op)
+        add_operator()
+        register_block_mask()
         super().add_operators()
+
+    @contextmanager
+    def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
+        """torch's flex_attention is an operator."""
+        with as_operators(), super().during_capture(exactly, looks):
+            yield
+
+    @contextmanager
+    def without_kernels(self) -> Iterator[None]:
+        """torch's flex_attention has a backward, also on a CPU."""
+        with by_products_alone(), super().without_kernels():
+            yield
 
 
 def _add(op: OpOverload) -> None:
