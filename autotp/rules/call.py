@@ -58,7 +58,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of a node by name, with defaults; nodes stay nodes."""
     if not isinstance(node.target, OpOverload):
         # Not strict: a call may leave out parameters that have defaults.
-        return dict(zip(_parameters(node.target), node.args, strict=False)) | dict(node.kwargs)
+        return dict(zip(parameters(node.target), node.args, strict=False)) | dict(node.kwargs)
     return bound_arguments(node.target, node.args, node.kwargs)
 
 
@@ -172,8 +172,10 @@ def is_tensor(value: Any) -> bool:
 
 
 @cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the names of a function's parameters; positions if it is not a Python function."""
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of an operator's or a function's parameters; positions if it is neither."""
+    if isinstance(function, OpOverload):
+        return tuple(name for name, *_ in _schema(function))
     return tuple(inspect.signature(function).parameters) if inspect.isfunction(function) else POSITIONS
 
 

@@ -6,20 +6,18 @@ After:  view(x, [b, s, 3, 64]), on each of 4 ranks
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from autotp.ops.dropout import exact_dropout
 from autotp.passes.check.erase import FORMS, SDPA, SLICE, SPLIT, family
 from autotp.passes.check.types import OperatorCut
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.plan.infer_axes import Axes, Dims
-from autotp.rules.call import arguments_of, outputs_of
+from autotp.rules.call import arguments_of, outputs_of, parameters
 from autotp.rules.traits import size_argument
 from autotp.sharding.axis import Axis, Size, find, is_major, open_product, touches
 from autotp.sharding.grid import positions_of_part
@@ -124,8 +122,7 @@ def _form(
         drawn = _drawn(of, ins)
         values += [to.rank] if only == "fast" else [[find(axis).size for axis in drawn], (_mask(to, drawn, leaf),)]
         values += [order_at_capture(outputs_of(arguments["input"])[0])] if form is exact_dropout else []
-    parameters = names if isinstance(form, OpOverload) else inspect.signature(form).parameters
-    return form, dict(zip(parameters, values, strict=False))  # `fresh` comes later
+    return form, dict(zip(parameters(form), values, strict=False))  # `fresh` comes later
 
 
 def _again(to: Target, form: Any, arguments: dict[str, Any], ins: Sequence[Dims], leaf: Axis) -> dict[str, Any]:

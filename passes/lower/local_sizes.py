@@ -213,7 +213,8 @@ class Local:
         if (measure, size) not in self.parts:
             whole = self.size(size)
             node = self.parts[measure, size] = self.builder.raw(measure, (whole, self.to.tp, self.to.rank))
-            hint = measure(int(whole.meta["val"].node.hint), self.to.tp, self.to.rank)
+            # A length that depends on values has no hint.
+            hint = measure(int(whole.meta["val"].node.hint or 0), self.to.tp, self.to.rank)
             node.meta["val"] = self.builder.length(
                 f"{measure.__name__}({size}, {self.to.tp}, {self.to.rank})", max(hint, 2)
             )  # A hint of 0 or 1 would make a number of it.

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from autotp.errors import Error
+from autotp.integrations.attention_kernels import kernel_rule
+from autotp.integrations.attention_kernels.flash_functions import flash_formula
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
 from autotp.integrations.attention_kernels.flex.recorded import as_operators, by_products_alone
@@ -91,7 +93,7 @@ def _varlen_backward(
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scores = ScoreSettings(scale, _window(window_size, is_causal))
-    return packed_attention_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, scores)
+    return packed_attention_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, scores)[:3]
 
 
 def _window(sizes: Sequence[int] | None, causal: bool) -> tuple[int, int]:
@@ -108,8 +110,13 @@ KERNELS: Mapping[str, Kernel] = {
 class AttentionKernels(ModelLibrary):
     """The operators of kernels of attention."""
 
+    def formula_of(self, function: type) -> Callable[..., Any] | None:
+        """Returns what makes one operator of a call of flash-attn's functions."""
+        return flash_formula(function) or super().formula_of(function)
+
     def add_operators(self) -> None:
         """Adds the kernels that are loaded, with their references. NOTE [Kernels that a machine lacks]"""
+        kernel_rule.add_kernel()
         for name in KERNELS:
             op = loaded_operator(name)
             if op is not None:

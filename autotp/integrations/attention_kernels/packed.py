@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autotp.errors import Error
@@ -26,12 +27,16 @@ class ScoreSettings(NamedTuple):
         window: how many keys before and after its own position a query reads; -1 for all.
         softcap: scores become `softcap * tanh(scores / softcap)`; 0 for none.
         slopes: ALiBi's slopes, [heads] or [documents heads]: scores sink by `slope * distance`.
+        sinks: [heads], a score beside those of the keys, which takes a share of the weights and adds nothing.
+        dropout: the probability with which a weight is dropped.
     """
 
     scale: float | None = None
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
 
 
 def packed_attention(
@@ -53,9 +58,10 @@ def packed_attention(
     for i, rows, columns in _documents(query_ends, key_ends, query, key):
         q, k, v = _heads_first(query[rows], key[columns], value[columns])
         logits, _ = _logits(q, k, scores, i)
-        total = logits.logsumexp(-1)
-        output[rows] = (_weights(logits, total) @ v).transpose(0, 1).to(output.dtype)
-        totals[:, rows] = total
+        total = _total(logits, scores)
+        weights = F.dropout(_weights(logits, total), scores.dropout)
+        output[rows] = (weights @ v).transpose(0, 1).to(output.dtype)
+        totals[:, rows] = total.detach()
     return output, totals
 
 
@@ -69,8 +75,10 @@ def packed_attention_backward(
     query_ends: Tensor,
     key_ends: Tensor,
     scores: ScoreSettings,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value of `packed_attention`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key, value and sinks of `packed_attention` without dropout.
+
+    Without sinks the last one is empty.
 
     Args:
         gradient: that of the output, [queries heads width].
@@ -78,13 +86,18 @@ def packed_attention_backward(
         query, key, value, query_ends, key_ends, scores: as there.
     """
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    of_sinks = query.new_zeros(0) if scores.sinks is None else torch.zeros_like(scores.sinks)
     for i, rows, columns in _documents(query_ends, key_ends, query, key):
         q, k, v = _heads_first(query[rows], key[columns], value[columns])
         out, grad, _ = _heads_first(output[rows], gradient[rows], gradient[rows])
         logits, slope = _logits(q, k, scores, i)
         weights = _weights(logits, totals[:, rows])
         # The derivative of softmax: each score's gradient, less the mean of those of its row.
-        of_logits = weights * (grad @ v.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)) * slope
+        mean = (grad * out).sum(-1, keepdim=True)
+        if scores.sinks is not None:
+            share = _weights(scores.sinks.to(mean.dtype)[:, None, None], totals[:, rows])
+            of_sinks -= (share * mean).sum((1, 2)).to(of_sinks.dtype)
+        of_logits = weights * (grad @ v.transpose(-2, -1) - mean) * slope
         of_logits = of_logits * _scale(query, scores)
         of_query, of_key, of_value = of_logits @ k, of_logits.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ grad
         grads[0][rows] = of_query.transpose(0, 1).to(query.dtype)
@@ -92,7 +105,7 @@ def packed_attention_backward(
             # A group's keys are read by all its heads, so the gradients of the heads add up.
             summed = of_heads.unflatten(0, (key.shape[1], -1)).sum(1) if key.shape[1] else of_heads
             target[columns] = summed.transpose(0, 1).to(target.dtype)
-    return grads
+    return *grads, of_sinks
 
 
 def _documents(query_ends: Tensor, key_ends: Tensor, query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, slice]]:
@@ -165,6 +178,13 @@ def _logits(query: Tensor, key: Tensor, scores: ScoreSettings, document: int) ->
     unread = unread if before < 0 else unread | (distance < -before)
     unread = unread if after < 0 else unread | (distance > after)
     return logits.masked_fill(unread, -math.inf), slope
+
+
+def _total(logits: Tensor, scores: ScoreSettings) -> Tensor:
+    """Returns the log-sum-exp of the scores of each query, [heads queries]."""
+    if scores.sinks is None:
+        return logits.logsumexp(-1)
+    return torch.logaddexp(logits.logsumexp(-1), scores.sinks.to(logits.dtype).unsqueeze(-1))
 
 
 def _weights(logits: Tensor, totals: Tensor) -> Tensor:

@@ -66,14 +66,30 @@ def _of_part(arguments: Mapping[str, Any], names: list[str], start: Any, window:
     Args:
         arguments: those of the whole call, but `query` is this rank's part of the tokens.
     """
-    query, key, value, query_ends, key_ends = names[:5]
-    rows, ends = arguments[query].shape[0], arguments[key_ends]
-    # Before a rank takes its part, so that all see what is wrong. On a GPU the host would have to wait for the ends.
-    if ends.is_cpu and is_computed(ends):
-        documents_in(ends, arguments[key].shape[0])
-    local = dict(arguments) | {query_ends: (arguments[query_ends] - start).clamp(0, rows)}
-    if window[1] == 0:  # What comes after the last query is not read, and what is not read is not given.
-        for name in (key, value):
-            local[name] = arguments[name].narrow(0, 0, start + rows)
-        local[key_ends] = arguments[key_ends].clamp(max=start + rows)
-    return local
+    query, key, value, query_ends, key_ends = (arguments[name] for name in names[:5])
+    read = read_by_part(query, key, value, query_ends, key_ends, window[1], start)
+    return {**arguments, **dict(zip(names[1:5], read, strict=True))}
+
+
+def read_by_part(
+    query: Any, key: Any, value: Any, query_ends: Any, key_ends: Any, after: int, start: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Returns keys, values and the ends of both for the queries from `start` on.
+
+    Args:
+        query: this rank's part of the queries, [batch seq/cp heads width] or [tokens/cp heads width].
+        key, value: those of all queries.
+        query_ends, key_ends: of packed rows, those of all queries; None for a batch.
+        after: how many keys after its own position a query reads; -1 for all.
+    """
+    dim = query.dim() - 3
+    stop = start + query.shape[dim]
+    if query_ends is not None:
+        # Before a rank takes its part, so that all see what is wrong. On a GPU the host would have to wait for it.
+        if key_ends.is_cpu and is_computed(key_ends):
+            documents_in(key_ends, key.shape[dim])
+        query_ends = (query_ends - start).clamp(0, query.shape[dim])
+        key_ends = key_ends.clamp(max=stop) if after == 0 else key_ends
+    if after == 0:  # What comes after the last query is not read, and what is not read is not given.
+        key, value = key.narrow(dim, 0, stop), value.narrow(dim, 0, stop)
+    return key, value, query_ends, key_ends

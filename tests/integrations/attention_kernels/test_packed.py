@@ -21,6 +21,7 @@ SETTINGS = [
     ScoreSettings(window=(1, 1), softcap=2.0),
     ScoreSettings(window=(-1, 0), slopes=torch.tensor([0.5, 0.25, 0.125, 0.1])),
     ScoreSettings(slopes=torch.rand(4, 4, generator=torch.Generator().manual_seed(0))),
+    ScoreSettings(sinks=torch.linspace(-1, 1, 4, dtype=torch.float64), window=(2, 0)),
 ]
 
 
@@ -44,7 +45,10 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, scores: ScoreSettings) ->
     if scores.slopes is not None:
         slopes = scores.slopes if scores.slopes.dim() == 1 else scores.slopes[document].t().unsqueeze(-1)
         logits = logits - slopes.double().view(4, -1, 1) * distance.abs()
-    weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
+    logits = logits.masked_fill(~allowed, -math.inf)
+    if scores.sinks is not None:
+        logits = torch.cat([logits, scores.sinks.view(4, 1, 1).expand(-1, logits.shape[1], 1)], -1)
+    weights = logits.softmax(-1)[..., : key.shape[0]]
     return torch.einsum("hst,thd->shd", weights, value)
 
 
@@ -52,13 +56,15 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, scores: ScoreSettings) ->
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_packed_attention_equals_attention_with_a_mask(scores: ScoreSettings, groups: int) -> None:
     leaves = [x.requires_grad_() for x in operands(groups)]
+    sinks = [] if scores.sinks is None else [scores.sinks.requires_grad_()]
     expected = by_mask(*leaves, scores)
     gradient = torch.randn_like(expected)
     with torch.no_grad():
         output, totals = packed_attention(*leaves, ENDS, ENDS, scores)
         grads = packed_attention_backward(gradient, *leaves, output, totals, ENDS, ENDS, scores)
     torch.testing.assert_close(output, expected)
-    for got, of_mask in zip(grads, torch.autograd.grad(expected, leaves, gradient), strict=True):
+    grads = grads if sinks else grads[:3]
+    for got, of_mask in zip(grads, torch.autograd.grad(expected, [*leaves, *sinks], gradient), strict=True):
         torch.testing.assert_close(got, of_mask)
 
 

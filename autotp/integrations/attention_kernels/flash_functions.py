@@ -1,0 +1,91 @@
+"""flash_functions: the functions of flash-attn 2, 3 and 4, and of kernels like them, as one operator of a graph.
+
+    FlashAttnFunc.apply(q, k, v, 0.0, None, True, ...)      made by flash_attn_func(q, k, v, causal=True)
+    attention_kernel(q, k, v, None, ..., "flash_attn.flash_attn_interface:FlashAttnFunc", "{'causal': True, ...}")
+
+NOTE [Which calls become an operator]
+All of them end in a torch.autograd.Function of a known name, however a model calls it: by transformers, by a kernel of
+the hub, by `functools.partial`. The names of its arguments say what they are. An argument with another name is passed
+on if it is a plain value, and refused if it is a tensor, for no rule says how to cut it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from autotp.errors import Error
+from autotp.integrations.attention_kernels.kernel_operator import (
+    KERNEL,
+    NAMES,
+    RECORDS,
+    TOTALS,
+    function_named,
+    parameters_of,
+)
+from autotp.source_location import user_line
+
+FUNCTIONS = {
+    name.format(joined): name.format("")
+    for name in ("FlashAttn{}Func", "FlashAttnVarlen{}Func")
+    for joined in ("", "QKVPacked", "KVPacked")
+}
+"""A function, also one of joined queries, keys and values -> the function of three tensors."""
+PLAIN = bool | int | float | str | tuple | list | None
+
+
+def flash_formula(function: type) -> Callable[..., Any] | None:
+    """Returns what stands for a function of flash-attn in a capture; None for other functions."""
+    is_kernel = function.__name__ in FUNCTIONS and "flash_attn" in function.__module__
+    return partial(_recorded, function) if is_kernel else None
+
+
+def _recorded(function: Any, *args: Any) -> Any:
+    """Returns what the function returns, as results of one operator.
+
+    Raises:
+        Error: the function gets a tensor, or a function, of which no rule is known.
+    """
+    arguments = {**parameters_of(function), **dict(zip(parameters_of(function), args, strict=False))}
+    arguments = _apart(arguments)
+    operands = {own: next((x for n in names if (x := arguments.pop(n, None)) is not None), None)
+                for own, names in NAMES.items()}  # fmt: skip
+    flags = {name: arguments.pop(name) for name in (*TOTALS, RECORDS) if name in arguments}
+    for name, value in arguments.items():
+        if not isinstance(value, PLAIN):
+            raise Error(
+                f"{function.__name__} gets `{name}`, for which autotp has no rule",
+                at=user_line(traceback.extract_stack()),
+                fix="F.scaled_dot_product_attention, or a call without it",
+            )
+    before, after = (-1 if n is None else n for n in arguments.get("window_size") or (-1, -1))
+    name = f"{function.__module__}:{FUNCTIONS[function.__name__]}"
+    function_named(name)
+    output, totals = KERNEL(
+        *operands.values(), arguments.get("softmax_scale"), before, 0 if arguments.get("causal") else after,
+        arguments.get("softcap") or 0.0, arguments.get("dropout_p") or 0.0, name, repr(arguments),
+    )  # fmt: skip
+    if flags.get(TOTALS[0], True) is False:
+        return output
+    return (output, totals, output.new_empty(0)) if "dropout_p" in arguments else (output, totals)
+
+
+def _apart(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the function of three tensors: joined ones are taken apart."""
+    if "qkv" in arguments:
+        joined, heads = arguments.pop("qkv"), arguments.pop("num_heads_q", None)
+        if heads is None or joined.dim() == 5:
+            parts = joined.unbind(-3)
+        else:  # flash-attn 3: the heads of queries, keys and values, one after the other.
+            groups = (joined.shape[-2] - heads) // 2
+            parts = joined.split([heads, groups, groups], -2)
+        arguments |= dict(zip("qkv", parts, strict=True))
+    if "kv" in arguments:
+        arguments |= dict(zip("kv", arguments.pop("kv").unbind(-3), strict=True))
+    for name in ("cu_seqlens", "max_seqlen"):
+        if name in arguments:
+            value = arguments.pop(name)
+            arguments |= {f"{name}_q": value, f"{name}_k": value}
+    return arguments

@@ -1,0 +1,133 @@
+"""kernel_operator: a call of a kernel of attention as one operator of a graph.
+
+    flash_attn_func(q, k, v, causal=True)   ->   attention_kernel(q, k, v, ..., "flash_attn...:FlashAttnFunc", ...)
+
+On a GPU the operator calls the kernel with this rank's heads and tokens, and autograd records what the kernel records.
+On a CPU, and for a part without heads or tokens, it computes the same by products (`packed.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from autotp.errors import Error
+from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention
+from autotp.integrations.attention_kernels.packed_rows import read_by_part
+from autotp.integrations.attention_kernels.reference import REFERENCE, attention_in_one_row
+from autotp.ops.dropout import has_own_stream, own_stream
+from autotp.ops.eager_mode import is_computed
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? query_ends, Tensor? key_ends, Tensor? slopes, Tensor? sinks, "
+    "SymInt? longest_query, SymInt? longest_key, float? scale, int before, int after, float softcap, float dropout_p, "
+    "str function, str settings"
+)
+_OUTPUTS = "(Tensor, Tensor)"
+_TAGS = (torch.Tag.nondeterministic_seeded,)
+torch.library.define("autotp::attention_kernel", f"({_ARGUMENTS}, SymInt? start=None) -> {_OUTPUTS}", tags=_TAGS)
+torch.library.define("autotp::dropped_attention_kernel", f"({_ARGUMENTS}, int rank) -> {_OUTPUTS}", tags=_TAGS)
+KERNEL, DROPPED = torch.ops.autotp.attention_kernel.default, torch.ops.autotp.dropped_attention_kernel.default
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "query": ("q",), "key": ("k",), "value": ("v",), "query_ends": ("cu_seqlens_q",), "key_ends": ("cu_seqlens_k",),
+    "slopes": ("alibi_slopes",), "sinks": ("learnable_sink", "s_aux"),
+    "longest_query": ("max_seqlen_q",), "longest_key": ("max_seqlen_k",),
+}  # fmt: skip
+"""Argument of the operator -> how the functions of kernels call it."""
+TOTALS, RECORDS = ("return_softmax", "return_lse"), "is_grad_enabled"
+"""How they call the wish for the log-sum-exp, and for gradients."""
+DTYPES, WIDEST = (torch.float16, torch.bfloat16), 256
+
+
+@torch.library.impl("autotp::attention_kernel", "CompositeImplicitAutograd")
+def _attention_kernel(
+    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor | None, key_ends: Tensor | None,
+    slopes: Tensor | None, sinks: Tensor | None, longest_query: Any, longest_key: Any, scale: float | None,
+    before: int, after: int, softcap: float, dropout_p: float, function: str, settings: str, start: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns attention and its log-sum-exp: [batch seq heads width] and [batch heads seq]; packed without `batch`.
+
+    Args:
+        query: [batch seq heads width], or packed rows, [tokens heads width].
+        key, value: the same with groups in place of heads; the heads of a group read the same keys.
+        query_ends, key_ends: of packed rows, where the documents begin and end: [documents + 1].
+        slopes, sinks, scale, softcap, dropout_p: as in `ScoreSettings`.
+        longest_query, longest_key: of packed rows, a length that no document exceeds.
+        before, after: how many keys before and after its own position a query reads; -1 for all.
+        function: the kernel, as `function_named` reads it.
+        settings: all its arguments that are plain values, as the text of a dict.
+        start: where this rank's part of the queries begins; None if it has all queries.
+
+    Raises:
+        Error: the kernel refuses the dtype or the width of the heads.
+    """
+    _expect_taken(query, function)
+    if start is not None:
+        key, value, query_ends, key_ends = read_by_part(query, key, value, query_ends, key_ends, after, start)
+    traced = isinstance(query, FakeTensor) or query.is_meta
+    nothing = is_computed(query) and not (query.numel() and key.numel())
+    if query.is_cpu or traced or nothing:
+        scores = ScoreSettings(scale, (before, after), softcap, slopes, sinks, dropout_p)
+        if dropout_p and not traced:  # Autograd keeps the mask.
+            return attention_in_one_row(packed_attention, query, key, value, query_ends, key_ends, scores)
+        result: tuple[Tensor, Tensor] = REFERENCE(query, key, value, query_ends, key_ends, slopes, sinks, *scores[:3])
+        return result
+    tensors = query, key, value, query_ends, key_ends, slopes, sinks, longest_query, longest_key
+    return _by_kernel(function, dict(zip(NAMES, tensors, strict=True)), ast.literal_eval(settings))
+
+
+@torch.library.impl("autotp::dropped_attention_kernel", "CompositeImplicitAutograd")
+def _dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Returns the same with a separate dropout mask on each rank, whose number is the last argument."""
+    query, rank = arguments[0], arguments[-1]
+    with own_stream(query.device, rank) if has_own_stream(query) else nullcontext():
+        result: tuple[Tensor, Tensor] = KERNEL(*arguments[:-1])
+        return result
+
+
+def _expect_taken(query: Tensor, function: str) -> None:
+    if query.is_cpu or query.is_meta:
+        return
+    problem = ""
+    if query.shape[-1] > WIDEST:
+        problem = f"heads of width {query.shape[-1]}, and computes with at most {WIDEST}"
+    elif query.dtype not in DTYPES and is_computed(query):  # In a capture the dtype may not be the last one.
+        problem = f"{str(query.dtype).removeprefix('torch.')}, and computes in float16 and bfloat16"
+    if problem:
+        raise Error(
+            f"{function.rpartition(':')[2]} gets {problem}",
+            fix='F.scaled_dot_product_attention, or attn_implementation="sdpa"; for a dtype also autocast, '
+            "model.bfloat16(), or compute_dtype of distribute",
+        )
+
+
+def _by_kernel(name: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns what a kernel computes."""
+    function = function_named(name)
+    values = {**settings, **dict.fromkeys(TOTALS, True), RECORDS: torch.is_grad_enabled()}
+    values |= {name: arguments[own] for own, names in NAMES.items() for name in names}
+    result = function.apply(*(values.get(name) for name in parameters_of(function)))
+    return result[0], result[1]
+
+
+@cache
+def function_named(name: str) -> Any:
+    """Returns the torch.autograd.Function of a name, `module:class`."""
+    module, _, attribute = name.partition(":")
+    return getattr(sys.modules[module], attribute)
+
+
+@cache
+def parameters_of(function: Any) -> Mapping[str, Any]:
+    """Returns the parameters of a torch.autograd.Function, but for `ctx`, with their defaults or None."""
+    parameters = list(inspect.signature(function.forward).parameters.values())[1:]
+    return {p.name: None if p.default is p.empty else p.default for p in parameters}

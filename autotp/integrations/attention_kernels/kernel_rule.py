@@ -1,0 +1,90 @@
+"""kernel_rule: how a call of a kernel of attention may be cut, and its call on a rank.
+
+    batch          b s h d, b t h d, b t h e -> b s h e, b h s         (k g) in place of h: k groups of g heads
+    packed rows    s h d, t h d, t h e, documents, documents -> s h e, h s
+
+A part of the queries reads all keys, or those up to its own position. With dropout each rank draws a mask of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autotp.errors import Error
+from autotp.integrations.attention_kernels.kernel_operator import DROPPED, KERNEL
+from autotp.passes.check import erase
+from autotp.passes.lower import localize
+from autotp.passes.lower.local_sizes import Local
+from autotp.passes.plan.infer_axes import Axes
+from autotp.rules.call import Call, arguments_of
+from autotp.rules.language import Rule, spell
+from autotp.rules.registry import add_rows
+from autotp.rules.row import Row, Trait
+from autotp.sharding.axis import Axis, Size
+from autotp.source_location import line_of
+
+
+def kernel_rule(call: Call) -> Rule:
+    """Returns the rule of a call of a kernel: heads and rows by themselves, queries by their part."""
+    query, key = call["query"], call["key"]
+    packed, mark = call["query_ends"] is not None, "!" if call["dropout_p"] else ""
+    shared = Size.of(query.shape[-2]) != Size.of(key.shape[-2])
+    heads, groups = (f"(k{mark} g{mark})", f"k{mark}") if shared else (f"h{mark}", f"h{mark}")
+    rows = [] if packed else [f"b{mark}"]
+    s = "s^" if mark or call.get("start") is not None else f"s{_mark_of_queries(call)}"
+    slopes = [heads] if call["slopes"] is None or call["slopes"].dim() == 1 else [rows[0] if rows else "n^", heads]
+    terms = {
+        "query": [*rows, s, heads, "d^"], "key": [*rows, "t^", groups, "d^"], "value": [*rows, "t^", groups, "e^"],
+        "query_ends": ["x^"], "key_ends": ["y^"], "slopes": slopes, "sinks": [heads],
+    }  # fmt: skip
+    ins = [term for name, term in terms.items() if call[name] is not None]
+    sizes = {"k": key.shape[-2]} if shared else {}
+    return Rule.of(spell(ins, [[*rows, s, heads, "e^"], [*rows, heads, s]]), **sizes)
+
+
+def _mark_of_queries(call: Call) -> str:
+    """Returns the mark of the factor of the queries; "^" where a part of them would need other keys."""
+    query, key, packed = call["query"], call["key"], call["query_ends"] is not None
+    dim = query.dim() - 3
+    whole = (call["before"], call["after"]) == (-1, -1)
+    if whole and not packed:
+        return "" if call["slopes"] is None else "^"
+    same = call["query_ends"] is call["key_ends"] and Size.of(query.shape[dim]) == Size.of(key.shape[dim])
+    return "!" if (whole and call["slopes"] is None) or (call["after"] == 0 and same) else "^"
+
+
+def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    """Returns the call on a rank's part of the queries; with dropout on its part of the heads or rows.
+
+    Raises:
+        Error: the dropout mask of one device is wanted, which only the kernel knows.
+    """
+    arguments = arguments_of(node)
+    values = local.builder.map(tuple(arguments.values()))
+    if not arguments["dropout_p"]:
+        query = axes.of(arguments["query"])
+        return KERNEL, (*values[:-1], localize.start_of_part(local, node, query[len(query) - 3], leaf))
+    if local.to.randomness == "exact":
+        raise Error(
+            "a kernel of attention drops weights by a mask that it makes itself, and that parts of it cannot repeat",
+            at=line_of(node),
+            fix='randomness="fast", a mask for each rank; or dropout_p=0, in transformers config.attention_dropout = 0',
+        )
+    return DROPPED, (*values[:-1], local.to.rank)
+
+
+def _again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    """A call that is cut over another mesh axis already: its rank counts the ranks of both axes."""
+    *shared, rank = local.builder.map(node.args)
+    return DROPPED, (*shared, rank * local.to.tp + local.to.rank)
+
+
+def add_kernel() -> None:
+    """Adds the operator, and its forms on a rank, to the tables of the passes."""
+    row = Row(kernel_rule, Trait.ATTENTION)
+    add_rows({KERNEL: row, DROPPED: row})
+    names = [argument.name for argument in KERNEL._schema.arguments]
+    localize.FORMS |= {KERNEL: _form, DROPPED: _again}
+    erase.FORMS |= {KERNEL: (KERNEL, tuple(names), ""), DROPPED: (KERNEL, tuple(names[:-1]), "fast")}

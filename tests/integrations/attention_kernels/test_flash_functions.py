@@ -1,0 +1,251 @@
+"""flash_functions: flash-attn's functions on ranks beside one device, where the stand-ins compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import kernel_packages  # noqa: F401  It puts the stand-ins on the path.
+import pytest
+import torch
+import torch.nn.functional as F
+from errors import message
+from ranks import Checks
+from torch import Tensor, nn
+
+import autotp
+from autotp.diagnostics.verify import compare_calls
+from autotp.options import Options
+
+import flash_attn  # isort: skip  The stand-in.
+
+checks = Checks()
+WIDTH, HEAD = 32, 8
+LENGTHS = [[6, 3, 11], [5, 5, 4, 9], [1, 16], [7, 7, 7, 7]]
+
+
+class Attention(nn.Module):
+    """Attention by one of flash-attn's functions: [batch seq width] -> the same, and the log-sum-exp if asked for."""
+
+    def __init__(self, function: str = "flash_attn_func", heads: int = 4, groups: int = 2, **settings: Any) -> None:
+        super().__init__()
+        self.function, self.settings = function, settings
+        self.q, self.o = nn.Linear(WIDTH, heads * HEAD, bias=False), nn.Linear(heads * HEAD, WIDTH, bias=False)
+        self.k, self.v = (nn.Linear(WIDTH, groups * HEAD, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, *ends: Any) -> Any:
+        q, k, v = (part(x).unflatten(-1, (-1, HEAD)) for part in (self.q, self.k, self.v))
+        together = "qkvpacked" in self.function
+        operands = [q, k, v]
+        if "packed" in self.function:
+            operands = [torch.stack([q, k, v], -3)] if together else [q, torch.stack([k, v], -3)]
+        lengths = [x for x in ends for _ in range(1 if together else 2)]  # Of queries, and of keys.
+        result = getattr(flash_attn, self.function)(*operands, *lengths, **self.settings, **self.slopes())
+        output, *others = result if isinstance(result, tuple) else (result,)
+        return (self.o(output.flatten(-2)), others[0]) if others else self.o(output.flatten(-2))
+
+    def slopes(self) -> dict[str, Tensor]:
+        return {}
+
+
+class WithSlopes(Attention):
+    """ALiBi: a buffer of slopes, [heads] or [batch heads]."""
+
+    def __init__(self, *args: Any, rows: int = 0, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        shape = [rows] * bool(rows) + [self.q.out_features // HEAD]
+        self.register_buffer("alibi", torch.linspace(0.1, 0.9, math.prod(shape)).view(shape))
+
+    def slopes(self) -> dict[str, Tensor]:
+        return {"alibi_slopes": self.alibi}
+
+
+def rows(batch: int = 2, seq: int = 7, seed: int = 0) -> tuple[Tensor, ...]:
+    return (torch.randn(batch, seq, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64),)
+
+
+def documents(lengths: list[int], seed: int = 0) -> tuple[Any, ...]:
+    ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+    return (*(x[0] for x in rows(1, sum(lengths), seed)), ends, max(lengths))
+
+
+CAUSAL = {"causal": True}
+CALLS: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
+    "whole": (Attention(), rows()),
+    "causal": (Attention(**CAUSAL), rows()),
+    "causal window": (Attention(**CAUSAL, window_size=(2, 2), softmax_scale=0.3), rows()),
+    "softcap": (Attention(**CAUSAL, softcap=3.0), rows()),
+    "uneven heads": (Attention(heads=6, groups=3, **CAUSAL), rows()),
+    "one group": (Attention(groups=1), rows()),
+    "no groups": (Attention(groups=4, **CAUSAL), rows()),
+    "slopes": (WithSlopes(**CAUSAL), rows()),
+    "slopes by row": (WithSlopes(rows=2, **CAUSAL), rows()),
+    "log-sum-exp": (Attention(return_attn_probs=True), rows()),
+    "joined": (Attention("flash_attn_qkvpacked_func", groups=4, **CAUSAL), rows()),
+    "joined keys": (Attention("flash_attn_kvpacked_func"), rows()),
+    "packed": (Attention("flash_attn_varlen_func"), documents(LENGTHS[0])),
+    "packed causal": (Attention("flash_attn_varlen_func", **CAUSAL), documents(LENGTHS[0])),
+    "packed window": (Attention("flash_attn_varlen_func", **CAUSAL, window_size=(3, 0)), documents(LENGTHS[0])),
+    "packed slopes": (WithSlopes("flash_attn_varlen_func", **CAUSAL), documents(LENGTHS[0])),
+    "packed log-sum-exp": (Attention("flash_attn_varlen_func", return_attn_probs=True), documents(LENGTHS[0])),
+    "packed joined": (Attention("flash_attn_varlen_qkvpacked_func", groups=4, **CAUSAL), documents(LENGTHS[0])),
+    "packed joined keys": (Attention("flash_attn_varlen_kvpacked_func", **CAUSAL), documents(LENGTHS[0])),
+}
+WHOLE_OVER_CP = {
+    "slopes to both sides": (WithSlopes(), rows()),
+    "window to both sides": (Attention(window_size=(2, 1)), rows()),
+}
+"""Calls of which a part of the queries would need other keys than those up to its end."""
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (3, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("name", CALLS)
+def test_each_function_is_cut_by_heads_and_along_tokens(name: str, tp: int, cp: int) -> None:
+    """Outputs, gradients and the graph of one device; with tp=3 and two groups a rank has no heads."""
+    model, inputs = CALLS[name]
+    model = model.double()
+    report = compare_calls(model, (inputs, {}), tp, Options(cp=cp))
+    assert report.ok, report
+    text = str(report.plan)
+    assert "no rule" not in text and "it needs whole sequences" not in text
+    assert tp == 1 or cp > 1 or "@tp" in text
+
+
+@pytest.mark.parametrize("name", WHOLE_OVER_CP)
+def test_what_a_part_cannot_compute_is_whole_over_cp_and_listed(name: str) -> None:
+    model, inputs = WHOLE_OVER_CP[name]
+    report = compare_calls(model.double(), (inputs, {}), 2, Options(cp=2))
+    assert report.ok and "it needs whole sequences" in str(report.plan)
+
+
+@pytest.mark.parametrize("name", {**CALLS, **WHOLE_OVER_CP})
+def test_the_operator_computes_what_the_function_computes(name: str) -> None:
+    """The operator of the graph beside the package's own function, with its gradients."""
+    model, inputs = {**CALLS, **WHOLE_OVER_CP}[name]
+    parallel = autotp.parallelize(model.double(), tp=1, example_inputs=inputs)
+    for call in (model, parallel):
+        call.zero_grad()
+    outputs = [call(*inputs) for call in (model, parallel)]
+    first, second = (x if isinstance(x, tuple) else (x,) for x in outputs)
+    assert len(first) == len(second)
+    for expected, computed in zip(first, second, strict=True):
+        torch.testing.assert_close(computed, expected)
+
+
+class Block(nn.Module):
+    def __init__(self, function: str, **settings: Any) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(WIDTH), Attention(function, **CAUSAL, **settings)
+
+    def forward(self, x: Tensor, *ends: Any) -> Tensor:
+        return x + self.attention(self.norm(x), *ends)
+
+
+class Decoder(nn.Module):
+    """Two blocks with flash-attn, and a head: the loss of tokens [batch seq], or [tokens] of packed rows."""
+
+    def __init__(self, function: str = "flash_attn_func", **settings: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, WIDTH), nn.Linear(WIDTH, 40, bias=False)
+        self.blocks = nn.ModuleList([Block(function, **settings) for _ in range(2)])
+
+    def forward(self, tokens: Tensor, labels: Tensor, *ends: Any) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, *ends)
+        return F.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
+
+
+def pair(function: str = "flash_attn_func", **settings: Any) -> tuple[Decoder, Decoder]:
+    """Two decoders with the same numbers."""
+    torch.manual_seed(0)
+    models = Decoder(function, **settings).double(), Decoder(function, **settings).double()
+    models[1].load_state_dict(models[0].state_dict())
+    return models
+
+
+def tokens_of(step: int, shape: tuple[int, ...] = (2, 9)) -> Tensor:
+    return torch.randint(40, shape, generator=torch.Generator().manual_seed(step))
+
+
+def expect_equal_training(plain: nn.Module, parallel: nn.Module, batch: Callable[[int], tuple[Any, ...]]) -> None:
+    """Trains both for four steps, each on another batch, and compares losses and all parameters."""
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, parallel)]
+    for step in range(4):
+        losses = []
+        for model, optimizer in zip((plain, parallel), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(model(*batch(step)))
+            losses[-1].backward()
+            optimizer.step()
+        torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-10, atol=1e-10)
+    whole = autotp.full_state_dict(parallel)
+    for name, value in plain.state_dict().items() if whole else ():  # The first rank has it.
+        torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-9)
+
+
+def batch_of_rows(step: int) -> tuple[Any, ...]:
+    tokens = tokens_of(step, [(2, 9), (3, 5), (1, 12), (2, 7)][step])
+    return tokens, tokens.roll(-1, -1)
+
+
+def batch_of_documents(step: int) -> tuple[Any, ...]:
+    tokens, lengths = tokens_of(step, (sum(LENGTHS[step]),)), LENGTHS[step]
+    return tokens, tokens.roll(-1), *documents(lengths)[1:]
+
+
+LAYOUTS: list[dict[str, Any]] = [{}, {"sequence_parallel": True}, {"recompute": "full"}, {"overlap": "batch"}]
+
+
+@checks.on(2, 3)
+def layouts_train_as_one_device(rank: int, n: int) -> None:
+    """With three ranks one has no heads."""
+    for layout in LAYOUTS:
+        plain, model = pair(window_size=(4, 0))
+        parallel = autotp.parallelize(model, tp=n, example_inputs=batch_of_rows(0), **layout)
+        expect_equal_training(plain, parallel, batch_of_rows)
+
+
+@checks.on(2)
+def packed_rows_train_as_one_device(rank: int, n: int) -> None:
+    for layout in ({"tp": n}, {"tp": 1, "cp": n}):
+        plain, model = pair("flash_attn_varlen_func")
+        parallel = autotp.parallelize(model, example_inputs=batch_of_documents(0), **layout)
+        expect_equal_training(plain, parallel, batch_of_documents)
+
+
+@checks.on(2, 3, 4)
+def context_parallel_training_equals_one_device(rank: int, n: int) -> None:
+    """With two rows of five tokens the last of three ranks has one token; on four ranks heads are cut, too."""
+    plain, model = pair()
+    tp = 2 if n == 4 else 1
+    parallel = autotp.parallelize(model, tp=tp, cp=n // tp, example_inputs=batch_of_rows(0))
+    expect_equal_training(plain, parallel, batch_of_rows)
+
+
+@checks.on(2)
+def a_pipeline_of_rows_trains_as_one_device(rank: int, n: int) -> None:
+    """Rows do not depend on each other, so microbatches are right. Packed rows do, and are refused."""
+    plain, model = pair()
+    batch = {"tokens": tokens_of(0, (4, 9)), "labels": tokens_of(1, (4, 9))}
+    trainer = autotp.distribute(
+        model, pp=n, microbatches=2, example_inputs={k: x[:2] for k, x in batch.items()}
+    )  # fmt: skip
+    optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in (plain, trainer)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = plain(**batch)
+        expected.backward()
+        torch.testing.assert_close(trainer.step(**batch), expected.detach(), rtol=1e-10, atol=1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+    _, packed = pair("flash_attn_varlen_func")
+    text = message(autotp.distribute, packed, pp=n, microbatches=2, example_inputs=batch_of_documents(0))
+    assert "attention_kernel.default` mixes the rows of the batch" in text, text
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_flash_functions_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
