@@ -99,5 +99,7 @@ def _ends(query: Tensor, key: Tensor, query_ends: Tensor | None, key_ends: Tenso
     """Returns where documents begin and end: those that are given, or those of the rows of a batch."""
     if query_ends is not None and key_ends is not None:
         return query_ends, key_ends
-    of_queries, of_keys = (torch.arange(x.shape[0] + 1, device="cpu") * x.shape[1] for x in (query, key))
+    of_queries, of_keys = (
+        torch.arange(x.shape[0] + 1, dtype=torch.int32, device="cpu") * x.shape[1] for x in (query, key)
+    )
     return of_queries, of_keys

@@ -130,7 +130,7 @@ def _needs_order(
             yield f"{_name(node)} depends on the order of rows"
     for node in graph.nodes:
         # It reads the sequence whole, on its heads, and in the model's order.
-        if node.target is by_heads and any(touches(axis, leaf) for axis in axes.of(node.args[0])):  # type: ignore[arg-type]
+        if node.target is by_heads and any(touches(axis, leaf) for axis in axes.of(node.args[0])):
             yield "another attention exchanges heads for it"
         readings = list(_readings(node, axes, decision, have, [leaf]))
         moved = [reading for reading in readings if reading.order is not _order(reading.operand, have, [leaf])]
