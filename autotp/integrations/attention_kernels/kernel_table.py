@@ -8,7 +8,8 @@ operator stays one node of the graph. On a GPU nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from autotp.integrations.attention_kernels import kernel_rule
 from autotp.integrations.attention_kernels.flash_functions import flash_formula
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
+from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
 from autotp.model_library import ModelLibrary
 from autotp.rules.call import Call
 from autotp.rules.common import present
@@ -109,6 +111,12 @@ class AttentionKernels(ModelLibrary):
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns what makes one operator of a call of flash-attn's functions."""
         return flash_formula(function) or super().formula_of(function)
+
+    @contextmanager
+    def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
+        """Rows with padding are operands of one operator."""
+        with padding_in_operators(), super().during_capture(exactly, looks):
+            yield
 
     def add_operators(self) -> None:
         """Adds the kernels that are loaded, with their references. NOTE [Kernels that a machine lacks]"""
