@@ -89,5 +89,6 @@ def add_kernel() -> None:
     row = Row(kernel_rule, Trait.ATTENTION)
     add_rows({KERNEL: row, DROPPED: row})
     names = [argument.name for argument in KERNEL._schema.arguments]
-    localize.FORMS |= {KERNEL: _form, DROPPED: _again}
-    erase.FORMS |= {KERNEL: (KERNEL, tuple(names), ""), DROPPED: (KERNEL, tuple(names[:-1]), "fast")}
+    localize.FORMS[KERNEL], localize.FORMS[DROPPED] = _form, _again
+    erase.FORMS[KERNEL] = KERNEL, tuple(names), ""
+    erase.FORMS[DROPPED] = KERNEL, tuple(names[:-1]), "fast"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import wraps
@@ -144,14 +145,18 @@ def test_what_a_part_cannot_compute_is_whole_over_cp_and_listed(name: str) -> No
 def test_the_operator_computes_what_the_function_computes(name: str) -> None:
     """The operator of the graph beside the package's own function, with its gradients."""
     model, inputs = {**CALLS, **WHOLE_OVER_CP}[name]
-    parallel = autotp.parallelize(model.double(), tp=1, example_inputs=inputs)
-    for call in (model, parallel):
-        call.zero_grad()
+    parallel = autotp.parallelize(copy.deepcopy(model).double(), tp=1, example_inputs=inputs)
+    model.double().zero_grad()
     outputs = [call(*inputs) for call in (model, parallel)]
     first, second = (x if isinstance(x, tuple) else (x,) for x in outputs)
     assert len(first) == len(second)
     for expected, computed in zip(first, second, strict=True):
         torch.testing.assert_close(computed, expected)
+    weights = torch.randn(first[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for output in (first[0], second[0]):
+        (output * weights).sum().backward()
+    for expected, computed in zip(model.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(computed.grad, expected.grad)
 
 
 class Block(nn.Module):
