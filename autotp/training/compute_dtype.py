@@ -14,6 +14,7 @@ from autotp.passes.capture.pytree import map_leaves
 from autotp.passes.emit.attach_parameters import ParameterPlace, value_at
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.program.program import Program
+from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.boxes import is_sharded, local_of
@@ -111,8 +112,11 @@ def expect_products_of_one_dtype(program: Program) -> None:
     """Raises Error if a product's operands have different dtypes: buffers keep their own dtype."""
     for node in program.graph.nodes:
         # torch promotes the operands of other operators to one dtype, but not those of products.
-        if contracts(program.axes.bound.get(node)) or has(node.target, Trait.ATTENTION):
-            values = [x for x in (n.meta.get("val") for n in node.all_input_nodes) if isinstance(x, Tensor)]
+        attends = has(node.target, Trait.ATTENTION)
+        if contracts(program.axes.bound.get(node)) or attends:
+            # Query, key, value and the mask: what a kernel reads beside them, such as slopes, may have another dtype.
+            operands = list(arguments_of(node).values())[:4] if attends else node.all_input_nodes
+            values = [x for x in (getattr(n, "meta", {}).get("val") for n in operands) if isinstance(x, Tensor)]
             dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in values if x.is_floating_point()})
             if len(dtypes) > 1:
                 problem = f"compute_dtype: a product of {' and '.join(dtypes)}"

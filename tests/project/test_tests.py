@@ -28,6 +28,7 @@ THROUGH_A_PUBLIC_CALL = {
     "tools/estimation/counts/pieces": "tools/estimation/counts/test_activations",
     "integrations/attention_kernels/kernel_operator": "integrations/attention_kernels/test_flash_functions",
     "integrations/attention_kernels/kernel_rule": "integrations/attention_kernels/test_flash_functions",
+    "integrations/attention_kernels/padded_rows": "integrations/attention_kernels/test_attention_implementations",
     "integrations/attention_kernels/reference": "integrations/attention_kernels/test_flash_functions",
     "integrations/attention_kernels/packed_rows": "integrations/attention_kernels/test_kernel_table",
     "integrations/loops/accelerate_state": "integrations/loops/test_replicas",

@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor
 from autotp.errors import Error
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention
 from autotp.integrations.attention_kernels.packed_rows import read_by_part
+from autotp.integrations.attention_kernels.padded_rows import attention_of_rows
 from autotp.integrations.attention_kernels.reference import REFERENCE, attention_in_one_row
 from autotp.ops.dropout import has_own_stream, own_stream
 from autotp.ops.eager_mode import is_computed
@@ -59,7 +60,8 @@ def _attention_kernel(
     Args:
         query: [batch seq heads width], or packed rows, [tokens heads width].
         key, value: the same with groups in place of heads; the heads of a group read the same keys.
-        query_ends, key_ends: of packed rows, where the documents begin and end: [documents + 1].
+        query_ends, key_ends: of packed rows, where the documents begin and end: [documents + 1]. Of a batch with
+            padding, where its tokens are: [batch seq]. None for a batch without.
         slopes, sinks, scale, softcap, dropout_p: as in `ScoreSettings`.
         longest_query, longest_key: of packed rows, a length that no document exceeds.
         before, after: how many keys before and after its own position a query reads; -1 for all.
@@ -74,6 +76,12 @@ def _attention_kernel(
     if start is not None:
         key, value, query_ends, key_ends = read_by_part(query, key, value, query_ends, key_ends, after, start)
     traced = isinstance(query, FakeTensor) or query.is_meta
+    if query_ends is not None and key_ends is not None and query_ends.dim() == 2:
+        if traced:
+            return REFERENCE(query, key, value, None, None, slopes, sinks, scale, (before, after), softcap)
+        rest = scale, before, after, softcap, dropout_p, function, settings
+        attend = lambda *packed: KERNEL(*packed[:5], slopes, sinks, *packed[5:], *rest)  # noqa: E731
+        return attention_of_rows(attend, query, key, value, query_ends, key_ends)
     nothing = is_computed(query) and not (query.numel() and key.numel())
     if query.is_cpu or traced or nothing:
         scores = ScoreSettings(scale, (before, after), softcap, slopes, sinks, dropout_p)

@@ -1,6 +1,7 @@
 """kernel_rule: how a call of a kernel of attention may be cut, and its call on a rank.
 
     batch          b s h d, b t h d, b t h e -> b s h e, b h s         (k g) in place of h: k groups of g heads
+    with padding   and the masks b s, b t
     packed rows    s h d, t h d, t h e, documents, documents -> s h e, h s
 
 A part of the queries reads all keys, or those up to its own position. With dropout each rank draws a mask of its own.
@@ -29,15 +30,17 @@ from autotp.source_location import line_of
 def kernel_rule(call: Call) -> Rule:
     """Returns the rule of a call of a kernel: heads and rows by themselves, queries by their part."""
     query, key = call["query"], call["key"]
-    packed, mark = call["query_ends"] is not None, "!" if call["dropout_p"] else ""
+    ends, mark = call["query_ends"], "!" if call["dropout_p"] else ""
+    packed, padded = query.dim() == 3, ends is not None and ends.dim() == 2
     shared = Size.of(query.shape[-2]) != Size.of(key.shape[-2])
     heads, groups = (f"(k{mark} g{mark})", f"k{mark}") if shared else (f"h{mark}", f"h{mark}")
     rows = [] if packed else [f"b{mark}"]
-    s = "s^" if mark or call.get("start") is not None else f"s{_mark_of_queries(call)}"
+    s = "s^" if mark or padded or call.get("start") is not None else f"s{_mark_of_queries(call)}"
     slopes = [heads] if call["slopes"] is None or call["slopes"].dim() == 1 else [rows[0] if rows else "n^", heads]
     terms = {
         "query": [*rows, s, heads, "d^"], "key": [*rows, "t^", groups, "d^"], "value": [*rows, "t^", groups, "e^"],
-        "query_ends": ["x^"], "key_ends": ["y^"], "slopes": slopes, "sinks": [heads],
+        "query_ends": [*rows, "s^"] if padded else ["x^"], "key_ends": [*rows, "t^"] if padded else ["y^"],
+        "slopes": slopes, "sinks": [heads],
     }  # fmt: skip
     ins = [term for name, term in terms.items() if call[name] is not None]
     sizes = {"k": key.shape[-2]} if shared else {}
@@ -46,10 +49,10 @@ def kernel_rule(call: Call) -> Rule:
 
 def _mark_of_queries(call: Call) -> str:
     """Returns the mark of the factor of the queries; "^" where a part of them would need other keys."""
-    query, key, packed = call["query"], call["key"], call["query_ends"] is not None
+    query, key = call["query"], call["key"]
     dim = query.dim() - 3
     whole = (call["before"], call["after"]) == (-1, -1)
-    if whole and not packed:
+    if whole and call["query_ends"] is None:
         return "" if call["slopes"] is None else "^"
     same = call["query_ends"] is call["key_ends"] and Size.of(query.shape[dim]) == Size.of(key.shape[dim])
     return "!" if (whole and call["slopes"] is None) or (call["after"] == 0 and same) else "^"
@@ -86,5 +89,6 @@ def add_kernel() -> None:
     row = Row(kernel_rule, Trait.ATTENTION)
     add_rows({KERNEL: row, DROPPED: row})
     names = [argument.name for argument in KERNEL._schema.arguments]
-    localize.FORMS |= {KERNEL: _form, DROPPED: _again}
-    erase.FORMS |= {KERNEL: (KERNEL, tuple(names), ""), DROPPED: (KERNEL, tuple(names[:-1]), "fast")}
+    localize.FORMS[KERNEL], localize.FORMS[DROPPED] = _form, _again
+    erase.FORMS[KERNEL] = KERNEL, tuple(names), ""
+    erase.FORMS[DROPPED] = KERNEL, tuple(names[:-1]), "fast"

@@ -25,6 +25,7 @@ from autotp.integrations.attention_kernels.flex.mask_arguments import register_b
 from autotp.integrations.attention_kernels.flex.recorded import as_operators, by_products_alone
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
+from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
 from autotp.model_library import ModelLibrary
 from autotp.rules.call import Call
 from autotp.rules.common import present
@@ -113,6 +114,12 @@ class AttentionKernels(ModelLibrary):
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns what makes one operator of a call of flash-attn's functions."""
         return flash_formula(function) or super().formula_of(function)
+
+    @contextmanager
+    def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
+        """Rows with padding are operands of one operator."""
+        with padding_in_operators(), super().during_capture(exactly, looks):
+            yield
 
     def add_operators(self) -> None:
         """Adds the kernels that are loaded, with their references. NOTE [Kernels that a machine lacks]"""

@@ -135,7 +135,9 @@ def as_on_one_device(exactly: bool, looks: bool) -> Iterator[None]:
         mode = stack.enter_context(_OfOthers(made))
         # In the tables: from them transformers takes the functions of an implementation by its name.
         makers = masks.AttentionMaskInterface._global_mapping  # type: ignore[union-attr]
-        stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], left_out, made)}))
+        flash = getattr(masks, "flash_attention_mask", makers)
+        of_flash = {name: _padding(masks, maker, looks) for name, maker in makers.items() if maker is flash}
+        stack.enter_context(patch.dict(makers, {"sdpa": _making(makers["sdpa"], left_out, made), **of_flash}))
         readers = attention.AttentionInterface._global_mapping  # type: ignore[union-attr]
         stack.enter_context(patch.dict(readers, {"sdpa": _reading(readers["sdpa"], mode)}))
         try:
@@ -154,6 +156,21 @@ def _looked(masks: Any, real: Callable[..., bool]) -> Callable[..., bool]:
             return bool(real(*args, **kwargs))
 
     return asked
+
+
+def _padding(masks: Any, real: Callable[..., Any], looks: bool) -> Callable[..., Any]:
+    """Returns a function that makes the mask of flash-attn: the padding, or None where a look says that there is none.
+
+    It does not look where it may not: the padding is right for each batch.
+    """
+
+    def mask(*args: Any, attention_mask: Any = None, kv_length: int = 0, **kwargs: Any) -> Any:
+        if looks:
+            with _looking(masks), looking():
+                return real(*args, attention_mask=attention_mask, kv_length=kv_length, **kwargs)
+        return None if attention_mask is None else attention_mask[:, -kv_length:]
+
+    return mask
 
 
 def _noting(masks: Any, real: Callable[..., bool], causal: bool, looks: _Looks) -> Callable[..., bool]:

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
-import kernel_packages  # noqa: F401  It puts the stand-ins on the path.
 import pytest
 import torch
 import torch.nn.functional as F
 from errors import message
+from kernel_packages import flash_attn, flash_attn_interface
 from ranks import Checks
 from torch import Tensor, nn
 
 import autotp
+from autotp.compiler import analyse
 from autotp.diagnostics.verify import compare_calls
+from autotp.integrations.attention_kernels.kernel_operator import KERNEL
 from autotp.options import Options
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.training.compute_dtype import expect_products_of_one_dtype
 
-import flash_attn  # isort: skip  The stand-in.
-
-checks = Checks()
+checks, on_cards = Checks(), Checks(cards=True)
 WIDTH, HEAD = 32, 8
 LENGTHS = [[6, 3, 11], [5, 5, 4, 9], [1, 16], [7, 7, 7, 7]]
 
 
 class Attention(nn.Module):
     """Attention by one of flash-attn's functions: [batch seq width] -> the same, and the log-sum-exp if asked for."""
+
+    package: Any = flash_attn
 
     def __init__(self, function: str = "flash_attn_func", heads: int = 4, groups: int = 2, **settings: Any) -> None:
         super().__init__()
@@ -41,11 +48,11 @@ class Attention(nn.Module):
         if "packed" in self.function:
             operands = [torch.stack([q, k, v], -3)] if together else [q, torch.stack([k, v], -3)]
         lengths = [x for x in ends for _ in range(1 if together else 2)]  # Of queries, and of keys.
-        result = getattr(flash_attn, self.function)(*operands, *lengths, **self.settings, **self.slopes())
+        result = getattr(self.package, self.function)(*operands, *lengths, **self.settings, **self.by_head())
         output, *others = result if isinstance(result, tuple) else (result,)
         return (self.o(output.flatten(-2)), others[0]) if others else self.o(output.flatten(-2))
 
-    def slopes(self) -> dict[str, Tensor]:
+    def by_head(self) -> dict[str, Tensor]:
         return {}
 
 
@@ -57,8 +64,21 @@ class WithSlopes(Attention):
         shape = [rows] * bool(rows) + [self.q.out_features // HEAD]
         self.register_buffer("alibi", torch.linspace(0.1, 0.9, math.prod(shape)).view(shape))
 
-    def slopes(self) -> dict[str, Tensor]:
+    def by_head(self) -> dict[str, Tensor]:
         return {"alibi_slopes": self.alibi}
+
+
+class WithSinks(Attention):
+    """flash-attn 4 with a learned sink for each head."""
+
+    package = flash_attn.cute
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.sinks = nn.Parameter(torch.linspace(-1, 1, self.q.out_features // HEAD))
+
+    def by_head(self) -> dict[str, Tensor]:
+        return {"learnable_sink": self.sinks}
 
 
 def rows(batch: int = 2, seq: int = 7, seed: int = 0) -> tuple[Tensor, ...]:
@@ -81,6 +101,8 @@ CALLS: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "no groups": (Attention(groups=4, **CAUSAL), rows()),
     "slopes": (WithSlopes(**CAUSAL), rows()),
     "slopes by row": (WithSlopes(rows=2, **CAUSAL), rows()),
+    "sinks": (WithSinks(**CAUSAL, window_size=(3, 0)), rows()),
+    "packed sinks": (WithSinks("flash_attn_varlen_func", **CAUSAL), documents(LENGTHS[0])),
     "log-sum-exp": (Attention(return_attn_probs=True), rows()),
     "joined": (Attention("flash_attn_qkvpacked_func", groups=4, **CAUSAL), rows()),
     "joined keys": (Attention("flash_attn_kvpacked_func"), rows()),
@@ -123,14 +145,18 @@ def test_what_a_part_cannot_compute_is_whole_over_cp_and_listed(name: str) -> No
 def test_the_operator_computes_what_the_function_computes(name: str) -> None:
     """The operator of the graph beside the package's own function, with its gradients."""
     model, inputs = {**CALLS, **WHOLE_OVER_CP}[name]
-    parallel = autotp.parallelize(model.double(), tp=1, example_inputs=inputs)
-    for call in (model, parallel):
-        call.zero_grad()
+    parallel = autotp.parallelize(copy.deepcopy(model).double(), tp=1, example_inputs=inputs)
+    model.double().zero_grad()
     outputs = [call(*inputs) for call in (model, parallel)]
     first, second = (x if isinstance(x, tuple) else (x,) for x in outputs)
     assert len(first) == len(second)
     for expected, computed in zip(first, second, strict=True):
         torch.testing.assert_close(computed, expected)
+    weights = torch.randn(first[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for output in (first[0], second[0]):
+        (output * weights).sum().backward()
+    for expected, computed in zip(model.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(computed.grad, expected.grad)
 
 
 class Block(nn.Module):
@@ -244,6 +270,116 @@ def a_pipeline_of_rows_trains_as_one_device(rank: int, n: int) -> None:
     _, packed = pair("flash_attn_varlen_func")
     text = message(autotp.distribute, packed, pp=n, microbatches=2, example_inputs=batch_of_documents(0))
     assert "attention_kernel.default` mixes the rows of the batch" in text, text
+
+
+def dropped(n: int, seed: int, **layout: Any) -> tuple[Tensor, Tensor]:
+    """The output of attention with dropout in which all heads have the same weights and values of one; its gradient."""
+    model = Attention(groups=4, dropout_p=0.5).double()
+    with torch.no_grad():
+        for part in (model.q, model.k):
+            part.weight.copy_(torch.randn(HEAD, WIDTH, generator=torch.Generator().manual_seed(0)).repeat(4, 1))
+        model.v.weight.fill_(1 / WIDTH)
+        model.o.weight.copy_(torch.eye(WIDTH))
+    parallel = autotp.parallelize(model, tp=n, example_inputs=rows(), **layout)
+    torch.manual_seed(seed)
+    x = torch.ones(2, 7, WIDTH, dtype=torch.float64, requires_grad=True)
+    output = parallel(x)
+    output.square().sum().backward()
+    assert x.grad is not None
+    return autotp.gather(output).detach(), x.grad
+
+
+@checks.on(2)
+def dropout_has_a_mask_of_its_own_on_each_rank(rank: int, n: int) -> None:
+    """And the same one when backward computes a block again."""
+    output, gradient = dropped(n, 1)
+    first, second = output.unflatten(-1, (2, -1)).unbind(-2)  # The heads of each rank.
+    assert not torch.equal(first, second)
+    # Each weight is dropped, or doubled: the mean over many is one.
+    assert abs(output.mean() - 1) < 0.3
+    again, its_gradient = dropped(n, 1, recompute="full")
+    torch.testing.assert_close(again, output)
+    torch.testing.assert_close(its_gradient, gradient)
+    assert not torch.equal(dropped(n, 2)[0], output)
+
+
+def test_a_mask_of_one_device_is_refused() -> None:
+    model, exactly = Attention(dropout_p=0.5).double(), Options(randomness="exact")
+    text = message(compare_calls, model, (rows(), {}), 2, exactly)
+    assert 'randomness="fast"' in text and "cannot repeat" in text and "by_head" in text
+
+
+def test_slopes_may_have_another_dtype_than_products() -> None:
+    """Buffers are not cast by `compute_dtype`, and the kernels take slopes in float32."""
+    model = WithSlopes(**CAUSAL).bfloat16()
+    model.alibi = model.alibi.float()
+    program = analyse(skeleton_of(model), (rows()[0].bfloat16(),), {}, 2, Options())
+    assert any(node.target is KERNEL for node in program.graph.nodes)
+    expect_products_of_one_dtype(program)
+
+
+@pytest.mark.parametrize("argument", ["qv", "q_descale"])
+def test_a_tensor_without_a_rule_is_refused(argument: str) -> None:
+    class Descaled(Attention):
+        package = flash_attn_interface
+
+        def by_head(self) -> dict[str, Tensor]:
+            return {argument: torch.ones(1)}
+
+    text = message(autotp.explain, Descaled().double(), tp=2, example_inputs=rows())
+    assert f"FlashAttnFunc gets `{argument}`, for which autotp has no rule" in text
+    assert "F.scaled_dot_product_attention, or a call without it" in text
+
+
+@on_cards.on(2)
+def on_a_card_a_rank_calls_the_kernel_with_its_heads(rank: int, n: int) -> None:
+    called, forward = list[tuple[int, ...]](), flash_attn.flash_attn_interface.FlashAttnFunc.forward
+
+    @wraps(forward)
+    def noting(ctx: Any, q: Tensor, k: Tensor, *others: Any) -> Any:
+        called.append((q.device.type == "cuda", q.shape[2], k.shape[2]))
+        return forward(ctx, q, k, *others)
+
+    plain, model = (x.bfloat16() for x in pair())
+    with patch.object(flash_attn.flash_attn_interface.FlashAttnFunc, "forward", staticmethod(noting)):
+        parallel = autotp.parallelize(model, tp=n, example_inputs=batch_of_rows(0))
+        loss = parallel(*(x.cuda() for x in batch_of_rows(1)))
+        loss.backward()
+    assert called == [(True, 2, 1)] * 2
+    expected = plain(*batch_of_rows(1))
+    expected.backward()
+    torch.testing.assert_close(loss.detach().cpu().float(), expected.detach().float(), rtol=0.01, atol=0.01)
+    whole = autotp.gather(parallel.blocks[0].attention.q.weight.grad).cpu().float()
+    torch.testing.assert_close(whole, plain.blocks[0].attention.q.weight.grad.float(), rtol=0.05, atol=0.005)
+
+
+@on_cards.on(2)
+def on_a_card_what_the_kernel_refuses_is_told_on_each_rank(rank: int, n: int) -> None:
+    _, model = pair()
+    parallel = autotp.parallelize(model.float(), tp=n, example_inputs=batch_of_rows(0))
+    text = message(parallel, *(x.cuda() for x in batch_of_rows(1)))
+    assert "FlashAttnFunc gets float32, and computes in float16 and bfloat16" in text
+    assert 'attn_implementation="sdpa"' in text
+
+
+@on_cards.on(2)
+def on_a_card_wide_heads_are_refused_when_the_model_is_captured(rank: int, n: int) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(WIDTH, 4 * 264)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x).unflatten(-1, (4, -1))
+            return flash_attn.flash_attn_func(q, q, q)
+
+    text = message(autotp.parallelize, Wide().bfloat16(), tp=n, example_inputs=rows()[0].bfloat16().cuda())
+    assert "FlashAttnFunc gets heads of width 264, and computes with at most 256" in text, text
+
+
+@pytest.mark.parametrize(("n", "name"), on_cards.cases())
+def test_flash_functions_on_cards(n: int, name: str) -> None:
+    on_cards.expect(n, name)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

@@ -1,6 +1,6 @@
 """Stand-ins for packages of kernels that no test machine has, with their signatures; they compute by plain torch.
 
-`import kernel_packages` puts them on the path: then `import flash_attn` and `import flash_attn_interface` find them.
+`from kernel_packages import flash_attn` puts them on the path: then `import flash_attn` finds it elsewhere, too.
 Their operators have the names of the real ones, and run on CPUs in any dtype. On pretended cards they refuse float32.
 """
 
@@ -12,6 +12,10 @@ from unittest.mock import patch
 
 if (PLACE := str(Path(__file__).parent)) not in sys.path:
     sys.path.append(PLACE)
+
+import flash_attn as flash_attn
+import flash_attn.cute  # noqa: F401
+import flash_attn_interface as flash_attn_interface
 
 
 @contextmanager
