@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kernel_packages
 import pytest
 import torch
 from ranks import run_ranks
@@ -27,7 +28,8 @@ def llama(attention: str) -> nn.Module:
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, max_position_embeddings=64, attn_implementation=attention, pad_token_id=0,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    with kernel_packages.usable_in_transformers():
+        return transformers.LlamaForCausalLM(config)
 
 
 def batch(step: int, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
