@@ -133,6 +133,6 @@ class Throughput:
 
 
 def _wait_for_device() -> None:
-    """Waits for the work of a device: its kernels may run later than the calls."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    """Waits for the work of the GPU: its kernels run later than the calls."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
