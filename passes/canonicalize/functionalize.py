@@ -53,6 +53,8 @@ SCATTERS = {
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
 """A view of a part of a tensor -> the operator that replaces this part."""
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+"""Operators whose results are slices that follow one another."""
 
 
 def functionalize(
@@ -209,7 +211,11 @@ class _Versions:
     def _write(self, node: fx.Node, value: fx.Node) -> None:
         """Sets the value of `node` to `value`, and updates the tensor that `node` is a view of."""
         source = self._source(node)
-        if source is not None:
+        if source is not None and node.target is operator.getitem:
+            whole = self._source(source)
+            assert whole is not None
+            self._write(whole, _scattered_item(self.builder, node, source, self.read(whole, detached=True), value))
+        elif source is not None:
             rest = fx.map_arg(node.args[1:], lambda n: self.read(n))
             passed = self._without_gradient(source, node, value) if has(node.target, Trait.NO_GRADIENT) else value
             self._write(source, _scattered(self.builder, node, rest, self.read(source, detached=True), passed))
@@ -358,10 +364,19 @@ def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, value: fx.
         # The inverse permutation puts the value back.
         order = [d % len(rest[0]) for d in rest[0]]
         return builder.call(aten.permute.default, value, [order.index(d) for d in range(len(order))])
-    raise _refused(
-        view,
-        f"an in-place operator writes through `{target if isinstance(target, OpOverload) else 'one of several views'}`",
-    )
+    raise _refused(view, f"an in-place operator writes through `{target}`")
+
+
+def _scattered_item(builder: Builder, item: fx.Node, items: fx.Node, base: Any, value: fx.Node) -> fx.Node:
+    """Returns `base` with one of several views of it replaced by `value`: an item of `unbind`, or of a split."""
+    place: Any = item.args[1]
+    dim = arguments_of(items).get("dim", 0)
+    if items.target is aten.unbind.int:
+        return builder.call(aten.select_scatter.default, base, value, dim, place)
+    sizes = [x.shape[dim] for x in items.meta["val"][: place + 1]]
+    if items.target not in SPLITS or not all(isinstance(size, int) for size in sizes):
+        raise _refused(item, "an in-place operator writes through one of several views")
+    return builder.call(aten.slice_scatter.default, base, value, dim, sum(sizes[:-1]), sum(sizes))
 
 
 def _diagonal(builder: Builder, node: fx.Node, wrap: bool) -> fx.Node:

@@ -57,6 +57,16 @@ def test_the_first_command_prints_what_is_shown() -> None:
     assert found.endswith(f"\n{expected}") and len(expected.splitlines()) == 2
 
 
+def trained(rank: int, n: int) -> str:
+    return printed(block("# ordinary single-GPU code"))
+
+
+def test_a_pasted_training_prints_its_losses() -> None:
+    """On the first of two ranks, and in one process."""
+    _, shown = BLOCKS[BLOCKS.index(("python", block("# ordinary single-GPU code"))) + 1]
+    assert run_ranks(trained, 2) == [shown, ""] and run_ranks(trained, 1) == [shown]
+
+
 def test_the_picture_is_the_plan_of_today() -> None:
     """`python docs/figures/plan.py` draws it."""
     spec = spec_from_file_location("plan_figure", PAGE.parent / "docs" / "figures" / "plan.py")

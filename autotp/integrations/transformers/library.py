@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from autotp.integrations import scipy_assignment
 from autotp.integrations.loops import (
     accelerate_state,
     accelerator_methods,
@@ -36,6 +37,7 @@ PACKAGES = ("transformers", "peft")
 ROWS_BY_NAME: Mapping[str, Row] = {
     "transformers::grouped_mm_fallback": Row(grouped_mm),
     spec_augment.NAME: Row(entire),
+    scipy_assignment.NAME: Row(entire),
 }
 COMMUNICATION = ""
 STYLES: Mapping[str, str | int] = {
@@ -60,7 +62,7 @@ class Transformers(ModelLibrary):
         return package in PACKAGES or super().has_models_in(package)
 
     def add_operators(self) -> None:
-        """Adds the operators that transformers registers, and the one that stands for SpecAugment."""
+        """Adds the operators that transformers registers, and those that stand for numpy's and scipy's work."""
         rows = {loaded_operator(name): row for name, row in ROWS_BY_NAME.items()}
         add_rows({op: row for op, row in rows.items() if op is not None})
         super().add_operators()
@@ -153,11 +155,11 @@ class Transformers(ModelLibrary):
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
         """Attention leaves out the masks that it leaves out on one device, where this makes a difference.
 
-        Masks of SpecAugment are operators.
+        Masks of SpecAugment, and assignments of scipy, are operators.
         """
         with (
             masks.as_on_one_device(exactly, looks), spec_augment.masks_as_operators(),
-            super().during_capture(exactly, looks),
+            scipy_assignment.assignments_as_operators(), super().during_capture(exactly, looks),
         ):  # fmt: skip
             yield
 

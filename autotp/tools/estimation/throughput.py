@@ -51,16 +51,14 @@ class Throughput:
         self._start = time.perf_counter()
 
     def measure(self, tokens: int | None = None, steps: int = 1) -> dict[str, float]:
-        """Returns the numbers since the time began, and begins it again. It waits for the device.
+        """Returns the numbers since the time began, and begins it again.
 
-        Every rank may call it, or the first alone: it sends nothing.
+        They are "tokens_per_second", unless the model's rows have no tokens, and "mfu", a part of 1, where it is known.
+        The call waits for the device. Every rank may make it, or the first alone: it sends nothing.
 
         Args:
             tokens: the tokens since then, of all replicas; by default those of `steps` steps of the estimate.
             steps: the optimizer's steps since then; they count where no tokens are given.
-
-        Returns:
-            "tokens_per_second", unless the model's rows have no tokens; and "mfu", a part of 1, where it is known.
 
         Raises:
             Error: no tokens are known, or the estimate is of another number of devices.
@@ -135,6 +133,6 @@ class Throughput:
 
 
 def _wait_for_device() -> None:
-    """Waits for the work of a device: its kernels may run later than the calls."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    """Waits for the work of the GPU: its kernels run later than the calls."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

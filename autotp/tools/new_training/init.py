@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.diagnostics.verify import expect_blocks, expect_layout, microbatches_of, training_of
+from autotp.errors import Error
 from autotp.integrations.transformers.files.safetensors_files import INDEX, ONE_FILE
 from autotp.integrations.transformers.processor_files import has_tokenizer
 from autotp.options import DEFAULTS
@@ -34,6 +35,9 @@ from autotp.tools.cli.model_argument import OBJECT, ModelArgument, object_named,
 from autotp.tools.cli.output import WrongUse, arguments_in_use, print_json
 from autotp.tools.conversion.formats import OF_TORCH
 from autotp.tools.estimation.estimate import LENGTHS
+from autotp.tools.estimation.layout import StepLayout
+from autotp.tools.estimation.seconds.hardware import GIB, hardware_of
+from autotp.tools.estimation.start_lines import python_line
 
 STARTS = {
     "torchrun": ("run.sh", "sh run.sh"),
@@ -73,6 +77,7 @@ def init(
     gpus: Annotated[
         int | None, typer.Option("--gpus-per-machine", min=1, help="Processes on a machine; else all, up to 8")
     ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="KIND|LINE", help="Write what fits this device")] = None,
     json: Json = False,
     debug: Debug = False,
     *,
@@ -80,7 +85,8 @@ def init(
 ) -> None:
     """Writes train.py, which trains a model with checkpoints, and what starts it. No file is overwritten.
 
-    Here MODEL is a folder of transformers, its config.json, or a callable.
+    Here MODEL is a folder of transformers, its config.json, or a callable. With --gpu, a layout that does not fit is an
+    error, with one that does; the devices are those of `autotp estimate`.
 
     Example: autotp init file.py:factory --launcher torchrun --tp 2
     """
@@ -111,6 +117,11 @@ def init(
     # A token is a byte or more.
     if text is not None and text.stat().st_size <= rows * constants["SEQUENCE"]:
         raise WrongUse(f"--text {text} is too short: a step takes {rows} rows of {constants['SEQUENCE']} tokens")
+    if gpu is not None:
+        with arguments_in_use():
+            hardware_of(gpu)
+        call = {"sequence": constants.get("SEQUENCE"), "example_inputs": argument.example_inputs()}
+        _expect_to_fit(model.float(), gpu, StepLayout(batch=rows, tp=tp, pp=pp, dp=dp), parts, call)
     checkout = Path(autotp.__file__).resolve().parents[1]
     from_checkout = (checkout / "setup.cfg").is_file()
     places = {
@@ -130,6 +141,30 @@ def init(
         print_json({"ok": True, "files": [str(out / SCRIPT), str(out / file)], "start": start})
     else:
         print(f"wrote {out / SCRIPT} and {out / file}\nstart it in {out}: {start}")
+
+
+def _expect_to_fit(model: nn.Module, gpu: str, layout: StepLayout, parts: int, call: Mapping[str, Any]) -> None:
+    """Raises Error if a device has no memory for what train.py trains; it names a layout that fits, if there is one.
+
+    Args:
+        model: with float32 parameters, as train.py has them.
+        layout: its tp, pp, dp and batch.
+        parts: the microbatches of a replica.
+        call: `sequence` and `example_inputs`, as for `estimate`.
+    """
+    size: dict[str, Any] = {"gpu": gpu, "batch": layout.batch, "dtype": torch.bfloat16, **call}
+    micro_batch = layout.batch // (layout.dp * parts)
+    est = autotp.estimate(model, tp=layout.tp, pp=layout.pp, dp=layout.dp, micro_batch=micro_batch, **size)
+    if est.fits:
+        return
+    most, room = est.fullest.reserved / GIB, est.device.memory / GIB
+    problem = f"init: {est.layout} does not fit: at most {most:.1f} of {room:.1f} GiB of a {gpu}"
+    try:
+        best = autotp.search(model, gpus=layout.devices, **size).best[0].layout
+    except Error:
+        raise Error(problem, fix=f"more ranks: no layout of {layout.devices} fits") from None
+    flags = f"--tp {best.tp} --pp {best.pp} --dp {best.dp}"
+    raise Error(problem, fix=f"{flags} without --gpu; then in train.py: {python_line(best)}")
 
 
 def facts_of(model: nn.Module, argument: ModelArgument, text: Path | None, sequence: int | None) -> dict[str, Any]:

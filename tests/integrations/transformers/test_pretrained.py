@@ -89,7 +89,7 @@ def training_from_a_folder_and_back(rank: int, n: int) -> None:
             one_loss.backward()
             # transformers computes a loss in float32, whatever the dtype of the model is.
             torch.testing.assert_close(
-                loss,
+                loss.cpu(),
                 one_loss.detach(),
                 rtol=1e-5,
                 atol=0,

@@ -31,7 +31,10 @@ def written(*views: tuple[Any, ...], target: Any = aten.add_.Scalar, args: tuple
             found.append(call(view, found[-1], *rest))
         given = [found[0] if arg == "itself" else arg for arg in args]
         last = call(target, found[-1], *given)
-        return tuple(call(aten.mul.Scalar, value, 2) for value in (*found, last))
+        single = [value for value in (*found, last) if isinstance(value.meta["val"], Tensor)]
+        several = [value for value in found if not isinstance(value.meta["val"], Tensor)]
+        single += [call(operator.getitem, value, i) for value in several for i in range(len(value.meta["val"]))]
+        return tuple(call(aten.mul.Scalar, value, 2) for value in single)
 
     return make
 
@@ -70,6 +73,12 @@ def test_functionalize_does_the_docstring_s_example() -> None:
         pytest.param(
             written((aten.select.int, 0, 1), (aten.slice.Tensor, 1, 2), (aten.t.default,)), id="view-of-views"
         ),
+        pytest.param(written((aten.unbind.int,), (operator.getitem, 1)), id="item-of-unbind"),
+        pytest.param(written((aten.unbind.int, -1), (operator.getitem, 0)), id="item-of-unbind-behind"),
+        pytest.param(written((aten.unbind.int,), (operator.getitem, 1), (aten.select.int, 1, 2)), id="view-of-an-item"),
+        pytest.param(written((aten.split.Tensor, 1, -1), (operator.getitem, 1)), id="item-of-split"),
+        pytest.param(written((aten.split_with_sizes.default, [1, 3], 2), (operator.getitem, 1)), id="item-of-sizes"),
+        pytest.param(written((aten.chunk.default, 2, 2), (operator.getitem, 1)), id="item-of-chunk"),
         pytest.param(written(target=aten.zero_.default, args=()), id="zero"),
         pytest.param(written(target=aten.copy_.default, args=(torch.ones(4),)), id="copy-broadcast-of-another-dtype"),
         pytest.param(written(target=aten.eq_.Scalar, args=(1.0,)), id="comparison-keeps-the-dtype"),

@@ -384,3 +384,27 @@ def test_templates_are_scripts_that_run_as_they_are() -> None:
     assert max(rates) == 1 and rates[0] == 1 / train.WARMUP and rates[-1] == pytest.approx(0.1)
     assert rates[train.WARMUP :] == sorted(rates[train.WARMUP :], reverse=True)
     assert ray_train.WORKERS == train.TP * train.PP * train.DP and torch.is_tensor(train.TokenRows()[0]["labels"])
+
+
+def test_a_layout_that_does_not_fit_is_not_written(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error says what `search` finds; where nothing fits, that more ranks are needed."""
+    monkeypatch.chdir(own.parent)
+    (own.parent / "wide_models.py").write_text(OWN.replace("width=16", "width=4096"))
+    words = ["init", "wide_models.py:build", "--launcher", "torchrun", "--batch", "32"]
+
+    def with_memory(gib: float, *layout: str) -> tuple[int, str]:
+        device = f"312TF 2TB/s {gib}GiB node=4x300GB/s net=25GB/s"
+        status = run([*words, *layout, "--gpu", device])
+        return status, " ".join(capsys.readouterr().err.split())
+
+    replicas = ("--tp", "1", "--dp", "2")
+    status, said = with_memory(4.5, *replicas)
+    assert status == 1 and "tp=1, pp=1, dp=2, micro_batch=16 does not fit: at most 9.8 of 4.5 GiB" in said
+    assert "try --tp 2 --pp 1 --dp 1 without --gpu; then in train.py: trainer = autotp.distribute(model, tp=2," in said
+    status, said = with_memory(1, *replicas)
+    assert status == 1 and said.endswith("try more ranks: no layout of 2 fits")
+    assert not (own.parent / "train.py").exists()
+    assert with_memory(80, *replicas)[0] == 0 and (own.parent / "train.py").exists()
+    assert run([*words, "--gpu", "a100"]) == 2  # No such kind.
