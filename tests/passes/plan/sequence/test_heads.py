@@ -211,6 +211,18 @@ def test_check_refuses_a_collective_over_the_wrong_axis(name: str, monkeypatch: 
         program(Grouped(), 1, 2, inputs(), cp_attention=how)
 
 
+def test_estimate_prices_the_exchange() -> None:
+    """An all-to-all of a rank's part of each operand, and nothing that the gather waits for."""
+    with torch.device("meta"):
+        model = gpt(**SIZES | {"block_size": 2048, "n_embd": 256}, dropout=0.0)
+    spent = {
+        how: autotp.estimate(model, gpu="h100-80gb", batch=1, cp=4, cp_attention=how).spent
+        for how in ("auto", "gather", "heads")
+    }
+    assert spent["auto"] == spent["heads"] and spent["heads"]["all-to-all cp"] > 0
+    assert "all-to-all cp" not in spent["gather"] and "reduce-scatter cp" not in spent["heads"]
+
+
 class Two(nn.Module):
     """Causal attention of heads that suffice, and of heads that do not. x: [rows seq 16] -> the same"""
 
