@@ -19,9 +19,9 @@ its mask, and the product of both. Attention with dropout keeps where it is caus
 is fused and keeps no scores, but a number a row and head, e a/h. Two numbers a row of each norm are kept, too, 4 e/h.
 A mask of torch.dropout on the CPU takes e bytes, ours (of what is cut) 1.
 
-With --sequences the ranks cut the sequence (`cp`). Then a rank keeps 1/cp of what one rank keeps, but for keys and
-values: these are whole, 2 s b h elements. It sends keys and values once in forward, and their gradients once in
-backward, (cp - 1)/cp of them each; and one sum of the parameters' gradients.
+With --sequences the ranks cut the sequence (`cp`), and gather keys and values. Then a rank keeps 1/cp of what one rank
+keeps, but for keys and values: these are whole, 2 s b h elements. It sends keys and values once in forward, and their
+gradients once in backward, (cp - 1)/cp of them each; and one sum of the parameters' gradients.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def sent(config: GPTConfig, batch: int, cp: int) -> tuple[float, float]:
         return 0.0, 0.0
     tokens = torch.zeros(batch, config.block_size, dtype=torch.long)
     inputs = {"tokens": tokens, "labels": tokens}
-    plan = autotp.explain(GPT(replace(config, n_layer=2)), 1, cp=cp, example_inputs=inputs)
+    plan = autotp.explain(GPT(replace(config, n_layer=2)), 1, cp=cp, cp_attention="gather", example_inputs=inputs)
     own = [s for s in plan.traffic.over("cp").sends if block_in(s.module) == "h.1" and not s.parameter]
     forward, backward = (sum(s.bytes for s in own if s.backward == back) * (cp - 1) / cp for back in (False, True))
     return forward, backward
@@ -201,7 +201,7 @@ def measure_sequences(config: GPTConfig, batch: int, ranks: int) -> list[Sequenc
     whole = 2 * config.block_size * batch * config.n_embd * 4
     for cp in (n for n in range(1, ranks + 1) if ranks % n == 0):
         mesh = init_device_mesh("cpu", (ranks // cp, cp, 1), mesh_dim_names=("dp", "cp", "tp"))
-        found = of_a_layer(config, batch, mesh=mesh)
+        found = of_a_layer(config, batch, mesh=mesh, cp_attention="gather")
         first = rows[0].kept if rows else found
         rows.append(SequenceRow(cp, found, (first - whole) / cp + whole, first, *sent(config, batch, cp)))
     return rows

@@ -16,7 +16,7 @@ def apart(x: Tensor) -> Tensor:
 
 
 def by_heads(x: Tensor, dim: int, parts: int, group: int, separate: tuple[int, ...]) -> Tensor:
-    """Returns `x`, whose `heads` are `(h p g)`: `parts` interleaved parts p. See `passes/plan/sequence/heads.py`.
+    """Returns `x`, whose heads are `(h p g)`, with `parts` positions of p: see `passes/plan/sequence/heads.py`.
 
     Args:
         x: queries, keys or values of an attention, [... heads ...].

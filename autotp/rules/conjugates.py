@@ -32,7 +32,7 @@ def two_other_lengths(call: Call) -> Rule:
     return Rule.of(spell([before], [after]), "all")
 
 
-def by_heads(call: Call) -> Rule:
+def heads_in_parts(call: Call) -> Rule:
     """`by_heads`: the heads are `(h p)`, or `(h p g)` with `g` heads of queries for each of keys."""
     (x,), dim, sizes = call.operands, call.dim(), {"p": call["parts"], "g": call["group"]}
     ns = [f"n{d}" for d in range(x.dim())]

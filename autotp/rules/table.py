@@ -237,7 +237,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     lookup.gather: Row(f.parallel_gather),
     # No factor is passed through: this is what separates the axes of the result.
     placement_moves.apart: Row(f.entire),
-    placement_moves.by_heads: Row(c.by_heads),
+    placement_moves.by_heads: Row(c.heads_in_parts),
     placement_moves.take: Row(c.another_length),
     placement_moves.place: Row(c.another_length),
     placement_moves.first: Row(c.whole_along),

@@ -417,6 +417,19 @@ class Moving(nn.Module):
         return self.last(torch.tanh(self.middle(F.gelu(self.first(x))))), fused, weights.transpose(1, 2).flatten(2, 3)
 
 
+class Exchanging(nn.Module):
+    """A value that is cut along its width, between products over its rows that are cut along the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.rows, self.down = nn.Linear(5, 12), nn.Linear(6, 6), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch 6 5]"""
+        mixed = self.rows(self.up(x).relu().transpose(1, 2)).relu().transpose(1, 2)
+        return self.down(mixed)
+
+
 # ---- cases
 
 
@@ -460,6 +473,15 @@ def moving(tp: int, cuts: dict[str, int]) -> Case:
     for name, (dim, *how) in given.items():
         layouts[name] = parts(layouts[name].shape, dim, tp, *how)
     return Case(model, {"x": torch.randn(2, 3, 12, dtype=torch.float64)}, tp, "full", layouts=layouts)
+
+
+def exchanging(tp: int) -> Case:
+    """`Exchanging`, of which each product is cut along another axis."""
+    model = made(Exchanging())
+    cuts = {"up.weight": 0, "up.bias": 0, "rows.weight": 0, "rows.bias": 0, "down.weight": 1}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    layouts = {name: parts(shape, cuts[name], tp) if name in cuts else Layout(shape) for name, shape in shapes.items()}
+    return Case(model, {"x": torch.randn(2, 6, 5, dtype=torch.float64)}, tp, layouts=layouts)
 
 
 def made(model: nn.Module, train: bool = True) -> nn.Module:
@@ -520,6 +542,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "gathering": lambda: moving(
         2, {"last.weight": 1, "middle.weight": 0, "middle.bias": 0, "first.weight": 0, "first.bias": 0}
     ),
+    "exchanging": lambda: exchanging(2),
     "scattering": lambda: moving(
         2, {"first.weight": 0, "first.bias": 0, "middle.weight": 1, "middle.bias": 0, "last.weight": 1}
     ),

@@ -39,8 +39,8 @@ OPERANDS = 3
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """An attention whose heads may be exchanged for its sequence.
+class AttentionBytes:
+    """What an attention sends over cp in either way.
 
     Attributes:
         node: the attention.
@@ -98,7 +98,7 @@ def exchange_heads(
     Raises:
         Error: the heads of an attention do not suffice for `choice="heads"`.
     """
-    candidates = [_exchange(node, cut, cp) for node in cut.graph.nodes if _reads_sequence(node, cut)]
+    candidates = [_counted(node, cut, cp) for node in cut.graph.nodes if _reads_sequence(node, cut)]
     reasons = {row.node: row.why_not(tp, cp) for row in candidates}
     chosen = [row for row in candidates if not reasons[row.node] and choice != "gather"]
     if choice == "auto":
@@ -131,7 +131,7 @@ def _expect_heads(cut: CutSequences, reasons: dict[fx.Node, str]) -> None:
         )
 
 
-def _note(candidates: Sequence[Exchange], chosen: Sequence[Exchange], reasons: dict[fx.Node, str]) -> str:
+def _note(candidates: Sequence[AttentionBytes], chosen: Sequence[AttentionBytes], reasons: dict[fx.Node, str]) -> str:
     """Returns what the plan says: how many attentions exchange heads, and the bytes of both ways."""
     rest = [row for row in candidates if row not in chosen]
     parts = []
@@ -155,7 +155,7 @@ def _reads_sequence(node: fx.Node, cut: CutSequences) -> bool:
     return any(touches(axis, leaf) for axis in queries for leaf in cut.along)
 
 
-def _exchange(node: fx.Node, cut: CutSequences, cp: int) -> Exchange:
+def _counted(node: fx.Node, cut: CutSequences, cp: int) -> AttentionBytes:
     bound, factor = cut.axes.bound[node], _heads(node, cut.axes)
     query, key = (operand.meta["val"] for operand in bound.operands[:2])
     counts = (query.shape[factor.ins[0]], key.shape[factor.ins[1]]) if factor is not None else (None, None)
@@ -167,7 +167,7 @@ def _exchange(node: fx.Node, cut: CutSequences, cp: int) -> Exchange:
     # An attention that has no form for a part of the queries is computed whole, and so reads all of them.
     gathered = sum(map(nbytes_of, [*smallest, *([] if node in cut.decision.cuts else [query])]))
     others = (cp - 1) / cp
-    return Exchange(node, heads, kv_heads, 2 * gathered * others, 2 * moved * others / cp)
+    return AttentionBytes(node, heads, kv_heads, 2 * gathered * others, 2 * moved * others / cp)
 
 
 def _heads(node: fx.Node, axes: Axes) -> Factor | None:

@@ -75,7 +75,9 @@ def called(graph: fx.Graph, target: Any) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=target))
 
 
-@pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "recompute": "selective"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"sequence_parallel": True, "recompute": "selective"}, {"overlap": "batch"}], ids=str
+)
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (1, 4), (2, 4)])
 def test_gpt_by_heads_equals_one_device(tp: int, cp: int, settings: dict[str, Any]) -> None:
     report = compared(gpt(seed=0, **SIZES), tp, cp, **settings)
@@ -211,6 +213,18 @@ def test_check_refuses_a_collective_over_the_wrong_axis(name: str, monkeypatch: 
         program(Grouped(), 1, 2, inputs(), cp_attention=how)
 
 
+def test_estimate_prices_the_exchange() -> None:
+    """An all-to-all of a rank's part of each operand, and nothing that the gather waits for."""
+    with torch.device("meta"):
+        model = gpt(**SIZES | {"block_size": 2048, "n_embd": 256}, dropout=0.0)
+    spent = {
+        how: autotp.estimate(model, gpu="h100-80gb", batch=1, cp=4, cp_attention=how).spent
+        for how in ("auto", "gather", "heads")
+    }
+    assert spent["auto"] == spent["heads"] and spent["heads"]["all-to-all cp"] > 0
+    assert "all-to-all cp" not in spent["gather"] and "reduce-scatter cp" not in spent["heads"]
+
+
 class Two(nn.Module):
     """Causal attention of heads that suffice, and of heads that do not. x: [rows seq 16] -> the same"""
 
@@ -251,6 +265,20 @@ def steps_by_heads_equal_one_device(rank: int, n: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@checks.on(2, rare=True)
+def a_compiled_model_by_heads_equals_one_device(rank: int, n: int) -> None:
+    whole, parallel = (gpt(seed=0, **SIZES | {"n_layer": 1}).double() for _ in range(2))
+    parallel = autotp.parallelize(parallel, tp=1, cp=n, cp_attention="heads")
+    tokens = torch.arange(2 * 9).view(2, 9) % 61
+    parallel(tokens, tokens)
+    losses = [model(tokens, tokens) for model in (whole, torch.compile(parallel, backend="aot_eager"))]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-10, atol=1e-10)
+    for p, plain in zip(parallel.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, plain.grad, rtol=1e-10, atol=1e-10)
 
 
 @checks.on(4)
