@@ -115,12 +115,6 @@ class AttentionKernels(ModelLibrary):
         """Returns what makes one operator of a call of flash-attn's functions."""
         return flash_formula(function) or super().formula_of(function)
 
-    @contextmanager
-    def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
-        """Rows with padding are operands of one operator."""
-        with padding_in_operators(), super().during_capture(exactly, looks):
-            yield
-
     def add_operators(self) -> None:
         """Adds the kernels that are loaded, with their references. NOTE [Kernels that a machine lacks]"""
         kernel_rule.add_kernel()
@@ -134,8 +128,8 @@ class AttentionKernels(ModelLibrary):
 
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
-        """torch's flex_attention is an operator."""
-        with as_operators(), super().during_capture(exactly, looks):
+        """torch's flex_attention is an operator, and rows with padding are operands of one."""
+        with as_operators(), padding_in_operators(), super().during_capture(exactly, looks):
             yield
 
     @contextmanager
