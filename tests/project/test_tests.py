@@ -26,6 +26,7 @@ THROUGH_A_PUBLIC_CALL = {
     "tools/estimation/result": "tools/estimation/test_estimate",
     "tools/estimation/counts/operators": "tools/estimation/counts/test_record",
     "tools/estimation/counts/pieces": "tools/estimation/counts/test_activations",
+    "integrations/attention_kernels/flex/mask_arguments": "integrations/attention_kernels/flex/test_flex_attention",
     "integrations/attention_kernels/packed_rows": "integrations/attention_kernels/test_kernel_table",
     "integrations/loops/accelerate_state": "integrations/loops/test_replicas",
     "integrations/loops/neftune": "integrations/loops/test_trainer_calls",
