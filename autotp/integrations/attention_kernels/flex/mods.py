@@ -76,10 +76,6 @@ def mods_of(text: str, device: str = "cpu") -> Mods:
     return Mods(names["score_mod"], names["mask_mod"], names["dims"], names["reads"], names["mask_reads"])
 
 
-# Under torch.compile a text is a constant, and so are its functions.
-mods_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def working_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of scores: kernels compute them in float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
