@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from autotp.errors import Error
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
-from autotp.integrations.attention_kernels.flex.recorded import as_operators, by_products_alone
+from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
 from autotp.model_library import ModelLibrary
@@ -121,7 +121,7 @@ class AttentionKernels(ModelLibrary):
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
         """torch's flex_attention is an operator."""
-        with as_operators(), super().during_capture(exactly, looks):
+        with flex_as_operators(), super().during_capture(exactly, looks):
             yield
 
     @contextmanager
