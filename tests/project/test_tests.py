@@ -30,6 +30,7 @@ THROUGH_A_PUBLIC_CALL = {
     "integrations/attention_kernels/kernel_rule": "integrations/attention_kernels/test_flash_functions",
     "integrations/attention_kernels/padded_rows": "integrations/attention_kernels/test_attention_implementations",
     "integrations/attention_kernels/reference": "integrations/attention_kernels/test_flash_functions",
+    "integrations/attention_kernels/flex/mask_arguments": "integrations/attention_kernels/flex/test_flex_attention",
     "integrations/attention_kernels/packed_rows": "integrations/attention_kernels/test_kernel_table",
     "integrations/loops/accelerate_state": "integrations/loops/test_replicas",
     "integrations/loops/neftune": "integrations/loops/test_trainer_calls",

@@ -22,7 +22,7 @@ from autotp.integrations.attention_kernels import kernel_rule
 from autotp.integrations.attention_kernels.flash_functions import flash_formula
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
-from autotp.integrations.attention_kernels.flex.recorded import as_operators, by_products_alone
+from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
@@ -129,7 +129,7 @@ class AttentionKernels(ModelLibrary):
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
         """torch's flex_attention is an operator, and rows with padding are operands of one."""
-        with as_operators(), padding_in_operators(), super().during_capture(exactly, looks):
+        with flex_as_operators(), padding_in_operators(), super().during_capture(exactly, looks):
             yield
 
     @contextmanager

@@ -59,6 +59,9 @@ def flex_attention(
         peaks: whether the maximum is read; no kernel for CPUs returns it.
         start_1, start_2: the first head and the position of the first query of this rank; None for 0.
     """
+    if torch.compiler.is_dynamo_compiling():  # It cannot make functions of a text: what it records runs what follows.
+        recorded: Totals = FLEX(query, key, value, captured, text, scale, peaks, start_1, start_2)
+        return recorded
     mods = mods_of(text, str(query.device))
     starts = (0, start_1 or 0, start_2 or 0)
     plain = torch._C._functorch.peek_interpreter_stack() is None
@@ -156,7 +159,7 @@ def by_kernel(
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function compiled, once in a process; inside of torch.compile as it is."""
+    """Returns a function compiled; inside of torch.compile as it is. torch keeps what it compiled by the code."""
     return function if torch.compiler.is_compiling() else torch.compile(function)
 
 

@@ -76,16 +76,12 @@ def mods_of(text: str, device: str = "cpu") -> Mods:
     return Mods(names["score_mod"], names["mask_mod"], names["dims"], names["reads"], names["mask_reads"])
 
 
-# Under torch.compile a text is a constant, and so are its functions.
-mods_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def working_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of scores: kernels compute them in float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-class Recorded(NamedTuple):
+class ModText(NamedTuple):
     """What was recorded of the functions of a call.
 
     Attributes:
@@ -97,7 +93,7 @@ class Recorded(NamedTuple):
     captured: tuple[Any, ...]
 
 
-def recorded_mods(score_mod: Function, mask_mod: Function, query: Tensor) -> Recorded:
+def recorded_mods(score_mod: Function, mask_mod: Function, query: Tensor) -> ModText:
     """Runs the functions once, on example numbers, and returns what they compute.
 
     Args:
@@ -124,7 +120,7 @@ def recorded_mods(score_mod: Function, mask_mod: Function, query: Tensor) -> Rec
     lines = [f"{name} = {value!r}" for name, value in facts.items()]
     count = len(captured.values)
     sources = _source(score_graph, "score_mod", count), _source(mask_graph, "mask_mod", count)
-    return Recorded("\n".join([*sources, *lines, ""]), tuple(captured.values))
+    return ModText("\n".join([*sources, *lines, ""]), tuple(captured.values))
 
 
 # ---- recording
@@ -169,7 +165,7 @@ def _recorded(
         first: the arguments before the positions, by name.
     """
     arguments = first | dict(zip(POSITIONS, positions, strict=True))
-    recorder = _Recorder(arguments, captured)
+    recorder = _ModTrace(arguments, captured)
     with Indices(captured), recorder:
         result = function(*arguments.values())
     if not isinstance(result, Tensor) or result.dim():
@@ -180,7 +176,7 @@ def _recorded(
     return recorder.graph
 
 
-class _Recorder(TorchDispatchMode):
+class _ModTrace(TorchDispatchMode):
     """Records the operators of a function."""
 
     def __init__(self, arguments: dict[str, Tensor], captured: _Captured) -> None:

@@ -36,18 +36,20 @@ def _recorded(  # type: ignore[no-untyped-def]
     query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
     kernel_options=None, *, return_aux=None,
 ):  # fmt: skip
-    from autotp.integrations.attention_kernels.flex.recorded import by_operator, called
+    from autotp.integrations.attention_kernels.flex.recorded import as_torch_does, by_operator
 
-    return called(by_operator, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
+    return as_torch_does(
+        by_operator, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux
+    )
 
 
 def _computed(  # type: ignore[no-untyped-def]
     query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
     kernel_options=None, *, return_aux=None,
 ):  # fmt: skip
-    from autotp.integrations.attention_kernels.flex.recorded import called, on_cpu
+    from autotp.integrations.attention_kernels.flex.recorded import as_torch_does, on_cpu
 
-    return called(on_cpu, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
+    return as_torch_does(on_cpu, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
 
 
 def _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, *_, **__):  # type: ignore[no-untyped-def]
@@ -73,7 +75,7 @@ def _other_code(code: Any) -> Iterator[None]:
         yield
 
 
-def as_operators() -> AbstractContextManager[None]:
+def flex_as_operators() -> AbstractContextManager[None]:
     """Returns a region in which calls of flex_attention become operators of a graph."""
     return _other_code(_recorded.__code__)
 
@@ -83,7 +85,7 @@ def by_products_alone() -> AbstractContextManager[None]:
     return _other_code(_computed.__code__)
 
 
-def called(
+def as_torch_does(
     compute: Callable[..., Totals],
     query: Tensor,
     key: Tensor,

@@ -190,6 +190,20 @@ def test_ranks_without_queries_equal_one_device() -> None:
     assert report.ok, report
 
 
+def test_torch_compile_takes_a_parallel_model() -> None:
+    inputs = batch()
+    model = autotp.parallelize(LearnedBias(), 1, example_inputs=inputs)
+    expected = model(*inputs)
+    expected.sum().backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    got = torch.compile(model, backend="aot_eager", fullgraph=True)(*inputs)
+    got.sum().backward()
+    torch.testing.assert_close(got, expected)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, before[name])
+
+
 # ---- on real ranks
 
 checks = Checks()

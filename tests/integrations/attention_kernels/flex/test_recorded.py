@@ -65,7 +65,7 @@ REFUSED = {
     ),
     "blocks": (
         with_mask(lambda x: create_block_mask(causal, None, None, 6, 6, device="cpu")[:, :1]),
-        "forward reads `kv_num_blocks`",
+        "BlockMask of which forward reads `",
     ),
     "no_function": (
         with_mask(lambda x: BlockMask.from_kv_blocks(BLOCKS, BLOCKS.unsqueeze(-1))),
@@ -129,14 +129,11 @@ def test_llama_with_flex_attention_equals_one_device(layout: dict[str, Any], pad
 def llama_learns_and_generates_as_with_sdpa(rank: int, n: int) -> None:
     plain, parallel = llama("sdpa"), autotp.parallelize(llama("flex_attention"), n, example_inputs=rows(True))
     for model in (plain, parallel):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(2):
-            model(**rows(True)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model(**rows(True)).loss.backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
     torch.testing.assert_close(parallel(**rows(True)).loss, plain(**rows(True)).loss)
     asked = {name: x for name, x in rows(True).items() if name != "labels"}
-    got, expected = (model.eval().generate(**asked, max_new_tokens=4, do_sample=False) for model in (parallel, plain))
+    got, expected = (model.eval().generate(**asked, max_new_tokens=3, do_sample=False) for model in (parallel, plain))
     assert got.tolist() == expected.tolist()
 
 
