@@ -286,6 +286,29 @@ def each_call_uses_the_mask_of_its_loop_over_cp(rank: int, n: int) -> None:
     equal_training(n, FromLoop, from_loop, cp=2)
 
 
+DOCUMENTS, WINDOW = torch.zeros(0), 0
+"""Globals as those of a script, whose loop stands at the top level."""
+
+
+def reads_globals(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return in_one_document(b, q, k) & (q - k < WINDOW)
+
+
+def in_one_document(b: Tensor, q: Tensor, k: Tensor, depth: int = 1) -> Tensor:
+    """A function that calls itself, as it may."""
+    return in_one_document(b, q, k, 0) if depth else DOCUMENTS[b, q] == DOCUMENTS[b, k]
+
+
+def test_each_call_uses_the_globals_that_its_mask_reads() -> None:
+    def make(step: int) -> tuple[Tensor, Any]:
+        global DOCUMENTS, WINDOW
+        x, DOCUMENTS = of_step(step)
+        WINDOW = (20, 20, 2)[step]
+        return x, create_block_mask(reads_globals, len(x), None, x.shape[1], x.shape[1], device="cpu")
+
+    equal_training(1, FromLoop, make)
+
+
 @checks.on(2)
 def compiled_functions_are_the_same_operator(rank: int, n: int) -> None:
     equal_training(n, Compiled, of_step)
