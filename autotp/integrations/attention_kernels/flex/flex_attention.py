@@ -54,7 +54,7 @@ def flex_attention(
         query: those of this rank, [batch heads queries width].
         key, value: [batch groups keys width]; each head of a group reads the same keys.
         captured: the tensors that score and mask functions read.
-        text: these functions: see `mods.py`.
+        text: these functions, and options of the kernel: see `mods.py`.
         scale: of the products of queries and keys; None for 1/sqrt(width).
         peaks: whether the maximum is read; no kernel for CPUs returns it.
         start_1, start_2: the first head and the position of the first query of this rank; None for 0.
@@ -146,14 +146,14 @@ def by_kernel(
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return mods.score(score, *whole((b, h, q, k)), *captured)
 
-    sizes = [n if letter in mods.mask_reads else None for letter, n in zip("bh", query.shape, strict=False)]
+    sizes = [n if letter in (mods.mask_reads or "") else None for letter, n in zip("bh", query.shape, strict=False)]
     mask = None
-    if mods.mask_reads:
+    if mods.mask_reads is not None:
         make = _compiled(torchs.create_block_mask)
         mask = make(mask_mod, *sizes, query.shape[2], key.shape[2], device=query.device)
     out, aux = _compiled(torchs.flex_attention)(
         query, key, value, score_mod, mask, scale, query.shape[1] != key.shape[1],
-        return_aux=torchs.AuxRequest(lse=True, max_scores=peaks),
+        kernel_options=dict(mods.options) or None, return_aux=torchs.AuxRequest(lse=True, max_scores=peaks),
     )  # fmt: skip
     return out, aux.lse, aux.max_scores if peaks else torch.empty_like(aux.lse)
 

@@ -9,6 +9,7 @@ a function for each, and says by which position a dimension of a tensor is read,
 
     dims = ('b-', 'h')        doc is read by b, and by both q and k; slopes by h alone
     reads = 'qk'              a rank has to know where its queries begin, and not which heads it has
+    options = {'BLOCK_M': 64}     of the kernel, as the call gave them
 
 NOTE [Positions of a rank]
 A function has two of each position: that in the whole tensor, and that in this rank's part. `slopes[h]` of a rank that
@@ -22,9 +23,9 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from traceback import extract_stack
 from typing import Any, NamedTuple
@@ -58,14 +59,16 @@ class Mods:
         mask: (b, h, q, k, b, h and q of the part, tensors...) -> whether the query reads the key.
         dims: for each tensor, a letter for each dimension: the position by which it is read; `-` for another index.
         reads: the positions in whole tensors that the functions read.
-        mask_reads: the positions that the mask reads, of both kinds.
+        mask_reads: the positions that the mask reads, of both kinds; None for a call without a mask.
+        options: `kernel_options` of the call.
     """
 
     score: Function
     mask: Function
     dims: tuple[str, ...] = ()
     reads: str = "".join(POSITIONS)
-    mask_reads: str = "".join(POSITIONS)
+    mask_reads: str | None = "".join(POSITIONS)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @cache
@@ -73,7 +76,10 @@ def mods_of(text: str, device: str = "cpu") -> Mods:
     """Returns the functions of a text; the tensors that they make are on `device`."""
     names: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, "device": lambda *_, **__: device}
     exec(text, names)
-    return Mods(names["score_mod"], names["mask_mod"], names["dims"], names["reads"], names["mask_reads"])
+    return Mods(
+        score=names["score_mod"], mask=names["mask_mod"],
+        **{fact: names[fact] for fact in ("dims", "reads", "mask_reads", "options")},
+    )  # fmt: skip
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -93,12 +99,15 @@ class ModText(NamedTuple):
     captured: tuple[Any, ...]
 
 
-def recorded_mods(score_mod: Function, mask_mod: Function, query: Tensor) -> ModText:
+def recorded_mods(
+    score_mod: Function, mask_mod: Function | None, query: Tensor, options: Mapping[str, Any] | None = None
+) -> ModText:
     """Runs the functions once, on example numbers, and returns what they compute.
 
     Args:
-        score_mod, mask_mod: as users write them for flex_attention.
+        score_mod, mask_mod: as users write them for flex_attention; without a mask each query reads all keys.
         query: the example of the queries, [batch heads queries width].
+        options: `kernel_options` of the call, plain values.
 
     Raises:
         Error: a function writes, draws random numbers, or asks for the value of a tensor.
@@ -108,19 +117,25 @@ def recorded_mods(score_mod: Function, mask_mod: Function, query: Tensor) -> Mod
         positions = [captured.number(torch.int64) for _ in POSITIONS]
         score = captured.number(working_dtype(query))
         score_graph = _recorded(score_mod, {"score": score}, positions, captured)
-        mask_graph = _recorded(mask_mod, {}, positions, captured)
+        mask_graph = _recorded(mask_mod or _all_keys, {}, positions, captured)
     graphs = score_graph, mask_graph
     dims = tuple(_dims(graphs, i, value, query) for i, value in enumerate(captured.values))
     of_score, of_mask = ({node.name for node in graph.find_nodes(op="placeholder") if node.users} for graph in graphs)
     facts = {
         "dims": dims,
         "reads": "".join(name for name in POSITIONS if name in of_score | of_mask),
-        "mask_reads": "".join(name for name in POSITIONS if {name, f"{name}_part"} & of_mask),
+        "mask_reads": "".join(name for name in POSITIONS if {name, f"{name}_part"} & of_mask) if mask_mod else None,
+        "options": dict(options or {}),
     }
     lines = [f"{name} = {value!r}" for name, value in facts.items()]
     count = len(captured.values)
     sources = _source(score_graph, "score_mod", count), _source(mask_graph, "mask_mod", count)
     return ModText("\n".join([*sources, *lines, ""]), tuple(captured.values))
+
+
+def _all_keys(row: Tensor, *_: Tensor) -> Tensor:
+    """The mask of a call without one; it reads no position."""
+    return torch.ones((), dtype=torch.bool, device=row.device)
 
 
 # ---- recording

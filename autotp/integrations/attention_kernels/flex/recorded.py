@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from traceback import extract_stack
 from typing import Any, NoReturn
@@ -39,7 +39,7 @@ def _recorded(  # type: ignore[no-untyped-def]
     from autotp.integrations.attention_kernels.flex.recorded import as_torch_does, by_operator
 
     return as_torch_does(
-        by_operator, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux
+        by_operator, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
     )
 
 
@@ -49,7 +49,9 @@ def _computed(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     from autotp.integrations.attention_kernels.flex.recorded import as_torch_does, on_cpu
 
-    return as_torch_does(on_cpu, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
+    return as_torch_does(
+        on_cpu, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
+    )
 
 
 def _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, *_, **__):  # type: ignore[no-untyped-def]
@@ -95,23 +97,28 @@ def as_torch_does(
     scale: float | None,
     enable_gqa: bool,
     return_lse: bool,
+    kernel_options: Any,
     return_aux: Any,
 ) -> Any:
     """Returns what torch's flex_attention returns; arguments as there.
 
     Args:
-        compute: a function of queries, keys, values, both functions, the scale, and whether the maximum is wanted.
+        compute: a function of queries, keys, values, both functions, the scale, whether the maximum is wanted, and
+            the options of the kernel.
 
     Raises:
-        Error: shapes do not fit, a mask is without its function, or `recorded_mods` refuses a function.
+        Error: shapes or options do not fit, a mask is without its function, or `recorded_mods` refuses a function.
     """
     _expect_shapes(query, key, value, enable_gqa)
+    _expect_options(kernel_options or {})
+    if return_lse and return_aux is not None:
+        raise _refused("gets return_lse and return_aux", "return_aux=AuxRequest(lse=True) alone")
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    mask_mod = _mask_mod(block_mask, query, key) or (lambda b, h, q, k: b >= 0)
+    mask_mod = _mask_mod(block_mask, query, key)
     score_mod = score_mod or (lambda score, *_: score)
     wants_peaks = return_aux is not None and return_aux.max_scores
-    output, totals, peaks = compute(query, key, value, score_mod, mask_mod, scale, wants_peaks)
+    output, totals, peaks = compute(query, key, value, score_mod, mask_mod, scale, wants_peaks, kernel_options or {})
     if return_aux is not None:
         wanted = (totals if return_aux.lse else None, peaks if return_aux.max_scores else None)
         return output, sys.modules[MODULE].AuxOutput(lse=wanted[0], max_scores=wanted[1])
@@ -119,19 +126,21 @@ def as_torch_does(
 
 
 def by_operator(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None, peaks: bool
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None, peaks: bool,
+    options: Mapping[str, Any],
+) -> Any:  # fmt: skip
     """Returns the result of the operator, with the functions as a text."""
-    mods = recorded_mods(score_mod, mask_mod, query)
+    mods = recorded_mods(score_mod, mask_mod, query, options)
     captured = [x if isinstance(x, Tensor) else _tensor(x, query) for x in mods.captured]
     return FLEX(query, key, value, captured, mods.text, scale, peaks)
 
 
 def on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None, peaks: bool
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None, *_: Any
 ) -> Totals:
-    """Returns the same by the functions themselves."""
-    mods = Mods(lambda score, b, h, q, k, *_: score_mod(score, b, h, q, k), lambda b, h, q, k, *_: mask_mod(b, h, q, k))
+    """Returns the same by the functions themselves; the rest of the arguments is for kernels."""
+    read = mask_mod or (lambda b, *_: b >= 0)
+    mods = Mods(lambda score, b, h, q, k, *_: score_mod(score, b, h, q, k), lambda b, h, q, k, *_: read(b, h, q, k))
     with Indices():
         return by_products(query, key, value, (), mods, scale, (0, 0, 0))
 
@@ -152,11 +161,22 @@ def _expect_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         raise _refused(f"gets {shapes}", "heads that are a multiple of those of the keys")
 
 
+def _expect_options(options: Mapping[str, Any]) -> None:
+    """Raises Error for options of the kernel that are not right for each rank's part."""
+    if options.get("BLOCKS_ARE_CONTIGUOUS"):
+        what = "gets BLOCKS_ARE_CONTIGUOUS in kernel_options, and each rank has other blocks"
+        raise _refused(what, "the other options alone")
+    for name, value in options.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise _refused(f"gets kernel_options[{name!r}] that is no number and no text", "a number or a text")
+
+
 def _mask_mod(mask: Any, query: Tensor, key: Tensor) -> Callable[..., Any] | None:
-    """Returns the function of a BlockMask; None without one. Raises Error for a mask of other lengths."""
+    """Returns the function of a BlockMask; None if all is read. Raises Error for a mask of other lengths."""
     if mask is None:
         return None
-    if mask.mask_mod is sys.modules[MODULE].noop_mask:
+    is_all = mask.mask_mod is sys.modules[MODULE].noop_mask
+    if is_all and "kv_indices" in vars(mask):  # No function tells its blocks.
         raise _refused("gets a BlockMask without mask_mod", "BlockMask.from_kv_blocks(..., mask_mod=...)")
     lengths = query.shape[2], key.shape[2]
     if any(Size.of(a) != Size.of(b) and a != b for a, b in zip(mask.seq_lengths, lengths, strict=True)):
@@ -164,7 +184,7 @@ def _mask_mod(mask: Any, query: Tensor, key: Tensor) -> Callable[..., Any] | Non
             f"gets a BlockMask of {[*map(int, mask.seq_lengths)]} and {[*map(int, lengths)]} queries and keys",
             "create_block_mask(..., Q_LEN=query.shape[2], KV_LEN=key.shape[2])",
         )
-    return mask.mask_mod
+    return None if is_all else mask.mask_mod
 
 
 def _refused(what: str, instead: str) -> Error:

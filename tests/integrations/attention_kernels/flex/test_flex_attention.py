@@ -276,6 +276,27 @@ def steps_over_cp_equal_one_device(rank: int, n: int) -> None:
     equal_training(n, LearnedBias, of_step, cp=2)
 
 
+class WithoutMask(Attention):
+    """The loss of attention where each query reads all keys."""
+
+    def mask_mod(self, documents: Tensor) -> None:
+        return None
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        return super().forward(super().forward(x, documents), documents).square().mean()
+
+
+@checks.on(2)
+def rows_without_a_mask_are_computed_in_parts(rank: int, n: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = WithoutMask().double(), dict(zip(("x", "documents"), of_step(0), strict=True))
+    with by_products_alone():
+        expected = model(**inputs).detach()
+    own = {name: x[rank : rank + 1] for name, x in inputs.items()}
+    trainer = autotp.distribute(model, tp=1, dp=n, example_inputs=own)
+    torch.testing.assert_close(trainer.step(**own), expected)
+
+
 @checks.on(2)
 def each_call_uses_the_mask_of_its_loop(rank: int, n: int) -> None:
     equal_training(n, FromLoop, from_loop)

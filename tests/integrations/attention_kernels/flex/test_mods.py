@@ -15,7 +15,7 @@ from autotp.integrations.attention_kernels.flex.mods import Mods, mods_of, recor
 
 QUERY, KEY, VALUE = torch.randn(3, 2, 4, 6, 8, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
 SLOPES, MANY, DOCUMENTS = torch.rand(4), torch.rand(9), torch.randint(2, (2, 6))
-TABLE = torch.randn(4, 6, 6)
+TABLE, NOTHING = torch.randn(4, 6, 6), torch.zeros((), dtype=torch.bool)
 
 
 def everywhere(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -27,7 +27,9 @@ def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Any, Any, tuple[str, ...], str]] = {
-    "none": (lambda score, b, h, q, k: score, everywhere, (), "b"),
+    "none": (lambda score, b, h, q, k: score, None, (), ""),
+    "everywhere": (lambda score, b, h, q, k: score, everywhere, (), "b"),
+    "captured mask": (lambda score, b, h, q, k: score, lambda b, h, q, k: NOTHING, ("",), ""),
     "causal": (lambda score, b, h, q, k: score, causal, (), "qk"),
     "alibi": (lambda score, b, h, q, k: score + SLOPES[h] * (k - q), causal, ("h",), "qk"),
     "more slopes than heads": (lambda score, b, h, q, k: score + MANY[h], causal, ("-",), "hqk"),
@@ -64,7 +66,7 @@ def test_products_and_torch_s_kernel_compute_a_text(name: str, monkeypatch: pyte
     monkeypatch.setattr(ours, "_compiled", lambda function: function)  # A CPU has no compiled kernel.
     monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     text, captured = recorded_mods(score_mod, mask_mod, QUERY)
-    mask = torchs.create_block_mask(mask_mod, 2, 4, 6, 6, device="cpu")
+    mask = torchs.create_block_mask(mask_mod, 2, 4, 6, 6, device="cpu") if mask_mod else None
     wanted = torchs.AuxRequest(lse=True)
     with torch.no_grad():
         out, aux = torchs.flex_attention(QUERY, KEY, VALUE, score_mod, mask, return_aux=wanted)
@@ -76,6 +78,20 @@ def test_products_and_torch_s_kernel_compute_a_text(name: str, monkeypatch: pyte
             for got in (ours.by_products(*arguments), ours.by_kernel(*arguments, False)):
                 for x, y in zip(got, expected, strict=False):
                     torch.testing.assert_close(x, y[:, heads, queries])
+
+
+def test_the_kernel_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[dict[str, Any]]()
+
+    def kernel(query: Tensor, *_: Any, **settings: Any) -> Any:
+        calls.append(settings)
+        return query, torchs.AuxOutput(lse=query)
+
+    monkeypatch.setattr(ours, "_compiled", lambda function: kernel)
+    for options in ({"BLOCK_M": 64, "BACKEND": "TRITON"}, None):
+        text, captured = recorded_mods(lambda score, *_: score, None, QUERY, options)
+        ours.by_kernel(QUERY, KEY, VALUE, captured, mods_of(text), None, (0, 0, 0), False)
+        assert calls[-1]["kernel_options"] == options
 
 
 def part_of(text: str, captured: Any, heads: slice, queries: slice) -> tuple[Mods, list[Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from errors import message
 from ranks import Checks
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention, noop_mask
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
@@ -67,6 +67,18 @@ REFUSED = {
         with_mask(lambda x: create_block_mask(causal, None, None, 6, 6, device="cpu")[:, :1]),
         "BlockMask of which forward reads `",
     ),
+    "contiguous": (
+        lambda x, y: flex_attention(x, x, x, kernel_options={"BLOCKS_ARE_CONTIGUOUS": True}),
+        "gets BLOCKS_ARE_CONTIGUOUS in kernel_options, and each rank has other blocks",
+    ),
+    "options": (
+        lambda x, y: flex_attention(x, x, x, kernel_options={"BLOCK_M": torch.ones(())}),  # type: ignore[call-overload]
+        "gets kernel_options['BLOCK_M'] that is no number",
+    ),
+    "two_ways": (
+        lambda x, y: flex_attention(x, x, x, return_lse=True, return_aux=AuxRequest()),  # type: ignore[call-overload]
+        "gets return_lse and return_aux",
+    ),
     "no_function": (
         with_mask(lambda x: BlockMask.from_kv_blocks(BLOCKS, BLOCKS.unsqueeze(-1))),
         "BlockMask.from_kv_blocks(..., mask_mod=...)",
@@ -89,6 +101,11 @@ def test_autocast_casts_queries_keys_and_values() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert model(X).dtype == torch.bfloat16
     assert model(X).dtype == torch.float32
+
+
+def test_a_mask_of_all_keys_that_forward_makes_is_no_mask() -> None:
+    attend = with_mask(lambda x: create_block_mask(noop_mask, None, None, 6, 6, device="cpu"))
+    assert autotp.verify(Plain(attend), 3, example_inputs=X).ok
 
 
 def test_outside_of_a_capture_the_functions_are_torch_s() -> None:
