@@ -5,8 +5,9 @@
 
 NOTE [Which calls become an operator]
 All of them end in a torch.autograd.Function of a known name, however a model calls it: by transformers, by a kernel of
-the hub, by `functools.partial`. The names of its arguments say what they are. An argument with another name is passed
-on if it is a plain value, and refused if it is a tensor, for no rule says how to cut it.
+the hub, by `functools.partial`. The names of its arguments say what they are. An argument with another name is refused,
+for no rule says what a part of it is, and no product computes it on a CPU: unless it is the function's own default,
+or says that nothing is wanted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ FUNCTIONS = {
     for joined in ("", "QKVPacked", "KVPacked")
 }
 """A function, also one of joined queries, keys and values -> the function of three tensors."""
-PLAIN = bool | int | float | str | tuple | list | None
+PLAIN = bool | int | float | str | None
+SCORES = {"softmax_scale", "causal", "window_size", "softcap", "dropout_p"}
+SPEED = {"deterministic", "num_splits", "pack_gqa", "sm_margin"}
+"""Arguments with a rule, and those that change no more than the order of sums: both are plain values."""
 
 
 def flash_formula(function: type) -> Callable[..., Any] | None:
@@ -48,13 +52,15 @@ def _recorded(function: Any, *args: Any) -> Any:
     Raises:
         Error: the function gets a tensor, or a function, of which no rule is known.
     """
-    arguments = {**parameters_of(function), **dict(zip(parameters_of(function), args, strict=False))}
+    defaults = parameters_of(function)
+    arguments = {**defaults, **dict(zip(defaults, args, strict=False))}
     arguments = _apart(arguments)
     operands = {own: next((x for n in names if (x := arguments.pop(n, None)) is not None), None)
                 for own, names in NAMES.items()}  # fmt: skip
     flags = {name: arguments.pop(name) for name in (*TOTALS, RECORDS) if name in arguments}
     for name, value in arguments.items():
-        if not isinstance(value, PLAIN):
+        is_plain = all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple | list) else [value]))
+        if not is_plain or (value and value != defaults[name] and name not in SCORES | SPEED):
             raise Error(
                 f"{function.__name__} gets `{name}`, for which autotp has no rule",
                 at=user_line(traceback.extract_stack()),

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from autotp.errors import Error
 from autotp.integrations.attention_kernels import kernel_rule
+from autotp.integrations.attention_kernels.counted_positions import counted_positions
 from autotp.integrations.attention_kernels.flash_functions import flash_formula
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
@@ -128,8 +129,8 @@ class AttentionKernels(ModelLibrary):
 
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
-        """torch's flex_attention is an operator, and rows with padding are operands of one."""
-        with flex_as_operators(), padding_in_operators(), super().during_capture(exactly, looks):
+        """torch's flex_attention is an operator, rows with padding are operands of one, and positions are counted."""
+        with flex_as_operators(), padding_in_operators(), counted_positions(), super().during_capture(exactly, looks):
             yield
 
     @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.compiler import analyse
 from autotp.diagnostics.verify import compare_calls
-from autotp.integrations.attention_kernels.kernel_operator import KERNEL
+from autotp.integrations.attention_kernels.kernel_operator import KERNEL, NAMES, _by_kernel, parameters_of
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.training.compute_dtype import expect_products_of_one_dtype
@@ -318,17 +318,48 @@ def test_slopes_may_have_another_dtype_than_products() -> None:
     expect_products_of_one_dtype(program)
 
 
-@pytest.mark.parametrize("argument", ["qv", "q_descale"])
-def test_a_tensor_without_a_rule_is_refused(argument: str) -> None:
+@pytest.mark.parametrize("argument", ["qv", "q_descale", "attention_chunk"])
+def test_an_argument_without_a_rule_is_refused(argument: str) -> None:
     class Descaled(Attention):
         package = flash_attn_interface
 
-        def by_head(self) -> dict[str, Tensor]:
-            return {argument: torch.ones(1)}
+        def by_head(self) -> dict[str, Any]:
+            return {argument: 4 if argument == "attention_chunk" else torch.ones(1)}
 
     text = message(autotp.explain, Descaled().double(), tp=2, example_inputs=rows())
     assert f"FlashAttnFunc gets `{argument}`, for which autotp has no rule" in text
     assert "F.scaled_dot_product_attention, or a call without it" in text
+
+
+def test_tensors_in_a_list_are_refused() -> None:
+    """As those that a score function of flash-attn 4 reads."""
+
+    class Auxiliary(Attention):
+        package = flash_attn.cute
+
+        def by_head(self) -> dict[str, Any]:
+            return {"aux_tensors": [torch.ones(4)]}
+
+    model, inputs = Auxiliary("flash_attn_varlen_func"), documents(LENGTHS[0])
+    text = message(autotp.explain, model.double(), tp=2, example_inputs=inputs)
+    assert "FlashAttnVarlenFunc gets `aux_tensors`, for which autotp has no rule" in text
+
+
+def test_a_kernel_gets_the_defaults_of_what_the_call_left_out() -> None:
+    """The functions of joined operands have fewer arguments than the one of three tensors."""
+    function, got = flash_attn_interface.FlashAttnFunc, list[Any]()
+
+    @wraps(function.forward)
+    def noting(ctx: Any, *arguments: Any) -> Any:
+        got.extend(arguments)
+        return arguments[0], arguments[0]
+
+    query = torch.ones(1, 2, 1, HEAD)
+    tensors = dict.fromkeys(NAMES) | dict.fromkeys(("query", "key", "value"), query)
+    with patch.object(function, "forward", staticmethod(noting)):
+        _by_kernel(f"{function.__module__}:FlashAttnFunc", tensors, {"causal": True})
+    given = dict(zip(parameters_of(function), got, strict=True))
+    assert (given["causal"], given["num_splits"], given["window_size"]) == (True, 1, (-1, -1))
 
 
 @on_cards.on(2)

@@ -1,0 +1,94 @@
+"""counted_positions: positions that a model counts itself are those of one text in a row.
+
+    position_ids = torch.arange(seq) + past                      no packed texts: nothing is read
+    position_ids = batch["position_ids"]                         their values tell, which transformers reads
+
+Before a flash kernel transformers asks the values of `position_ids` whether several texts lie in a row. The answer for
+counted ones is known without values, so a capture has no read of them: parts of a batch could not share one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autotp.integrations.attention_kernels.padded_rows import UTILITIES
+
+QUESTION = "_is_packed_sequence"
+SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+ROWS = {torch.unsqueeze, Tensor.unsqueeze}
+
+
+@contextmanager
+def counted_positions() -> Iterator[None]:
+    """A region in which transformers finds one text in a row whose positions the model has counted."""
+    utilities = sys.modules.get(UTILITIES)
+    if utilities is None or not hasattr(utilities, QUESTION):
+        yield
+        return
+    with ExitStack() as stack:
+        counts = stack.enter_context(_Counts())
+        stack.enter_context(patch.object(utilities, QUESTION, _answered(counts, getattr(utilities, QUESTION))))
+        yield
+
+
+def _answered(counts: _Counts, real: Callable[..., Any]) -> Callable[..., Any]:
+    def is_packed(position_ids: Any, batch_size: Any) -> Any:
+        return False if counts.has(position_ids) else real(position_ids, batch_size)
+
+    return is_packed
+
+
+class _Counts(TorchFunctionMode):
+    """Notes the tensors of whole numbers that ascend by one: `arange`, plus a number, as a row.
+
+    Attributes:
+        tensors: these tensors, none of which was written into.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def has(self, x: Any) -> bool:
+        """True for a tensor that is known to ascend by one."""
+        return any(x is tensor for tensor in self.tensors)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._ascends(func, args, kwargs, result):
+            self.tensors.append(result)
+        elif self.tensors and _writes(func, kwargs):
+            self.tensors.clear()  # Perhaps into one of them, or into what shares its memory.
+        return result
+
+    def _ascends(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        if not isinstance(result, Tensor) or result.dtype not in (torch.int64, torch.int32):
+            return False
+        if func is torch.arange:
+            return 0 < len(args) < 3 and not kwargs.keys() - {"device", "dtype"}
+        if kwargs or len(args) != 2:
+            return False
+        if func in ROWS:
+            return self.has(args[0]) and args[1] == 0
+        return func in SUMS and any(self.has(x) and _is_number(y) for x, y in (args, args[::-1]))
+
+
+def _is_number(x: Any) -> bool:
+    return not x.dim() if isinstance(x, Tensor) else isinstance(x, int | torch.SymInt)
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    """True for a function that may write into a tensor."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    assigned = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")  # As `__iadd__`.
+    return in_place or assigned or name in ("__setitem__", "__set__") or "out" in kwargs
