@@ -45,8 +45,8 @@ def built(implementation: str, family: str = "Llama", dtype: torch.dtype = torch
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **more)
     hub = patch("transformers.integrations.hub_kernels.get_kernel", lambda name, **which: flash_attn_interface)
-    found = patch("transformers.integrations.hub_kernels.is_kernels_available", lambda: True)
-    with hub, found, kernel_packages.usable_in_transformers():
+    available = patch("transformers.integrations.hub_kernels.is_kernels_available", lambda: True)
+    with hub, available, kernel_packages.usable_in_transformers():
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
     return model
 

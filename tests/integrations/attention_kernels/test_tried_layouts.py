@@ -107,8 +107,8 @@ def outcome(rank: int, n: int, attention: str, way: str) -> str:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: re.sub(r"\W", "", way))
 @pytest.mark.parametrize("attention", table())
 def test_attention_is_that_of_one_device_where_the_page_says_so(attention: str, way: str) -> None:
-    for found in run_ranks(outcome, 2, attention, way, timeout=200):
-        assert found.partition(":")[0] == table()[attention][way].partition(" ")[0], found
+    for result in run_ranks(outcome, 2, attention, way, timeout=200):
+        assert result.partition(":")[0] == table()[attention][way].partition(" ")[0], result
 
 
 def test_the_page_has_each_way() -> None:
