@@ -41,7 +41,8 @@ def llama(attention: str, dtype: torch.dtype) -> nn.Module:
         vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation=attention,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model.to(dtype)
 
 
 def documents(text: Tensor, step: int, args: Namespace) -> list[dict[str, list[int]]]:
