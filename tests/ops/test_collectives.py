@@ -184,7 +184,9 @@ EXCHANGES = {
 def run_exchanges(rank: int, n: int) -> dict[str, tuple[Tensor, Tensor | None]]:
     got = {}
     for label, (cut, to) in EXCHANGES.items():
-        x = turned(cut.parts(wholes(cut, n, 0)[0], n)[rank], rank).requires_grad_(cut.dtype.is_floating_point or cut.dtype.is_complex)
+        x = turned(cut.parts(wholes(cut, n, 0)[0], n)[rank], rank).requires_grad_(
+            cut.dtype.is_floating_point or cut.dtype.is_complex
+        )
         out = all_to_all(x, world(), cut.dim, cut.size, to.dim, to.size, cut.block, to.block)
         if x.requires_grad:
             out.backward(strided(to.parts(wholes(cut, n, 1)[0], n)[rank]))
