@@ -250,6 +250,7 @@ def _to_send(part: Tensor, dim: int) -> Tensor:
 
 def _in_bytes(x: Tensor) -> Tensor:
     """Returns the bytes of a contiguous tensor, whose last dimension has any stride if it has one position."""
+    x = x.resolve_conj().resolve_neg()
     x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.uint8)
 
@@ -341,7 +342,7 @@ def _exchange(x: Tensor, group: str, dim: int, where: Exchange, *_: Any) -> Tens
     _expect(x, dim, lengths[rank], group)
     _expect(x, to_dim, to_size, group)
     # The parts for the ranks lie one after another. Neither gloo nor NCCL exchanges complex numbers.
-    rows, as_bytes = in_memory(x.movedim(to_dim, 0)).contiguous(), x.dtype in _AS_BYTES or x.is_complex()
+    rows, as_bytes = x.movedim(to_dim, 0).contiguous(), x.dtype in _AS_BYTES or x.is_complex()
     row = math.prod(rows.shape[1:])
     position = parts[rank] * math.prod([n for d, n in enumerate(x.shape) if d not in (dim, to_dim)])
     unit = x.dtype.itemsize if as_bytes else 1
