@@ -116,6 +116,14 @@ def test_a_rule_that_is_not_true_is_refused() -> None:
     assert "the rule of autotp.opaque(" in text and "is not true of this call" in text
 
 
+def test_a_rule_that_is_not_true_is_refused_on_one_rank() -> None:
+    """Its rows would be microbatches, each with a mean of its own."""
+    model = Scalar()
+    model.block.function = [autotp.opaque(lambda x, y: x * y - x.mean(0, keepdim=True), rule=RULE)]
+    text = message(lambda: autotp.distribute(model, example_inputs=X[:2], microbatches=2))
+    assert "is not true of this call" in text
+
+
 def test_a_rule_that_does_not_fit_is_refused() -> None:
     few = autotp.opaque(lambda x, y: x * y, rule="* h -> * h")
     assert "does not fit" in message(lambda: autotp.explain(Block(few), tp=2, example_inputs=X))
