@@ -61,6 +61,26 @@ def test_what_is_suggested_can_be_registered(registry: None) -> None:
     assert report.ok and "has no rule" not in str(report.plan)
 
 
+def test_terms_have_the_order_of_the_schema() -> None:
+    rule = "a b c^, d e^, d -> a b d"
+    assert autotp.suggest_rule(aten.linear, bias=r(5), weight=r(5, 4), input=r(2, 3, 4)) == rule
+
+
+def test_the_overload_is_one_that_runs() -> None:
+    """The default of `aten.mul` is of numbers, and `aten.remainder` has none."""
+    assert autotp.suggest_rule(aten.mul, r(4, 6), r(6)) == "a b, b -> a b"
+    assert autotp.suggest_rule(aten.remainder, r(4, 6), 2.0) == "a b -> a b"
+
+
+def test_an_operator_that_writes_is_refused_before_it_runs() -> None:
+    x = torch.zeros(4, 6)
+    for op in (aten.add_, aten.add_.Tensor):
+        assert message(lambda op=op: autotp.suggest_rule(op, x, r(4, 6))) == (
+            f"suggest_rule: {op} writes into its operands\n  try      an operator that returns a new tensor"
+        )
+    assert not x.any()
+
+
 def test_what_nobody_can_cut_is_an_error() -> None:
     assert "no dimension of aten.cumsum.default can be cut" in message(
         lambda: autotp.suggest_rule(aten.cumsum, r(4), 0)
