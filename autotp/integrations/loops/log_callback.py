@@ -67,5 +67,9 @@ class LogCallback(TrainerCallback):
 
 
 def add_to_logs(trainer: Any, meter: Meter) -> None:
-    """Puts a callback for a meter before the other callbacks of a Trainer: TensorBoard's writes what it reads."""
+    """Puts a callback for a meter before the other callbacks of a Trainer: TensorBoard's writes what it reads.
+
+    It takes the place of an earlier one, as where a cell of a notebook runs again: two would measure one time.
+    """
+    trainer.remove_callback(LogCallback)
     trainer.callback_handler.callbacks.insert(0, LogCallback(meter))
