@@ -114,6 +114,7 @@ def test_a_reference_runs_where_an_operator_has_no_kernel_for_cpus(registry: Non
     library = torch.library.Library(name, "DEF")
     library.define("scale(Tensor x, Tensor by) -> Tensor")
     library.define("own(Tensor x) -> Tensor")
+    library.define("shift(Tensor x, float by=2.0, *, int times=3) -> Tensor")
     torch.library.impl(f"{name}::own", "CPU", lambda x: x + 1, lib=library)
     torch.library.register_fake(f"{name}::scale", lambda x, by: torch.empty_like(x), lib=library)
     op = getattr(torch.ops, name).scale
@@ -122,6 +123,9 @@ def test_a_reference_runs_where_an_operator_has_no_kernel_for_cpus(registry: Non
     for factor in (2, 3):
         autotp.rule(op, "* h, h -> * h", reference=lambda x, by, factor=factor: factor * x * by)
         assert torch.equal(op(torch.ones(2), torch.ones(2)), torch.full((2,), float(factor)))
+    shift = getattr(torch.ops, name).shift
+    autotp.rule(shift, "* -> *", reference=lambda x, by, *, times: x + by * times)
+    assert [shift(torch.zeros(())).item(), shift(torch.zeros(()), 2.0, times=1).item()] == [6.0, 2.0]
     autotp.rule(getattr(torch.ops, name).own, "* -> *", reference=lambda x: x)
     assert torch.equal(getattr(torch.ops, name).own(torch.ones(2)), torch.full((2,), 2.0))
 

@@ -24,7 +24,7 @@ class Meter(Protocol):
 class LogCallback(TrainerCallback):
     """Adds what a meter measures to each log that has a loss of training.
 
-    The first step is not measured, because it captures the model. An evaluation or a checkpoint behind a log is not
+    The first step is not measured, because it captures the model. An evaluation or a checkpoint after a log is not
     measured either; one between two logs is.
 
     Attributes:

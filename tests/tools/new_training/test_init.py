@@ -406,9 +406,7 @@ def test_a_layout_that_does_not_fit_is_not_written(
     replicas = ("--tp", "1", "--dp", "2")
     status, said = with_memory(4.5, *replicas)
     assert status == 1 and "tp=1, pp=1, dp=2, micro_batch=16 does not fit: at most 9.8 of 4.5 GiB" in said
-    fix = (
-        "try --tp 2 --pp 1 --dp 1 --batch 32 without --gpu; then in train.py: trainer = autotp.distribute(model"
-    )
+    fix = "try --tp 2 --pp 1 --dp 1 --batch 32 without --gpu; then in train.py: trainer = autotp.distribute(model"
     assert fix in said
     search = autotp.search
 
