@@ -22,9 +22,10 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.lower.prove_rules import prove_rule, tensor_difference
-from autotp.rules.call import result_tensors
+from autotp.rules.call import bound_arguments, positional_arguments, result_tensors
 from autotp.rules.language import spell
 from autotp.rules.registry import with_rule
+from autotp.rules.table import overloads
 
 Dims = Mapping[int, int]
 """Number of an operand or an output -> its dimension."""
@@ -33,9 +34,9 @@ Dims = Mapping[int, int]
 def suggest_rule(op: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Returns a rule for `autotp.rule(op, ...)` that is true of these arguments.
 
-    The operator runs on slices of the arguments, some ten times. What is true of them may be wrong for others: read the
-    rule before you register it. A dimension that cannot be cut has `^`. `autotp.rule` tests it again on the shapes of
-    each model.
+    The operator runs on slices of the arguments: twice for each choice of dimensions of one length. What is true of
+    them may be wrong for others: read the rule before you register it. A dimension that cannot be cut has `^`. autotp
+    tests the registered rule again on the shapes of each model.
 
     Args:
         op: an operator, `torch.ops.lib.name`.
@@ -43,8 +44,8 @@ def suggest_rule(op: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
             float64 the surest.
 
     Raises:
-        Error: `op` is not an operator; it does not run on the arguments; two runs on the same numbers
-            differ; or no dimension can be cut.
+        Error: `op` is not an operator, or it writes into its operands; it does not run on the arguments; two runs on
+            the same numbers differ; no dimension can be cut; or what is true of two parts is not true of each cut.
 
     Example:
         >>> @torch.library.custom_op("docs::scaled_rows", mutates_args=())
@@ -57,17 +58,29 @@ def suggest_rule(op: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         if not isinstance(op, OpOverload | OpOverloadPacket):
             raise Error(f"{op!r} is not an operator", fix="torch.ops.mylib.myop")
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return _suggested(op if isinstance(op, OpOverload) else op.default, args, kwargs)
+            return _suggested(_sliced(op, args, kwargs))
     except Error as error:
         raise error.within("suggest_rule") from None
 
 
-def _suggested(op: OpOverload, args: Any, kwargs: Any) -> str:
-    try:
-        trial = _SlicedCalls(op, args, kwargs)
-    except Exception as error:  # An operator may fail in any way.
-        got = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise Error(f"{op} does not run on these arguments", got=got, fix="arguments of a call that works") from error
+def _sliced(op: OpOverload | OpOverloadPacket, args: Any, kwargs: Any) -> _SlicedCalls:
+    """Returns the call of an operator, by the first of its overloads that runs on the arguments."""
+    # `overloads` leaves out those that write, if the operator has others.
+    targets = [overload for overload in overloads(op) if not overload._schema.is_mutable]
+    if not targets:
+        raise Error(f"{op} writes into its operands", fix="an operator that returns a new tensor")
+    errors = list[Exception]()
+    for overload in targets:
+        try:
+            return _SlicedCalls(overload, args, kwargs)
+        except Exception as error:  # An operator may fail in any way.
+            errors.append(error)
+    got = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
+    raise Error(f"{op} does not run on these arguments", got=got, fix="arguments of a call that works") from errors[0]
+
+
+def _suggested(trial: _SlicedCalls) -> str:
+    op = trial.op
     if any(tensor_difference(a, b) for a, b in zip(trial.whole, trial.run({}), strict=True)):
         raise Error(f"two runs of {op} on the same numbers differ", fix="no rule: the operator then gets whole tensors")
     factors = _distinct(trial.factors())
@@ -75,7 +88,7 @@ def _suggested(op: OpOverload, args: Any, kwargs: Any) -> str:
         raise Error(f"no dimension of {op} can be cut", fix="no rule: the operator then gets whole tensors")
     text = _text(trial, factors)
     with with_rule(op, text):
-        problems = [problem for tp in (2, 3) for problem in prove_rule(op, args, kwargs, tp)]
+        problems = [problem for tp in (2, 3) for problem in prove_rule(op, *trial.call, tp)]
     if problems:
         raise Error(
             f"{text!r} is not true of each cut of these arguments",
@@ -86,11 +99,17 @@ def _suggested(op: OpOverload, args: Any, kwargs: Any) -> str:
 
 
 class _SlicedCalls:
-    """An operator, and a call of it whose operands are cut."""
+    """An operator, and a call of it whose operands are cut.
 
-    def __init__(self, op: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    Attributes:
+        call: its arguments and keyword arguments, in the order of the schema: that of the terms of a rule.
+    """
+
+    def __init__(self, op: OpOverload, args: Any, kwargs: Any) -> None:
         self.op = op
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        op(*args, **kwargs)  # Raises for arguments that the schema does not have.
+        self.call = positional_arguments(op, bound_arguments(op, args, kwargs))
+        self.leaves, self.spec = pytree.tree_flatten(self.call)
         self.operands = [x for x in self.leaves if isinstance(x, Tensor)]
         self.whole = self.run({})
 
