@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.lower.prove_rules import prove_rule, tensor_difference
-from autotp.rules.call import bound_arguments, result_tensors
+from autotp.rules.call import bound_arguments, positional_arguments, result_tensors
 from autotp.rules.language import spell
 from autotp.rules.registry import with_rule
 from autotp.rules.table import overloads
@@ -108,8 +108,7 @@ class _SlicedCalls:
     def __init__(self, op: OpOverload, args: Any, kwargs: Any) -> None:
         self.op = op
         op(*args, **kwargs)  # Raises for arguments that the schema does not have.
-        bound, only = bound_arguments(op, args, kwargs), [x.name for x in op._schema.arguments if x.kwarg_only]
-        self.call = [x for name, x in bound.items() if name not in only], {name: bound[name] for name in only}
+        self.call = positional_arguments(op, bound_arguments(op, args, kwargs))
         self.leaves, self.spec = pytree.tree_flatten(self.call)
         self.operands = [x for x in self.leaves if isinstance(x, Tensor)]
         self.whole = self.run({})

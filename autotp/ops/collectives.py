@@ -245,7 +245,14 @@ def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
 def _to_send(part: Tensor, dim: int) -> Tensor:
     """Returns a part as it is sent: ranks' parts are joined along the first dimension of this tensor."""
     rows = part.view(part.shape[dim:]) if dim and _is_outermost(part, dim) else part
-    return rows.view(torch.uint8) if part.dtype in _AS_BYTES else rows
+    return _in_bytes(rows) if part.dtype in _AS_BYTES else rows
+
+
+def _in_bytes(x: Tensor) -> Tensor:
+    """Returns the bytes of a contiguous tensor, whose last dimension has any stride if it has one position."""
+    x = x.resolve_conj().resolve_neg()
+    x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
 
 
 def _is_outermost(x: Tensor, dim: int) -> bool:
@@ -334,11 +341,12 @@ def _exchange(x: Tensor, group: str, dim: int, where: Exchange, *_: Any) -> Tens
     parts = [n * to_block for n in chunk_sizes(to_size // to_block, ranks)]
     _expect(x, dim, lengths[rank], group)
     _expect(x, to_dim, to_size, group)
-    rows = x.movedim(to_dim, 0).contiguous()  # The parts for the ranks lie one after another.
+    # The parts for the ranks lie one after another. Neither gloo nor NCCL exchanges complex numbers.
+    rows, as_bytes = x.movedim(to_dim, 0).contiguous(), x.dtype in _AS_BYTES or x.is_complex()
     row = math.prod(rows.shape[1:])
     position = parts[rank] * math.prod([n for d, n in enumerate(x.shape) if d not in (dim, to_dim)])
-    unit = x.dtype.itemsize if x.dtype in _AS_BYTES else 1
-    sent = rows.view(-1).view(torch.uint8) if unit > 1 else rows.view(-1)
+    unit = x.dtype.itemsize if as_bytes else 1
+    sent = _in_bytes(rows.view(-1)) if as_bytes else rows.view(-1)
     counts = [n * position * unit for n in lengths], [n * row * unit for n in parts]
     received, order = communicate("all_to_all_single", sent, *counts, group).view(x.dtype), order_of_dimensions(x)
     pieces = []

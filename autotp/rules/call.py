@@ -73,10 +73,16 @@ def bound_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return bound
 
 
-def called_with(op: OpOverload, bound: Mapping[str, Any]) -> Any:
-    """Returns what an operator gives for arguments by name: the inverse of `bound_arguments`."""
+def positional_arguments(op: OpOverload, bound: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns arguments by name as a call has them: the inverse of `bound_arguments`."""
     plain = [bound[name] for name, _, kwarg_only, _ in _schema(op) if not kwarg_only]
-    return op(*plain, **{name: bound[name] for name, _, kwarg_only, _ in _schema(op) if kwarg_only})
+    return plain, {name: bound[name] for name, _, kwarg_only, _ in _schema(op) if kwarg_only}
+
+
+def called_with(op: OpOverload, bound: Mapping[str, Any]) -> Any:
+    """Returns what an operator gives for arguments by name."""
+    args, kwargs = positional_arguments(op, bound)
+    return op(*args, **kwargs)
 
 
 def operand_nodes(node: fx.Node) -> tuple[fx.Node | None, ...]:
@@ -100,7 +106,9 @@ def result_tensors(value: Any) -> tuple[torch.Tensor, ...]:
 
 def _operands(node: fx.Node) -> Iterator[fx.Node | None]:
     if not isinstance(node.target, OpOverload):
-        yield from (n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor))
+        nodes: list[fx.Node] = []  # Not `all_input_nodes`, which names a node once even if it is two operands.
+        fx.map_arg((node.args, node.kwargs), nodes.append)
+        yield from (n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor))
         return
     yield from tensor_arguments(node.target, arguments_of(node), is_tensor)
 

@@ -12,7 +12,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from autotp.arguments import expect_arguments
 from autotp.errors import Error
 from autotp.rules import common as f
-from autotp.rules.call import Call
+from autotp.rules.call import Call, bound_arguments, positional_arguments
 from autotp.rules.language import STAR, Rule, parse
 from autotp.rules.products import grouped_mm
 from autotp.rules.row import Row
@@ -63,8 +63,9 @@ def rule(
             and returns a Rule.
         linear: in which operands the operator is linear, so that it may read a partial sum before it is reduced: "each"
             operand by itself, "all" operands together, or groups of operand positions.
-        reference: computes the same in plain torch, from the same arguments, where the operator has no kernel for CPUs.
-            So `verify` and tests run without a GPU.
+        reference: computes the same in plain torch, from all arguments of the operator, where that has no kernel for
+            CPUs. So `verify` and tests run without a GPU. On CPUs it takes the place of a function for all devices
+            (a `triton_op`, or a `custom_op` without `device_types`), and not of a kernel for CPUs.
 
     Raises:
         Error: the text does not parse, `op` is not an operator, or it writes into its operands.
@@ -109,11 +110,17 @@ def has_user_rule(op: Operator) -> bool:
 
 
 def add_reference(op: OpOverload, reference: Callable[..., Any]) -> None:
-    """Makes a function in plain torch an operator's kernel for CPUs, unless it has one of its own."""
+    """Makes a function in plain torch an operator's kernel for CPUs, unless it has one for CPUs alone."""
     if op not in _REFERENCES and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
         return
     if op not in _REFERENCES:
-        torch.library.impl(op.name(), "CPU")(lambda *args, **kwargs: _REFERENCES[op](*args, **kwargs))
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            # torch leaves out arguments that have their defaults.
+            plain, named = positional_arguments(op, bound_arguments(op, args, kwargs))
+            return _REFERENCES[op](*plain, **named)
+
+        torch.library.impl(op.name(), "CPU")(kernel)
     _REFERENCES[op] = reference  # A notebook may register another one.
 
 

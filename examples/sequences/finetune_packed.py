@@ -39,9 +39,9 @@ def llama(attention: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation=attention,
+        num_key_value_heads=2,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
 
 
 def documents(text: Tensor, step: int, args: Namespace) -> list[dict[str, list[int]]]:

@@ -32,6 +32,7 @@ from autotp.sharding.axis import Axis, Size, find, leaves, product, unify
 from autotp.sharding.layout import layout_of
 from autotp.source_location import line_of
 
+TAKES_NUMBERS = "an operator that takes such numbers; autotp.rule(..., reference=f) if it has no kernel for CPUs"
 TOLERANCE = 4096
 """The allowed difference of two results, in units in the last place of the largest number: 1e-12 in float64."""
 
@@ -72,7 +73,7 @@ def prove_node(node: fx.Node, tp: int = 2) -> None:
     except Exception as error:  # A user's operator may fail in any way.
         problem = f"{node.target} does not run on numbers like the graph's, so its rule is not proved"
         got = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise Error(problem, got=got, at=line_of(node), fix="an operator that takes such numbers") from error
+        raise Error(problem, got=got, at=line_of(node), fix=TAKES_NUMBERS) from error
     if problems:
         shapes = ", ".join(str(list(x.shape)) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         raise Error(

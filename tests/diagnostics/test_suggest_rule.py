@@ -61,6 +61,26 @@ def test_what_is_suggested_can_be_registered(registry: None) -> None:
     assert report.ok and "has no rule" not in str(report.plan)
 
 
+def test_terms_have_the_order_of_the_schema() -> None:
+    rule = "a b c^, d e^, d -> a b d"
+    assert autotp.suggest_rule(aten.linear, bias=r(5), weight=r(5, 4), input=r(2, 3, 4)) == rule
+
+
+def test_the_overload_is_one_that_runs() -> None:
+    """The default of `aten.mul` is of numbers, and `aten.remainder` has none."""
+    assert autotp.suggest_rule(aten.mul, r(4, 6), r(6)) == "a b, b -> a b"
+    assert autotp.suggest_rule(aten.remainder, r(4, 6), 2.0) == "a b -> a b"
+
+
+def test_an_operator_that_writes_is_refused_before_it_runs() -> None:
+    x = torch.zeros(4, 6)
+    for op in (aten.add_, aten.add_.Tensor):
+        assert message(lambda op=op: autotp.suggest_rule(op, x, r(4, 6))) == (
+            f"suggest_rule: {op} writes into its operands\n  try      an operator that returns a new tensor"
+        )
+    assert not x.any()
+
+
 def test_what_nobody_can_cut_is_an_error() -> None:
     assert "no dimension of aten.cumsum.default can be cut" in message(
         lambda: autotp.suggest_rule(aten.cumsum, r(4), 0)
@@ -94,6 +114,7 @@ def test_a_reference_runs_where_an_operator_has_no_kernel_for_cpus(registry: Non
     library = torch.library.Library(name, "DEF")
     library.define("scale(Tensor x, Tensor by) -> Tensor")
     library.define("own(Tensor x) -> Tensor")
+    library.define("shift(Tensor x, float by=2.0, *, int times=3) -> Tensor")
     torch.library.impl(f"{name}::own", "CPU", lambda x: x + 1, lib=library)
     torch.library.register_fake(f"{name}::scale", lambda x, by: torch.empty_like(x), lib=library)
     op = getattr(torch.ops, name).scale
@@ -102,6 +123,9 @@ def test_a_reference_runs_where_an_operator_has_no_kernel_for_cpus(registry: Non
     for factor in (2, 3):
         autotp.rule(op, "* h, h -> * h", reference=lambda x, by, factor=factor: factor * x * by)
         assert torch.equal(op(torch.ones(2), torch.ones(2)), torch.full((2,), float(factor)))
+    shift = getattr(torch.ops, name).shift
+    autotp.rule(shift, "* -> *", reference=lambda x, by, *, times: x + by * times)
+    assert [shift(torch.zeros(())).item(), shift(torch.zeros(()), 2.0, times=1).item()] == [6.0, 2.0]
     autotp.rule(getattr(torch.ops, name).own, "* -> *", reference=lambda x: x)
     assert torch.equal(getattr(torch.ops, name).own(torch.ones(2)), torch.full((2,), 2.0))
 

@@ -175,6 +175,8 @@ EXCHANGES = {
     "nothing": (Case((0, 6, 4), 1), Case((0, 6, 4), 2)),
     "int16": (Case((4, 7), 0, 1, torch.int16), Case((4, 7), 1, 1, torch.int16)),
     "bfloat16": (Case((4, 7), 0, 1, torch.bfloat16), Case((4, 7), 1, 1, torch.bfloat16)),
+    "float8": (Case((4, 7), 0, 1, torch.float8_e4m3fn), Case((4, 7), 1, 1, torch.float8_e4m3fn)),
+    "complex": (Case((4, 7), 0, 1, torch.complex64), Case((4, 7), 1, 1, torch.complex64)),
 }
 """The dimension that is cut before, and the one that is cut then."""
 
@@ -182,12 +184,19 @@ EXCHANGES = {
 def run_exchanges(rank: int, n: int) -> dict[str, tuple[Tensor, Tensor | None]]:
     got = {}
     for label, (cut, to) in EXCHANGES.items():
-        x = turned(cut.parts(wholes(cut, n, 0)[0], n)[rank], rank).requires_grad_(cut.dtype.is_floating_point)
+        x = turned(cut.parts(wholes(cut, n, 0)[0], n)[rank], rank).requires_grad_(
+            cut.dtype.is_floating_point or cut.dtype.is_complex
+        )
         out = all_to_all(x, world(), cut.dim, cut.size, to.dim, to.size, cut.block, to.block)
         if x.requires_grad:
             out.backward(strided(to.parts(wholes(cut, n, 1)[0], n)[rank]))
-        got[label] = out.detach(), x.grad
+        got[label] = in_bytes(out.detach()), None if x.grad is None else in_bytes(x.grad)
     return got
+
+
+def in_bytes(x: Tensor) -> Tensor:
+    """The bytes of a tensor: torch sends no float8 between processes."""
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4], ids="tp{}".format)
@@ -196,8 +205,22 @@ def test_all_to_all_exchanges_the_cut_dimension_and_is_its_own_conjugate(n: int)
     for rank, got in enumerate(run_ranks(run_exchanges, n)):
         for label, (cut, to) in EXCHANGES.items():
             out, grad = got[label]
-            assert torch.equal(out, to.parts(wholes(cut, n, 0)[0], n)[rank]), label
-            assert grad is None or torch.equal(grad, cut.parts(wholes(cut, n, 1)[0], n)[rank]), label
+            assert torch.equal(out, in_bytes(to.parts(wholes(cut, n, 0)[0], n)[rank])), label
+            assert grad is None or torch.equal(grad, in_bytes(cut.parts(wholes(cut, n, 1)[0], n)[rank])), label
+
+
+def run_of_one_column(rank: int, n: int) -> list[Tensor]:
+    row = torch.arange(3 * rank, 3 * rank + 3, dtype=torch.int16)[None]
+    column = row.t()  # Contiguous, with a stride of 3 in its last dimension, which has one position.
+    single = torch.full((1, 2), rank, dtype=torch.int16).t()[:1] if rank else torch.full((1, 1), 0, dtype=torch.int16)
+    return [all_gather(column, world(), 0, 3 * n), all_to_all(single, world(), 0, n, 1, 1)]
+
+
+def test_bytes_of_a_last_dimension_of_one_position_are_sent() -> None:
+    """torch takes such a tensor for contiguous whatever its stride is, and gives its bytes only if that is 1."""
+    for rank, (column, single) in enumerate(run_ranks(run_of_one_column, 2)):
+        assert column.flatten().tolist() == list(range(6))
+        assert single.tolist() == ([[0], [1]] if rank == 0 else [[], []])
 
 
 # --- who runs a collective

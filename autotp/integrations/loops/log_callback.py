@@ -24,7 +24,7 @@ class Meter(Protocol):
 class LogCallback(TrainerCallback):
     """Adds what a meter measures to each log that has a loss of training.
 
-    The first step is not measured, because it captures the model. An evaluation or a checkpoint behind a log is not
+    The first step is not measured, because it captures the model. An evaluation or a checkpoint after a log is not
     measured either; one between two logs is.
 
     Attributes:
@@ -67,5 +67,9 @@ class LogCallback(TrainerCallback):
 
 
 def add_to_logs(trainer: Any, meter: Meter) -> None:
-    """Puts a callback for a meter before the other callbacks of a Trainer: TensorBoard's writes what it reads."""
+    """Puts a callback for a meter before the other callbacks of a Trainer: TensorBoard's writes what it reads.
+
+    It takes the place of an earlier one, as where a cell of a notebook runs again: two would measure one time.
+    """
+    trainer.remove_callback(LogCallback)
     trainer.callback_handler.callbacks.insert(0, LogCallback(meter))

@@ -34,7 +34,7 @@ class Throughput:
         ...     model = GPT(GPTConfig(vocab_size=512, block_size=64, n_layer=2, n_head=4, n_embd=64))
         >>> estimate = autotp.estimate(model, gpu="h100-80gb", batch=4)
         >>> throughput = autotp.Throughput(estimate)  # the time begins
-        >>> sorted(throughput.measure(steps=10))  # behind ten steps of such a batch
+        >>> sorted(throughput.measure(steps=10))  # after ten steps of such a batch
         ['mfu', 'tokens_per_second']
     """
 
@@ -46,7 +46,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Begins the time again: behind the first step, which captures the model, or behind an evaluation."""
+        """Begins the time again: after the first step, which captures the model, or after an evaluation."""
         _wait_for_device()
         self._start = time.perf_counter()
 

@@ -77,7 +77,7 @@ def init(
     gpus: Annotated[
         int | None, typer.Option("--gpus-per-machine", min=1, help="Processes on a machine; else all, up to 8")
     ] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="KIND|LINE", help="Write what fits this device")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="KIND|LINE", help="Refuse what does not fit it")] = None,
     json: Json = False,
     debug: Debug = False,
     *,
@@ -85,8 +85,8 @@ def init(
 ) -> None:
     """Writes train.py, which trains a model with checkpoints, and what starts it. No file is overwritten.
 
-    Here MODEL is a folder of transformers, its config.json, or a callable. With --gpu, a layout that does not fit is an
-    error, with one that does; the devices are those of `autotp estimate`.
+    Here MODEL is a folder of transformers, its config.json, or a callable. --gpu is a device of `autotp estimate`: a
+    layout that does not fit it is an error, which names a layout that fits.
 
     Example: autotp init file.py:factory --launcher torchrun --tp 2
     """
@@ -160,10 +160,13 @@ def _expect_to_fit(model: nn.Module, gpu: str, layout: StepLayout, parts: int, c
     most, room = est.fullest.reserved / GIB, est.device.memory / GIB
     problem = f"init: {est.layout} does not fit: at most {most:.1f} of {room:.1f} GiB of a {gpu}"
     try:
-        best = autotp.search(model, gpus=layout.devices, **size).best[0].layout
+        fitting = [est.layout for est in autotp.search(model, gpus=layout.devices, **size).best]
     except Error:
         raise Error(problem, fix=f"more ranks: no layout of {layout.devices} fits") from None
-    flags = f"--tp {best.tp} --pp {best.pp} --dp {best.dp}"
+    best = next((x for x in fitting if x.cp == 1), None)  # The files start tp * pp * dp ranks.
+    if best is None:
+        raise Error(problem, fix=f"more ranks: the fastest layouts of {layout.devices} that fit have cp")
+    flags = f"--tp {best.tp} --pp {best.pp} --dp {best.dp} --batch {layout.batch}"
     raise Error(problem, fix=f"{flags} without --gpu; then in train.py: {python_line(best)}")
 
 

@@ -160,8 +160,9 @@ def opaque(code: Code, like: Callable[..., Any] | None = None, rows: bool = Fals
             alone. `distribute` needs this promise, since it computes parts of a batch. A parameter that no row uses
             then has a gradient of zeros, and not none. With `like`, the code changes no buffer.
         rule: how the call may be cut, as in `autotp.rule`: a term for each tensor among the arguments, then for each
-            parameter and buffer of a module, and one for each result. The code then draws no random numbers. It is
-            tested on parts of random numbers, where the model runs.
+            parameter and buffer of a module; and one for each result, then for each buffer that the code changes. With
+            `like`, it changes none. The code draws no random numbers. The rule is tested on parts of random numbers,
+            where the model runs. The backward of a `torch.autograd.Function` is not: `verify` compares gradients.
 
     Raises:
         Error: `code` is neither, an argument has another type, or `rule` does not parse. While a model is captured: the

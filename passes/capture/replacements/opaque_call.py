@@ -236,7 +236,8 @@ class OpaqueCall:
             # Of a module `like` gets what its caller gave it.
             args = args[1:] if args and isinstance(args[0], nn.Module) else args
             form, tensors = CallValues.of(self.how.like(*args, **kwargs))
-            self.written = [] if self.how.rows else self.buffers  # It does not tell which.
+            # It does not tell which.
+            self.written = [] if self.how.rows or self.has_user_rule else self.buffers
             return form, [*tensors, *operands[len(operands) - len(self.written) :]]
         try:
             form, tensors, after, changed = self._run(operands, sizes)
@@ -263,7 +264,7 @@ class OpaqueCall:
         if lost := sorted(changed - {*self.written}):
             raise Error(
                 f"autotp.opaque: `{self.text}` changes its buffer `{user_name(lost[0])}`, and did not without values",
-                fix="`like=` without `rows=True`, by which all buffers may change",
+                fix="`like=` without `rows=True` and without `rule=`, by which all buffers may change",
             )
         wanted = self._wanted(operands)
         pairs = [pair for shape, x in zip(wanted, tensors, strict=False) for pair in zip(shape, x.shape, strict=False)]

@@ -13,7 +13,7 @@ Transformer Models", section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from autotp.ops.placement_moves import apart, by_heads
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.choose import elements
 from autotp.passes.plan.infer_axes import Axes, Factor, infer_axes
+from autotp.passes.plan.propagate import needs_grad
 from autotp.passes.plan.sequence.context_parallel import CutSequences, cut_sequences
 from autotp.passes.plan.sequence.cut_along import HasForm
 from autotp.passes.plan.sequence.separate_keys import viewed, with_operands
@@ -58,7 +59,7 @@ class AttentionBytes:
     def why_not(self, tp: int, cp: int) -> str:
         """Returns why its heads do not suffice; "" if they do."""
         if self.heads is None or self.kv_heads is None:
-            return "its heads are not a dimension of known length"
+            return "no heads of a known number"
         if self.kv_heads % (tp * cp) or self.heads % self.kv_heads:
             each = f"{self.heads} heads" + f", {self.kv_heads} of keys and values" * (self.kv_heads != self.heads)
             return f"{each}: they do not divide by tp x cp = {tp} x {cp}"
@@ -98,7 +99,8 @@ def exchange_heads(
     Raises:
         Error: the heads of an attention do not suffice for `choice="heads"`.
     """
-    candidates = [_counted(node, cut, cp) for node in cut.graph.nodes if _reads_sequence(node, cut)]
+    differentiable = needs_grad(cut.graph, sources(cut.graph))
+    candidates = [_counted(node, cut, cp, differentiable) for node in cut.graph.nodes if _reads_sequence(node, cut)]
     reasons = {row.node: row.why_not(tp, cp) for row in candidates}
     chosen = [row for row in candidates if not reasons[row.node] and choice != "gather"]
     if choice == "auto":
@@ -108,7 +110,7 @@ def exchange_heads(
         result, unfit = _by_heads(cut, [row.node for row in fitting], cp, sources, has_form)
         if not unfit:
             break
-        reasons |= dict.fromkeys(unfit, "its heads are not one axis of the model")
+        reasons |= dict.fromkeys(unfit, "no heads that are one axis of the model")
         result, fitting = cut, [row for row in fitting if row.node not in unfit]
     if choice == "heads":
         _expect_heads(cut, reasons)
@@ -122,9 +124,8 @@ def _expect_heads(cut: CutSequences, reasons: dict[fx.Node, str]) -> None:
     fix = 'cp_attention="auto", which gathers keys and values there; or a smaller cp'
     for node, why in reasons.items():
         if why:
-            raise Error(
-                f'cp_attention="heads": the attention of `{layer_of(node)}` has {why}', at=line_of(node), fix=fix
-            )
+            name = f" of `{layer}`" if (layer := layer_of(node)) else ""
+            raise Error(f'cp_attention="heads": the attention{name} has {why}', at=line_of(node), fix=fix)
     if not reasons:
         raise Error(
             'cp_attention="heads": no attention is one operator, such as F.scaled_dot_product_attention', fix=fix
@@ -155,7 +156,7 @@ def _reads_sequence(node: fx.Node, cut: CutSequences) -> bool:
     return any(touches(axis, leaf) for axis in queries for leaf in cut.along)
 
 
-def _counted(node: fx.Node, cut: CutSequences, cp: int) -> AttentionBytes:
+def _counted(node: fx.Node, cut: CutSequences, cp: int, differentiable: Collection[fx.Node]) -> AttentionBytes:
     bound, factor = cut.axes.bound[node], _heads(node, cut.axes)
     query, key = (operand.meta["val"] for operand in bound.operands[:2])
     counts = (query.shape[factor.ins[0]], key.shape[factor.ins[1]]) if factor is not None else (None, None)
@@ -167,7 +168,13 @@ def _counted(node: fx.Node, cut: CutSequences, cp: int) -> AttentionBytes:
     # An attention that has no form for a part of the queries is computed whole, and so reads all of them.
     gathered = sum(map(nbytes_of, [*smallest, *([] if node in cut.decision.cuts else [query])]))
     others = (cp - 1) / cp
-    return AttentionBytes(node, heads, kv_heads, 2 * gathered * others, 2 * moved * others / cp)
+    exchange = 2 * moved * others / cp
+    for i, mask in enumerate(bound.operands[OPERANDS:], OPERANDS):
+        # A gradient flows to each part of it, so no rank computes it whole. It is exchanged, or gathered without heads.
+        if mask in differentiable and mask in cut.decision.cuts:
+            has_heads = factor is not None and i in factor.ins
+            exchange += 2 * nbytes_of(mask.meta["val"]) * others / (cp if has_heads else 1)
+    return AttentionBytes(node, heads, kv_heads, 2 * gathered * others, exchange)
 
 
 def _heads(node: fx.Node, axes: Axes) -> Factor | None:

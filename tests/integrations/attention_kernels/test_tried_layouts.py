@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ def llama(attention: str) -> nn.Module:
         return transformers.LlamaForCausalLM(config)
 
 
-def batch(step: int, rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
+def batch(step: int, rows: int = 4, length: int = 12) -> dict[str, torch.Tensor]:
     tokens = torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(step))
     return {"input_ids": tokens, "labels": tokens}
 
@@ -53,8 +52,8 @@ def trained(plain: nn.Module, parallel: Callable[..., Any], parameters: Any, **m
 
 
 def by_parallelize(attention: str, compiled: bool = False, **layout: Any) -> None:
-    plain = llama(attention)
-    model = autotp.parallelize(copy.deepcopy(plain), example_inputs=batch(0), **layout)
+    plain = llama("sdpa")  # torch's flex_attention has no backward on a CPU.
+    model = autotp.parallelize(llama(attention), example_inputs=batch(0), **layout)
     function = torch.compile(model, backend="aot_eager") if compiled else model
     if compiled:
         model(**batch(0))
@@ -62,14 +61,14 @@ def by_parallelize(attention: str, compiled: bool = False, **layout: Any) -> Non
 
 
 def by_distribute(attention: str, **layout: Any) -> None:
-    plain = llama(attention)
-    trainer = autotp.distribute(copy.deepcopy(plain), example_inputs=batch(0), **layout)
+    plain = llama("sdpa")
+    trainer = autotp.distribute(llama(attention), example_inputs=batch(0), **layout)
     trained(plain, trainer.step, trainer.parameters())
 
 
 def generated(attention: str, **layout: Any) -> None:
-    plain = llama(attention).eval()
-    model = autotp.parallelize(copy.deepcopy(plain), **layout).eval()
+    plain = llama("sdpa").eval()
+    model = autotp.parallelize(llama(attention), **layout).eval()
     inputs = batch(0)["input_ids"]
     tokens = [m.generate(inputs, max_new_tokens=5, do_sample=False) for m in (plain, model)]
     assert torch.equal(*tokens)

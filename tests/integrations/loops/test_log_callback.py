@@ -81,6 +81,18 @@ def test_the_progress_bar_shows_them(tmp_path: Path, capsys: Any) -> None:
     assert all(f"'{key}': " in shown.out + shown.err for key in KEYS)
 
 
+def test_a_second_call_takes_the_place_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(llama_in_float64(), tmp_path, eval_strategy="no", max_steps=2)
+    clock = SimpleNamespace(perf_counter=lambda: float(trainer.state.global_step))  # A step takes a second.
+    monkeypatch.setattr(throughput_module, "time", clock)
+    meter = autotp.Throughput(estimated())
+    for _ in range(2):
+        meter.log_to(trainer)
+    trainer.train()
+    (log,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert log["tokens_per_second"] == 2 * 2 * 12  # Of the second step.
+
+
 def test_what_counts_no_tokens_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(llama_in_float64(), tmp_path, include_num_input_tokens_seen="no")
     assert message(lambda: autotp.Throughput().log_to(trainer)) == (

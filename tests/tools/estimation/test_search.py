@@ -182,7 +182,7 @@ def test_long_sequences_may_be_cut() -> None:
 
 @pytest.mark.parametrize("batch", [1, 16])
 def test_low_prices_lose_no_layout(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a search that lowers all numbers of ranks: one row, where cuts of the sequence win, and many rows."""
+    """Against a search that lowers all numbers of ranks: one row, where most of the best cut it, and many rows."""
     with torch.device("meta"):
         model = GPT(GPTConfig(block_size=8192, vocab_size=512, n_layer=2, n_head=4, n_embd=256, dropout=0.0))
     lowered = list[tuple[int, int]]()
@@ -197,7 +197,8 @@ def test_low_prices_lose_no_layout(batch: int, monkeypatch: pytest.MonkeyPatch) 
     whole = autotp.search(model, gpus=8, gpu="a100-80gb", batch=batch, dtype=torch.bfloat16)
     assert [est.layout for est in few.best] == [est.layout for est in whole.best]
     assert few.tried == whole.tried and (pairs == set(lowered)) == (batch == 1)
-    assert (few.best[0].layout.cp > 1) == (batch == 1)
+    cut = sum(est.layout.cp > 1 for est in few.best)
+    assert cut >= 3 if batch == 1 else 0 < cut < 3
 
 
 def test_the_model_is_captured_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import JOB, NAMES, ROOT, of_srun
+
+import autotp
 
 pytest.importorskip("typer")
 from autotp.tools.cli.app import run
@@ -402,7 +406,26 @@ def test_a_layout_that_does_not_fit_is_not_written(
     replicas = ("--tp", "1", "--dp", "2")
     status, said = with_memory(4.5, *replicas)
     assert status == 1 and "tp=1, pp=1, dp=2, micro_batch=16 does not fit: at most 9.8 of 4.5 GiB" in said
-    assert "try --tp 2 --pp 1 --dp 1 without --gpu; then in train.py: trainer = autotp.distribute(model, tp=2," in said
+    fix = "try --tp 2 --pp 1 --dp 1 --batch 32 without --gpu; then in train.py: trainer = autotp.distribute(model"
+    assert fix in said
+    search = autotp.search
+
+    def with_cp(others: int) -> Callable[..., autotp.Search]:
+        """A search whose first layouts have context-parallel ranks."""
+
+        def searched(*args: Any, **options: Any) -> autotp.Search:
+            search_result = search(*args, **options)
+            first = replace(search_result.best[0], layout=replace(search_result.best[0].layout, tp=1, cp=2))
+            return replace(search_result, best=(first, *search_result.best[:others]))
+
+        return searched
+
+    # The files start tp * pp * dp ranks.
+    with monkeypatch.context() as patch:
+        patch.setattr(autotp, "search", with_cp(1))
+        assert fix in with_memory(4.5, *replicas)[1]
+        patch.setattr(autotp, "search", with_cp(0))
+        assert with_memory(4.5, *replicas)[1].endswith("try more ranks: the fastest layouts of 2 that fit have cp")
     status, said = with_memory(1, *replicas)
     assert status == 1 and said.endswith("try more ranks: no layout of 2 fits")
     assert not (own.parent / "train.py").exists()

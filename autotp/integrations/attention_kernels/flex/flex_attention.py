@@ -180,10 +180,30 @@ def flex_attention_like(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__
     return query.new_empty((*query.shape[:3], value.shape[3])), rows, torch.empty_like(rows)
 
 
+class _WithoutValues(torch.autograd.Function):
+    """The results without values, of which the operands have gradients as of those with values.
+
+    A pipeline asks a run without values which parameters have one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *operands: Tensor) -> Totals:
+        ctx.save_for_backward(*operands)
+        output, totals, peaks = flex_attention_like(*operands[:3])
+        ctx.mark_non_differentiable(peaks)
+        return output, totals, peaks
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        return tuple(torch.empty_like(x) if x.is_floating_point() else None for x in ctx.saved_tensors)
+
+
 @torch.library.impl("autotp::flex_attention", "CompositeImplicitAutograd")
-def _(query: Tensor, *arguments: Any) -> Totals:
-    example = isinstance(query, FakeTensor) or query.is_meta
-    return (flex_attention_like if example else flex_attention)(query, *arguments)
+def _(query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor], *arguments: Any) -> Totals:
+    if isinstance(query, FakeTensor) or query.is_meta:
+        examples: Totals = _WithoutValues.apply(query, key, value, *captured)
+        return examples
+    return flex_attention(query, key, value, captured, *arguments)
 
 
 def _rule(call: Call) -> Rule:

@@ -86,6 +86,34 @@ def test_a_kernel_with_a_rule_is_cut(layout: dict[str, Any]) -> None:
     assert set(report.plan.traffic.forward) <= {"all-reduce", "reduce-scatter", "all-gather"}
 
 
+def test_a_tensor_that_is_two_arguments_is_two_operands() -> None:
+    report = autotp.verify(Block(lambda x, y: gated(x, x) + y), 2, example_inputs=X)
+    assert report.ok and report.plan.traffic.forward == {"all-reduce": 1}, report
+
+
+class Tuned(nn.Module):
+    """Multiplies by a buffer, which it may write."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.gain, self.writes = nn.Buffer(torch.rand(24)), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.gain.mul_(2)
+        return x * self.gain
+
+
+def test_a_buffer_has_a_term() -> None:
+    """With `like`, the code changes none."""
+    tuned = autotp.opaque(Tuned(), like=torch.empty_like, rule="* h, h -> * h")
+    report = autotp.verify(nn.Sequential(nn.Linear(8, 24), tuned, nn.Linear(24, 8)), 2, example_inputs=X)
+    assert report.ok and report.plan.traffic.forward == {"all-reduce": 1}, report
+    written = autotp.opaque(Tuned(writes=True), like=torch.empty_like, rule="* h, h -> * h")
+    text = message(lambda: autotp.explain(nn.Sequential(nn.Linear(8, 24), written), tp=2, example_inputs=X))
+    assert "`Tuned` changes its buffer `gain`" in text
+
+
 def test_other_lengths_than_at_capture() -> None:
     model = nn.Sequential(Block(), Block())
     parallel = autotp.parallelize(model, tp=1, example_inputs=X)
@@ -114,6 +142,14 @@ def test_a_rule_that_is_not_true_is_refused() -> None:
     mixed = autotp.opaque(lambda x, y: (x * y).cumsum(-1), rule=RULE)
     text = message(lambda: autotp.explain(Block(mixed), tp=2, example_inputs=X))
     assert "the rule of autotp.opaque(" in text and "is not true of this call" in text
+
+
+def test_a_rule_that_is_not_true_is_refused_on_one_rank() -> None:
+    """Its rows would be microbatches, each with a mean of its own."""
+    model = Scalar()
+    model.block.function = [autotp.opaque(lambda x, y: x * y - x.mean(0, keepdim=True), rule=RULE)]
+    text = message(lambda: autotp.distribute(model, example_inputs=X[:2], microbatches=2))
+    assert "is not true of this call" in text
 
 
 def test_a_rule_that_does_not_fit_is_refused() -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import autotp
 from autotp.compiler import analyse
 from autotp.diagnostics.verify import Report, compare_calls, find_inputs
+from autotp.display.text_table import bytes_text
 from autotp.ops import collectives
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
@@ -134,6 +135,49 @@ def test_heads_that_do_not_suffice_are_gathered_or_an_error_that_names_them() ->
         autotp.explain(gpt(), 1, cp=2, cp_attention="heads")
     assert "the attention of `h.0.attn` has 3 heads: they do not divide by tp x cp = 1 x 2" in str(caught.value)
     assert 'cp_attention="auto"' in str(caught.value) and "scaled_dot_product_attention" in str(caught.value)
+
+
+class Tiled(Grouped):
+    """Each head of keys is read by heads that are not neighbours."""
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        k, v = (t.repeat(1, self.groups, 1, 1) for t in (k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_heads_that_are_no_axis_are_gathered_or_an_error() -> None:
+    assert not called(program(Tiled(), 1, 4, inputs()).graph, collectives.all_to_all)
+    with pytest.raises(autotp.Error) as caught:
+        program(Tiled(), 1, 4, inputs(), cp_attention="heads")
+    reason = "the attention has no heads that are one axis of the model"
+    assert str(caught.value).splitlines()[0].endswith(f'cp_attention="heads": {reason}')
+
+
+class OneBias(Grouped):
+    """A bias that is computed from the sequence, the same for all heads."""
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        bias = (x[:, :, None, 0] - x[:, None, :, 0])[:, None] * self.slopes[0]
+        return self.out(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "mask_bytes"),
+    [(Grouped(8, 8, mask="slopes"), 8 * 64 * 64 * 4 / 4), (OneBias(8, 8), 2 * 64 * 64 * 4), (Grouped(8, 8), 0)],
+    ids=["of each head", "of all heads", "none"],
+)
+def test_a_mask_that_learns_is_counted(model: nn.Module, mask_bytes: float) -> None:
+    """It is exchanged, too, or gathered where it has no heads: with a square of the sequence, "auto" gathers keys."""
+    plan = autotp.explain(model, 1, cp=4, example_inputs=inputs(64), cp_attention="heads")
+    # Of queries, keys, values and the result a rank has 2 x 16 tokens of 16 numbers.
+    expected = 2 * 3 / 4 * (4 * 2 * 16 * 16 * 4 + mask_bytes)
+    assert f"a rank sends {bytes_text(round(expected))} a step; a gather of keys 24.6 KB" in str(plan)
+    sends = [s for s in plan.traffic.over("cp").sends if s.kind == "all-to-all" or s.bytes == 2 * 64 * 64 * 4]
+    assert sum(s.bytes for s in sends) * 3 / 4 == expected
+    exchanged = called(program(model, 1, 4, inputs(64)).graph, collectives.all_to_all)
+    assert bool(exchanged) == (mask_bytes == 0)
 
 
 class Products(Grouped):
