@@ -7,6 +7,10 @@
 A call with a mask of the same code takes the same graph, with the tensors of its own mask. Another number that the
 function reads, as a window, is another graph. (torch's own way of taking a BlockMask apart leaves out what functions
 read while a model is compiled, and defaults of arguments always.)
+
+NOTE [Globals of a mask's function]
+In a script the loop stands at the top level, and its `documents` are a global. So the tensors, numbers and functions of
+the same file that the code names are children, too, and the function that a call gets has globals of its own.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 MODULE = "torch.nn.attention.flex_attention"
@@ -37,22 +42,47 @@ def _mask_of(children: Any, of_class: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Function:
-    """A function as a node of a structure: what it reads around it, and the defaults of its arguments, are children."""
+    """A function as a node of a structure: what it reads around it, and the defaults of its arguments, are children.
+
+    Attributes:
+        function: the function.
+        around: the code of the functions of which it is a child. A function that calls itself is no child of itself.
+    """
 
     function: Any
+    around: tuple[CodeType, ...] = ()
 
 
-def _opened(tree: Any) -> Any:
+def _opened(tree: Any, around: tuple[CodeType, ...] = ()) -> Any:
     """Returns a structure with its functions as nodes."""
-    return pytree.tree_map(lambda x: _Function(x) if isinstance(x, FunctionType | partial) else x, tree)
+    return pytree.tree_map(lambda x: _Function(x, around) if isinstance(x, FunctionType | partial) else x, tree)
 
 
 def _children(node: _Function) -> tuple[list[Any], Any]:
     function = node.function
     if isinstance(function, partial):
-        return [_opened(x) for x in (function.func, function.args, function.keywords)], None
+        return [_opened(x, node.around) for x in (function.func, function.args, function.keywords)], None
+    around = *node.around, function.__code__
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [_opened(x) for x in (cells, function.__defaults__, function.__kwdefaults__)], _Code(function)
+    parts = cells, function.__defaults__, function.__kwdefaults__, _globals_of(function, around)
+    return [_opened(x, around) for x in parts], _Code(function)
+
+
+def _globals_of(function: FunctionType, around: tuple[CodeType, ...]) -> dict[str, Any]:
+    """Returns the globals that a function reads and that may differ in the next call: see the NOTE above."""
+
+    def may_differ(x: Any) -> bool:
+        is_own = isinstance(x, FunctionType) and x.__module__ == function.__module__ and x.__code__ not in around
+        return is_own or isinstance(x, Tensor | bool | int | float)
+
+    values = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+    return {name: x for name, x in values.items() if all(map(may_differ, pytree.tree_leaves(x)))}
+
+
+def _names(code: CodeType) -> list[str]:
+    """Returns the names that a function's code and that of the functions in it look up, in order."""
+    inner = (name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x))
+    return sorted({*code.co_names, *inner})
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +99,12 @@ class _Code:
 
 
 def _function_of(children: Any, code: _Code | None) -> Any:
-    first, defaults, named = children
     if code is None:
+        first, defaults, named = children
         return partial(first, *defaults, **named)
-    of, cells = code.function, tuple(map(CellType, first))
-    function = FunctionType(of.__code__, of.__globals__, of.__name__, defaults, cells)
+    contents, defaults, named, read = children
+    of, cells = code.function, tuple(map(CellType, contents))
+    function = FunctionType(of.__code__, {**of.__globals__, **read}, of.__name__, defaults, cells)
     function.__kwdefaults__ = named
     return function
 
