@@ -105,8 +105,9 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, OpOverload):
         # Not `all_input_nodes`, which names a node once even if it is two operands.
         return [operand for operand in operand_nodes(node) if operand is not None]
-    leaves = (x for arg in node.args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
-    return [x for x in leaves if isinstance(x, fx.Node) and outputs_of(x)]
+    # A call of opaque code gets its operands in a list.
+    args: Any = node.args[0] if hasattr(node.target, "rule_function") else node.args
+    return [arg for arg in args if isinstance(arg, fx.Node) and outputs_of(arg)]
 
 
 def family(node: Any) -> Any:

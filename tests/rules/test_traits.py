@@ -32,6 +32,7 @@ TABLES = {
     ("passes/canonicalize/causal_attention.py", "MEANINGS"),
     ("passes/canonicalize/causal_attention.py", "REPEATS"),
     ("passes/canonicalize/functionalize.py", "SCATTERS"),
+    ("passes/canonicalize/functionalize.py", "SPLITS"),
     ("passes/emit/python_calls.py", "PYTHON_CALLS"),
     ("passes/lower/decompose.py", "EXPANSIONS"),
     ("passes/lower/localize.py", "FORMS"),

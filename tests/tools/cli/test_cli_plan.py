@@ -40,7 +40,7 @@ def test_every_option_of_explain_is_a_flag(autotp_command) -> None:
     """They are made from `Options`, each with what `parallelize` says about it."""
     told = " ".join(autotp_command("plan", "--help").out.split())
     names = {field.name for field in fields(Options)} & set(signature(autotp.explain).parameters)
-    assert names == {"outputs", "experts", "sequence_parallel", "overlap", "cp", "without", "cut"}
+    assert names == {"outputs", "experts", "sequence_parallel", "overlap", "cp", "cp_attention", "without", "cut"}
     assert all(f"--{name.replace('_', '-')}" in told for name in names)
     assert "Names of passes to leave out" in told
 
