@@ -163,7 +163,7 @@ def expect_one_devices(build: Any, n: int) -> None:
             torch.manual_seed(0)
             model = build().train()
             found: list[dict[str, Tensor]] = []
-            for m in (model, autotp.parallelize(copy.deepcopy(model), n)):
+            for m in (model, autotp.parallelize(copy.deepcopy(model), n, example_inputs=batch(2, 3))):
                 output = m(**batch(2, 3))
                 output.loss.backward()
                 gradients = {k: autotp.gather(p.grad) for k, p in m.named_parameters() if p.grad is not None}

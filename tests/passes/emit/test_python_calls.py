@@ -133,7 +133,8 @@ def dispatched(run: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
 
 
 def test_python_calls_are_all_tried_here() -> None:
-    assert ARGUMENTS.keys() == PYTHON_CALLS.keys()
+    """Those of the table; libraries add others, which their own tests try."""
+    assert ARGUMENTS.keys() == {operator for operator in PYTHON_CALLS if operator.namespace == "aten"}
 
 
 def test_python_calls_are_tried_with_every_option() -> None:
