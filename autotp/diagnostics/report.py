@@ -80,9 +80,11 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
 def _suggestions(analysis: Program) -> dict[str, str]:
     """Returns the line on what looks for rules of operators of the user's that have none."""
     unknown = [node.target for node, bound in analysis.axes.bound.items() if not bound.known]
-    own = [op for op in unknown if isinstance(op, OpOverload) and op.namespace not in ("aten", "prims", "autotp")]
-    call = f"autotp.suggest_rule(torch.ops.{own[0].overloadpacket}, ...)" if own else ""
-    return {"rules": f"{call} looks for the rule of an operator without one"} if own else {}
+    user_operators = [
+        op for op in unknown if isinstance(op, OpOverload) and op.namespace not in ("aten", "prims", "autotp")
+    ]
+    call = f"autotp.suggest_rule(torch.ops.{user_operators[0].overloadpacket}, ...)" if user_operators else ""
+    return {"rules": f"{call} looks for the rule of an operator without one"} if user_operators else {}
 
 
 def _is_along(value: fx.Node, analysis: Program) -> bool:

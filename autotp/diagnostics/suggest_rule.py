@@ -165,12 +165,12 @@ def _summable(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 def _distinct(factors: Iterator[tuple[Dims, Dims]]) -> list[tuple[Dims, Dims]]:
     """Returns factors that share no dimension: of two, the one that cuts more outputs."""
-    kept = list[tuple[Dims, Dims]]()
+    disjoint = list[tuple[Dims, Dims]]()
     for operands, outputs in sorted(factors, key=lambda factor: -len(factor[1])):
-        taken = [(set(o.items()), set(r.items())) for o, r in kept]
-        if not any(operands.items() & o or outputs.items() & r for o, r in taken):
-            kept.append((operands, outputs))
-    return kept
+        used_dims = [(set(o.items()), set(r.items())) for o, r in disjoint]
+        if not any(operands.items() & o or outputs.items() & r for o, r in used_dims):
+            disjoint.append((operands, outputs))
+    return disjoint
 
 
 def _text(trial: _SlicedCalls, factors: Sequence[tuple[Dims, Dims]]) -> str:

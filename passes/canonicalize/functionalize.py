@@ -212,9 +212,11 @@ class _Versions:
         """Sets the value of `node` to `value`, and updates the tensor that `node` is a view of."""
         source = self._source(node)
         if source is not None and node.target is operator.getitem:
-            whole = self._source(source)
-            assert whole is not None
-            self._write(whole, _scattered_item(self.builder, node, source, self.read(whole, detached=True), value))
+            split_tensor = self._source(source)
+            assert split_tensor is not None
+            self._write(
+                split_tensor, _scattered_item(self.builder, node, source, self.read(split_tensor, detached=True), value)
+            )
         elif source is not None:
             rest = fx.map_arg(node.args[1:], lambda n: self.read(n))
             passed = self._without_gradient(source, node, value) if has(node.target, Trait.NO_GRADIENT) else value

@@ -62,9 +62,9 @@ def test_the_others_end_and_name_the_rank(name: str, how: str, folder: Path) -> 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [KILL, pytest.param(STOP, marks=pytest.mark.rare)])
 def test_ranks_of_srun_end_by_themselves(how: str, tmp_path: Path) -> None:
-    """The first rank keeps the store in which they met."""
+    """The first rank keeps the store in which they met. It says its error, and once more in its last line."""
     first, _ = ended("step", how, tmp_path, by="srun")
-    assert [SAID[how] in line for line in errors_of(first)] == [True], first.text
+    assert [SAID[how] in line for line in errors_of(first)] == [True, True], first.text
     assert first.status == 1 and first.seconds < (IN_TIME if how == STOP else AT_ONCE)
 
 

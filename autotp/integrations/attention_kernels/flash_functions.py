@@ -50,13 +50,13 @@ def _recorded(function: Any, *args: Any) -> Any:
     """Returns what the function returns, as results of one operator.
 
     Raises:
-        Error: the function gets a tensor, or a function, of which no rule is known.
+        Error: the function gets a tensor, or a function, of which no rule is known; or its dropped weights are read.
     """
     defaults = parameters_of(function)
     arguments = {**defaults, **dict(zip(defaults, args, strict=False))}
     arguments = _apart(arguments)
-    operands = {own: next((x for n in names if (x := arguments.pop(n, None)) is not None), None)
-                for own, names in NAMES.items()}  # fmt: skip
+    operands = {operand: next((x for n in names if (x := arguments.pop(n, None)) is not None), None)
+                for operand, names in NAMES.items()}  # fmt: skip
     flags = {name: arguments.pop(name) for name in (*TOTALS, RECORDS) if name in arguments}
     for name, value in arguments.items():
         is_plain = all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple | list) else [value]))
@@ -66,6 +66,12 @@ def _recorded(function: Any, *args: Any) -> Any:
                 at=user_line(traceback.extract_stack()),
                 fix="F.scaled_dot_product_attention, or a call without it",
             )
+    if arguments.get("dropout_p") and flags.get("return_softmax"):
+        raise Error(
+            f"{function.__name__} gets return_attn_probs=True with dropout: each rank drops weights of its own",
+            at=user_line(traceback.extract_stack()),
+            fix="return_attn_probs=False, or dropout_p=0.0",
+        )
     before, after = (-1 if n is None else n for n in arguments.get("window_size") or (-1, -1))
     name = f"{function.__module__}:{FUNCTIONS[function.__name__]}"
     function_named(name)

@@ -122,7 +122,7 @@ def _by_kernel(name: str, arguments: Mapping[str, Any], settings: Mapping[str, A
     """Returns what a kernel computes."""
     function = function_named(name)
     values = {**parameters_of(function), **settings, **dict.fromkeys(TOTALS, True), RECORDS: torch.is_grad_enabled()}
-    values |= {name: arguments[own] for own, names in NAMES.items() for name in names}
+    values |= {name: arguments[operand] for operand, names in NAMES.items() for name in names}
     result = function.apply(*(values.get(name) for name in parameters_of(function)))
     return result[0], result[1]
 

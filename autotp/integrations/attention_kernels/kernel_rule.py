@@ -51,11 +51,11 @@ def _mark_of_queries(call: Call) -> str:
     """Returns the mark of the factor of the queries; "^" where a part of them would need other keys."""
     query, key = call["query"], call["key"]
     dim = query.dim() - 3
-    whole = (call["before"], call["after"]) == (-1, -1)
-    if whole and call["query_ends"] is None:
+    reads_all_keys = (call["before"], call["after"]) == (-1, -1)
+    if reads_all_keys and call["query_ends"] is None:
         return "" if call["slopes"] is None else "^"
-    same = call["query_ends"] is call["key_ends"] and Size.of(query.shape[dim]) == Size.of(key.shape[dim])
-    return "!" if (whole and call["slopes"] is None) or (call["after"] == 0 and same) else "^"
+    same_tokens = call["query_ends"] is call["key_ends"] and Size.of(query.shape[dim]) == Size.of(key.shape[dim])
+    return "!" if (reads_all_keys and call["slopes"] is None) or (call["after"] == 0 and same_tokens) else "^"
 
 
 def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:

@@ -65,6 +65,6 @@ def attention_of_rows(
         ends.append(F.pad(mask.sum(-1).cumsum(0), (1, 0)).int())
     output, totals = attend(*packed, *ends[:2], query.shape[1], key.shape[1])
     rows, tokens = query.shape[:2]
-    whole = output.new_zeros(rows * tokens, *output.shape[1:]).index_put((places[0],), output)
+    padded_output = output.new_zeros(rows * tokens, *output.shape[1:]).index_put((places[0],), output)
     of_rows = totals.new_zeros(rows * tokens, totals.shape[0]).index_put((places[0],), totals.transpose(0, 1))
-    return whole.unflatten(0, (rows, tokens)), of_rows.unflatten(0, (rows, tokens)).transpose(1, 2)
+    return padded_output.unflatten(0, (rows, tokens)), of_rows.unflatten(0, (rows, tokens)).transpose(1, 2)

@@ -111,8 +111,8 @@ class Throughput:
         within("Throughput.log_to", lambda: self._log_to(trainer))
 
     def _log_to(self, trainer: Any) -> None:
-        theirs = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-        if theirs is None or not isinstance(trainer, theirs):
+        trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+        if trainer_class is None or not isinstance(trainer, trainer_class):
             raise Error(
                 f"trainer is a {type(trainer).__name__}",
                 expected="a Trainer of transformers; a loop of your own calls measure(tokens=...)",

@@ -157,8 +157,8 @@ def _expect_to_fit(model: nn.Module, gpu: str, layout: StepLayout, parts: int, c
     est = autotp.estimate(model, tp=layout.tp, pp=layout.pp, dp=layout.dp, micro_batch=micro_batch, **size)
     if est.fits:
         return
-    most, room = est.fullest.reserved / GIB, est.device.memory / GIB
-    problem = f"init: {est.layout} does not fit: at most {most:.1f} of {room:.1f} GiB of a {gpu}"
+    reserved, available = est.fullest.reserved / GIB, est.device.memory / GIB
+    problem = f"init: {est.layout} does not fit: at most {reserved:.1f} of {available:.1f} GiB of a {gpu}"
     try:
         fitting = [est.layout for est in autotp.search(model, gpus=layout.devices, **size).best]
     except Error:

@@ -169,7 +169,7 @@ class OpaqueCall:
         self.shared: list[tuple[set[int], set[int]]] = []
         self.flops: Any = None
         self.tags: tuple[torch.Tag, ...] = ()
-        self.__qualname__ = f"opaque_{id(self):x}"  # Tells apart what two calls compute: see `fingerprint`.
+        self.__qualname__ = f"opaque_{id(self):x}"  # Tells separate_results what two calls compute: see `fingerprint`.
 
     def __str__(self) -> str:
         return f"autotp.opaque({self.text})"
@@ -266,22 +266,26 @@ class OpaqueCall:
                 f"autotp.opaque: `{self.text}` changes its buffer `{user_name(lost[0])}`, and did not without values",
                 fix="`like=` without `rows=True` and without `rule=`, by which all buffers may change",
             )
-        wanted = self._wanted(operands)
-        pairs = [pair for shape, x in zip(wanted, tensors, strict=False) for pair in zip(shape, x.shape, strict=False)]
+        expected_sizes = self._wanted(operands)
+        pairs = [
+            pair
+            for shape, x in zip(expected_sizes, tensors, strict=False)
+            for pair in zip(shape, x.shape, strict=False)
+        ]
         if not self.result.is_like(form) or any(size not in (None, length) for size, length in pairs):
             raise Error(
                 f"autotp.opaque: `{self.text}` returns something else than it does without values",
-                expected=_text(self.result, wanted),
+                expected=_text(self.result, expected_sizes),
                 got=_text(form, [[*x.shape] for x in tensors]),
                 fix="tensors in place of other values, and `like=` that returns what the code returns",
             )
         results = [*tensors, *(after[name] for name in self.written)]
-        memory, apart = [*map(storage_of, operands), None], list[Tensor]()
+        memory, separate_results = [*map(storage_of, operands), None], list[Tensor]()
         for x in results:  # The graph may write into memory that only one operator reads.
-            apart.append(x.clone() if storage_of(x) in memory else x)
+            separate_results.append(x.clone() if storage_of(x) in memory else x)
             memory.append(storage_of(x))
         count = len(tensors) if self.how.rows else 0
-        return [*self._reached(apart[:count], operands), *apart[count:]]
+        return [*self._reached(separate_results[:count], operands), *separate_results[count:]]
 
     def _wanted(self, operands: Sequence[Tensor]) -> list[list[int | None]]:
         """Returns the sizes that results have with these operands; None for those that values decide."""

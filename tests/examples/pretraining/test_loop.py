@@ -98,7 +98,10 @@ def flags(monkeypatch: Any, *given: str) -> Namespace:
 
 
 def test_a_size_brings_its_recipe(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    for name, value in {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)  # As torchrun sets them.
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
     paper = flags(monkeypatch, "--size", "355M", "--pp", "2", "--lr", "0.1")
     assert (paper.batch, paper.steps, paper.lr, paper.block, paper.vocabulary) == (512, 300_000, 0.1, 1024, 50257)
     assert (paper.tp, paper.pp, paper.dp, paper.asked) == (4, 2, 1, False)

@@ -331,6 +331,12 @@ def test_an_argument_without_a_rule_is_refused(argument: str) -> None:
     assert "F.scaled_dot_product_attention, or a call without it" in text
 
 
+def test_dropped_weights_are_not_returned() -> None:
+    model = Attention(dropout_p=0.5, return_attn_probs=True).double()
+    text = message(autotp.explain, model, tp=2, example_inputs=rows())
+    assert "return_attn_probs=True with dropout" in text and "dropout_p=0.0" in text
+
+
 def test_tensors_in_a_list_are_refused() -> None:
     """As those that a score function of flash-attn 4 reads."""
 

@@ -92,8 +92,8 @@ def by_products(
         scores = query.to(working) @ key.to(working).transpose(-2, -1) * scale
         if scores.numel():
             part = [torch.arange(n, device=query.device) for n in scores.shape]
-            whole = [x + start for x, start in zip(part, starts, strict=False)]
-            positions = *whole, part[3], *part[:3]
+            whole_positions = [x + start for x, start in zip(part, starts, strict=False)]
+            positions = *whole_positions, part[3], *part[:3]
             read = _batched(mods.mask, (), captured)(*positions)
             scores = _batched(mods.score, (0,), captured)(scores, *positions).to(working)
             scores = scores.masked_fill(~read, -math.inf)

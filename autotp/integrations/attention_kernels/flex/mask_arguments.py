@@ -46,33 +46,33 @@ class _Function:
 
     Attributes:
         function: the function.
-        around: the code of the functions of which it is a child. A function that calls itself is no child of itself.
+        outer_codes: the code of the functions of which it is a child. One that calls itself is no child of itself.
     """
 
     function: Any
-    around: tuple[CodeType, ...] = ()
+    outer_codes: tuple[CodeType, ...] = ()
 
 
-def _opened(tree: Any, around: tuple[CodeType, ...] = ()) -> Any:
+def _opened(tree: Any, outer_codes: tuple[CodeType, ...] = ()) -> Any:
     """Returns a structure with its functions as nodes."""
-    return pytree.tree_map(lambda x: _Function(x, around) if isinstance(x, FunctionType | partial) else x, tree)
+    return pytree.tree_map(lambda x: _Function(x, outer_codes) if isinstance(x, FunctionType | partial) else x, tree)
 
 
 def _children(node: _Function) -> tuple[list[Any], Any]:
     function = node.function
     if isinstance(function, partial):
-        return [_opened(x, node.around) for x in (function.func, function.args, function.keywords)], None
-    around = *node.around, function.__code__
+        return [_opened(x, node.outer_codes) for x in (function.func, function.args, function.keywords)], None
+    outer_codes = *node.outer_codes, function.__code__
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    parts = cells, function.__defaults__, function.__kwdefaults__, _globals_of(function, around)
-    return [_opened(x, around) for x in parts], _Code(function)
+    parts = cells, function.__defaults__, function.__kwdefaults__, _globals_of(function, outer_codes)
+    return [_opened(x, outer_codes) for x in parts], _Code(function)
 
 
-def _globals_of(function: FunctionType, around: tuple[CodeType, ...]) -> dict[str, Any]:
+def _globals_of(function: FunctionType, outer_codes: tuple[CodeType, ...]) -> dict[str, Any]:
     """Returns the globals that a function reads and that may differ in the next call: see the NOTE above."""
 
     def may_differ(x: Any) -> bool:
-        is_own = isinstance(x, FunctionType) and x.__module__ == function.__module__ and x.__code__ not in around
+        is_own = isinstance(x, FunctionType) and x.__module__ == function.__module__ and x.__code__ not in outer_codes
         return is_own or isinstance(x, Tensor | bool | int | float)
 
     values = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}

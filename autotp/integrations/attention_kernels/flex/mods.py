@@ -184,8 +184,8 @@ def _recorded(
     with Indices(captured), recorder:
         result = function(*arguments.values())
     if not isinstance(result, Tensor) or result.dim():
-        what = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise _refused(f"returns {what}", "a tensor without dimensions, such as q_idx >= kv_idx")
+        returned = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise _refused(f"returns {returned}", "a tensor without dimensions, such as q_idx >= kv_idx")
     recorder.graph.output(recorder.node_of(result))
     recorder.graph.eliminate_dead_code()
     return recorder.graph

@@ -120,8 +120,8 @@ def as_torch_does(
     wants_peaks = return_aux is not None and return_aux.max_scores
     output, totals, peaks = compute(query, key, value, score_mod, mask_mod, scale, wants_peaks, kernel_options or {})
     if return_aux is not None:
-        wanted = (totals if return_aux.lse else None, peaks if return_aux.max_scores else None)
-        return output, sys.modules[MODULE].AuxOutput(lse=wanted[0], max_scores=wanted[1])
+        aux_values = (totals if return_aux.lse else None, peaks if return_aux.max_scores else None)
+        return output, sys.modules[MODULE].AuxOutput(lse=aux_values[0], max_scores=aux_values[1])
     return (output, totals) if return_lse else output
 
 
@@ -164,8 +164,8 @@ def _expect_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
 def _expect_options(options: Mapping[str, Any]) -> None:
     """Raises Error for options of the kernel that are not right for each rank's part."""
     if options.get("BLOCKS_ARE_CONTIGUOUS"):
-        what = "gets BLOCKS_ARE_CONTIGUOUS in kernel_options, and each rank has other blocks"
-        raise _refused(what, "the other options alone")
+        problem = "gets BLOCKS_ARE_CONTIGUOUS in kernel_options, and each rank has other blocks"
+        raise _refused(problem, "the other options alone")
     for name, value in options.items():
         if not isinstance(value, bool | int | float | str | None):
             raise _refused(f"gets kernel_options[{name!r}] that is no number and no text", "a number or a text")
