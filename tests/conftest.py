@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from cards.build import NoCompiler
 from cards.pretend import DEVICES, pretend
 from hypothesis import Phase, settings
@@ -170,6 +171,15 @@ def without_colours() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_COLOR", "1")
         yield
+
+
+@pytest.fixture(autouse=True)
+def without_a_group() -> Iterator[None]:
+    """`parallelize` and `distribute` make one process a world of one: that of a test ends with it."""
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
 
 
 @pytest.fixture

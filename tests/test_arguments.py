@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-import torch.distributed as dist
 from errors import message
 from ranks import run_ranks, shared
 from small_models import Regression
@@ -75,14 +74,7 @@ def right(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def test_public_functions_refuse_any_wrong_argument(tmp_path: Path, registry: None, alone: None) -> None:
+def test_public_functions_refuse_any_wrong_argument(tmp_path: Path, registry: None) -> None:
     table = right(tmp_path)
     functions = {name for name in autotp.__all__ if inspect.isfunction(getattr(autotp, name))}
     functions |= {"Sampler", "Throughput"}

@@ -7,14 +7,13 @@ import importlib
 import inspect
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from graphs import noted_passes
 from small_models import Plain, gpt
 from torch import fx
@@ -53,14 +52,6 @@ NOT_IN_THE_TABLE = {"repeats", "in_place", "outline", *WITHIN}
 """What may be left out of the stage capture, which is one call, and of a row."""
 GIVEN = (skeleton_of(Plain()), (torch.ones(2, 3, 8),), {}, 2)
 SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 60, "n_layer": 2, "n_head": 4, "n_embd": 16}
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """One process is a world of one; the test leaves no process group."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def names(options: Options) -> list[str]:
@@ -191,9 +182,7 @@ OVERLAPS = [Options(overlap=value) for value in values_of("overlap")]  # type: i
         *[(road, replace(x, summed=True)) for road in (distribute, verify_step) for x in (SUMMED, *OVERLAPS)],
     ],
 )
-def test_each_road_runs_each_pass_in_table_order(
-    road: Callable[[Options], None], options: Options, alone: None
-) -> None:
+def test_each_road_runs_each_pass_in_table_order(road: Callable[[Options], None], options: Options) -> None:
     """A row that is added is on all roads at once: what `verify` ran is what runs in a call, or in a step."""
     with noted_passes() as ran:
         road(options)

@@ -11,13 +11,11 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import autotp
@@ -88,13 +86,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     return Slow(monkeypatch, Terminal())
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 class Mlp(nn.Module):
     """A loss, so that it can be trained; two blocks."""
 
@@ -120,7 +111,7 @@ def test_explain_shows_the_running_stage_of_capture(slow: Slow) -> None:
     slow.expect("capture of Mlp: ", "capture of Mlp: canonicalize: ", "capture of Mlp: plan: ")
 
 
-def test_parallelize_shows_progress_of_capture(slow: Slow, alone: None) -> None:
+def test_parallelize_shows_progress_of_capture(slow: Slow) -> None:
     slow.until("capture of Mlp: ", compiler, "captured_program")
     autotp.parallelize(Mlp(), tp=1, example_inputs=X)
     slow.expect("capture of Mlp: ")
@@ -158,7 +149,7 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def test_from_pretrained_and_save_pretrained_show_progress_in_bytes(slow: Slow, alone: None, llama: Path) -> None:
+def test_from_pretrained_and_save_pretrained_show_progress_in_bytes(slow: Slow, llama: Path) -> None:
     """In bytes."""
     reading, writing = r"reading: +0%.* 0\.00/\d+\.?\d*k ", r"writing: +0%.* 0\.00/\d+\.?\d*k "
     slow.until(reading, weights, "read_part")
@@ -169,7 +160,7 @@ def test_from_pretrained_and_save_pretrained_show_progress_in_bytes(slow: Slow, 
     slow.expect(reading, writing)
 
 
-def test_save_and_load_checkpoint_show_progress(slow: Slow, alone: None, tmp_path: Path) -> None:
+def test_save_and_load_checkpoint_show_progress(slow: Slow, tmp_path: Path) -> None:
     trainer = autotp.distribute(Mlp(), tp=1, example_inputs=X)
     optimizer = torch.optim.AdamW(trainer.parameters())
     trainer.step(X)

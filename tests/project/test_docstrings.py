@@ -7,13 +7,12 @@ import doctest
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -69,13 +68,10 @@ def parameters(function: Callable[..., Any]) -> set[str]:
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: None) -> Iterator[None]:
-    """A folder of its own, and no process group afterwards."""
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: None) -> None:
+    """The test is in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("path", [*autotp.__all__, *MEMBERS])
@@ -112,7 +108,7 @@ def test_docstrings_say_what_is_raised(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", autotp.__all__)
-def test_docstrings_have_examples_that_run(name: str, alone: None) -> None:
+def test_docstrings_have_examples_that_run(name: str, own_folder: None) -> None:
     names = {"autotp": autotp, "torch": torch, "nn": nn, "Regression": Regression}
     tests = [test for test in FINDER.find(found(name), name, module=False, globs=names) if test.examples]
     assert name in {test.name for test in tests}
