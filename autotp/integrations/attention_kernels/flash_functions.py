@@ -18,14 +18,7 @@ from functools import partial
 from typing import Any
 
 from autotp.errors import Error
-from autotp.integrations.attention_kernels.kernel_operator import (
-    KERNEL,
-    NAMES,
-    RECORDS,
-    TOTALS,
-    function_named,
-    parameters_of,
-)
+from autotp.integrations.attention_kernels.kernel_operator import RECORDS, TOTALS, parameters_of, recorded_call
 from autotp.source_location import user_line
 
 FUNCTIONS = {
@@ -34,10 +27,6 @@ FUNCTIONS = {
     for joined in ("", "QKVPacked", "KVPacked")
 }
 """A function, also one of joined queries, keys and values -> the function of three tensors."""
-PLAIN = bool | int | float | str | None
-SCORES = {"softmax_scale", "causal", "window_size", "softcap", "dropout_p"}
-SPEED = {"deterministic", "num_splits", "pack_gqa", "sm_margin"}
-"""Arguments with a rule, and those that change no more than the order of sums: both are plain values."""
 
 
 def flash_formula(function: type) -> Callable[..., Any] | None:
@@ -53,32 +42,15 @@ def _recorded(function: Any, *args: Any) -> Any:
         Error: the function gets a tensor, or a function, of which no rule is known; or its dropped weights are read.
     """
     defaults = parameters_of(function)
-    arguments = {**defaults, **dict(zip(defaults, args, strict=False))}
-    arguments = _apart(arguments)
-    operands = {operand: next((x for n in names if (x := arguments.pop(n, None)) is not None), None)
-                for operand, names in NAMES.items()}  # fmt: skip
+    arguments = _apart({**defaults, **dict(zip(defaults, args, strict=False))})
     flags = {name: arguments.pop(name) for name in (*TOTALS, RECORDS) if name in arguments}
-    for name, value in arguments.items():
-        is_plain = all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple | list) else [value]))
-        if not is_plain or (value and value != defaults[name] and name not in SCORES | SPEED):
-            raise Error(
-                f"{function.__name__} gets `{name}`, for which autotp has no rule",
-                at=user_line(traceback.extract_stack()),
-                fix="F.scaled_dot_product_attention, or a call without it",
-            )
     if arguments.get("dropout_p") and flags.get("return_softmax"):
         raise Error(
             f"{function.__name__} gets return_attn_probs=True with dropout: each rank drops weights of its own",
             at=user_line(traceback.extract_stack()),
             fix="return_attn_probs=False, or dropout_p=0.0",
         )
-    before, after = (-1 if n is None else n for n in arguments.get("window_size") or (-1, -1))
-    name = f"{function.__module__}:{FUNCTIONS[function.__name__]}"
-    function_named(name)
-    output, totals = KERNEL(
-        *operands.values(), arguments.get("softmax_scale"), before, 0 if arguments.get("causal") else after,
-        arguments.get("softcap") or 0.0, arguments.get("dropout_p") or 0.0, name, repr(arguments),
-    )  # fmt: skip
+    output, totals = recorded_call(f"{function.__module__}:{FUNCTIONS[function.__name__]}", arguments)
     if flags.get(TOTALS[0], True) is False:
         return output
     return (output, totals, output.new_empty(0)) if "dropout_p" in arguments else (output, totals)

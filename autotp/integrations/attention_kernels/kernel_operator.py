@@ -11,13 +11,15 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 
 from autotp.errors import Error
@@ -27,6 +29,9 @@ from autotp.integrations.attention_kernels.padded_rows import attention_of_rows
 from autotp.integrations.attention_kernels.reference import REFERENCE, attention_in_one_row
 from autotp.ops.dropout import has_own_stream, own_stream
 from autotp.ops.eager_mode import is_computed
+from autotp.rules.call import bound_arguments
+from autotp.rules.registry import loaded_operator
+from autotp.source_location import user_line
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? query_ends, Tensor? key_ends, Tensor? slopes, Tensor? sinks, "
@@ -39,11 +44,17 @@ torch.library.define("autotp::attention_kernel", f"({_ARGUMENTS}, SymInt? start=
 torch.library.define("autotp::dropped_attention_kernel", f"({_ARGUMENTS}, int rank) -> {_OUTPUTS}", tags=_TAGS)
 KERNEL, DROPPED = torch.ops.autotp.attention_kernel.default, torch.ops.autotp.dropped_attention_kernel.default
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "query": ("q",), "key": ("k",), "value": ("v",), "query_ends": ("cu_seqlens_q",), "key_ends": ("cu_seqlens_k",),
+    "query": ("q", "query"), "key": ("k", "key"), "value": ("v", "value"),
+    "query_ends": ("cu_seqlens_q", "cu_seq_q"), "key_ends": ("cu_seqlens_k", "cu_seq_k"),
     "slopes": ("alibi_slopes",), "sinks": ("learnable_sink", "s_aux"),
-    "longest_query": ("max_seqlen_q",), "longest_key": ("max_seqlen_k",),
+    "longest_query": ("max_seqlen_q", "max_q"), "longest_key": ("max_seqlen_k", "max_k"),
 }  # fmt: skip
 """Argument of the operator -> how the functions of kernels call it."""
+SCALE, CAUSAL = ("softmax_scale", "scale"), ("causal", "is_causal")
+SCORES = {*SCALE, *CAUSAL, "window_size", "softcap", "dropout_p"}
+SPEED = {"deterministic", "num_splits", "pack_gqa", "sm_margin", "enable_gqa"}
+"""Arguments with a rule, and those that change no more than the order of sums: both are plain values."""
+PLAIN = bool | int | float | str | None
 TOTALS, RECORDS = ("return_softmax", "return_lse"), "is_grad_enabled"
 """How they call the wish for the log-sum-exp, and for gradients."""
 DTYPES, WIDEST = (torch.float16, torch.bfloat16), 256
@@ -102,6 +113,45 @@ def _dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
         return result
 
 
+def recorded_call(name: str, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns what a kernel returns, as results of the operator.
+
+    Args:
+        name: the kernel, as `function_named` reads it.
+        arguments: all its arguments by name, but for those in `TOTALS` and `RECORDS`.
+
+    Raises:
+        Error: an argument is a tensor or a function of which no rule is known.
+    """
+    defaults, tensors = parameters_of(function_named(name)), {x for names in NAMES.values() for x in names}
+    settings = {argument: value for argument, value in arguments.items() if argument not in tensors}
+    for argument, value in settings.items():
+        is_plain = all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple | list) else [value]))
+        if not is_plain or (value and value != defaults.get(argument) and argument not in SCORES | SPEED):
+            raise Error(
+                f"{_shown(name)} gets `{argument}`, for which autotp has no rule",
+                at=user_line(traceback.extract_stack()),
+                fix="F.scaled_dot_product_attention, or a call without it",
+            )
+    before, after = (-1 if n is None else n for n in settings.get("window_size") or (-1, -1))
+    result: tuple[Tensor, Tensor] = KERNEL(
+        *(_first(names, arguments) for names in NAMES.values()), _first(SCALE, settings), before,
+        0 if _first(CAUSAL, settings) else after, settings.get("softcap") or 0.0, settings.get("dropout_p") or 0.0,
+        name, repr(settings),
+    )  # fmt: skip
+    return result
+
+
+def _first(names: Iterable[str], arguments: Mapping[str, Any]) -> Any:
+    """Returns the first argument of these names that is not None; None if all are."""
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
+
+
+def _shown(name: str) -> str:
+    """Returns a kernel's name as users know it."""
+    return name.rpartition(":")[2].lstrip("_")
+
+
 def _expect_taken(query: Tensor, function: str) -> None:
     if query.is_cpu or query.is_meta:
         return
@@ -112,7 +162,7 @@ def _expect_taken(query: Tensor, function: str) -> None:
         problem = f"{str(query.dtype).removeprefix('torch.')}, and computes in float16 and bfloat16"
     if problem:
         raise Error(
-            f"{function.rpartition(':')[2]} gets {problem}",
+            f"{_shown(function)} gets {problem}",
             fix='F.scaled_dot_product_attention, or attn_implementation="sdpa"; for a dtype also autocast, '
             "model.bfloat16(), or compute_dtype of distribute",
         )
@@ -123,19 +173,23 @@ def _by_kernel(name: str, arguments: Mapping[str, Any], settings: Mapping[str, A
     function = function_named(name)
     values = {**parameters_of(function), **settings, **dict.fromkeys(TOTALS, True), RECORDS: torch.is_grad_enabled()}
     values |= {name: arguments[operand] for operand, names in NAMES.items() for name in names}
-    result = function.apply(*(values.get(name) for name in parameters_of(function)))
+    result = getattr(function, "apply", function)(*(values.get(name) for name in parameters_of(function)))
     return result[0], result[1]
 
 
 @cache
 def function_named(name: str) -> Any:
-    """Returns the torch.autograd.Function of a name, `module:class`."""
+    """Returns the torch.autograd.Function of a name, `module:class`, or the operator of a name, `library::operator`."""
+    if "::" in name:
+        return loaded_operator(name)
     module, _, attribute = name.partition(":")
     return getattr(sys.modules[module], attribute)
 
 
 @cache
 def parameters_of(function: Any) -> Mapping[str, Any]:
-    """Returns the parameters of a torch.autograd.Function, but for `ctx`, with their defaults or None."""
+    """Returns the parameters of a torch.autograd.Function, but for `ctx`, or of an operator: with defaults or None."""
+    if isinstance(function, OpOverload):
+        return bound_arguments(function, (), {})
     parameters = list(inspect.signature(function.forward).parameters.values())[1:]
     return {p.name: None if p.default is p.empty else p.default for p in parameters}

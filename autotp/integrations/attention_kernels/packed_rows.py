@@ -10,65 +10,10 @@ lie in several. The ends are computed on the device: nothing waits, and one grap
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
-
-from torch import fx
-from torch._ops import OpOverload
 
 from autotp.integrations.attention_kernels.packed import documents_in
 from autotp.ops.eager_mode import is_computed
-from autotp.passes.check import erase
-from autotp.passes.lower import localize
-from autotp.passes.lower.local_sizes import Local
-from autotp.passes.plan.infer_axes import Axes
-from autotp.rules.call import arguments_of, called_with
-from autotp.rules.registry import add_rows
-from autotp.rules.row import Row
-from autotp.sharding.axis import Axis
-
-Window = Callable[[Mapping[str, Any]], tuple[int, int]]
-"""Arguments by name -> how many keys before and after its own position a query reads; -1 for all."""
-
-
-def add_form(op: OpOverload, row: Row, window: Window) -> None:
-    """Adds the form of a kernel for a part of its tokens to the tables of the kernel's passes.
-
-    Args:
-        op: an operator whose first arguments are query, key, value, and the ends of both.
-        row: its row.
-        window: returns which keys a call reads.
-    """
-    names = [arg.name for arg in op._schema.arguments]
-
-    def packed_rows(*values: Any) -> Any:
-        arguments, start = dict(zip(names, values, strict=False)), values[-1]
-        return called_with(op, _of_part(arguments, names, start, window(arguments)))
-
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in (*names, "start")]
-    packed_rows.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    packed_rows.__name__ = packed_rows.__qualname__ = f"{op._schema.name.rpartition('::')[2].strip('_')}_rows"
-
-    def form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
-        arguments = arguments_of(node)
-        start = localize.start_of_part(local, node, axes.of(arguments[names[0]])[0], leaf)
-        return packed_rows, (*local.builder.map(tuple(arguments.values())), start)
-
-    add_rows({packed_rows: row})
-    localize.FORMS[op] = form
-    erase.FORMS[packed_rows] = op, (*names, "start"), ""
-
-
-def _of_part(arguments: Mapping[str, Any], names: list[str], start: Any, window: tuple[int, int]) -> dict[str, Any]:
-    """Returns the arguments of the same kernel for the queries from `start` on.
-
-    Args:
-        arguments: those of the whole call, but `query` is this rank's part of the tokens.
-    """
-    query, key, value, query_ends, key_ends = (arguments[name] for name in names[:5])
-    read = read_by_part(query, key, value, query_ends, key_ends, window[1], start)
-    return {**arguments, **dict(zip(names[1:5], read, strict=True))}
 
 
 def read_by_part(

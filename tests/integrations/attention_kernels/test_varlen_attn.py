@@ -1,15 +1,17 @@
-"""kernel_table: torch's varlen_attn on a rank; its table of operators."""
+"""varlen_attn: torch's function for packed documents on ranks beside one device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from errors import message
+from kernel_packages.dense_attention import attend
 from ranks import run_ranks
 from small_models import signatures_met
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 import autotp
 from autotp.compiler import analyse
 from autotp.diagnostics.verify import compare_calls
+from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention_backward
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 
@@ -165,3 +168,64 @@ def test_wrong_ends_are_an_error_on_each_rank(cp: int) -> None:
     for texts in run_ranks(refused, 2, cp):
         for part, text in zip(WRONG_ENDS, texts, strict=True):
             assert part in text
+
+
+def test_a_cache_of_pages_is_refused() -> None:
+    class Paged(Packed):
+        def forward(self, tokens: Tensor, ends: Tensor, longest: int) -> Tensor:
+            q = self.q(self.embed(tokens)).unflatten(-1, (-1, self.head))
+            return varlen_attn(q, q, q, ends, ends, longest, longest, seqused_k=ends[1:])
+
+    text = message(autotp.explain, Paged(), tp=2, example_inputs=batch(DOCUMENTS[0]))
+    assert "varlen_attn gets `seqused_k`, for which autotp has no rule" in text
+
+
+def called_kernels(rank: int, n: int, layout: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Returns the device and the shapes of queries and keys of each call of torch's kernels, forward and backward."""
+    calls = list[tuple[Any, ...]]()
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **settings: Any) -> Any:
+        calls.append(("forward", q.device.type, q.shape, k.shape))
+        assert arguments[2] >= arguments[0].diff().max() and not arguments[4]  # Longest documents; no dropout.
+        window = settings["window_size_left"], settings["window_size_right"]
+        return *attend(q, k, v, *arguments[:2], causal=arguments[5], window_size=window), None, None, None
+
+    def backward(*arguments: Any, **settings: Any) -> Any:
+        calls.append(("backward", arguments[1].device.type, arguments[1].shape, arguments[2].shape))
+        scores = ScoreSettings(window=(settings["window_size_left"], settings["window_size_right"]))
+        return packed_attention_backward(*arguments[:8], scores)[:3]
+
+    torch.manual_seed(0)
+    plain, model = (Packed((3, 0)).bfloat16() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    parallel = autotp.parallelize(model, **layout, example_inputs=batch(DOCUMENTS[0]))
+    tokens, ends, longest = batch(DOCUMENTS[1])
+    aten = torch.ops.aten
+    with (
+        patch.object(aten, "_flash_attention_forward", forward),
+        patch.object(aten, "_flash_attention_backward", backward),
+    ):
+        logits = parallel(tokens.cuda(), ends.cuda(), longest)
+        F.cross_entropy(logits, tokens.cuda()).backward()
+    expected = plain(tokens, ends, longest)
+    F.cross_entropy(expected, tokens).backward()
+    torch.testing.assert_close(logits.detach().cpu().float(), expected.detach().float(), rtol=0.02, atol=0.02)
+    gradient = autotp.gather(parallel.k.weight.grad).cpu().float()
+    torch.testing.assert_close(gradient, plain.k.weight.grad.float(), rtol=0.05, atol=0.005)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("layout", "shapes"),
+    [
+        ({"tp": 2}, [((23, 2, 8), (23, 1, 8))] * 2),
+        # The keys up to the last query of a rank.
+        ({"tp": 1, "cp": 2, "cp_attention": "gather"}, [((12, 4, 8), (12, 2, 8)), ((11, 4, 8), (23, 2, 8))]),
+    ],
+    ids=str,
+)
+def test_a_rank_on_a_card_calls_torchs_kernel_with_its_heads_and_tokens(
+    layout: dict[str, Any], shapes: list[tuple[Any, ...]]
+) -> None:
+    for of_rank, calls in zip(shapes, run_ranks(called_kernels, 2, layout, cards=True), strict=True):
+        assert calls == [(way, "cuda", *map(torch.Size, of_rank)) for way in ("forward", "backward")]
