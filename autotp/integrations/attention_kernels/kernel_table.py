@@ -27,6 +27,7 @@ from autotp.integrations.attention_kernels.flex.recorded import by_products_alon
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
+from autotp.integrations.attention_kernels.xformers_functions import register_masks, xformers_as_operators
 from autotp.model_library import ModelLibrary
 from autotp.rules.call import Call
 from autotp.rules.common import present
@@ -125,18 +126,22 @@ class AttentionKernels(ModelLibrary):
                 _add(op)
         add_operator()
         register_block_mask()
+        register_masks()
         super().add_operators()
 
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
-        """torch's flex_attention is an operator, rows with padding are operands of one, and positions are counted."""
-        with flex_as_operators(), padding_in_operators(), counted_positions(), super().during_capture(exactly, looks):
+        """Attention of torch's flex and of xformers, and rows with padding, are operators; positions are counted."""
+        with (
+            flex_as_operators(), xformers_as_operators(), padding_in_operators(), counted_positions(),
+            super().during_capture(exactly, looks),
+        ):  # fmt: skip
             yield
 
     @contextmanager
     def without_kernels(self) -> Iterator[None]:
-        """torch's flex_attention has a backward, also on a CPU."""
-        with by_products_alone(), super().without_kernels():
+        """torch's flex_attention has a backward on a CPU, too, and xformers' attention runs there."""
+        with by_products_alone(), xformers_as_operators(), super().without_kernels():
             yield
 
 
