@@ -155,11 +155,12 @@ def _shown(name: str) -> str:
 def _expect_taken(query: Tensor, function: str) -> None:
     if query.is_cpu or query.is_meta:
         return
-    problem = ""
-    if query.shape[-1] > WIDEST:
-        problem = f"heads of width {query.shape[-1]}, and computes with at most {WIDEST}"
-    elif query.dtype not in DTYPES and is_computed(query):  # In a capture the dtype may not be the last one.
-        problem = f"{str(query.dtype).removeprefix('torch.')}, and computes in float16 and bfloat16"
+    problem, (dtypes, widest) = "", getattr(function_named(function), "TAKES", (DTYPES, WIDEST))
+    if query.shape[-1] > widest:
+        problem = f"heads of width {query.shape[-1]}, and computes with at most {widest}"
+    elif query.dtype not in dtypes and is_computed(query):  # In a capture the dtype may not be the last one.
+        names = [str(dtype).removeprefix("torch.") for dtype in (query.dtype, *dtypes)]
+        problem = f"{names[0]}, and computes in {' and '.join(names[1:])}"
     if problem:
         raise Error(
             f"{_shown(function)} gets {problem}",

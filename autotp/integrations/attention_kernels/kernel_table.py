@@ -14,6 +14,7 @@ from autotp.integrations.attention_kernels.flex.mask_arguments import register_b
 from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
 from autotp.integrations.attention_kernels.varlen_attn import VarlenAsOperator, add_reference
+from autotp.integrations.attention_kernels.xformers_functions import register_masks, xformers_as_operators
 from autotp.model_library import ModelLibrary
 
 
@@ -30,19 +31,21 @@ class AttentionKernels(ModelLibrary):
         add_reference()
         add_operator()
         register_block_mask()
+        register_masks()
         super().add_operators()
 
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
-        """torch's flex_attention is an operator, rows with padding are operands of one, and positions are counted."""
+        """Attention of torch's flex and varlen_attn, of xformers, and rows with padding, are operators."""
         with (
-            flex_as_operators(), VarlenAsOperator(), padding_in_operators(), counted_positions(),
+            flex_as_operators(), VarlenAsOperator(), xformers_as_operators(), padding_in_operators(),
+            counted_positions(),
             super().during_capture(exactly, looks),
         ):  # fmt: skip
             yield
 
     @contextmanager
     def without_kernels(self) -> Iterator[None]:
-        """torch's flex_attention has a backward, also on a CPU."""
-        with by_products_alone(), super().without_kernels():
+        """torch's flex_attention has a backward on a CPU, too, and xformers' attention runs there."""
+        with by_products_alone(), xformers_as_operators(), super().without_kernels():
             yield

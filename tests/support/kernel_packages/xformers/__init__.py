@@ -1,0 +1,3 @@
+"""Stands for xformers."""
+
+__version__ = "0.0.35"
