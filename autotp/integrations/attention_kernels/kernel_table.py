@@ -32,7 +32,7 @@ from autotp.rules.call import Call
 from autotp.rules.common import present
 from autotp.rules.language import Rule, spell
 from autotp.rules.registry import add_reference, add_rows, has_rule, loaded_operator
-from autotp.rules.row import Row, Trait
+from autotp.rules.row import Reach, Row, Trait
 from autotp.sharding.axis import Size
 
 
@@ -66,6 +66,12 @@ def _packed_rule(call: Call, window: Window) -> Rule:
     integer_terms = [[f"x{i}_{dim}^" for dim in range(x.dim())] for i, x in enumerate(present(call)[3:])]
     outputs = [[s, heads, "e^"], [heads, s], ["r^"]]
     return Rule.of(spell([*terms, *integer_terms], outputs), **({"k": key.shape[1]} if shared else {}))
+
+
+def _packed_reach(call: Call, window: Window, ends: str, longest: str) -> Reach | None:
+    """Returns which keys a query reads: those of its document up to its own, or of a window."""
+    before, after = window(call.arguments)
+    return Reach(before, longest, ends) if after == 0 else None
 
 
 # ---- torch.nn.attention.varlen
@@ -143,7 +149,9 @@ class AttentionKernels(ModelLibrary):
 def _add(op: OpOverload) -> None:
     reference, window = KERNELS[op._schema.name]
     if window is not None and not has_rule(op):
-        row = Row(partial(_packed_rule, window=window), Trait.ATTENTION)
+        names = [argument.name for argument in op._schema.arguments]
+        reach = partial(_packed_reach, window=window, ends=names[3], longest=names[5])
+        row = Row(partial(_packed_rule, window=window), Trait.ATTENTION, reach=reach)
         add_rows({op: row})
         add_form(op, row, window)
     add_reference(op, reference)

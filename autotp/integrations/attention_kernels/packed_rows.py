@@ -17,8 +17,8 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.integrations.attention_kernels.packed import documents_in
-from autotp.ops.eager_mode import is_computed
+from autotp.ops.attention.documents import known_documents
+from autotp.ops.placement_moves import nearby
 from autotp.passes.check import erase
 from autotp.passes.lower import localize
 from autotp.passes.lower.local_sizes import Local
@@ -43,36 +43,38 @@ def add_form(op: OpOverload, row: Row, window: Window) -> None:
     names = [arg.name for arg in op._schema.arguments]
 
     def packed_rows(*values: Any) -> Any:
-        arguments, start = dict(zip(names, values, strict=False)), values[-1]
-        return called_with(op, _of_part(arguments, names, start, window(arguments)))
+        arguments, (start, near) = dict(zip(names, values, strict=False)), values[len(names) :]
+        return called_with(op, _of_part(arguments, names, start, near, window(arguments)))
 
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in (*names, "start")]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in (*names, "start", "near")]
     packed_rows.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     packed_rows.__name__ = packed_rows.__qualname__ = f"{op._schema.name.rpartition('::')[2].strip('_')}_rows"
 
     def form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
         arguments = arguments_of(node)
         start = localize.start_of_part(local, node, axes.of(arguments[names[0]])[0], leaf)
-        return packed_rows, (*local.builder.map(tuple(arguments.values())), start)
+        return packed_rows, (*local.builder.map(tuple(arguments.values())), start, arguments[names[1]].target is nearby)
 
     add_rows({packed_rows: row})
     localize.FORMS[op] = form
-    erase.FORMS[packed_rows] = op, (*names, "start"), ""
+    erase.FORMS[packed_rows] = op, (*names, "start", "near"), ""
 
 
-def _of_part(arguments: Mapping[str, Any], names: list[str], start: Any, window: tuple[int, int]) -> dict[str, Any]:
+def _of_part(
+    arguments: Mapping[str, Any], names: list[str], start: Any, near: bool, window: tuple[int, int]
+) -> dict[str, Any]:
     """Returns the arguments of the same kernel for the queries from `start` on.
 
     Args:
         arguments: those of the whole call, but `query` is this rank's part of the tokens.
     """
     query, key, value, query_ends, key_ends = (arguments[name] for name in names[:5])
-    read = read_by_part(query, key, value, query_ends, key_ends, window[1], start)
+    read = read_by_part(query, key, value, query_ends, key_ends, window[1], start, near)
     return {**arguments, **dict(zip(names[1:5], read, strict=True))}
 
 
 def read_by_part(
-    query: Any, key: Any, value: Any, query_ends: Any, key_ends: Any, after: int, start: Any
+    query: Any, key: Any, value: Any, query_ends: Any, key_ends: Any, after: int, start: Any, near: bool
 ) -> tuple[Any, Any, Any, Any]:
     """Returns keys, values and the ends of both for the queries from `start` on.
 
@@ -81,13 +83,18 @@ def read_by_part(
         key, value: those of all queries.
         query_ends, key_ends: of packed rows, those of all queries; None for a batch.
         after: how many keys after its own position a query reads; -1 for all.
+        near: whether `key` and `value` end at the last of these queries already, and lack some of the first keys.
     """
     dim = query.dim() - 3
     stop = start + query.shape[dim]
+    if near:
+        if query_ends is not None:
+            query_ends = (query_ends - start).clamp(0, query.shape[dim])
+            key_ends = (key_ends - (stop - key.shape[dim])).clamp(0, key.shape[dim])
+        return key, value, query_ends, key_ends
     if query_ends is not None:
         # Before a rank takes its part, so that all see what is wrong. On a GPU the host would have to wait for it.
-        if key_ends.is_cpu and is_computed(key_ends):
-            documents_in(key_ends, key.shape[dim])
+        known_documents(key_ends, key.shape[dim])
         query_ends = (query_ends - start).clamp(0, query.shape[dim])
         key_ends = key_ends.clamp(max=stop) if after == 0 else key_ends
     if after == 0:  # What comes after the last query is not read, and what is not read is not given.
