@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from autotp.compiler import rank_program
 from autotp.ops import collectives, custom_vjp
 from autotp.ops.async_linear import async_linear, products
+from autotp.ops.attention.documents import first_keys, known_documents
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
 from autotp.ops.random_state import random_state_of, set_random_state
@@ -25,7 +26,7 @@ from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, plac
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.emit.recompute import Recomputed
 from autotp.passes.program.program import Program
-from autotp.sharding.partition import chunk_sizes
+from autotp.sharding.partition import chunk_sizes, chunk_stop
 from autotp.sharding.strides import laid_out, order_of_dimensions
 
 Ranks = tuple[Tensor, ...]
@@ -229,6 +230,16 @@ def conjugate(name: str) -> Callable[..., Ranks]:
     return run
 
 
+def _halo(*xs: Tensor, rest: tuple[Any, ...]) -> Ranks:
+    """Runs `halo(x, axis, dim, size, before, ends)`; autograd adds the gradients of what several ranks read."""
+    dim, size, before, ends = rest
+    dim, whole = dim % xs[0].dim(), torch.cat(xs, dim)
+    keys, parts = first_keys(size, len(xs), before, known_documents(ends, size)), range(len(xs))
+    stops = [chunk_stop(size, len(xs), rank) for rank in parts]
+    read = [whole.narrow(dim, key, stop - key) for key, stop in zip(keys, stops, strict=True)]
+    return tuple(laid_out(y, order_of_dimensions(x)) for x, y in zip(xs, read, strict=True))
+
+
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -276,6 +287,7 @@ def _async_linear(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, 
 
 COLLECTIVES: dict[Any, Callable[..., Any]] = {
     **{getattr(collectives, name): conjugate(name) for name in FORWARDS},
+    collectives.halo: _halo,
     collectives.share: _share,
     together: _together,
     async_linear: _async_linear,

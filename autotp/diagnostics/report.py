@@ -20,10 +20,12 @@ from autotp.diagnostics.reasons import Reasons, read_by
 from autotp.display.text_table import bytes_text
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
+from autotp.ops.attention.documents import first_keys
 from autotp.ops.coalesced import together
 from autotp.passes.canonicalize.custom_vjp import backward_of
 from autotp.passes.capture.replacements.opaque_call import OpaqueCall
 from autotp.passes.check.types import Typed
+from autotp.passes.lower.local_sizes import value_of
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.propagate import needs_grad
@@ -33,17 +35,18 @@ from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import find
 from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_start
 from autotp.sharding.placement import Partial, Shard
 from autotp.source_location import block_in, layer_of, line_of
 
 FORWARD = {
     "reduce": "all-reduce", "gather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
+    "all_to_all": "all-to-all", "halo": "all-to-all",
 }  # fmt: skip
 BACKWARD = {
     "copy": "all-reduce", "share": "all-reduce", "together": "all-reduce", "scatter": "all-gather",
     "all_gather": "reduce-scatter", "reduce_scatter": "all-gather",
-    "all_to_all": "all-to-all",
+    "all_to_all": "all-to-all", "halo": "all-to-all",
 }  # fmt: skip
 """The collective of each conjugate, in forward and in backward."""
 
@@ -127,11 +130,21 @@ def traffic(graph: fx.Graph, analysis: CapturedProgram) -> Traffic:
                 read, back = node.all_input_nodes, bool(side) or node in in_backward
                 # The larger side of a conjugate is the whole, which its collective makes or takes.
                 size = max(sum(map(nbytes_of, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
+                size = _halo_bytes(node, analysis.options.cp) if node.target is collectives.halo else size
                 # `tp/4` is a group of neighbours along `tp`.
                 own_axis = str(node.args[1]).partition("/")[0]
                 of_parameters = all(_placeholder(n) in learnt for n in read)
                 sends.append(StepCollective(table[name], layer_of(node), size, back, of_parameters, own_axis))
     return Traffic((*sends, *again), analysis.captured.example)
+
+
+def _halo_bytes(node: fx.Node, parts: int) -> int:
+    """Returns the bytes of the largest halo that a rank reads: in the graph of the first rank it is empty."""
+    x, _, dim, *sizes = node.args[:5]  # Along `dim`: all positions, and those before a query that it reads.
+    size, before = (elements_of([value_of(n)]) for n in sizes)
+    keys = first_keys(size, parts, before, None)
+    longest = max(chunk_start(size, parts, rank) - key for rank, key in enumerate(keys))
+    return nbytes_of(x.meta["val"]) // max(elements_of(x.meta["val"].shape[dim : dim + 1]), 1) * longest
 
 
 def _placeholder(value: fx.Node) -> fx.Node:

@@ -28,6 +28,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from autotp.errors import Error
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of, own_method, process_group, seat
+from autotp.ops.attention.documents import first_keys, known_documents
 from autotp.ops.eager_mode import apply_plain, is_bare, is_kept, is_observed, is_plain
 from autotp.ops.placement_moves import chosen, replaced
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
@@ -94,6 +95,22 @@ def all_to_all(
     """
     dims = max(x.dim(), 1)
     return _convert("all_to_all", x, group, dim, (size, block, to_dim % dims - dim % dims, to_size, to_block))
+
+
+def halo(x: Tensor, group: str | None, dim: int, size: int, before: int, ends: Tensor | None = None) -> Tensor:
+    """Shard(dim) -> Halo(dim): puts before this rank's part the positions before it that its queries read.
+
+    They are `before` positions, and none of another document; they may lie on several ranks. Backward adds their
+    gradients to those of their owners. x: [... part ...] -> [... halo + part ...]
+
+    Args:
+        ends: where packed documents begin and end, [documents + 1]. On a GPU they are not read, since the host would
+            have to wait for them: there `before` alone says how long the halo is.
+    """
+    if group is None or seat(group)[1] == 1:
+        return x
+    keys = first_keys(size, seat(group)[1], before, known_documents(ends, size))
+    return _convert("halo", x, group, dim, (size, keys))
 
 
 def _convert(
@@ -341,14 +358,11 @@ def _exchange(x: Tensor, group: str, dim: int, where: Exchange, *_: Any) -> Tens
     parts = [n * to_block for n in chunk_sizes(to_size // to_block, ranks)]
     _expect(x, dim, lengths[rank], group)
     _expect(x, to_dim, to_size, group)
-    # The parts for the ranks lie one after another. Neither gloo nor NCCL exchanges complex numbers.
-    rows, as_bytes = x.movedim(to_dim, 0).contiguous(), x.dtype in _AS_BYTES or x.is_complex()
+    # The parts for the ranks lie one after another.
+    rows, order = x.movedim(to_dim, 0).contiguous(), order_of_dimensions(x)
     row = math.prod(rows.shape[1:])
     position = parts[rank] * math.prod([n for d, n in enumerate(x.shape) if d not in (dim, to_dim)])
-    unit = x.dtype.itemsize if as_bytes else 1
-    sent = _in_bytes(rows.view(-1)) if as_bytes else rows.view(-1)
-    counts = [n * position * unit for n in lengths], [n * row * unit for n in parts]
-    received, order = communicate("all_to_all_single", sent, *counts, group).view(x.dtype), order_of_dimensions(x)
+    received = _sent(rows, [n * position for n in lengths], [n * row for n in parts], group)
     pieces = []
     for piece, length in zip(received.split([n * position for n in lengths]), lengths, strict=True):
         shape = [length if d == dim else n for d, n in enumerate(x.shape) if d != to_dim]
@@ -356,9 +370,63 @@ def _exchange(x: Tensor, group: str, dim: int, where: Exchange, *_: Any) -> Tens
     return torch.cat(pieces, order.index(dim)).permute(inverse(order))
 
 
+def _sent(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+    """Returns what all ranks sent to this one, [elements]; `received` from each rank, and `sent` to each of `x`."""
+    # Neither gloo nor NCCL exchanges complex numbers.
+    as_bytes = x.dtype in _AS_BYTES or x.is_complex()
+    unit = x.dtype.itemsize if as_bytes else 1
+    counts = [n * unit for n in received], [n * unit for n in sent]
+    return communicate("all_to_all_single", _in_bytes(x.view(-1)) if as_bytes else x.view(-1), *counts, group).view(
+        x.dtype
+    )
+
+
 def _exchange_back(x: Tensor, group: str, dim: int, where: Exchange, *_: Any) -> Tensor:
     size, block, distance, to_size, to_block = where
     return _exchange(x, group, dim + distance, (to_size, to_block, -distance, size, block))
+
+
+Reads = tuple[int, tuple[int, ...]]
+"""Of a `halo`: size, and the first position that each rank reads."""
+
+
+def _neighbours(where: Reads, group: str) -> tuple[int, int, list[tuple[int, int]], list[tuple[int, int]]]:
+    """Returns the bounds of this rank's part, the positions before it that it reads of each rank, and that each rank
+    reads of its part.
+    """
+    (size, keys), (rank, ranks) = where, seat(group)
+    bounds = [chunk_bounds(size, ranks, r) for r in range(ranks)]
+
+    def read(reader: int, owner: int) -> tuple[int, int]:
+        start = max(keys[reader], bounds[owner][0])
+        return start, max(min(bounds[reader][0], bounds[owner][1]), start)
+
+    return *bounds[rank], [read(rank, r) for r in range(ranks)], [read(r, rank) for r in range(ranks)]
+
+
+def _with_halo(x: Tensor, group: str, dim: int, where: Reads, *_: Any) -> Tensor:
+    start, stop, received, sent = _neighbours(where, group)
+    _expect(x, dim, stop - start, group)
+    rows, order = x.movedim(dim, 0), order_of_dimensions(x)
+    row = math.prod(rows.shape[1:])
+    pieces = torch.cat([rows[a - start : b - start] for a, b in sent])
+    counts = ([(b - a) * row for a, b in ranges] for ranges in (received, sent))
+    before = _sent(pieces, *counts, group).view(-1, *rows.shape[1:]).movedim(0, dim)
+    return torch.cat([before.permute(order), x.permute(order)], order.index(dim)).permute(inverse(order))
+
+
+def _halo_summed(x: Tensor, group: str, dim: int, where: Reads, *_: Any) -> Tensor:
+    """Returns this rank's part, to which all ranks have added what they have at its positions."""
+    start, stop, sent, received = _neighbours(where, group)
+    rows, order = x.movedim(dim, 0).contiguous(), order_of_dimensions(x)
+    row, before = math.prod(rows.shape[1:]), sum(b - a for a, b in sent)
+    _expect(x, dim, before + stop - start, group)
+    counts = ([(b - a) * row for a, b in ranges] for ranges in (received, sent))
+    pieces = _sent(rows[:before], *counts, group).view(-1, *rows.shape[1:])
+    total = rows[before:].clone()
+    for (a, b), piece in zip(received, pieces.split([b - a for a, b in received]), strict=True):
+        total[a - start : b - start] += piece
+    return laid_out(total.movedim(0, dim), order)
 
 
 FORWARD_FIX = "torch.func.jacfwd, or strategy='reverse-mode'"
@@ -382,6 +450,8 @@ CONJUGATE_TABLE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "reduce_scatter": (_reduce_scatter, "all_gather"),
     "all_to_all": (_exchange, "all_to_all_back"),
     "all_to_all_back": (_exchange_back, "all_to_all"),
+    "halo": (_with_halo, "halo_sum"),
+    "halo_sum": (_halo_summed, "halo"),
     "share": (_identity, "share_sum"),
     "share_sum": (_rows_reduced, "share"),
     "max": (_maximum, ""),

@@ -41,6 +41,13 @@ def heads_in_parts(call: Call) -> Rule:
     return Rule.of(spell([before], [after]), "all", **{name: n for name, n in sizes.items() if n > 1})
 
 
+def with_positions_before(call: Call) -> Rule:
+    """`nearby(x, dim, before, ends)` and `halo(x, axis, dim, size, before, ends)`: `dim` has another axis behind."""
+    ns, dim, mark = letters(call.operands[0].dim()), call.dim(), "^" if "group" in call.arguments else "!"
+    before, after = ([*ns[:dim], name, *ns[dim + 1 :]] for name in (f"x{mark}", "y^"))
+    return Rule.of(spell([before, *[["z^"]] * (len(call.operands) - 1)], [after]), ((0,),))
+
+
 def whole_along(call: Call) -> Rule:
     """`first`: positions of `dim` have a gradient or none, so it is needed whole."""
     names = letters(call.operands[0].dim())

@@ -12,9 +12,14 @@ that a wrong trait cannot mislead both the passes and the check.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
+from typing import Any
 
+import torch
+
+from autotp.rules.call import Call
 from autotp.rules.common import RuleFunction
 
 
@@ -70,6 +75,28 @@ class Trait(Flag):
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Which keys before its own position a query of an attention may read; it reads no later one.
+
+    Attributes:
+        window: at most so many; -1 for all.
+        longest: the name of the argument that no document is longer than; "" if rows are one document.
+        ends: the name of the argument with the ends of documents; "" if rows are one document.
+    """
+
+    window: int
+    longest: str = ""
+    ends: str = ""
+
+    def before(self, arguments: Mapping[str, Any]) -> Any:
+        """Returns the number of keys, from the values of a call's arguments."""
+        if not self.longest:
+            return self.window
+        longest = arguments[self.longest]
+        return longest - 1 if self.window < 0 else torch.sym_min(self.window, longest - 1)
+
+
+@dataclass(frozen=True)
 class Row:
     """The known facts about an operator.
 
@@ -78,9 +105,11 @@ class Row:
         traits: its traits.
         sizes: name of the argument with the result's sizes, which become local sizes if the operator is cut.
         places: for an operator on each channel by itself, the number of dimensions behind the channels.
+        reach: returns which keys before its own position a query of this attention reads; None if they have no bound.
     """
 
     rule: RuleFunction | None = None
     traits: Trait = Trait.NONE
     sizes: str = ""
     places: int = 0
+    reach: Callable[[Call], Reach | None] | None = None

@@ -238,6 +238,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     # No factor is passed through: this is what separates the axes of the result.
     placement_moves.apart: Row(f.entire),
     placement_moves.by_heads: Row(c.heads_in_parts),
+    placement_moves.nearby: Row(c.with_positions_before),
     placement_moves.take: Row(c.another_length),
     placement_moves.place: Row(c.another_length),
     placement_moves.first: Row(c.whole_along),
@@ -248,6 +249,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     collectives.all_gather: Row(c.another_length, T.JOIN),
     collectives.reduce_scatter: Row(c.another_length),
     collectives.all_to_all: Row(c.two_other_lengths),
+    collectives.halo: Row(c.with_positions_before),
     cross_entropy.peak: Row(f.parallel_peak, T.NO_GRADIENT),
     cross_entropy.class_terms: Row(f.parallel_class_terms, T.UNSAVED),
     dropout.exact_dropout: Row(f.dropout, T.RANDOM),

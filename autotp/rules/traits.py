@@ -11,8 +11,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autotp.model_library import library
-from autotp.rules.call import arguments_of
-from autotp.rules.row import Row, Trait
+from autotp.rules.call import arguments_of, call_of
+from autotp.rules.row import Reach, Row, Trait
 from autotp.rules.table import ROWS
 
 UNKNOWN = Row()
@@ -27,6 +27,12 @@ def has(op: Any, traits: Trait) -> bool:
 def having(traits: Trait) -> frozenset[Any]:
     """Returns the operators that have at least one of these traits."""
     return frozenset(op for op, row in ROWS.items() if row.traits & traits)
+
+
+def reach_of(node: fx.Node) -> Reach | None:
+    """Returns which keys before its own position a query of an attention reads; None if they have no bound."""
+    reach = ROWS.get(node.target, UNKNOWN).reach  # type: ignore[arg-type]
+    return reach(call_of(node)) if reach is not None else None
 
 
 def draws(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@
 | Copied    | same on every rank, read by work of which each does a part  | Partial         |
 | Partial   | the value is the sum over ranks                             | Copied          |
 | Shard     | each rank has its part                                      | Shard           |
+| Halo      | each rank has its part, and some positions before it        | Halo, summed    |
 
 After the sharded automatic differentiation of JAX's `shard_map`.
 """
@@ -74,4 +75,19 @@ class StoredShard(Shard):
     """
 
 
-Placement = Replicate | Copied | Partial | Shard
+@dataclass(frozen=True, eq=False)
+class Halo:
+    """Each rank has its part of `axis`, and the positions before it that its queries read, along dimension `dim`.
+
+    Its gradient is a sum over the ranks that have a position.
+    """
+
+    axis: Axis
+    dim: int
+
+    def text(self, axis: str) -> str:
+        """Returns what is behind the type of such a value on the mesh axis `axis`."""
+        return f"{{halo {axis}}}"
+
+
+Placement = Replicate | Copied | Partial | Shard | Halo

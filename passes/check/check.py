@@ -31,6 +31,7 @@ from autotp.errors import Error
 from autotp.ops import collectives, custom_vjp
 from autotp.ops.coalesced import together
 from autotp.ops.losses import cross_entropy
+from autotp.ops.placement_moves import nearby
 from autotp.passes.check.erase import (
     BIASED,
     SPLIT,
@@ -54,12 +55,13 @@ from autotp.passes.check.types import CONJUGATES, OperatorCut, Typed, cut_factor
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.infer_axes import Axes
-from autotp.rules.call import arguments_of, outputs_of
+from autotp.rules.call import arguments_of, call_of, outputs_of
+from autotp.rules.traits import reach_of
 from autotp.sharding.axis import Axis, find, leaves, touches
 from autotp.sharding.grid import is_full, same_cut
 from autotp.sharding.layout import Layout, divided_as
 from autotp.sharding.partition import chunk_size
-from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard
+from autotp.sharding.placement import Copied, Halo, Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 
@@ -125,6 +127,8 @@ class _Checking(Proof):
             self._compute(node)
         elif node.target is collectives.share:
             self._share(node, *node.args)
+        elif node.target is collectives.halo:
+            self._halo(node, *node.args)
         elif node.target is collectives.all_to_all:
             self._exchange(node, *node.args)
         elif node.target is operator.getitem and source in self.bundles:
@@ -316,7 +320,9 @@ class _Checking(Proof):
         """Returns the types of an operator's outputs, if its rule allows the types of its operands."""
         bound = self.axes.bound[model]
         wants, gives = placements(bound, [typed for _, typed in reads], cut)
-        for (operand, typed), want in zip(reads, wants, strict=True):
+        for i, ((operand, typed), want) in enumerate(zip(reads, wants, strict=True)):
+            if isinstance(typed.placement, Halo) and self._reads_halo(model, i, typed.placement, cut):
+                continue
             if not typed.fits(want):
                 self.refuse_read(node, operand, typed, want, rule=bound.rule)
         flows = model.target not in NO_GRADIENT and any(typed.flows for _, typed in reads)
@@ -356,6 +362,32 @@ class _Checking(Proof):
         if not typed.fits(Shard(leaf)):
             self.refuse_read(node, x, typed, Shard(leaf))
         self.give(node, self.whole[x], (replace(typed, placement=Shard(to_leaf)),))
+
+    def _halo(self, node: fx.Node, x: Any, axis: Any, dim: Any, size: Any, before: Any, ends: Any) -> None:
+        """Types a `halo`, which stands for a `nearby` of the model's graph: its operand is cut along `dim` alone."""
+        (typed,), documents = self.types[x], [] if ends is None else [ends]
+        leaf = moved_leaf(typed, *self.erased((dim, size)))
+        wanted = plain(self.erased([dim, before]))
+        models = self.model.on(nearby, self.whole[x], *(self.whole[n] for n in documents))
+        model = next((n for n in models if plain(valued(list(n.args[1:3]))) == wanted), None)
+        if axis != self.to.axis or node.kwargs or leaf is None or model is None:
+            self.refuse(node, "does not read what the model reads before its part", got=f"{called(node)} of {typed}")
+        wants = [(x, Shard(leaf)), *((n, Copied() if self.types[n][0].flows else Replicate()) for n in documents)]
+        for operand, want in wants:
+            if not self.types[operand][0].fits(want):
+                self.refuse_read(node, operand, self.types[operand][0], want)
+        models.remove(model)
+        self.give(node, model, (replace(typed, dims=self.axes.of(model), placement=Halo(leaf, dim)),))
+
+    def _reads_halo(self, model: fx.Node, position: int, placement: Halo, cut: OperatorCut | None) -> bool:
+        """True for keys and values of an attention whose queries read no more than the halo, and are cut as it is."""
+        reach, operands, arguments = reach_of(model), self.axes.bound[model].operands, arguments_of(model)
+        if cut is None or reach is None or position not in (1, 2) or not same_cut(cut.leaf, placement.axis):
+            return False
+        _, dim, before, ends = operands[position].args
+        wanted = reach.before(call_of(model).arguments)
+        known = plain(valued(before)) == plain(wanted) and ends in (None, arguments.get(reach.ends))
+        return known and find(self.axes.of(operands[0])[dim]) is find(cut.leaf)  # type: ignore[index]
 
     def _share(self, node: fx.Node, x: Any, axis: Any, dim: Any, ranges: Any) -> None:
         """Types a `share`: a value that several ranks hold, and of whose readers each rank computes a part."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from autotp.ops.dropout import exact_dropout
+from autotp.ops.placement_moves import nearby
 from autotp.passes.check.erase import FORMS, SDPA, SLICE, SPLIT, family
 from autotp.passes.check.types import OperatorCut
 from autotp.passes.lower.local_sizes import Target
@@ -107,7 +108,8 @@ def _form(
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
     axis, leaf = ins[0][cut.factor.ins[0]] if cut.factor.ins else cut.factor.axis, cut.leaf
-    arguments |= {"parts": to.tp, "rank": to.rank}
+    near = any(isinstance(value, fx.Node) and value.target is nearby for value in arguments.values())
+    arguments |= {"parts": to.tp, "rank": to.rank, "near": near}
     if find(axis).size.symbols:
         started = any(name.startswith("start") for name in names) and not only
         arguments |= {"start": _known_start(to, axis, leaf), "size": find(axis).size} if started else {}

@@ -20,7 +20,7 @@ from autotp.passes.plan.infer_axes import Axes, Dims, infer_axes
 from autotp.rules.call import outputs_of
 from autotp.sharding.axis import ONE, Axis, Size, find, touches
 from autotp.sharding.partition import chunk_size
-from autotp.sharding.placement import Placement
+from autotp.sharding.placement import Halo, Placement
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
@@ -48,6 +48,8 @@ class Proof:
         for value, typed in zip(outputs_of(node), types, strict=True):
             self._learn_part(node, value, typed)
             shape = [local_length(self.to, axis, typed.leaf) for axis in typed.dims]
+            if isinstance(typed.placement, Halo):  # How long it is may depend on documents.
+                shape[typed.placement.dim] = Size.of(value.shape[typed.placement.dim])
             if plain(list(value.shape)) != plain(shape) or value.dtype != typed.dtype:
                 self.refuse(node, f"is not this rank's {typed}", expected=listed(shape), got=listed(value.shape))
         self.types[node], self.whole[node] = types, whole

@@ -19,7 +19,7 @@ from autotp.ops import collectives
 from autotp.passes.plan.infer_axes import Bound, Dims, Factor
 from autotp.sharding.axis import Axis, Size, find, holds, touches
 from autotp.sharding.grid import grid, slices_of
-from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard, StoredShard
+from autotp.sharding.placement import Copied, Halo, Partial, Placement, Replicate, Shard, StoredShard
 
 CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
     collectives.copy: (Replicate, Copied),
@@ -29,6 +29,7 @@ CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
     collectives.all_gather: (Shard, Copied),
     collectives.reduce_scatter: (Partial, Shard),
     collectives.all_to_all: (Shard, Shard),
+    collectives.halo: (Shard, Halo),
     collectives.share: (StoredShard, Shard),
 }
 """The placements that each conjugate reads and gives."""

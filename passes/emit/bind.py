@@ -26,7 +26,7 @@ from autotp.rules.traits import in_place_of
 
 COMMUNICATING = frozenset({
     collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,
-    collectives.reduce_scatter, collectives.all_to_all, collectives.share, together, async_linear,
+    collectives.reduce_scatter, collectives.all_to_all, collectives.halo, collectives.share, together, async_linear,
 })  # fmt: skip
 """Operators whose second argument is the mesh axis over which they communicate."""
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.collectives import all_to_all, reduce_scatter, scatter
-from autotp.passes.lower.local_sizes import Local
+from autotp.ops.collectives import all_to_all, halo, reduce_scatter, scatter
+from autotp.passes.lower.local_sizes import Local, value_of
 from autotp.sharding.axis import ONE, Axis, Size, find, holds, open_product, touches
 
 aten = torch.ops.aten
@@ -67,8 +67,8 @@ def write_all_to_all(local: Local, x: fx.Node, dims: Sequence[Axis], source: Axi
     blocks = () if block == to_block == 1 else (block, to_block)
     size, to_size = local.size(find(source).size * Size(block)), local.size(find(target).size * Size(to_block))
     moved = local.builder.raw(all_to_all, (x, local.to.axis, dim, size, to_dim, to_size, *blocks))
-    kept = _value(local.local_size(find(target).size, target, target)) * to_block
-    moved.meta["val"] = local.resized(local.resized(x.meta["val"], dim, _value(size)), to_dim, kept)
+    kept = value_of(local.local_size(find(target).size, target, target)) * to_block
+    moved.meta["val"] = local.resized(local.resized(x.meta["val"], dim, value_of(size)), to_dim, kept)
     for dim in reversed(split_dims):
         x, moved = moved, local.builder.raw(aten.flatten.using_ints, (moved, dim, dim + 2))
         shape = list(x.meta["val"].shape)
@@ -76,8 +76,12 @@ def write_all_to_all(local: Local, x: fx.Node, dims: Sequence[Axis], source: Axi
     return moved
 
 
-def _value(size: Any) -> Any:
-    return size.meta["val"] if isinstance(size, fx.Node) else size
+def write_halo(local: Local, node: fx.Node, leaf: Axis) -> fx.Node:
+    """Writes the `halo` of keys or values, for a `nearby` (`node`) that is cut along `leaf`."""
+    x, dim, before, ends = local.builder.map(node.args)
+    call = local.builder.raw(halo, (x, local.to.axis, dim, local.size(find(leaf).size), before, ends))
+    call.meta["val"] = local.resized(x.meta["val"], dim, local.halo_length(leaf, node.args[2]))
+    return call
 
 
 def _block(axis: Axis, leaf: Axis) -> int | None:
@@ -101,7 +105,7 @@ def _around(axis: Axis, leaf: Axis) -> tuple[Axis, Size, Size]:
 def _unflattened(local: Local, x: fx.Node, dim: int, lengths: list[Any]) -> fx.Node:
     """Splits a dimension into three."""
     split, value = local.builder.raw(aten.unflatten.int, (x, dim, lengths)), x.meta["val"]
-    split.meta["val"] = local.empty([*value.shape[:dim], *map(_value, lengths), *value.shape[dim + 1 :]], value)
+    split.meta["val"] = local.empty([*value.shape[:dim], *map(value_of, lengths), *value.shape[dim + 1 :]], value)
     return split
 
 

@@ -121,6 +121,11 @@ def _is_known(node: ast.AST) -> bool:
     return isinstance(node, ast.Name | ast.BinOp | ast.UnaryOp | ast.USub | ast.Load)
 
 
+def value_of(size: Any) -> Any:
+    """Returns a size that is a number or a node, as a number that may be symbolic."""
+    return size.meta["val"] if isinstance(size, fx.Node) else size
+
+
 class Local:
     """Sizes of one rank, as numbers or as nodes of its graph, and its example values."""
 
@@ -129,6 +134,7 @@ class Local:
         self.symbols: dict[str, tuple[fx.Node, int]] = {}
         self.read: dict[str, fx.Node] = {}
         self.parts: dict[tuple[Callable[..., int], Size], fx.Node] = {}
+        self.halos: dict[tuple[Size, str], Any] = {}
 
     def learn(self, node: fx.Node, whole: torch.Tensor | None, cut: Collection[int] = ()) -> None:
         """Notes the symbolic sizes that can be read off a value; an expression such as `s0 - 1` counts as one symbol.
@@ -219,6 +225,23 @@ class Local:
                 f"{measure.__name__}({size}, {self.to.tp}, {self.to.rank})", max(hint, 2)
             )  # A hint of 0 or 1 would make a number of it.
         return self.parts[measure, size]
+
+    def halo_length(self, leaf: Axis, before: Any) -> Any:
+        """Returns the length of this rank's part of a leaf with `before` positions before it, for example values.
+
+        It is a symbol if the length, or `before`, is one. Where documents end earlier, it is shorter.
+        """
+        size, before = find(leaf).size, value_of(before)
+        hints = [n if isinstance(n, int) else n.node.hint or 0 for n in (value_of(self.size(size)), before)]
+        start, stop = chunk_bounds(hints[0], self.to.tp, self.to.rank)
+        length = stop - start + (min(start, hints[1]) if stop > start else 0)
+        if not size.symbols and isinstance(before, int):
+            return length
+        key = size, str(before)
+        if key not in self.halos:
+            name = f"halo({size}, {before}, {self.to.tp}, {self.to.rank})"
+            self.halos[key] = self.builder.length(name, max(length, 2))
+        return self.halos[key]
 
     def times(self, a: Any, b: Any) -> Any:
         """Returns a product of sizes. A factor 1 is multiplied, too: the graphs of all ranks have the same nodes."""

@@ -18,9 +18,9 @@ from torch import fx
 
 from autotp.errors import REPORT, Error
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
-from autotp.ops.placement_moves import first, place, take
+from autotp.ops.placement_moves import first, nearby, place, take
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.passes.lower.exchange import can_exchange, write_all_to_all, write_exchange
+from autotp.passes.lower.exchange import can_exchange, write_all_to_all, write_exchange, write_halo
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import localize
 from autotp.passes.plan.choose import Decision
@@ -156,6 +156,10 @@ class _Lowering:
             self.builder.env[operand] = self.read(operand, placement)
         self._expect_dense_gradient(node, bound)
         factor = bound.cuttable(leaf) if leaf is not None else None
+        if node.target is nearby and leaf is not None:
+            call = self.builder.env[node] = write_halo(self.local, node, leaf)
+            self._give(node, call, Copied())
+            return
         if leaf is None or factor is None:
             call = self.builder.copy(node)
         else:

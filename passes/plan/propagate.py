@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autotp.ops.custom_vjp import is_gradient, output
+from autotp.ops.placement_moves import nearby
 from autotp.passes.plan.infer_axes import Axes, Bound, is_getitem
 from autotp.passes.plan.sums import is_sum, outermost, terms
 from autotp.rules.call import outputs_of
@@ -52,6 +53,8 @@ def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Col
         ins: tuple[Placement, ...] = tuple(
             Shard(leaf) if i in factor.ins else Copied() for i in range(len(bound.operands))
         )
+        if node.target is nearby:  # Its form is the conjugate `halo`. Each rank does a part of the work that reads it.
+            return Needs(ins, (Copied(),))
         lost: Placement = Partial(bound.rule.reducer)
         # Its output is another part of `q | k | v`, which every rank computes whole.
         if not factor.summed:

@@ -22,6 +22,7 @@ from autotp.passes.plan.propagate import needs_grad, propagate
 from autotp.passes.plan.sequence.balance import Balanced, balance
 from autotp.passes.plan.sequence.context_parallel import context_parallel
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
+from autotp.passes.plan.sequence.halos import read_halos
 from autotp.passes.plan.sequence.heads import exchange_heads
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.program.program import CapturedProgram, SequenceFacts
@@ -57,6 +58,8 @@ def with_cut_sequences(p: CapturedProgram) -> CapturedProgram:
     graph, axes, decision = decompose(graph, axes, decision)
     if p.options.optional("defer_reductions"):
         graph, axes, decision = defer_reductions(graph, axes, decision)
+    halos = read_halos(graph, axes, decision)
+    graph, axes, decision = halos.graph, halos.axes, halos.decision
     balanced = Balanced(graph, axes, decision)
     if p.options.optional("balance"):
         balanced = balance(graph, axes, decision, p.options.cp, p.options.randomness)

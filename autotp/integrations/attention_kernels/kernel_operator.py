@@ -40,7 +40,9 @@ _ARGUMENTS = (
 )
 _OUTPUTS = "(Tensor, Tensor)"
 _TAGS = (torch.Tag.nondeterministic_seeded,)
-torch.library.define("autotp::attention_kernel", f"({_ARGUMENTS}, SymInt? start=None) -> {_OUTPUTS}", tags=_TAGS)
+torch.library.define(
+    "autotp::attention_kernel", f"({_ARGUMENTS}, SymInt? start=None, bool near=False) -> {_OUTPUTS}", tags=_TAGS
+)
 torch.library.define("autotp::dropped_attention_kernel", f"({_ARGUMENTS}, int rank) -> {_OUTPUTS}", tags=_TAGS)
 KERNEL, DROPPED = torch.ops.autotp.attention_kernel.default, torch.ops.autotp.dropped_attention_kernel.default
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -65,6 +67,7 @@ def _attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor | None, key_ends: Tensor | None,
     slopes: Tensor | None, sinks: Tensor | None, longest_query: Any, longest_key: Any, scale: float | None,
     before: int, after: int, softcap: float, dropout_p: float, function: str, settings: str, start: Any = None,
+    near: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention and its log-sum-exp: [batch seq heads width] and [batch heads seq]; packed without `batch`.
 
@@ -79,13 +82,14 @@ def _attention_kernel(
         function: the kernel, as `function_named` reads it.
         settings: all its arguments that are plain values, as the text of a dict.
         start: where this rank's part of the queries begins; None if it has all queries.
+        near: whether keys and values are those up to the last of these queries, without some of the first ones.
 
     Raises:
         Error: the kernel refuses the dtype or the width of the heads.
     """
     _expect_taken(query, function)
     if start is not None:
-        key, value, query_ends, key_ends = read_by_part(query, key, value, query_ends, key_ends, after, start)
+        key, value, query_ends, key_ends = read_by_part(query, key, value, query_ends, key_ends, after, start, near)
     traced = isinstance(query, FakeTensor) or query.is_meta
     if query_ends is not None and key_ends is not None and query_ends.dim() == 2:
         if traced:

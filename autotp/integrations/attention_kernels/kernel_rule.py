@@ -15,6 +15,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.integrations.attention_kernels.kernel_operator import DROPPED, KERNEL
+from autotp.ops.placement_moves import nearby
 from autotp.passes.check import erase
 from autotp.passes.lower import localize
 from autotp.passes.lower.local_sizes import Local
@@ -22,7 +23,7 @@ from autotp.passes.plan.infer_axes import Axes
 from autotp.rules.call import Call, arguments_of
 from autotp.rules.language import Rule, spell
 from autotp.rules.registry import add_rows
-from autotp.rules.row import Row, Trait
+from autotp.rules.row import Reach, Row, Trait
 from autotp.sharding.axis import Axis, Size
 from autotp.source_location import line_of
 
@@ -58,6 +59,16 @@ def _mark_of_queries(call: Call) -> str:
     return "!" if (reads_all_keys and call["slopes"] is None) or (call["after"] == 0 and same_tokens) else "^"
 
 
+def kernel_reach(call: Call) -> Reach | None:
+    """Returns which keys a query reads: those of a window, or those of its document, up to its own."""
+    ends, packed = call["query_ends"], call["query"].dim() == 3
+    if call["after"] != 0 or call["dropout_p"] or (ends is not None and not packed):
+        return None
+    if packed and call["longest_query"] is not None:
+        return Reach(call["before"], "longest_query", "query_ends")
+    return Reach(call["before"]) if call["before"] >= 0 else None
+
+
 def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     """Returns the call on a rank's part of the queries; with dropout on its part of the heads or rows.
 
@@ -68,14 +79,15 @@ def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     values = local.builder.map(tuple(arguments.values()))
     if not arguments["dropout_p"]:
         query = axes.of(arguments["query"])
-        return KERNEL, (*values[:-1], localize.start_of_part(local, node, query[len(query) - 3], leaf))
+        start = localize.start_of_part(local, node, query[len(query) - 3], leaf)
+        return KERNEL, (*values[:-2], start, arguments["key"].target is nearby)
     if local.to.randomness == "exact":
         raise Error(
             "a kernel of attention drops weights by a mask that it makes itself, and that parts of it cannot repeat",
             at=line_of(node),
             fix='randomness="fast", a mask for each rank; or dropout_p=0, in transformers config.attention_dropout = 0',
         )
-    return DROPPED, (*values[:-1], local.to.rank)
+    return DROPPED, (*values[:-2], local.to.rank)
 
 
 def _again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -86,9 +98,9 @@ def _again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 
 def add_kernel() -> None:
     """Adds the operator, and its forms on a rank, to the tables of the passes."""
-    row = Row(kernel_rule, Trait.ATTENTION)
+    row = Row(kernel_rule, Trait.ATTENTION, reach=kernel_reach)
     add_rows({KERNEL: row, DROPPED: row})
     names = [argument.name for argument in KERNEL._schema.arguments]
     localize.FORMS[KERNEL], localize.FORMS[DROPPED] = _form, _again
     erase.FORMS[KERNEL] = KERNEL, tuple(names), ""
-    erase.FORMS[DROPPED] = KERNEL, tuple(names[:-1]), "fast"
+    erase.FORMS[DROPPED] = KERNEL, tuple(names[:-2]), "fast"

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotp.integrations.attention_kernels.packed import documents_in
-from autotp.ops.eager_mode import is_computed
+from autotp.ops.attention.documents import known_documents
 
 
 def read_by_part(
-    query: Any, key: Any, value: Any, query_ends: Any, key_ends: Any, after: int, start: Any
+    query: Any, key: Any, value: Any, query_ends: Any, key_ends: Any, after: int, start: Any, near: bool
 ) -> tuple[Any, Any, Any, Any]:
     """Returns keys, values and the ends of both for the queries from `start` on.
 
@@ -26,13 +25,18 @@ def read_by_part(
         key, value: those of all queries.
         query_ends, key_ends: of packed rows, those of all queries; None for a batch.
         after: how many keys after its own position a query reads; -1 for all.
+        near: whether `key` and `value` end at the last of these queries already, and lack some of the first keys.
     """
     dim = query.dim() - 3
     stop = start + query.shape[dim]
+    if near:
+        if query_ends is not None:
+            query_ends = (query_ends - start).clamp(0, query.shape[dim])
+            key_ends = (key_ends - (stop - key.shape[dim])).clamp(0, key.shape[dim])
+        return key, value, query_ends, key_ends
     if query_ends is not None:
         # Before a rank takes its part, so that all see what is wrong. On a GPU the host would have to wait for it.
-        if key_ends.is_cpu and is_computed(key_ends):
-            documents_in(key_ends, key.shape[dim])
+        known_documents(key_ends, key.shape[dim])
         query_ends = (query_ends - start).clamp(0, query.shape[dim])
         key_ends = key_ends.clamp(max=stop) if after == 0 else key_ends
     if after == 0:  # What comes after the last query is not read, and what is not read is not given.

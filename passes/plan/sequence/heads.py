@@ -25,11 +25,12 @@ from autotp.ops.placement_moves import apart, by_heads
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.choose import elements
 from autotp.passes.plan.infer_axes import Axes, Factor, infer_axes
-from autotp.passes.plan.propagate import needs_grad
+from autotp.passes.plan.propagate import Have, needs_grad, propagate
 from autotp.passes.plan.sequence.context_parallel import CutSequences, cut_sequences
 from autotp.passes.plan.sequence.cut_along import HasForm
+from autotp.passes.plan.sequence.halos import halo_bytes, reads_halo
 from autotp.passes.plan.sequence.separate_keys import viewed, with_operands
-from autotp.rules.call import nbytes_of, outputs_of
+from autotp.rules.call import arguments_of, nbytes_of, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, find, leaves, touches
@@ -48,6 +49,7 @@ class AttentionBytes:
         heads, kv_heads: the numbers of heads of its queries, and of its keys and values; None if they vary.
         gather: the bytes that a rank sends, forward and backward, if keys and values are gathered.
         exchange: those that it sends if heads are exchanged.
+        halo: those that an average rank sends if each reads the keys that its queries see; None if they are not known.
     """
 
     node: fx.Node
@@ -55,6 +57,12 @@ class AttentionBytes:
     kv_heads: int | None
     gather: float
     exchange: float
+    halo: float | None = None
+
+    @property
+    def along_queries(self) -> float:
+        """The bytes that a rank sends if attention is cut along its queries."""
+        return self.gather if self.halo is None else self.halo
 
     def why_not(self, tp: int, cp: int) -> str:
         """Returns why its heads do not suffice; "" if they do."""
@@ -93,18 +101,21 @@ def exchange_heads(
 
     Args:
         cut: the cut in which keys and values are gathered.
-        choice: "gather"; "heads"; or "auto", which takes what sends fewer bytes.
+        choice: "gather", also for keys that queries see (`halos.py`); "heads"; or "auto", which takes what sends fewer
+            bytes.
         sources, has_form: as for `context_parallel`.
 
     Raises:
         Error: the heads of an attention do not suffice for `choice="heads"`.
     """
     differentiable = needs_grad(cut.graph, sources(cut.graph))
-    candidates = [_counted(node, cut, cp, differentiable) for node in cut.graph.nodes if _reads_sequence(node, cut)]
+    have = propagate(cut.graph, cut.axes, cut.decision.cuts, cut.decision.held)
+    nodes = [node for node in cut.graph.nodes if _reads_sequence(node, cut)]
+    candidates = [_counted(node, cut, cp, differentiable, have) for node in nodes]
     reasons = {row.node: row.why_not(tp, cp) for row in candidates}
     chosen = [row for row in candidates if not reasons[row.node] and choice != "gather"]
     if choice == "auto":
-        chosen = [row for row in chosen if row.exchange < row.gather]
+        chosen = [row for row in chosen if row.exchange < row.along_queries]
     result, fitting = cut, chosen
     while fitting:
         result, unfit = _by_heads(cut, [row.node for row in fitting], cp, sources, has_form)
@@ -137,15 +148,29 @@ def _note(candidates: Sequence[AttentionBytes], chosen: Sequence[AttentionBytes]
     rest = [row for row in candidates if row not in chosen]
     parts = []
     if chosen:
-        sent, other = (bytes_text(round(sum(getattr(row, way) for row in chosen))) for way in ("exchange", "gather"))
-        parts.append(
-            f"{len(chosen)} exchange heads for the sequence: a rank sends {sent} a step; a gather of keys {other}"
-        )
-    if rest:
-        sent, other = (bytes_text(round(sum(getattr(row, way) for row in rest))) for way in ("gather", "exchange"))
-        why = next((reasons[row.node] for row in rest if reasons[row.node]), f"an exchange of heads {other}")
-        parts.append(f"{len(rest)} gather keys and values: a rank sends {sent} a step; {why}")
+        sent, other = _sent(chosen, "exchange"), _sent(chosen, "along_queries")
+        instead = "a gather of keys" if all(row.halo is None for row in chosen) else "keys that queries see"
+        parts.append(f"{len(chosen)} exchange heads for the sequence: a rank sends {sent} a step; {instead} {other}")
+    for rows, what in (
+        ([row for row in rest if row.halo is None], "gather keys and values"),
+        ([row for row in rest if row.halo is not None], "read the keys and values that queries see"),
+    ):
+        why = next((reasons[row.node] for row in rows if reasons[row.node]), "")
+        others = [f"a gather of all {_sent(rows, 'gather')}"] if rows and rows[0].halo is not None else []
+        others += [why or f"an exchange of heads {_sent(rows, 'exchange')}"]
+        if masked := sum(_has_mask(row.node) for row in rows if row.halo is None):
+            others.append(f"of {masked} the mask is a tensor, so which keys are seen is not known")
+        if rows:
+            parts.append(f"{len(rows)} {what}: a rank sends {_sent(rows, 'along_queries')} a step; {'; '.join(others)}")
     return "; ".join(parts)
+
+
+def _sent(rows: Sequence[AttentionBytes], way: str) -> str:
+    return bytes_text(round(sum(getattr(row, way) for row in rows)))
+
+
+def _has_mask(node: fx.Node) -> bool:
+    return arguments_of(node).get("attn_mask") is not None
 
 
 def _reads_sequence(node: fx.Node, cut: CutSequences) -> bool:
@@ -156,7 +181,9 @@ def _reads_sequence(node: fx.Node, cut: CutSequences) -> bool:
     return any(touches(axis, leaf) for axis in queries for leaf in cut.along)
 
 
-def _counted(node: fx.Node, cut: CutSequences, cp: int, differentiable: Collection[fx.Node]) -> AttentionBytes:
+def _counted(
+    node: fx.Node, cut: CutSequences, cp: int, differentiable: Collection[fx.Node], have: Have
+) -> AttentionBytes:
     bound, factor = cut.axes.bound[node], _heads(node, cut.axes)
     query, key = (operand.meta["val"] for operand in bound.operands[:2])
     counts = (query.shape[factor.ins[0]], key.shape[factor.ins[1]]) if factor is not None else (None, None)
@@ -174,7 +201,9 @@ def _counted(node: fx.Node, cut: CutSequences, cp: int, differentiable: Collecti
         if mask in differentiable and mask in cut.decision.cuts:
             has_heads = factor is not None and i in factor.ins
             exchange += 2 * nbytes_of(mask.meta["val"]) * others / (cp if has_heads else 1)
-    return AttentionBytes(node, heads, kv_heads, 2 * gathered * others, exchange)
+    reach = reads_halo(node, cut.axes, cut.decision.cuts, have)
+    halo = None if reach is None else 2 * halo_bytes(node, reach, cut.axes, cut.decision.cuts, cp)
+    return AttentionBytes(node, heads, kv_heads, 2 * gathered * others, exchange, halo)
 
 
 def _heads(node: fx.Node, axes: Axes) -> Factor | None:
