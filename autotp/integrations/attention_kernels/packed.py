@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autotp.errors import Error
+from autotp.ops.attention.documents import documents_in
 
 
 class ScoreSettings(NamedTuple):
@@ -124,25 +125,6 @@ def _documents(query_ends: Tensor, key_ends: Tensor, query: Tensor, key: Tensor)
     for i in range(len(rows) - 1):
         if rows[i + 1] > rows[i] and columns[i + 1] > columns[i]:
             yield i, slice(rows[i], rows[i + 1]), slice(columns[i], columns[i + 1])
-
-
-def documents_in(ends: Tensor, tokens: int) -> list[int]:
-    """Returns the ends of documents in this number of tokens, read on the host.
-
-    Raises:
-        Error: they are others, or not of int32, the dtype that kernels read.
-    """
-    fix = "F.pad(lengths.cumsum(0), (1, 0)).int() for the lengths of the documents"
-    if ends.dtype != torch.int32:
-        raise Error(f"the ends of packed documents are of {ends.dtype}", expected="torch.int32", fix=fix)
-    numbers: list[int] = ends.tolist()
-    if numbers[:1] != [0] or numbers[-1] != tokens or numbers != sorted(numbers):
-        raise Error(
-            f"the ends of {len(numbers) - 1} packed documents are {numbers[:8]}{' ...' * (len(numbers) > 8)}",
-            expected=f"numbers that ascend from 0 to the number of tokens, {tokens}",
-            fix=fix,
-        )
-    return numbers
 
 
 def _accumulated(x: Tensor) -> torch.dtype:

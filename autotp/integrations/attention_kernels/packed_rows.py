@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotp.integrations.attention_kernels.packed import documents_in
+from autotp.ops.attention.documents import documents_in
 from autotp.ops.eager_mode import is_computed
 
 
