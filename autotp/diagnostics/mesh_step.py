@@ -29,6 +29,7 @@ from autotp.passes.pipeline.stages import Stage
 from autotp.passes.program.loss_only import loss_among
 from autotp.passes.program.program import Program
 from autotp.sharding.layout import Layout
+from autotp.training.documents import Documents
 from autotp.training.microbatches import batch_tensors, counts_of, map_rows, named_totals
 from autotp.training.pipeline.schedules import Training
 
@@ -49,7 +50,8 @@ def compare_step(
     args, kwargs = signature_of(model).by_name(*inputs)
     places, parts = program.call.rows or frozenset(), training.microbatches
     whole = map_rows((args, kwargs), places, lambda x: _batch(x, parts * dp))
-    loss = _loss(model(*whole[0], **whole[1]))
+    of_one_device = _with_documents(whole, program, parts * dp)
+    loss = _loss(model(*of_one_device[0], **of_one_device[1]))
     torch.autograd.backward(loss)
     replicas = [_given(program, _part(whole, places, i, dp)) for i in range(dp)]
     # As in `distribute`: each replica counts its own rows, and the counts are summed.
@@ -99,6 +101,14 @@ def _batch(x: Tensor, parts: int) -> Tensor:
     """
     rows = x.repeat_interleave(parts, 0)
     return torch.stack([row.roll(i, -1) if row.dim() else row for i, row in enumerate(rows)])
+
+
+def _with_documents(whole: Any, program: Program, parts: int) -> Any:
+    """Returns the arguments of the whole batch with the ends of its documents, which are those of each part."""
+    names = Documents(program).tokens
+    places = {i for i, name in enumerate(program.captured.inputs) if name in names}
+    every = lambda ends: torch.cat([*(ends[:-1] + i * ends[-1] for i in range(parts)), parts * ends[-1:]])  # noqa: E731
+    return map_rows(whole, places, every)
 
 
 def _part(whole: Any, places: frozenset[int], i: int, parts: int) -> Any:

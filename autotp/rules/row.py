@@ -57,6 +57,7 @@ class Trait(Flag):
     SOFTMAX = auto()
     NORM = auto()  # Normalises, or computes a norm.
     ATTENTION = auto()  # Scaled dot-product attention.
+    DOCUMENTS = auto()  # Where `query_ends` and `key_ends` are vectors, rows are packed documents with these ends.
     SORT = auto()  # Sorts along `dim`, if `descending` in descending order.
 
     # Lookups, updates, losses.

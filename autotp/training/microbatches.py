@@ -16,6 +16,7 @@ from autotp.errors import Error
 from autotp.passes.capture.guards.looks import without_padding
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import flatten, map_leaves
+from autotp.passes.capture.replacements.number_arguments import NumberArgument
 from autotp.passes.emit.attach_parameters import place_in, value_at
 from autotp.passes.emit.bind import bind
 from autotp.passes.pipeline.loss_totals import TOTAL
@@ -87,7 +88,8 @@ def places_of_rows(tensors: Sequence[Tensor], programs: Iterable[Program]) -> fr
         for program in programs
         if program.captured.example[0][0] > 1  # One row is as long as whatever is broadcast.
     ]
-    places = {i for i, x in enumerate(tensors) if x.dim() and len(x) == size}
+    numbers = {i for i, x in enumerate(tensors) if isinstance(x, NumberArgument)}
+    places = {i for i, x in enumerate(tensors) if x.dim() and len(x) == size} - numbers
     if earlier:
         places |= frozenset.intersection(*(rows for _, rows in earlier))  # `row_count` raises if they differ now.
     without_rows = {i for i in places for shapes, rows in earlier if i not in rows and (shapes[i][0] > 1 or size == 1)}
@@ -113,8 +115,10 @@ def row_count(tensors: Sequence[Tensor], parts: int, places: Iterable[int]) -> i
         )
     if not size or size % parts:
         fits = max(size // parts, 1) * parts
+        last = "drop_last=True for the last batch"
+        packed = "packed documents in as many rows, all of one length; or microbatches=1"
         problem = f"a batch of {size} does not divide into {parts} microbatches"
-        raise Error(problem, fix=f"{fits} rows, or drop_last=True for the last batch")
+        raise Error(problem, fix=f"{fits} rows, or {last if size >= parts else packed}")
     return size
 
 

@@ -64,6 +64,7 @@ from autotp.source_location import block_in
 from autotp.tracebacks import shorten_traceback
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import ParameterReader, cast_arguments
+from autotp.training.documents import Documents, LongestDocuments
 from autotp.training.microbatches import (
     Batch,
     batch_tensors,
@@ -161,6 +162,16 @@ class Pipeline:
         return bool(self.key[0])
 
     @cached_property
+    def documents(self) -> Documents:
+        """What is known of packed documents in a batch."""
+        return Documents(self.analysis)
+
+    def runs(self, shapes: Sequence[Any]) -> bool:
+        """True if stages send tensors of the same shapes for these. The number of documents does not matter."""
+        places = [i for i, name in enumerate(self.analysis.captured.inputs) if name not in self.documents.beside]
+        return self.engine is None or all(self.shapes[i] == shapes[i] for i in places)
+
+    @cached_property
     def masks_left_out(self) -> list[int]:
         """The places, among a batch's tensors, of the masks that must have ones only for these graphs."""
         return masks_left_out(self.analysis.captured)
@@ -256,6 +267,7 @@ class Trainer(InGraphs, HasHoldings):
         )
         tensors = batch_tensors(args, kwargs)
         rows = places_of_rows(tensors, [])
+        self._longest = LongestDocuments()
         analysis = agree(
             self.everyone,
             lambda: self._first_analysis(args, kwargs, rows),
@@ -282,6 +294,7 @@ class Trainer(InGraphs, HasHoldings):
         self.__dict__["tied"] = self._tied()
         readers, self._read = self._readers(stages, analysis), ParameterReader(training.compute_dtype)
         self._works = {i: StageModule([m for m, some in readers.items() if i in some]) for i in self._my_stages}
+        self._longest.note((args, kwargs), analysis)
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
         self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._several = groups.read_by_several_stages(
@@ -640,6 +653,7 @@ class Trainer(InGraphs, HasHoldings):
         stay = [name in pipeline.on_host for name in names]
         inputs = dict(zip(names, to_device(tensors, self.place.device, stay), strict=True))
         totals = totals_of(pipeline.analysis, inputs, self, self.mesh.get_group("dp"))
+        inputs = pipeline.documents.divided(inputs, self._training.microbatches)
         for i, work in self._works.items():
             work.use(pipeline.stages[i], totals)
         return pipeline, inputs
@@ -707,20 +721,24 @@ class Trainer(InGraphs, HasHoldings):
             self._original.expect_unchanged(pipeline.guard)
         args, kwargs = cast_arguments(self._signature.by_name(args, kwargs), self._training.compute_dtype)
         expect_values(batch_tensors(args, kwargs))
+        args, kwargs = self._longest.as_inputs((args, kwargs), self.place.device)
         tensors, structure = batch_tensors(args, kwargs), structure_of(args, kwargs)
-        places = places_of_rows(
-            tensors, [pipeline.analysis for pipeline in self._pipelines if pipeline.key[-1] == structure]
-        )
+        pipelines = [pipeline for pipeline in self._pipelines if pipeline.key[-1] == structure]
+        places = places_of_rows(tensors, [pipeline.analysis for pipeline in pipelines])
         size = row_count(tensors, self._training.microbatches, places) // self._training.microbatches
         micro, key = map_rows((args, kwargs), places, lambda x: x[:size]), (training, places, structure)
-        return Batch((args, kwargs), micro, tensors, places, key, [x.shape for x in batch_tensors(*micro)])
+        batch = Batch((args, kwargs), micro, tensors, places, key, [x.shape for x in batch_tensors(*micro)])
+        if (pipeline := self._fitting_graphs(batch, of_size=False)) is not None:  # Else a capture looks.
+            pipeline.documents.expect_whole(tensors, self._training.microbatches)
+        return batch
 
     def _fitting_graphs(self, batch: Batch, of_size: bool = True) -> Pipeline | None:
         """Returns the graphs for a batch, or None; with `of_size`, only graphs whose engine fits the batch's size."""
         fitting = []
         for pipeline in self._pipelines:
-            fits = pipeline.engine is None or list(pipeline.shapes) == batch.shapes or not of_size
-            if pipeline.key == batch.key and fits and pipeline.analysis.captured.fits(batch.shapes):
+            if pipeline.key != batch.key or (of_size and not pipeline.runs(batch.shapes)):
+                continue
+            if pipeline.analysis.captured.fits(batch.shapes):
                 fitting.append(pipeline)
         # Graphs without masks come first where they are right: they can run kernels that take no mask.
         without_masks = [pipeline for pipeline in fitting if pipeline.masks_left_out]
@@ -737,6 +755,8 @@ class Trainer(InGraphs, HasHoldings):
         else:
             args, kwargs = batch.micro
             analysis = self._analyse(training, args, kwargs, batch.rows, batch.padded)
+            Documents(analysis).expect_whole(batch.tensors, self._training.microbatches)
+            self._longest.note(batch.arguments, analysis)
             lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
             stages = self._cut(analysis, lowered)
             pipeline = self._pipeline(batch.key, batch.shapes, analysis, stages, checksums_of(analysis, lowered))
@@ -772,7 +792,8 @@ class Trainer(InGraphs, HasHoldings):
             run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
             run(**inputs, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
             return losses
-        (work,), rows, parts = self._works.values(), pipeline.analysis.rows, self._training.microbatches
+        (work,), parts = self._works.values(), self._training.microbatches
+        rows = {*pipeline.analysis.rows, *pipeline.documents.tokens}
         divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in inputs.items()}
         for i in range(parts):
             pace(work, self._training.zero, i == parts - 1)

@@ -20,6 +20,11 @@ NOTE [Each row reads itself]
 `mask[arange(batch)[:, None], keys]` reads row `i` of the mask for row `i` of the result, also when only a part of the
 batch is computed: both count from 0 at the same row. So row numbers may be an index into a tensor with as many rows, if
 all other operands with rows have them along the same dimension. Any other use of row numbers differs between parts.
+
+NOTE [Documents that lie in several rows]
+Attention of packed documents reads the tokens of a document, which may lie in several rows. Where documents end is an
+input without rows. A replica gets its own from the loop, a microbatch has those in its rows (`documents.py`), and no
+document lies in two parts: each step tests it. So each part has all rows that a row depends on.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.placement_moves import apart
+from autotp.passes.pipeline.documents import ends_of, reads_documents
 from autotp.passes.pipeline.loss_totals import is_mean, symbols
 from autotp.passes.pipeline.row_order import RowOrder
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
@@ -131,6 +137,10 @@ class _Proof:
         if self.order.concerns(node):
             if not self._orders(node, scalar):
                 _refuse(node, "mixes the rows of the batch")
+        elif reads_documents(node):
+            if not self._is_by_document(node):
+                _refuse(node, "mixes the rows of the batch")
+            self.rows.add(node)
         elif self._counts(node):
             self.numbers[node] = self._counted(node)
         elif read & set(self.numbers):
@@ -248,6 +258,17 @@ class _Proof:
         if node.target is apart or has(node.target, Trait.RANDOM_EACH):
             return all(self._side_by_side(dims, bound.dims[1][0]) for dims in bound.dims[0])
         return self._passes(bound, node, False)
+
+    def _is_by_document(self, node: fx.Node) -> bool:
+        """True for attention of tokens of rows, in their order, in documents whose ends are not made of rows.
+
+        NOTE [Documents that lie in several rows]
+        """
+        made_of_rows = self.rows | self.sums | self.numbers.keys()
+        tokens = {x for ends, x in ends_of(node) if ends not in made_of_rows and not self._has_rows(ends)}
+        rows = set(node.all_input_nodes) & made_of_rows
+        leads = all(self._along(self.axes.of(x)) == 0 and self._leads(self.axes.of(x)[0]) for x in rows)
+        return len(tokens) == 2 and leads and tokens <= rows <= self.rows
 
     def _side_by_side(self, dims: Dims, other_dims: Dims) -> bool:
         """True if two tensors have rows along the same dimensions, as the outermost factor."""

@@ -31,6 +31,8 @@ THROUGH_A_PUBLIC_CALL = {
     "integrations/attention_kernels/padded_rows": "integrations/attention_kernels/test_attention_implementations",
     "integrations/attention_kernels/reference": "integrations/attention_kernels/test_flash_functions",
     "integrations/attention_kernels/flex/mask_arguments": "integrations/attention_kernels/flex/test_flex_attention",
+    "ops/attention/documents": "training/test_documents",
+    "passes/pipeline/documents": "training/test_documents",
     "integrations/attention_kernels/packed_rows": "integrations/attention_kernels/test_varlen_attn",
     "integrations/attention_kernels/kernel_table": "integrations/attention_kernels/test_varlen_attn",
     "integrations/loops/accelerate_state": "integrations/loops/test_replicas",

@@ -98,7 +98,7 @@ def _again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 
 def add_kernel() -> None:
     """Adds the operator, and its forms on a rank, to the tables of the passes."""
-    row = Row(kernel_rule, Trait.ATTENTION, reach=kernel_reach)
+    row = Row(kernel_rule, Trait.ATTENTION | Trait.DOCUMENTS, reach=kernel_reach)
     add_rows({KERNEL: row, DROPPED: row})
     names = [argument.name for argument in KERNEL._schema.arguments]
     localize.FORMS[KERNEL], localize.FORMS[DROPPED] = _form, _again

@@ -1,7 +1,12 @@
-"""Documents that lie one after another in one row of tokens, and the first key that the queries of each rank read.
+"""documents: where documents end that lie one after another in one row of tokens, and where in parts of them.
 
-documents of 3, 2 and 4 tokens:   tokens [a a a b b c|c c c],   ends [0, 3, 5, 9]
-the second of two ranks has tokens 6 to 8, and its queries read the keys from 5 on
+    documents of 3, 2 and 4 tokens:      [a a a b b c|c c c]      ends [0, 3, 5, 9]
+    what the second of two ranks reads   its queries are tokens 6 to 8, and read the keys from 5 on
+
+    documents of 3, 2, 4 and 1 tokens:   [a a a b b|c c c c d]    ends [0, 3, 5, 9, 10]
+    ends in each of two microbatches     [0, 3, 5, 5, 5], [0, 0, 0, 4, 5]
+
+Each microbatch has all documents, so one graph serves all: those that lie in another have no tokens.
 """
 
 from __future__ import annotations
@@ -59,3 +64,22 @@ def first_keys(size: int, parts: int, before: int, ends: Sequence[int] | None) -
         begin = 0 if ends is None else ends[bisect_right(ends, start) - 1]
         keys.append(min(max(begin, start - before), start) if stop > start else start)
     return tuple(keys)
+
+
+def documents_in_parts(ends: Tensor, tokens: int, parts: int) -> Tensor:
+    """Returns the ends of documents in each part of the tokens, one part after another: [parts * (documents + 1)]."""
+    size = tokens // parts
+    starts = torch.arange(parts, dtype=ends.dtype, device=ends.device) * size
+    return (ends - starts.unsqueeze(1)).clamp(0, size).flatten()
+
+
+def expect_whole_documents(ends: Tensor, tokens: int, parts: int) -> None:
+    """Raises Error if the ends are wrong, or a document lies in two parts of the tokens. Reads them on the host."""
+    numbers, size = documents_in(ends, tokens), tokens // parts
+    for border in range(size, tokens, max(size, 1)):
+        if border not in numbers:
+            last = max(n for n in numbers if n < border)
+            raise Error(
+                f"the document that begins at token {last} lies in two microbatches, of {size} tokens each",
+                fix="rows of equal length, each of whole documents, as many for each microbatch; or microbatches=1",
+            )

@@ -21,12 +21,14 @@ from autotp.passes.capture.guards.looks import without_padding
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.cost import block_costs
+from autotp.passes.pipeline.documents import expect_ends_in_parts
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, partition
 from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.passes.program.program import CallState, Program
 from autotp.rules.call import placeholders, returned
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
+from autotp.training.documents import Documents
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
 from autotp.training.pipeline.full_masks import analyse_for_masks
 from autotp.training.pipeline.gradient_buckets import GradientSums
@@ -251,6 +253,7 @@ def engine(
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
     schedule, inputs = training.engine, analysis.captured.inputs
+    divided = {*analysis.rows, *Documents(analysis).tokens}
     stages = _torch_stages(schedule, works, device, group)
     try:
         return getattr(pipelining, schedule.kind)(
@@ -259,7 +262,7 @@ def engine(
             training.microbatches,
             loss_fn=loss,
             # What has no rows goes whole to each microbatch.
-            kwargs_chunk_spec={x: TensorChunkSpec(0) if x in analysis.rows else _Replicate() for x in inputs},
+            kwargs_chunk_spec={x: TensorChunkSpec(0) if x in divided else _Replicate() for x in inputs},
             # A loss is divided by the count of the whole batch already, so gradients are sums over microbatches.
             scale_grads=False,
         )
@@ -357,18 +360,20 @@ def analyse_microbatch(
         padded: whether some microbatch has padding; None: whether this one has.
 
     Raises:
-        Error: as `expect_products_of_one_dtype`.
+        Error: as `expect_products_of_one_dtype` and `expect_ends_in_parts`.
     """
     args, kwargs = cast_arguments((args, kwargs), training.compute_dtype)
     call = CallState(autocast=Autocast(device_type), layouts=layouts, rows=rows)
     padded = not without_padding(kwargs) if padded is None else padded
     if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
         two = map_rows((args, kwargs), rows, repeat_rows)
-        analyse_for_masks(
-            padded, skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank, last="row_independence"
-        )
+        # Sequences are whole: documents that lie in one row only can be cut over cp.
+        whole = replace(training, cp=1)
+        analyse_for_masks(padded, skeleton, two[0], two[1], tp, whole, call, last="row_independence")
     options = {"cp_rank": cp_rank, "captures": captures}
     analysis = analyse_for_masks(padded, skeleton, args, kwargs, tp, training, call, **options)
+    if training.microbatches > 1:
+        expect_ends_in_parts(analysis.sequences.uncut_graph or analysis.graph)
     if training.compute_dtype:
         expect_products_of_one_dtype(analysis)
     return analysis
