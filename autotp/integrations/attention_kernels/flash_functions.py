@@ -13,7 +13,7 @@ or says that nothing is wanted.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,14 +58,7 @@ def _recorded(function: Any, *args: Any) -> Any:
     operands = {operand: next((x for n in names if (x := arguments.pop(n, None)) is not None), None)
                 for operand, names in NAMES.items()}  # fmt: skip
     flags = {name: arguments.pop(name) for name in (*TOTALS, RECORDS) if name in arguments}
-    for name, value in arguments.items():
-        is_plain = all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple | list) else [value]))
-        if not is_plain or (value and value != defaults[name] and name not in SCORES | SPEED):
-            raise Error(
-                f"{function.__name__} gets `{name}`, for which autotp has no rule",
-                at=user_line(traceback.extract_stack()),
-                fix="F.scaled_dot_product_attention, or a call without it",
-            )
+    expect_known(function.__name__, arguments, defaults)
     if arguments.get("dropout_p") and flags.get("return_softmax"):
         raise Error(
             f"{function.__name__} gets return_attn_probs=True with dropout: each rank drops weights of its own",
@@ -82,6 +75,18 @@ def _recorded(function: Any, *args: Any) -> Any:
     if flags.get(TOTALS[0], True) is False:
         return output
     return (output, totals, output.new_empty(0)) if "dropout_p" in arguments else (output, totals)
+
+
+def expect_known(function: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raises Error for an argument of a kernel that is no plain value with a rule, nor the function's default."""
+    for name, value in arguments.items():
+        is_plain = all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple | list) else [value]))
+        if not is_plain or (value and value != defaults[name] and name not in SCORES | SPEED):
+            raise Error(
+                f"{function} gets `{name}`, for which autotp has no rule",
+                at=user_line(traceback.extract_stack()),
+                fix="F.scaled_dot_product_attention, or a call without it",
+            )
 
 
 def _apart(arguments: dict[str, Any]) -> dict[str, Any]:

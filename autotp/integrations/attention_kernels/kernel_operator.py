@@ -72,7 +72,7 @@ def _attention_kernel(
     Raises:
         Error: the kernel refuses the dtype or the width of the heads.
     """
-    _expect_taken(query, function)
+    expect_taken(query, function)
     if start is not None:
         key, value, query_ends, key_ends = read_by_part(query, key, value, query_ends, key_ends, after, start)
     traced = isinstance(query, FakeTensor) or query.is_meta
@@ -102,7 +102,8 @@ def _dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
         return result
 
 
-def _expect_taken(query: Tensor, function: str) -> None:
+def expect_taken(query: Tensor, function: str) -> None:
+    """Raises Error if a kernel refuses the dtype or the width of the heads."""
     if query.is_cpu or query.is_meta:
         return
     problem, (dtypes, widest) = "", getattr(function_named(function), "TAKES", (DTYPES, WIDEST))

@@ -24,6 +24,7 @@ from autotp.integrations.attention_kernels.flash_functions import flash_formula
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
 from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
+from autotp.integrations.attention_kernels.kvcache_functions import add_cache, caches_in_operators
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
@@ -120,6 +121,7 @@ class AttentionKernels(ModelLibrary):
     def add_operators(self) -> None:
         """Adds the kernels that are loaded, with their references. NOTE [Kernels that a machine lacks]"""
         kernel_rule.add_kernel()
+        add_cache()
         for name in KERNELS:
             op = loaded_operator(name)
             if op is not None:
@@ -131,17 +133,17 @@ class AttentionKernels(ModelLibrary):
 
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
-        """Attention of torch's flex and of xformers, and rows with padding, are operators; positions are counted."""
+        """Attention of torch's flex, of xformers and with a cache, and rows with padding, are operators."""
         with (
-            flex_as_operators(), xformers_as_operators(), padding_in_operators(), counted_positions(),
-            super().during_capture(exactly, looks),
+            flex_as_operators(), xformers_as_operators(), caches_in_operators(), padding_in_operators(),
+            counted_positions(), super().during_capture(exactly, looks),
         ):  # fmt: skip
             yield
 
     @contextmanager
     def without_kernels(self) -> Iterator[None]:
-        """torch's flex_attention has a backward on a CPU, too, and xformers' attention runs there."""
-        with by_products_alone(), xformers_as_operators(), super().without_kernels():
+        """torch's flex_attention has a backward on a CPU, too, and what packages of kernels lack there runs."""
+        with by_products_alone(), xformers_as_operators(), caches_in_operators(), super().without_kernels():
             yield
 
 
