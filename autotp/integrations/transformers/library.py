@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.integrations import scipy_assignment
+from autotp.integrations import liger, scipy_assignment
 from autotp.integrations.loops import (
     accelerate_state,
     accelerator_methods,
@@ -164,8 +164,8 @@ class Transformers(ModelLibrary):
             yield
 
     def formula_of(self, function: type) -> Callable[..., Any] | None:
-        """Returns the formula of the head that TRL's trainers put into a model."""
-        return trl_heads.formula_of(function) or super().formula_of(function)
+        """Returns the formula of the head that TRL's trainers put into a model, or of a function of Liger."""
+        return trl_heads.formula_of(function) or liger.formula_of(function) or super().formula_of(function)
 
 
 CHANGES = (
