@@ -74,7 +74,7 @@ def matched(p: ProgramWithAxes) -> ProgramWithCandidates:
         raise Error("the model writes into an argument that is cut", fix="autotp.gather it before the call")
     # The last outputs are the new values of buffers (`functionalize`).
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
-    stay_cut = makers(graph, captured.outputs.kept) | moved
+    stay_cut = makers(graph, captured.outputs.kept | captured.outputs.stays) | moved
     candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, stay_cut)
     return p.with_facts(ProgramWithCandidates, stay=stay, candidates=candidates)
 

@@ -87,7 +87,7 @@ def _attention_kernel(
     Raises:
         Error: the kernel refuses the dtype or the width of the heads.
     """
-    _expect_taken(query, function)
+    expect_taken(query, function)
     if start is not None:
         key, value, query_ends, key_ends = read_by_part(query, key, value, query_ends, key_ends, after, start, near)
     traced = isinstance(query, FakeTensor) or query.is_meta
@@ -129,14 +129,7 @@ def recorded_call(name: str, arguments: Mapping[str, Any]) -> tuple[Tensor, Tens
     """
     defaults, tensors = parameters_of(function_named(name)), {x for names in NAMES.values() for x in names}
     settings = {argument: value for argument, value in arguments.items() if argument not in tensors}
-    for argument, value in settings.items():
-        is_plain = all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple | list) else [value]))
-        if not is_plain or (value and value != defaults.get(argument) and argument not in SCORES | SPEED):
-            raise Error(
-                f"{_shown(name)} gets `{argument}`, for which autotp has no rule",
-                at=user_line(traceback.extract_stack()),
-                fix="F.scaled_dot_product_attention, or a call without it",
-            )
+    expect_known(_shown(name), settings, defaults)
     before, after = (-1 if n is None else n for n in settings.get("window_size") or (-1, -1))
     result: tuple[Tensor, Tensor] = KERNEL(
         *(_first(names, arguments) for names in NAMES.values()), _first(SCALE, settings), before,
@@ -144,6 +137,18 @@ def recorded_call(name: str, arguments: Mapping[str, Any]) -> tuple[Tensor, Tens
         name, repr(settings),
     )  # fmt: skip
     return result
+
+
+def expect_known(function: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raises Error for an argument of a kernel that is no plain value with a rule, nor the function's default."""
+    for name, value in arguments.items():
+        is_plain = all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple | list) else [value]))
+        if not is_plain or (value and value != defaults.get(name) and name not in SCORES | SPEED):
+            raise Error(
+                f"{function} gets `{name}`, for which autotp has no rule",
+                at=user_line(traceback.extract_stack()),
+                fix="F.scaled_dot_product_attention, or a call without it",
+            )
 
 
 def _first(names: Iterable[str], arguments: Mapping[str, Any]) -> Any:
@@ -156,7 +161,8 @@ def _shown(name: str) -> str:
     return name.rpartition(":")[2].lstrip("_")
 
 
-def _expect_taken(query: Tensor, function: str) -> None:
+def expect_taken(query: Tensor, function: str) -> None:
+    """Raises Error if a kernel refuses the dtype or the width of the heads."""
     if query.is_cpu or query.is_meta:
         return
     problem, (dtypes, widest) = "", getattr(function_named(function), "TAKES", (DTYPES, WIDEST))

@@ -12,6 +12,7 @@ from autotp.integrations.attention_kernels.flash_functions import flash_formula
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
 from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
+from autotp.integrations.attention_kernels.kvcache_functions import add_cache, caches_in_operators
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
 from autotp.integrations.attention_kernels.varlen_attn import VarlenAsOperator, add_reference
 from autotp.integrations.attention_kernels.xformers_functions import register_masks, xformers_as_operators
@@ -28,6 +29,7 @@ class AttentionKernels(ModelLibrary):
     def add_operators(self) -> None:
         """Adds the operators of kernels, and a reference where torch has none. NOTE [Kernels that a machine lacks]"""
         kernel_rule.add_kernel()
+        add_cache()
         add_reference()
         add_operator()
         register_block_mask()
@@ -36,16 +38,15 @@ class AttentionKernels(ModelLibrary):
 
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
-        """Attention of torch's flex and varlen_attn, of xformers, and rows with padding, are operators."""
+        """Attention of torch's flex and varlen_attn, of xformers, with a cache, and rows with padding, are operators."""
         with (
-            flex_as_operators(), VarlenAsOperator(), xformers_as_operators(), padding_in_operators(),
-            counted_positions(),
-            super().during_capture(exactly, looks),
+            flex_as_operators(), VarlenAsOperator(), xformers_as_operators(), caches_in_operators(),
+            padding_in_operators(), counted_positions(), super().during_capture(exactly, looks),
         ):  # fmt: skip
             yield
 
     @contextmanager
     def without_kernels(self) -> Iterator[None]:
-        """torch's flex_attention has a backward on a CPU, too, and xformers' attention runs there."""
-        with by_products_alone(), xformers_as_operators(), super().without_kernels():
+        """torch's flex_attention has a backward on a CPU, too, and what packages of kernels lack there runs."""
+        with by_products_alone(), xformers_as_operators(), caches_in_operators(), super().without_kernels():
             yield

@@ -108,7 +108,7 @@ def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Any, name: str, p: float, 
     if name not in PACKED:
         same = Size.of(q.shape[1]) == Size.of(k.shape[1]) or q.shape[1] == k.shape[1]
         _expect_square(name, same)
-        return KERNEL(q, k, v, None, None, *rest)[0]  # type: ignore[no-any-return]
+        return KERNEL(q, k, v, None, None, *rest)[0]
     if q.shape[0] != 1:
         raise _refused(f"gets {name} for {q.shape[0]} rows", "one row, [1 tokens heads width]")
     queries, keys = mask.q_seqinfo, mask.k_seqinfo

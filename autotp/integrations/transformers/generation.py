@@ -5,12 +5,14 @@ Nothing here imports transformers before the user has.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,6 +25,26 @@ from autotp.distributed.mesh import Mesh, broadcast_from_first, follow_first_ran
 from autotp.errors import Error, within
 from autotp.integrations.transformers.caches import is_state
 from autotp.integrations.transformers.sampling import EXCLUDED, CutScores, FewScores
+
+ATTENTION, PAGED = "transformers.modeling_utils", "paged|"
+
+
+@contextmanager
+def without_pages() -> Iterator[None]:
+    """A region in which attention that reads pages of continuous batching raises Error."""
+    interface: Any = getattr(sys.modules.get(ATTENTION), "AttentionInterface", None)
+    functions = {} if interface is None else interface._global_mapping
+    refusing = {name: partial(_refuse_pages, name) for name in functions if name.startswith(PAGED)}
+    with patch.dict(functions, refusing):
+        yield
+
+
+def _refuse_pages(name: str, *_: Any, **__: Any) -> Any:
+    raise Error(
+        f'attn_implementation="{name}" reads pages of continuous batching, which a parallel model does not have',
+        fix=f'attn_implementation="{name.removeprefix(PAGED)}", and model.generate(**inputs)',
+    )
+
 
 # ---- generate
 
@@ -80,8 +102,10 @@ class Generates:
         return within(f"{type(self).__name__}.generate", run)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises Error."""
+        """Raises Error: pages of a cache are in an object that transformers' own thread changes."""
         raise Error("continuous batching of a parallel model is not supported yet", fix="model.generate(**inputs)")
+
+    continuous_batching_context_manager = init_continuous_batching = generate_batch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         decoding = attached_if_any(self, Decoding)

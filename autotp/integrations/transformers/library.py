@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.integrations import scipy_assignment
+from autotp.integrations import liger, scipy_assignment
 from autotp.integrations.loops import (
     accelerate_state,
     accelerator_methods,
@@ -20,7 +20,7 @@ from autotp.integrations.loops import (
     trl_heads,
 )
 from autotp.integrations.loops.after_import import after_import, change_all
-from autotp.integrations.transformers import adapters, caches, masks, overrides, quantized, spec_augment
+from autotp.integrations.transformers import adapters, caches, generation, masks, overrides, quantized, spec_augment
 from autotp.model_library import ModelLibrary
 from autotp.options import COLUMNS, ROWS
 from autotp.rules.common import entire
@@ -155,17 +155,17 @@ class Transformers(ModelLibrary):
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
         """Attention leaves out the masks that it leaves out on one device, where this makes a difference.
 
-        Masks of SpecAugment, and assignments of scipy, are operators.
+        Masks of SpecAugment, and assignments of scipy, are operators. Attention to pages is refused.
         """
         with (
-            masks.as_on_one_device(exactly, looks), spec_augment.masks_as_operators(),
+            generation.without_pages(), masks.as_on_one_device(exactly, looks), spec_augment.masks_as_operators(),
             scipy_assignment.assignments_as_operators(), super().during_capture(exactly, looks),
         ):  # fmt: skip
             yield
 
     def formula_of(self, function: type) -> Callable[..., Any] | None:
-        """Returns the formula of the head that TRL's trainers put into a model."""
-        return trl_heads.formula_of(function) or super().formula_of(function)
+        """Returns the formula of the head that TRL's trainers put into a model, or of a function of Liger."""
+        return trl_heads.formula_of(function) or liger.formula_of(function) or super().formula_of(function)
 
 
 CHANGES = (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from autotp.integrations.attention_kernels import xformers_functions
 from autotp.integrations.attention_kernels.kernel_operator import NAMES, _by_kernel
 from autotp.options import Options
 
-checks = Checks()
+checks, on_cards = Checks(), Checks(cards=True)
 WIDTH, HEAD = 32, 8
 biases = xformers_ops.attn_bias
 LENGTHS = [[6, 3, 11], [5, 5, 4, 9], [1, 16], [7, 7, 7, 7]]
@@ -206,6 +208,35 @@ def test_the_kernel_of_a_rank_computes_what_the_reference_computes(name: str, mo
     monkeypatch.setitem(globals(), "memory_efficient_attention", xformers_functions.attention)
     torch.testing.assert_close(model(*inputs), expected)
     assert calls == [f"{xformers_functions.__name__}:MemoryEfficient"]
+
+
+@on_cards.on(2)
+def on_a_card_a_rank_calls_xformers_with_its_heads(rank: int, n: int) -> None:
+    """In float32, which flash-attn refuses; and a mask of its documents."""
+    fmha, calls = sys.modules["xformers.ops.fmha"], list[Any]()
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, bias: Any = None, *rest: Any) -> Tensor:
+        calls.append((q.device.type, tuple(q.shape), k.shape == q.shape, type(bias).__name__))
+        return memory_efficient_attention(q, k, v, bias, *rest)
+
+    torch.manual_seed(0)
+    plain = Attention(groups=2, form="groups").float()
+    x, mask = documents(LENGTHS[0])
+    parallel = autotp.parallelize(copy.deepcopy(plain), tp=n, example_inputs=(x.float(), mask))
+    with patch.object(fmha, "memory_efficient_attention", noting):
+        computed = parallel(x.float().cuda(), mask)
+        computed.square().sum().backward()
+    assert calls == [("cuda", (1, 20, 1, 2, HEAD), True, "BlockDiagonalCausalFromBottomRightMask")]
+    expected = plain(x.float(), mask)
+    expected.square().sum().backward()
+    torch.testing.assert_close(computed.detach().cpu(), expected.detach(), rtol=1e-4, atol=1e-5)
+    whole = autotp.gather(parallel.q.weight.grad).cpu()
+    torch.testing.assert_close(whole, plain.q.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "name"), on_cards.cases())
+def test_xformers_functions_on_cards(n: int, name: str) -> None:
+    on_cards.expect(n, name)
 
 
 REFUSED: dict[str, tuple[nn.Module, tuple[Any, ...], str]] = {

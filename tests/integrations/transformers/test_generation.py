@@ -356,8 +356,17 @@ def refusals(rank: int, n: int) -> None:
             "GPT2LMHeadModel.generate: a cache that is offloaded cannot be cut\n"
             '  try      cache_implementation="dynamic" or "static"'
         )
-    with pytest.raises(autotp.Error, match="continuous batching of a parallel model is not supported yet"):
-        parallel.generate_batch([[1, 2]])
+    for call in (
+        lambda: parallel.generate_batch([[1, 2]]), parallel.init_continuous_batching,
+        parallel.continuous_batching_context_manager,
+        lambda: parallel.generate(**prompt(), cache_implementation="paged", **GREEDY),
+    ):  # fmt: skip
+        assert "continuous batching of a parallel model is not supported yet" in message(call)
+    for name in ("sdpa", "eager", "flash_attention_2"):
+        parallel.config._attn_implementation = f"paged|{name}"
+        text = message(lambda: parallel(**prompt()))
+        assert f'attn_implementation="paged|{name}" reads pages of continuous batching' in text, text
+        assert f'try      attn_implementation="{name}", and model.generate(**inputs)' in text, text
 
 
 # ---- parts and methods

@@ -16,6 +16,7 @@ if (PLACE := str(Path(__file__).parent)) not in sys.path:
 import flash_attn as flash_attn
 import flash_attn.cute  # noqa: F401
 import flash_attn_interface as flash_attn_interface
+import liger_kernel.transformers as liger  # noqa: F401
 import xformers.ops as xformers_ops  # noqa: F401
 
 

@@ -65,3 +65,33 @@ def gradients(
         learned = [] if sinks is None else [sinks.detach().requires_grad_()]
         out, _ = attend(*operands, *ends, sinks=learned[0] if learned else None, **how)
         return list(torch.autograd.grad(out, [*operands, *learned], dout))
+
+
+def attend_with_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, lengths: Any,
+    pages: Tensor | None, with_lse: bool, *, alibi_slopes: Tensor | None = None, **how: Any,
+) -> Any:  # fmt: skip
+    """Writes `k` and `v` into the caches behind the lengths, and attends to what is there then; each row by itself."""
+    lengths = [k_cache.shape[1]] * q.shape[0] if lengths is None else lengths
+    lengths = [lengths] * q.shape[0] if isinstance(lengths, int) else [int(n) for n in lengths]
+    outs = []
+    with torch.no_grad():
+        for row, length in enumerate(lengths):
+            for step in range(0 if k is None else k.shape[1]):
+                page, place = (row, length) if pages is None else divmod(length, k_cache.shape[1])
+                page = page if pages is None else int(pages[row, page])
+                k_cache[page, place], v_cache[page, place] = k[row, step], v[row, step]
+                length += 1
+            if pages is None:
+                keys, values = k_cache[row], v_cache[row]
+            else:
+                used = pages[row, : -(-length // k_cache.shape[1])].long()
+                keys, values = k_cache[used].flatten(0, 1), v_cache[used].flatten(0, 1)
+            slopes = (
+                alibi_slopes[row : row + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+            )
+            outs.append(
+                attend(q[row : row + 1], keys[None, :length], values[None, :length], alibi_slopes=slopes, **how)
+            )
+    out, lse = (torch.cat(parts) for parts in zip(*outs, strict=True))
+    return (out, lse) if with_lse else out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from dense_attention import attend, gradients
+from dense_attention import attend, attend_with_cache, gradients
 
 
 class FlashAttnFunc(torch.autograd.Function):
@@ -58,5 +58,15 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     )  # fmt: skip
 
 
-def flash_attn_with_kvcache(q, k_cache, v_cache, *args, **kwargs):
-    raise NotImplementedError
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+                            cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+                            cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+                            q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+                            window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+                            scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+                            return_softmax_lse=False):  # fmt: skip
+    assert qv is None and rotary_cos is None and cache_batch_idx is None and cu_seqlens_q is None
+    return attend_with_cache(
+        q, k_cache, v_cache, k, v, cache_seqlens, page_table, return_softmax_lse, softmax_scale=softmax_scale,
+        causal=causal, window_size=window_size, softcap=softcap,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dense_attention import attend, gradients
+from dense_attention import attend, attend_with_cache, gradients
 from torch import Tensor
 
 SETTINGS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
@@ -179,23 +179,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
                             cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
                             causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
                             alibi_slopes=None, num_splits=0, return_softmax_lse=False):  # fmt: skip
-    """Writes `k` and `v` into the caches behind the lengths, and attends to what is there then; each row by itself."""
-    assert rotary_cos is None and block_table is None and cache_batch_idx is None and cache_leftpad is None
-    lengths = [k_cache.shape[1]] * q.shape[0] if cache_seqlens is None else cache_seqlens
-    lengths = [lengths] * q.shape[0] if isinstance(lengths, int) else [int(n) for n in lengths]
-    outs = []
-    for row, length in enumerate(lengths):
-        if k is not None:
-            for cache, new in ((k_cache, k), (v_cache, v)):
-                cache[row, length : length + new.shape[1]] = new[row]
-            length += k.shape[1]
-        slopes = alibi_slopes[row : row + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        outs.append(
-            attend(
-                q[row : row + 1], k_cache[row : row + 1, :length], v_cache[row : row + 1, :length],
-                softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-                alibi_slopes=slopes,
-            )
-        )  # fmt: skip
-    out, lse = (torch.cat(parts) for parts in zip(*outs, strict=True))
-    return (out, lse) if return_softmax_lse else out
+    assert rotary_cos is None and cache_batch_idx is None and cache_leftpad is None
+    return attend_with_cache(
+        q, k_cache, v_cache, k, v, cache_seqlens, block_table, return_softmax_lse, softmax_scale=softmax_scale,
+        causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""The functions of Liger-Kernel as formulas of torch's own operators, whose rules autotp knows.
+
+    LigerSiLUMulFunction.apply(gate, up)     ->   F.silu(gate) * up
+
+Liger's kernels are torch.autograd.Functions around Triton, which no graph can contain, and a CPU cannot run. So a model
+with Liger's modules is cut as the same model without them, and `verify` runs. This module does not import Liger.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autotp.errors import Error
+from autotp.integrations.attention_kernels.kernel_operator import parameters_of
+from autotp.source_location import user_line
+
+LLAMA, GEMMA = ("llama", 0), ("gemma", 1)
+"""Modes of the normalization, and their numbers: what is computed in float32."""
+LOSS_OUTPUTS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
+"""Wishes for further outputs of a loss; a version that has the argument returns one more value."""
+
+
+def formula_of(function: type) -> Callable[..., Any] | None:
+    """Returns a formula for a function of Liger, None for others."""
+    formula = FORMULAS.get(function.__name__) if function.__module__.partition(".")[0] == "liger_kernel" else None
+    return None if formula is None else partial(formula, function)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rms_norm(
+    _: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting_mode: Any = "llama", *__: Any
+) -> Tensor:
+    """x: [... hidden], weight: [hidden]"""
+    wide = _wide(x) if casting_mode in LLAMA + GEMMA else x
+    normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if casting_mode in LLAMA:
+        normalized = normalized.to(x.dtype)
+    if weight is not None:
+        normalized = normalized * (offset + weight.to(normalized.dtype))
+    return normalized.to(x.dtype)
+
+
+def _layer_norm(_: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _silu_mul(_: Any, gate: Tensor, up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+    scaled = gate if gate_multiplier == 1.0 else gate * gate_multiplier
+    product = F.silu(scaled) * up
+    return product if down_multiplier == 1.0 else product * down_multiplier
+
+
+def _gelu_mul(_: Any, gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _rope(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Any:
+    """q: [batch heads seq width], k: [batch groups seq width], cos and sin: [1 or batch, seq, width]"""
+    turned = tuple(x * cos.unsqueeze(1) + _half_turned(x) * sin.unsqueeze(1) for x in (q, k))
+    # A version with `setup_context` returns what its backward reads, too.
+    has_context = function.setup_context is not torch.autograd.Function.setup_context
+    return (*turned, cos, sin) if has_context else turned
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def _linear_cross_entropy(function: Any, *args: Any) -> Any:
+    """As `_cross_entropy`, of the product of `_input: [tokens hidden]` and `weight: [words hidden]`."""
+    arguments = _named(function, args)
+    logits = F.linear(arguments.pop("_input"), arguments.pop("weight"), arguments.pop("bias", None))
+    return _loss(function, logits, {**arguments, "weight": arguments.pop("ce_weight", None)})
+
+
+def _cross_entropy(function: Any, *args: Any) -> Any:
+    """The loss of `_input: [tokens words]` and `target: [tokens]`, in float32 at least."""
+    arguments = _named(function, args)
+    return _loss(function, arguments.pop("_input"), arguments)
+
+
+def _named(function: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    parameters = parameters_of(function)
+    return {**parameters, **dict(zip(parameters, args, strict=False))}
+
+
+def _loss(function: Any, logits: Tensor, arguments: Mapping[str, Any]) -> Any:
+    """Returns what a loss function returns: the loss alone, or with None for each output that is not wanted.
+
+    Raises:
+        Error: an output or a term is wanted that cross entropy does not have.
+    """
+    for name in (*LOSS_OUTPUTS, "lse_square_scale", "use_token_scaling"):
+        if arguments.get(name):
+            raise Error(
+                f"{function.__name__} gets `{name}`, which F.cross_entropy does not have",
+                at=user_line(traceback.extract_stack()),
+                fix="F.linear and F.cross_entropy, and the further term by operators of torch",
+            )
+    logits, softcap = _wide(logits), arguments.get("softcap")
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    names = ("weight", "ignore_index", "reduction", "label_smoothing")
+    settings = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    loss = F.cross_entropy(logits, arguments["target"], **settings)
+    others = [None for name in LOSS_OUTPUTS if name in arguments]
+    return (loss, *others) if others else loss
+
+
+FORMULAS: Mapping[str, Callable[..., Any]] = {
+    "LigerRMSNormFunction": _rms_norm, "LigerLayerNormFunction": _layer_norm,
+    "LigerSiLUMulFunction": _silu_mul, "LigerGELUMulFunction": _gelu_mul, "LigerRopeFunction": _rope,
+    "LigerCrossEntropyFunction": _cross_entropy,
+    "LigerFusedLinearCrossEntropyFunction": _linear_cross_entropy,
+}  # fmt: skip
