@@ -140,6 +140,8 @@ def traffic(graph: fx.Graph, analysis: CapturedProgram) -> Traffic:
 
 def _halo_bytes(node: fx.Node, parts: int) -> int:
     """Returns the bytes of the largest halo that a rank reads: in the graph of the first rank it is empty."""
+    x: Any
+    dim: Any
     x, _, dim, *sizes = node.args[:5]  # Along `dim`: all positions, and those before a query that it reads.
     size, before = (elements_of([value_of(n)]) for n in sizes)
     keys = first_keys(size, parts, before, None)

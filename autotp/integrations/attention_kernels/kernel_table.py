@@ -25,7 +25,7 @@ from autotp.integrations.attention_kernels.flex.flex_attention import add_operat
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
 from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
-from autotp.integrations.attention_kernels.packed_rows import Window, add_form
+from autotp.integrations.attention_kernels.packed_rows import Window, add_form, may_be_same_documents
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
 from autotp.model_library import ModelLibrary
 from autotp.rules.call import Call
@@ -59,7 +59,8 @@ def _packed_rule(call: Call, window: Window) -> Rule:
     before, after = window(call.arguments)
     shared = Size.of(query.shape[1]) != Size.of(key.shape[1])
     heads, groups = ("(k g)", "k") if shared else ("h", "h")
-    same_tokens = query_ends is key_ends and call.get("seqused_k") is None and call.get("block_table") is None
+    whole = call.get("seqused_k") is None and call.get("block_table") is None
+    same_tokens = whole and may_be_same_documents(query, key, query_ends, key_ends)
     cuttable = (before, after) == (-1, -1) or (after == 0 and same_tokens)
     s = "s!" if cuttable and "start" not in call.arguments else "s^"
     terms = [[s, heads, "d^"], ["t^", groups, "d^"], ["t^", groups, "e^"]]

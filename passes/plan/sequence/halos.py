@@ -65,7 +65,7 @@ def reads_halo(node: fx.Node, axes: Axes, cuts: Mapping[fx.Node, Axis], have: Ha
         return None
     operands = axes.bound[node].operands
     dim = _sequence(node, axes, leaf)
-    can = dim is not None and all(_is_cut(operands[i], leaf, have) for i in KEYS)
+    can = dim is not None and all(_is_cut(operands[i], dim, leaf, axes, have) for i in KEYS)
     return reach if can else None
 
 
@@ -75,10 +75,14 @@ def _sequence(node: fx.Node, axes: Axes, leaf: Axis) -> int | None:
     return next((d for d, axis in enumerate(dims) if find(axis) is find(leaf)), None)
 
 
-def _is_cut(operand: fx.Node, leaf: Axis, have: Have) -> bool:
-    """True for keys of which each rank computes its part, and which are read as they are or in another order."""
-    source: Any = list(viewed(operand))[-1]
-    return source.target is apart and elements(operand) == elements(source) and have[source.args[0]] == (Shard(leaf),)
+def _is_cut(operand: fx.Node, dim: int, leaf: Axis, axes: Axes, have: Have) -> bool:
+    """True for keys of which each rank computes its part, and which are read as they are or through views of a part."""
+    source: Any
+    *views, source = viewed(operand)
+    keys = find(axes.of(operand)[dim])
+    if source.target is not apart or keys.kind != "leaf" or have[source.args[0]] != (Shard(leaf),):
+        return False
+    return elements(operand) == elements(source) and all(axes.bound[view].cuttable(keys) for view in views)
 
 
 def halo_bytes(node: fx.Node, reach: Reach, axes: Axes, cuts: Mapping[fx.Node, Axis], parts: int) -> float:
@@ -137,7 +141,8 @@ class _Halos:
         key = (operand, *where)
         if key not in self.read:
             *views, source = viewed(operand)
-            x = self.builder.env[source.args[0]]  # What `apart` reads: its axes are those of the queries.
+            whole: Any = source.args[0]
+            x = self.builder.env[whole]  # What `apart` reads: its axes are those of the queries.
             for view in reversed(views):
                 x = self._called(
                     leaf, view.target, x, *self.builder.map(view.args[1:]), **self.builder.map(view.kwargs)
