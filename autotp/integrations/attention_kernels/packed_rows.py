@@ -51,8 +51,8 @@ def _expect_same_documents(query_ends: Tensor, key_ends: Tensor) -> None:
     elif not torch.equal(query_ends, key_ends):
         raise Error(
             "over cp, queries and keys of causal packed attention have other documents",
-            expected=query_ends.tolist()[:8],
-            got=key_ends.tolist()[:8],
+            expected=str(query_ends.tolist()[:8]),
+            got=str(key_ends.tolist()[:8]),
             fix='the same documents for both, or cp_attention="heads"',
         )
 

@@ -25,7 +25,7 @@ from autotp.passes.plan.choose import Decision, carry, elements
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.passes.plan.propagate import Have, propagate
 from autotp.passes.plan.sequence.separate_keys import viewed, with_operands
-from autotp.rules.call import arguments_of, call_of, nbytes_of
+from autotp.rules.call import arguments_of, call_of, elements_of, nbytes_of
 from autotp.rules.row import Reach
 from autotp.rules.traits import reach_of
 from autotp.sharding.axis import Axis, find
@@ -89,15 +89,17 @@ def halo_bytes(node: fx.Node, reach: Reach, axes: Axes, cuts: Mapping[fx.Node, A
     """Returns the bytes of keys and values that an average rank reads of other ranks, forward."""
     dim = _sequence(node, axes, cuts[node])
     assert dim is not None
-    length = _example(axes.bound[node].operands[1].meta["val"].shape[dim])
-    keys = first_keys(length, parts, _example(reach.before(call_of(node).arguments)), None)
+    length = elements_of(axes.bound[node].operands[1].meta["val"].shape[dim : dim + 1])
+    most = length if reach.window < 0 else reach.window
+    keys = first_keys(length, parts, before_at_capture(reach.before(call_of(node).arguments), most), None)
     sent = sum(chunk_bounds(length, parts, rank)[0] - key for rank, key in enumerate(keys))
     return sum(nbytes_of(axes.bound[node].operands[i].meta["val"]) for i in KEYS) * sent / max(length, 1) / parts
 
 
-def _example(size: Any) -> int:
-    """Returns a size at capture."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)
+def before_at_capture(before: Any, most: int) -> int:
+    """Returns the number of keys before its own that a query reads, at capture; `most` if values of tensors decide."""
+    hint = before if isinstance(before, int) else before.node.hint
+    return most if hint is None else int(hint)
 
 
 class _Halos:

@@ -272,25 +272,25 @@ def a_window_of_transformers_is_a_halo(rank: int, n: int) -> None:
     torch.manual_seed(0)
     with kernel_packages.usable_in_transformers():
         plain = transformers.MistralForCausalLM(config).double()
-    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    packed = [dict(collator([{"input_ids": [i + 3] * i} for i in lengths])) for lengths in LENGTHS[:3]]
     tokens = torch.arange(2 * 18).view(2, 18) % 96
-    for batches in ([{"input_ids": tokens, "labels": tokens}], packed):
-        model = autotp.parallelize(
-            copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=batches[0]
-        )  # fmt: skip
-        for batch in batches:
+    calls: list[list[tuple[dict[str, Any], tuple[Tensor, ...]]]] = [[({"input_ids": tokens, "labels": tokens}, ())]]
+    for options in ({"return_flash_attn_kwargs": True}, {}):  # Without, transformers reads where positions start again.
+        collator = transformers.DataCollatorWithFlattening(**options)
+        texts = [[{"input_ids": [i + 3] * i} for i in lengths] for lengths in LENGTHS[:3]]
+        calls.append([(dict(collator(t)), documents(n)[1:2]) for t, n in zip(texts, LENGTHS, strict=False)])
+    for batches in calls:
+        first = batches[0][0]
+        model = autotp.parallelize(copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=first)
+        for batch, ends in batches:
             with counted() as sent:
                 losses = [m(**batch).loss for m in (plain, model)]
             torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
             for loss in losses:
                 loss.backward()
-            ends = () if "labels" in batch and batch["input_ids"].shape[0] == 2 else (batch["cu_seq_lens_q"],)
             seen = seen_of_others(
                 (batch["input_ids"].mT, *ends), 4, n
             )  # transformers' window of 5 has the query's own.
-            expected = 2 * 2 * seen * 2 * 8 * batch["input_ids"].shape[0]
-            assert (got := of_all_ranks(sum(sent))) == expected, (got, expected, sent)
+            assert of_all_ranks(sum(sent)) == 2 * 2 * seen * 2 * 8 * batch["input_ids"].shape[0]
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-6)
         plain.zero_grad()
