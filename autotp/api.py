@@ -81,10 +81,11 @@ def parallelize(
         cp: context parallelism: the number of ranks that sequences are cut over. `tp * cp` ranks hold the model
             together and get the same batch; each computes a part of every sequence. None means the size of the mesh's
             dimension "cp", or 1.
-        cp_attention: how attention reads a whole sequence over `cp`. "gather" gathers keys and values; "heads"
-            exchanges heads for the sequence (all-to-all): a rank computes some heads for all positions. That is an
-            Error where the heads of keys and values do not divide by `tp * cp`. "auto" takes for each attention what
-            sends fewer bytes, and gathers where heads do not suffice; the plan shows both.
+        cp_attention: how attention reads a whole sequence over `cp`. "gather" gathers keys and values; of a
+            window, or of packed documents, only those that a rank's queries see. "heads" exchanges heads for the
+            sequence (all-to-all): a rank computes some heads for all positions. That is an Error where the heads of
+            keys and values do not divide by `tp * cp`. "auto" takes for each attention what sends fewer bytes, and
+            gathers where heads do not suffice; the plan shows both.
         without: names of passes to leave out, to find the pass that a difference or a slow step comes from. No pass
             that can be left out changes what is computed; docs/performance.md lists the names.
         cut: what is cut along what, where you choose: `{"lm_head": "whole", "layers.*.mlp": "width"}`.

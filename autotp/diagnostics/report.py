@@ -29,6 +29,7 @@ from autotp.passes.lower.local_sizes import value_of
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.propagate import needs_grad
+from autotp.passes.plan.sequence.halos import before_at_capture
 from autotp.passes.program.program import CapturedProgram, Program
 from autotp.rules.call import elements_of, nbytes_of, outputs_of
 from autotp.rules.row import Trait
@@ -140,9 +141,11 @@ def traffic(graph: fx.Graph, analysis: CapturedProgram) -> Traffic:
 
 def _halo_bytes(node: fx.Node, parts: int) -> int:
     """Returns the bytes of the largest halo that a rank reads: in the graph of the first rank it is empty."""
-    x, _, dim, *sizes = node.args[:5]  # Along `dim`: all positions, and those before a query that it reads.
-    size, before = (elements_of([value_of(n)]) for n in sizes)
-    keys = first_keys(size, parts, before, None)
+    x: Any
+    dim: Any
+    x, _, dim, length, before = node.args[:5]
+    size = elements_of([value_of(length)])
+    keys = first_keys(size, parts, before_at_capture(value_of(before), size), None)
     longest = max(chunk_start(size, parts, rank) - key for rank, key in enumerate(keys))
     return nbytes_of(x.meta["val"]) // max(elements_of(x.meta["val"].shape[dim : dim + 1]), 1) * longest
 

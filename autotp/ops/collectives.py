@@ -404,14 +404,19 @@ def _neighbours(where: Reads, group: str) -> tuple[int, int, list[tuple[int, int
     return *bounds[rank], [read(rank, r) for r in range(ranks)], [read(r, rank) for r in range(ranks)]
 
 
+def _elements(ranges: Sequence[tuple[int, int]], row: int) -> list[int]:
+    return [(stop - start) * row for start, stop in ranges]
+
+
 def _with_halo(x: Tensor, group: str, dim: int, where: Reads, *_: Any) -> Tensor:
     start, stop, received, sent = _neighbours(where, group)
     _expect(x, dim, stop - start, group)
     rows, order = x.movedim(dim, 0), order_of_dimensions(x)
     row = math.prod(rows.shape[1:])
     pieces = torch.cat([rows[a - start : b - start] for a, b in sent])
-    counts = ([(b - a) * row for a, b in ranges] for ranges in (received, sent))
-    before = _sent(pieces, *counts, group).view(-1, *rows.shape[1:]).movedim(0, dim)
+    counts = _elements(received, row), _elements(sent, row)
+    length = sum(b - a for a, b in received)
+    before = _sent(pieces, *counts, group).view(length, *rows.shape[1:]).movedim(0, dim)
     return torch.cat([before.permute(order), x.permute(order)], order.index(dim)).permute(inverse(order))
 
 
@@ -421,10 +426,11 @@ def _halo_summed(x: Tensor, group: str, dim: int, where: Reads, *_: Any) -> Tens
     rows, order = x.movedim(dim, 0).contiguous(), order_of_dimensions(x)
     row, before = math.prod(rows.shape[1:]), sum(b - a for a, b in sent)
     _expect(x, dim, before + stop - start, group)
-    counts = ([(b - a) * row for a, b in ranges] for ranges in (received, sent))
-    pieces = _sent(rows[:before], *counts, group).view(-1, *rows.shape[1:])
+    counts = _elements(received, row), _elements(sent, row)
+    lengths = [b - a for a, b in received]
+    pieces = _sent(rows[:before], *counts, group).view(sum(lengths), *rows.shape[1:])
     total = rows[before:].clone()
-    for (a, b), piece in zip(received, pieces.split([b - a for a, b in received]), strict=True):
+    for (a, b), piece in zip(received, pieces.split(lengths), strict=True):
         total[a - start : b - start] += piece
     return laid_out(total.movedim(0, dim), order)
 

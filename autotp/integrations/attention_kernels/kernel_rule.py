@@ -15,6 +15,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.integrations.attention_kernels.kernel_operator import DROPPED, KERNEL
+from autotp.integrations.attention_kernels.packed_rows import may_be_same_documents
 from autotp.ops.placement_moves import nearby
 from autotp.passes.check import erase
 from autotp.passes.lower import localize
@@ -50,12 +51,10 @@ def kernel_rule(call: Call) -> Rule:
 
 def _mark_of_queries(call: Call) -> str:
     """Returns the mark of the factor of the queries; "^" where a part of them would need other keys."""
-    query, key = call["query"], call["key"]
-    dim = query.dim() - 3
     reads_all_keys = (call["before"], call["after"]) == (-1, -1)
     if reads_all_keys and call["query_ends"] is None:
         return "" if call["slopes"] is None else "^"
-    same_tokens = call["query_ends"] is call["key_ends"] and Size.of(query.shape[dim]) == Size.of(key.shape[dim])
+    same_tokens = may_be_same_documents(*(call[name] for name in ("query", "key", "query_ends", "key_ends")))
     return "!" if (reads_all_keys and call["slopes"] is None) or (call["after"] == 0 and same_tokens) else "^"
 
 

@@ -38,7 +38,7 @@ class AttentionKernels(ModelLibrary):
 
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
-        """Attention of torch's flex and varlen_attn, of xformers, with a cache, and rows with padding, are operators."""
+        """Attention of torch's flex and varlen_attn, of xformers, with a cache, and with padding, is an operator."""
         with (
             flex_as_operators(), VarlenAsOperator(), xformers_as_operators(), caches_in_operators(),
             padding_in_operators(), counted_positions(), super().during_capture(exactly, looks),

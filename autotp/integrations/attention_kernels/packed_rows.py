@@ -12,7 +12,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from autotp.errors import Error
 from autotp.ops.attention.documents import known_documents
+from autotp.ops.eager_mode import is_computed
+from autotp.sharding.axis import Size
+
+
+def may_be_same_documents(query: Any, key: Any, query_ends: Any, key_ends: Any) -> bool:
+    """True for queries and keys of as many tokens and documents. `read_by_part` sees whether they are the same."""
+    dim, ends = query.dim() - 3, (query_ends, key_ends)
+    alike = query_ends is key_ends or (None not in ends and Size.of(query_ends.shape[0]) == Size.of(key_ends.shape[0]))
+    return alike and Size.of(query.shape[dim]) == Size.of(key.shape[dim])
+
+
+def _expect_same_documents(query_ends: Tensor, key_ends: Tensor) -> None:
+    """Raises Error for other ends of keys than of queries; on a GPU torch stops the program, and no host waits."""
+    if query_ends is key_ends or not (is_computed(query_ends) and is_computed(key_ends)):
+        return
+    if not key_ends.is_cpu:
+        torch._assert_async((query_ends == key_ends).all())
+    elif not torch.equal(query_ends, key_ends):
+        raise Error(
+            "over cp, queries and keys of causal packed attention have other documents",
+            expected=str(query_ends.tolist()[:8]),
+            got=str(key_ends.tolist()[:8]),
+            fix='the same documents for both, or cp_attention="heads"',
+        )
 
 
 def read_by_part(
@@ -29,6 +57,8 @@ def read_by_part(
     """
     dim = query.dim() - 3
     stop = start + query.shape[dim]
+    if after == 0 and query_ends is not None:
+        _expect_same_documents(query_ends, key_ends)
     if near:
         if query_ends is not None:
             query_ends = (query_ends - start).clamp(0, query.shape[dim])

@@ -25,7 +25,7 @@ from autotp.passes.plan.choose import Decision, carry, elements
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.passes.plan.propagate import Have, propagate
 from autotp.passes.plan.sequence.separate_keys import viewed, with_operands
-from autotp.rules.call import arguments_of, call_of, nbytes_of
+from autotp.rules.call import arguments_of, call_of, elements_of, nbytes_of
 from autotp.rules.row import Reach
 from autotp.rules.traits import reach_of
 from autotp.sharding.axis import Axis, find
@@ -65,7 +65,7 @@ def reads_halo(node: fx.Node, axes: Axes, cuts: Mapping[fx.Node, Axis], have: Ha
         return None
     operands = axes.bound[node].operands
     dim = _sequence(node, axes, leaf)
-    can = dim is not None and all(_is_cut(operands[i], leaf, have) for i in KEYS)
+    can = dim is not None and all(_is_cut(operands[i], dim, leaf, axes, have) for i in KEYS)
     return reach if can else None
 
 
@@ -75,25 +75,31 @@ def _sequence(node: fx.Node, axes: Axes, leaf: Axis) -> int | None:
     return next((d for d, axis in enumerate(dims) if find(axis) is find(leaf)), None)
 
 
-def _is_cut(operand: fx.Node, leaf: Axis, have: Have) -> bool:
-    """True for keys of which each rank computes its part, and which are read as they are or in another order."""
-    source: Any = list(viewed(operand))[-1]
-    return source.target is apart and elements(operand) == elements(source) and have[source.args[0]] == (Shard(leaf),)
+def _is_cut(operand: fx.Node, dim: int, leaf: Axis, axes: Axes, have: Have) -> bool:
+    """True for keys of which each rank computes its part, and which are read as they are or through views of a part."""
+    source: Any
+    *views, source = viewed(operand)
+    keys = find(axes.of(operand)[dim])
+    if source.target is not apart or keys.kind != "leaf" or have[source.args[0]] != (Shard(leaf),):
+        return False
+    return elements(operand) == elements(source) and all(axes.bound[view].cuttable(keys) for view in views)
 
 
 def halo_bytes(node: fx.Node, reach: Reach, axes: Axes, cuts: Mapping[fx.Node, Axis], parts: int) -> float:
     """Returns the bytes of keys and values that an average rank reads of other ranks, forward."""
     dim = _sequence(node, axes, cuts[node])
     assert dim is not None
-    length = _example(axes.bound[node].operands[1].meta["val"].shape[dim])
-    keys = first_keys(length, parts, _example(reach.before(call_of(node).arguments)), None)
+    length = elements_of(axes.bound[node].operands[1].meta["val"].shape[dim : dim + 1])
+    most = length if reach.window < 0 else reach.window
+    keys = first_keys(length, parts, before_at_capture(reach.before(call_of(node).arguments), most), None)
     sent = sum(chunk_bounds(length, parts, rank)[0] - key for rank, key in enumerate(keys))
     return sum(nbytes_of(axes.bound[node].operands[i].meta["val"]) for i in KEYS) * sent / max(length, 1) / parts
 
 
-def _example(size: Any) -> int:
-    """Returns a size at capture."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)
+def before_at_capture(before: Any, most: int) -> int:
+    """Returns the number of keys before its own that a query reads, at capture; `most` if values of tensors decide."""
+    hint = before if isinstance(before, int) else before.node.hint
+    return most if hint is None else int(hint)
 
 
 class _Halos:
@@ -137,7 +143,8 @@ class _Halos:
         key = (operand, *where)
         if key not in self.read:
             *views, source = viewed(operand)
-            x = self.builder.env[source.args[0]]  # What `apart` reads: its axes are those of the queries.
+            whole: Any = source.args[0]
+            x = self.builder.env[whole]  # What `apart` reads: its axes are those of the queries.
             for view in reversed(views):
                 x = self._called(
                     leaf, view.target, x, *self.builder.map(view.args[1:]), **self.builder.map(view.kwargs)

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import kernel_packages
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cards.spies import host_waits
+from errors import message
 from kernel_packages import flash_attn
 from ranks import Checks
 from small_models import signatures_met
@@ -25,10 +28,11 @@ from autotp.ops import collectives
 from autotp.ops.attention.documents import first_keys, known_documents
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.plan.sequence import halos
 from autotp.passes.program import sequences
 from autotp.sharding.partition import chunk_bounds
 
-checks = Checks()
+checks, on_cards = Checks(), Checks(cards=True)
 WIDTH, HEAD, KEYS = 16, 4, 2
 """Of a model: its width, that of a head, and the number of heads of keys and values."""
 
@@ -133,7 +137,9 @@ def each_case_equals_one_device_and_sends_the_keys_that_are_seen(rank: int, n: i
     """Outputs, gradients, and the bytes of forward and of backward, at the captured sizes and at others."""
     for name, (model, batches) in CASES.items():
         plain = copy.deepcopy(model).double()
-        parallel = autotp.parallelize(copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=batches[0])
+        parallel = autotp.parallelize(
+            copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=batches[0]
+        )
         optimizers = [torch.optim.SGD(m.parameters(), 1e-3) for m in (plain, parallel)]
         for step, batch in enumerate(batches):
             weights = torch.randn(batch[0].shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -144,12 +150,20 @@ def each_case_equals_one_device_and_sends_the_keys_that_are_seen(rank: int, n: i
                 for output in outputs:
                     (output * weights).sum().backward()
             message = f"{name} {step}"
-            torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10, msg=lambda m, at=message: f"{at}: {m}")
-            torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-10, atol=1e-10, msg=lambda m, at=message: f"{at}: {m}")
+            torch.testing.assert_close(
+                outputs[1], outputs[0], rtol=1e-10, atol=1e-10, msg=lambda m, at=message: f"{at}: {m}"
+            )
+            torch.testing.assert_close(
+                inputs[1].grad, inputs[0].grad, rtol=1e-10, atol=1e-10, msg=lambda m, at=message: f"{at}: {m}"
+            )
             for p, q in zip(plain.parameters(), parallel.parameters(), strict=True):
-                torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10, msg=lambda m, at=message: f"{at}: {m}")
+                torch.testing.assert_close(
+                    q.grad, p.grad, rtol=1e-10, atol=1e-10, msg=lambda m, at=message: f"{at}: {m}"
+                )
             # Two layers, and in each the keys and the values.
-            count = 2 * 2 * seen_of_others(batch, model.window, n) * KEYS * HEAD * (1 if len(batch) > 1 else len(batch[0]))
+            count = (
+                2 * 2 * seen_of_others(batch, model.window, n) * KEYS * HEAD * (1 if len(batch) > 1 else len(batch[0]))
+            )
             assert [of_all_ranks(sum(sent[:forward])), of_all_ranks(sum(sent[forward:]))] == [count, count], message
             for optimizer in optimizers:
                 optimizer.step()
@@ -193,7 +207,8 @@ def a_halo_is_what_it_means_and_so_is_its_gradient(rank: int, n: int) -> None:
     """On each dimension, in any order in memory, of parts that are empty or shorter than the halo; also of bytes."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     for dim, size, before, ends in [
-        (0, 12, 2, None), (1, 7, 5, None), (2, 3, 1, None), (-1, 9, 0, None), (1, 10, 9, [0, 3, 3, 8, 10]), (1, 2, 1, None),
+        (0, 12, 2, None), (1, 7, 5, None), (2, 3, 1, None), (-1, 9, 0, None), (1, 2, 1, None),
+        (1, 10, 9, [0, 3, 3, 8, 10]),
     ]:  # fmt: skip
         shape = [size if d == dim % 3 else 2 + d for d in range(3)]
         generator = torch.Generator().manual_seed(0)
@@ -207,17 +222,117 @@ def a_halo_is_what_it_means_and_so_is_its_gradient(rank: int, n: int) -> None:
             torch.testing.assert_close(got, meaning(whole, dim, keys, n)[rank])
             if dtype == torch.int16:
                 continue
-            weights = [torch.randint(-4, 5, x.shape, generator=generator).to(dtype) for x in meaning(whole, dim, keys, n)]
+            weights = [
+                torch.randint(-4, 5, x.shape, generator=generator).to(dtype) for x in meaning(whole, dim, keys, n)
+            ]
             leaf = whole.clone().requires_grad_()
             sum((x * w).sum() for x, w in zip(meaning(leaf, dim, keys, n), weights, strict=True)).abs().backward()  # type: ignore[union-attr]
             total = torch.autograd.grad(got, part, torch.zeros_like(got))[0]
             assert total.shape == part.shape
             if dtype == torch.float64:
                 (gradient,) = torch.autograd.grad(got, part, weights[rank], create_graph=True)
-                expected = torch.autograd.grad(
-                    [x for x in meaning(leaf, dim, keys, n)], leaf, weights
-                )[0]
+                expected = torch.autograd.grad(meaning(leaf, dim, keys, n), leaf, weights)[0]
                 torch.testing.assert_close(gradient, expected.narrow(dim, start, stop - start))
+
+
+@checks.on(2)
+def ranks_without_heads_have_halos(rank: int, n: int) -> None:
+    """With more tensor-parallel ranks than heads a rank has none, and all along `cp` send nothing."""
+    x = torch.ones(3, 0, 4, requires_grad=True)
+    got = collectives.halo(x, dist.group.WORLD.group_name, 0, 6, 2)  # type: ignore[union-attr]
+    got.sum().backward()
+    assert got.shape == (5 if rank else 3, 0, 4) and x.grad is not None and x.grad.shape == x.shape
+
+
+@checks.on(2, rare=True)
+def a_compiled_model_equals_one_device(rank: int, n: int) -> None:
+    """There the ends of documents are not read on the host, as on a GPU."""
+    for name in ("window", "packed window"):
+        model, batches = CASES[name]
+        plain, parallel = (copy.deepcopy(model).double() for _ in range(2))
+        parallel = autotp.parallelize(parallel, tp=1, cp=n, cp_attention="gather", example_inputs=batches[0])
+        parallel(*batches[0])
+        outputs = [m(*batches[0]) for m in (plain, torch.compile(parallel, backend="aot_eager"))]
+        for output in outputs:
+            output.square().sum().backward()
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
+        for p, q in zip(plain.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+
+
+@checks.on(2)
+def a_window_of_transformers_is_a_halo(rank: int, n: int) -> None:
+    """Mistral with flash-attn: packed texts as the collator sends them, and rows. Its norms compute in float32."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MistralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64, sliding_window=5, use_cache=False, pad_token_id=0,
+        attn_implementation="flash_attention_2",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with kernel_packages.usable_in_transformers():
+        plain = transformers.MistralForCausalLM(config).double()
+    tokens = torch.arange(2 * 18).view(2, 18) % 96
+    calls: list[list[tuple[dict[str, Any], tuple[Tensor, ...]]]] = [[({"input_ids": tokens, "labels": tokens}, ())]]
+    for options in ({"return_flash_attn_kwargs": True}, {}):  # Without, transformers reads where positions start again.
+        collator = transformers.DataCollatorWithFlattening(**options)
+        texts = [[{"input_ids": [i + 3] * i} for i in lengths] for lengths in LENGTHS[:3]]
+        calls.append([(dict(collator(t)), documents(n)[1:2]) for t, n in zip(texts, LENGTHS, strict=False)])
+    for batches in calls:
+        first = batches[0][0]
+        model = autotp.parallelize(copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=first)
+        for batch, ends in batches:
+            with counted() as sent:
+                losses = [m(**batch).loss for m in (plain, model)]
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+            for loss in losses:
+                loss.backward()
+            seen = seen_of_others(
+                (batch["input_ids"].mT, *ends), 4, n
+            )  # transformers' window of 5 has the query's own.
+            assert of_all_ranks(sum(sent)) == 2 * 2 * seen * 2 * 8 * batch["input_ids"].shape[0]
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-6)
+        plain.zero_grad()
+
+
+@checks.on(2)
+def other_documents_of_keys_are_an_error_on_each_rank(rank: int, n: int) -> None:
+    """As many documents in as many tokens: the graph cannot tell them from the same ones in two tensors."""
+
+    class TwoEnds(Attention):
+        def attended(self, q: Tensor, k: Tensor, v: Tensor, ends: tuple[Any, ...]) -> Tensor:
+            result: Tensor = flash_attn.flash_attn_varlen_func(q, k, v, *ends, ends[2], causal=True)
+            return result
+
+    x, ends, longest = documents([6, 3, 11])
+    model = autotp.parallelize(
+        TwoEnds().double(), tp=1, cp=n, cp_attention="gather", example_inputs=(x, ends, ends.clone(), longest)
+    )
+    assert torch.isfinite(model(x, ends, ends.clone(), longest)).all()
+    text = message(model, x, ends, torch.tensor([0, 5, 9, 20], dtype=torch.int32), longest)
+    assert "queries and keys of causal packed attention have other documents" in text
+    assert "[0, 6, 9, 20]" in text and "[0, 5, 9, 20]" in text and 'cp_attention="heads"' in text
+
+
+@on_cards.on(2)
+def on_a_card_the_longest_document_bounds_the_halo_and_nothing_waits(rank: int, n: int) -> None:
+    """Of documents of 6, 3 and 11 tokens the second rank's queries see one key of the first, which sends ten."""
+    batch, device = documents([6, 3, 11]), f"cuda:{rank}"
+    plain = Attention().bfloat16()
+    parallel = autotp.parallelize(
+        copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=(batch[0].bfloat16(), *batch[1:])
+    )
+    given = batch[0].bfloat16().to(device), batch[1].to(device), batch[2]
+    with counted() as sent:
+        parallel(*given)
+    assert of_all_ranks(sum(sent)) == 2 * 2 * 10 * KEYS * HEAD
+    with host_waits() as seen:
+        output = parallel(*given)
+        output.sum().backward()
+    assert not [lines for _, lines in seen.own_waits if "autotp/ops/" in lines], seen  # The stand-in waits itself.
+    expected = plain(batch[0].bfloat16(), *batch[1:])
+    torch.testing.assert_close(output.cpu(), expected, rtol=0.05, atol=0.05)
 
 
 @checks.on(2)
@@ -253,7 +368,9 @@ def test_ends_on_a_device_are_not_read() -> None:
 # ---- the plan, and its check
 
 
-def program(model: nn.Module, batch: tuple[Any, ...], cp: int = 2, tp: int = 1, cp_rank: int = 0, how: Any = "gather") -> Any:
+def program(
+    model: nn.Module, batch: tuple[Any, ...], cp: int = 2, tp: int = 1, cp_rank: int = 0, how: Any = "gather"
+) -> Any:
     options = Options(cp=cp, cp_attention=how)
     return analyse(skeleton_of(copy.deepcopy(model).double()), batch, {}, tp, options, cp_rank=cp_rank)
 
@@ -269,13 +386,17 @@ def test_each_case_reads_halos_and_verify_agrees(name: str, tp: int, cp: int) ->
     report = compare_calls(copy.deepcopy(model).double(), (batches[0], {}), tp, Options(cp=cp, cp_attention="gather"))
     assert report.ok, report
     assert "2 read the keys and values that queries see" in str(report.plan)
-    assert report.plan.traffic.over("cp").forward["all-to-all"] == 4 == report.plan.traffic.over("cp").backward["all-to-all"]
+    assert (
+        report.plan.traffic.over("cp").forward["all-to-all"]
+        == 4
+        == report.plan.traffic.over("cp").backward["all-to-all"]
+    )
 
 
 def test_a_rank_keeps_its_part_and_the_halo() -> None:
     """Not all keys: the graph has no value of the whole sequence but what the model returns."""
-    halos = called(program(Attention(2), rows(16), 4, cp_rank=3).graph, collectives.halo)
-    assert len(halos) == 4 and all(node.meta["val"].shape[1].node.hint == 6 for node in halos)
+    nodes = called(program(Attention(2), rows(16), 4, cp_rank=3).graph, collectives.halo)
+    assert len(nodes) == 4 and all(node.meta["val"].shape[1].node.hint == 6 for node in nodes)
 
 
 def test_the_plan_says_what_is_read_and_why_masks_are_gathered() -> None:
@@ -283,7 +404,9 @@ def test_the_plan_says_what_is_read_and_why_masks_are_gathered() -> None:
     texts = [str(autotp.explain(Attention(3, kernel).double(), 1, cp=4, cp_attention="gather", example_inputs=rows(16)))
              for kernel in ("flash", "masked")]  # fmt: skip
     # In 2 layers, forward and backward: 2 rows x 8 numbers x 8 B, twice (keys, values), 3 x 3/4 positions.
-    assert "2 read the keys and values that queries see: a rank sends 2.3 KB a step; a gather of all 12.3 KB" in texts[0]
+    assert (
+        "2 read the keys and values that queries see: a rank sends 2.3 KB a step; a gather of all 12.3 KB" in texts[0]
+    )
     assert "2 gather keys and values: a rank sends 12.3 KB a step" in texts[1]
     assert "of 2 the mask is a tensor, so which keys are seen is not known" in texts[1]
 
@@ -351,6 +474,14 @@ def test_check_refuses_another_halo(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert changed
 
 
+def test_check_refuses_a_plan_that_reads_fewer_keys_than_queries_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan and the rank's graph agree, and attention says that its window is longer."""
+    model, (batch, *_) = CASES["packed window"]
+    monkeypatch.setattr(halos._Halos, "_before", lambda self, node, reach: 3)
+    with pytest.raises(autotp.Error, match="reads `halo`"):
+        program(model, batch)
+
+
 def test_a_window_of_another_attention_is_no_reason_to_read_less() -> None:
     """Layers that share keys, with windows of 2 and of 5: each gets the halo that it reads."""
 
@@ -366,6 +497,11 @@ def test_a_window_of_another_attention_is_no_reason_to_read_less() -> None:
     report = compare_calls(Shared().double(), (rows(), {}), 1, Options(cp=3, cp_attention="gather"))
     assert report.ok, report
     assert sorted(n.args[4] for n in called(program(Shared(), rows(), 3).graph, collectives.halo)) == [2, 2, 5, 5]
+
+
+@pytest.mark.parametrize(("n", "name"), on_cards.cases())
+def test_on_cards(n: int, name: str) -> None:
+    on_cards.expect(n, name)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())
