@@ -395,7 +395,7 @@ USED = (
     ),
     Used("torch.utils", "_python_dispatch _device", "the classes of modes, and a region without them"),
     Used("torch.overrides", "_get_current_function_mode_stack", "the functions that a mode has replaced"),
-    Used("torch.Tensor", "_make_subclass _make_wrapper_subclass", "tensors with the shape of the whole"),
+    Used("torch.Tensor", "_make_wrapper_subclass", "tensors with the shape of the whole"),
     Used("torch.amp.autocast_mode", "_enter_autocast _exit_autocast", "autocast regions as nodes of a graph"),
     Used("torch.autograd.forward_ad", "_current_level", "whether a dual level is open"),
     # Autograd: the order of backward, and what it keeps.
@@ -441,6 +441,7 @@ USED = (
     Used("torch", "_assert_async", "an assertion for which a GPU is not waited for"),
     Used("torch", "_check", "tells the exporter a fact about a size"),
     Used("torch._C", "_nn", "scaled_dot_product_attention as the operator that it is"),
+    Used("torch.nn.attention.bias.CausalBias", "_dispatch", "kernels for a causal mask of some of the queries"),
     Used("torch.optim.optimizer", "_foreach_supported_types", "parts of parameters take the foreach and fused ways"),
     Used("torch.utils._foreach_utils", "_foreach_supported_types", "gradients of parts do"),
     Used(

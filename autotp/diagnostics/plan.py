@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autotp.diagnostics.attention_kernels import AttentionRow, attention_lines
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.display.text_table import bytes_text, folded
 from autotp.errors import Error
@@ -153,6 +154,7 @@ class Plan(Shown):
         notes: what passes say about the plan: the beginning of a line -> the rest of it. With `overlap="batch"`,
             "overlap" -> how many operators compute the batch, or one row's sequence, in halves.
         types: the types of the values that these operators return, such as `[b, s@cp, 3072@tp]` -> how many have it.
+        attention: the attentions of a rank, with the kernels that can compute each.
         source: the captured model, which `save_page` draws; only in what `explain` and `verify` return, and not a part
             of what is compared, copied by pickle or printed.
 
@@ -170,6 +172,7 @@ class Plan(Shown):
     DATA = (
         "model", "tp", "cp", "cut", "cuts", "whole", "bytes_total", "bytes_rank", "traffic", "traffic_over_cp",
         "in_sequence", "balanced", "unbalanced", "notes", "types", "along_sequence", "outputs",
+        "attention",
     )  # fmt: skip
 
     model: str
@@ -187,6 +190,7 @@ class Plan(Shown):
     unbalanced: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, int] = field(default_factory=dict)
+    attention: tuple[AttentionRow, ...] = ()
     source: Any = field(default=None, compare=False)
 
     def summary(self) -> str:
@@ -294,6 +298,7 @@ def _totals(plan: Plan) -> Iterator[str]:
         cut_outputs = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in layout_counts.items())
         yield f'outputs     {cut_outputs} stay cut: autotp.gather makes them whole, or outputs="full"'
     yield from (f"{name:<12}{note}" for name, note in plan.notes.items())
+    yield from (f"kernels     {line}" for line in attention_lines(plan.attention))
     if plan.cp > 1 and not plan.in_sequence:
         yield "over cp     no sequence can be cut: every cp rank computes the whole call"
     if plan.in_sequence:

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autotp.compiler import flat_graph
+from autotp.diagnostics.attention_kernels import AttentionRow, attention_rows
 from autotp.diagnostics.node_text import size_text, sizes_of
 from autotp.diagnostics.plan import CutRow, Plan, StepCollective, Traffic, WholeRow
 from autotp.diagnostics.reasons import Reasons, read_by
@@ -22,6 +23,7 @@ from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.attention.documents import first_keys
 from autotp.ops.coalesced import together
+from autotp.passes.canonicalize.causal_attention import causal_attention
 from autotp.passes.canonicalize.custom_vjp import backward_of
 from autotp.passes.capture.replacements.opaque_call import OpaqueCall
 from autotp.passes.check.types import Typed
@@ -70,15 +72,24 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
     whole = [_whole(name, nodes[name], analysis, reasons) for name, layout in layouts if layout.dim is None]
     total = sum(math.prod(layout.shape) * dtypes[name] for name, layout in layouts)
     ranks = [sum(math.prod(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
-    count = traffic(first or flat_graph(analysis, 0, "fast"), analysis)
+    first = first or flat_graph(analysis, 0, "fast")
+    count = traffic(first, analysis)
     outputs = tuple(layout for _, layout in sorted(analysis.local_outputs.items()))
     everything = (*whole, *_unknown(analysis), *_needs_whole(analysis))
     return Plan(
         model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs,
         cp=analysis.options.cp, in_sequence=analysis.sequences.operators, types=_types_along_sequences(analysis),
         balanced=analysis.sequences.balanced, unbalanced=analysis.sequences.unbalanced,
-        notes={**analysis.notes, **_suggestions(analysis)},
+        notes={**analysis.notes, **_suggestions(analysis)}, attention=_attention(first, analysis),
     )  # fmt: skip
+
+
+def _attention(graph: fx.Graph, analysis: Program) -> tuple[AttentionRow, ...]:
+    """Returns the attentions of a rank's graph beside those of one device."""
+    # What `causal_masks` writes with a mask for the axis `cp` is causal on one device.
+    whole = causal_attention(analysis.sequences.uncut_graph or analysis.graph)
+    (_, learning), (_, learning_in_whole) = (_learning(x, analysis) for x in (graph, whole))
+    return attention_rows(graph, learning, whole, learning_in_whole, analysis.options.randomness == "exact")
 
 
 def _suggestions(analysis: Program) -> dict[str, str]:

@@ -12,8 +12,8 @@ ORDER = (
     "rules", "options", "distributed",
     "passes.builder", "passes.fingerprint", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower",
     "passes.check", "passes.emit", "passes.pipeline", "passes.program",
-    "compiler", "deferred_init", "diagnostics.plan", "diagnostics.node_text", "diagnostics.reasons",
-    "diagnostics.report", "runtime",
+    "compiler", "deferred_init", "diagnostics.node_text", "diagnostics.attention_kernels", "diagnostics.plan",
+    "diagnostics.reasons", "diagnostics.report", "runtime",
     "training", "diagnostics", "checkpoint", "api", "integrations", "experimental", "tools", "__main__",
 )  # fmt: skip
 ROOT = Path(autotp.__file__).parent.parent

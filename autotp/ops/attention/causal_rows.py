@@ -6,10 +6,10 @@ A mask would be kept for backward by each layer: with sequences of 32,768 tokens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
@@ -48,14 +48,18 @@ def causal_pieces(
         pieces: the positions of the queries.
         scale, enable_gqa: as for `scaled_dot_product_attention`.
     """
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling()
+    # A compiler takes no `_OnCPU`. On a GPU a mask would cost the flash kernel.
+    on_cpu = query.device.type == "cpu"
+    masked = on_cpu if compiling else torch._C._functorch.peek_interpreter_stack() is not None
     stop = max(stop for _, stop in pieces)
-    if transformed or not query.numel() or stop > key.shape[-2]:
+    if masked or not query.numel() or stop > key.shape[-2]:
         return _masked(query, key, value, pieces, scale, enable_gqa)
-    key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), in_own_memory(query)
+    key, value = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)
+    query = query if compiling else in_own_memory(query)  # A compiler decides itself what it keeps.
     # The kernel for CPUs takes [batch heads length width], and one width for queries, keys and values.
-    on_cpu = query.device.type == "cpu" and query.dtype in FUSED
-    if not on_cpu or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+    fused = on_cpu and query.dtype in FUSED
+    if not fused or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
         return lower_right_pieces(query, key, value, pieces, scale, enable_gqa)
     if enable_gqa:
         repeats = query.shape[-3] // max(1, key.shape[-3])
@@ -83,20 +87,28 @@ def lower_right_pieces(
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
 
-_NO_NUMBERS = torch.empty(0, device="cpu")
+@dataclass(frozen=True)
+class _LowerRight:
+    """What torch asks of its `CausalBias`, which is a tensor in name only.
+
+    A graph runs where nobody asks tensors for their class, and there a CausalBias would be a tensor of
+    [2 queries keys] numbers that nobody has set. So torch's function for it gets this instead.
+    """
+
+    seq_len_q: int
+    seq_len_kv: int
+    variant: CausalVariant = CausalVariant.LOWER_RIGHT
+
+    def _materialize(self, device: torch.device) -> Tensor:
+        """Returns True where a query reads a key, for kernels that need a mask. [queries keys]"""
+        rows = torch.ones(self.seq_len_q, self.seq_len_kv, dtype=torch.bool, device=device)
+        return rows.tril(self.seq_len_kv - self.seq_len_q)
 
 
 def _lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
-    """Returns attention in which the last query reads all keys, and each query before it one key less.
-
-    `CausalBias` is a tensor in name only: torch's attention asks its class, by `__torch_function__`. A graph runs where
-    such questions are off, and there a CausalBias is a tensor of [2 queries keys] numbers that nobody has set. Here it
-    has no numbers, and no TorchDispatchMode around the call sees that it is made.
-    """
-    bias = Tensor._make_subclass(CausalBias, _NO_NUMBERS)
-    CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, query.shape[-2], key.shape[-2])
-    with torch._C._EnableTorchFunction():
-        return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=enable_gqa)
+    """Returns attention in which the last query reads all keys, and each query before it one key less."""
+    rows: Any = _LowerRight(query.shape[-2], key.shape[-2])
+    return CausalBias._dispatch(query, key, value, rows, scale=scale, enable_gqa=enable_gqa)
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, gqa: bool) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import autotp
+from autotp.diagnostics.attention_kernels import attention_table
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.verify import Report
 from autotp.display.plain_data import as_plain_data
@@ -68,6 +69,7 @@ def page_data(
         "ranks": ranks,
         "timeline": None if estimate is None else timeline_data(estimate),
         "whole": whole_data(subject),
+        "attention": as_plain_data(attention_table(subject.plan.attention)),
         "torchrun": torchrun_line(subject),
         "python": python_line(subject),
         "others": as_plain_data(result.tables()) if isinstance(result, Search) else [],

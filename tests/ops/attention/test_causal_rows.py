@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Checks
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -167,6 +169,24 @@ def test_lower_right_pieces_under_a_dispatch_mode_are_the_same() -> None:
     with Sees():
         found = lower_right_pieces(q[:, :, 2:], k, v, [(2, 6)], 0.3, False)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_compiled_graph_of_a_gpu_calls_the_flash_kernel_without_a_mask() -> None:
+    """torch says what a GPU can: there is none here, so the graph is recorded and not run."""
+    operators = list[str]()
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return lambda *inputs: (inputs[0],)
+
+    def rows(q: Tensor, k: Tensor) -> Tensor:
+        return causal_rows(q, k, k, 2, None, True)
+
+    with FakeTensorMode(), patch.object(torch._C, "_can_use_flash_attention", lambda params, debug: True):
+        q, k = (torch.empty(2, *shape, dtype=torch.bfloat16, device="cuda") for shape in ((4, 3, 8), (2, 7, 8)))
+        torch.compile(rows, backend=note, fullgraph=True)(q, k)
+    assert "aten._scaled_dot_product_flash_attention" in operators
+    assert not [name for name in operators if "scaled_dot_product_attention" in name or "arange" in name]
 
 
 class Decoder(nn.Module):
