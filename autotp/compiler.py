@@ -124,6 +124,10 @@ PLAN = (
     Pass("lower", "prove_rules", planned.with_proved_rules, by_tp=True),
     Pass("plan", "match", planned.matched, by_tp=True),
     Pass("plan", "choose", planned.decided, by_tp=True),
+    Pass(
+        "lower", "linear_cross_entropy", planned.with_linear_cross_entropy, _unless_left_out("linear_cross_entropy"),
+        by_tp=True,
+    ),
     Pass("lower", "decompose", planned.decomposed, by_tp=True),
     Pass(
         "lower", "defer_reductions", planned.with_deferred_reductions, _unless_left_out("defer_reductions"), by_tp=True

@@ -30,8 +30,8 @@ Recompute = Literal["none", "selective", "full"]
 CpAttention = Literal["auto", "gather", "heads"]
 Overlap = Literal["none", "batch"]  # "batch" is an extension's.
 OPTIONAL = (
-    "repeats", "cse", "balance", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
-    "late_sums", *optional_passes(),
+    "repeats", "cse", "balance", "linear_cross_entropy", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap",
+    "in_place", "outline", "late_sums", *optional_passes(),
 )  # fmt: skip
 """Passes that can be left out: they change the cost to capture, run or compile a model, but no result."""
 
