@@ -66,10 +66,12 @@ def test_spmd_types_accepts_families(name: str, tp: int, sequence: bool) -> None
 class HeadWithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.norm, self.head = nn.Embedding(12, 8), nn.LayerNorm(8), nn.Linear(8, 12)
+        self.table, self.head = nn.Embedding(37, 16), nn.Linear(16, 37)
+        self.layer = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.head(self.norm(self.table(tokens))).flatten(0, 1), tokens.flatten())
+        hidden = self.table(tokens)
+        return nn.functional.cross_entropy(self.head(hidden + self.layer(hidden)).flatten(0, 1), tokens.flatten())
 
 
 @pytest.mark.parametrize("tp", [2, 3])
