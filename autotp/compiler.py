@@ -111,6 +111,7 @@ CANONICALIZE = (
     Pass("canonicalize", "custom_vjp", _on_graph(mark)),
     Pass("canonicalize", "canonical_order", canonicalized.in_canonical_order),
     Pass("pipeline", "loss_totals", with_loss_only, _is_summed),
+    Pass("canonicalize", "only_loss", canonicalized.with_only_loss, lambda options: options.outputs == "loss"),
     Pass("canonicalize", "cse", _on_graph(cse), _unless_left_out("cse")),
 )
 

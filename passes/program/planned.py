@@ -100,7 +100,8 @@ def decided(p: ProgramWithCandidates) -> ProgramWithDecision:
 def with_linear_cross_entropy(p: ProgramWithDecision) -> ProgramWithDecision:
     """Returns the program with heads and losses in one operator."""
     graph, axes, decision = linear_cross_entropy(p.graph, p.axes, p.decision)
-    return replace(p, graph=graph, axes=axes, decision=decision)
+    note = {"loss": "with its head in chunks of rows: logits are never whole"} if graph is not p.graph else {}
+    return replace(p, graph=graph, axes=axes, decision=decision, notes={**p.notes, **note})
 
 
 def decomposed(p: ProgramWithDecision) -> ProgramWithDecision:
