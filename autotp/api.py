@@ -63,6 +63,8 @@ def parallelize(
             found from the signature of `forward`.
         outputs: "full" gathers outputs that are cut, "local" leaves them cut: `output.to_local()` is this rank's part.
             "auto" gathers them, except in training for an output that comes beside a loss: logits [batch seq vocab].
+            "loss" is "auto" for all calls but those in training that return a loss: they compute nothing beside it but
+            numbers, so that the logits of a large vocabulary are never in memory. Reading them is an Error then.
         randomness: "exact" draws the dropout masks that one device would draw; "fast" lets each rank draw its own masks
             for values that are cut.
         strict: True raises Error where a weight in a transformer block would stay whole.

@@ -111,6 +111,7 @@ CANONICALIZE = (
     Pass("canonicalize", "custom_vjp", _on_graph(mark)),
     Pass("canonicalize", "canonical_order", canonicalized.in_canonical_order),
     Pass("pipeline", "loss_totals", with_loss_only, _is_summed),
+    Pass("canonicalize", "only_loss", canonicalized.with_only_loss, lambda options: options.outputs == "loss"),
     Pass("canonicalize", "cse", _on_graph(cse), _unless_left_out("cse")),
 )
 
@@ -124,6 +125,10 @@ PLAN = (
     Pass("lower", "prove_rules", planned.with_proved_rules, by_tp=True),
     Pass("plan", "match", planned.matched, by_tp=True),
     Pass("plan", "choose", planned.decided, by_tp=True),
+    Pass(
+        "lower", "linear_cross_entropy", planned.with_linear_cross_entropy, _unless_left_out("linear_cross_entropy"),
+        by_tp=True,
+    ),
     Pass("lower", "decompose", planned.decomposed, by_tp=True),
     Pass(
         "lower", "defer_reductions", planned.with_deferred_reductions, _unless_left_out("defer_reductions"), by_tp=True

@@ -22,7 +22,7 @@ from autotp.errors import Error
 from autotp.extensions import chosen_extensions, optional_passes, values_of
 from autotp.model_library import library
 
-Outputs = Literal["auto", "full", "local"]
+Outputs = Literal["auto", "full", "local", "loss"]
 Experts = Literal["width", "expert"]
 Randomness = Literal["fast", "exact"]
 CheckInputs = Literal["always", "first", "never"]
@@ -30,8 +30,8 @@ Recompute = Literal["none", "selective", "full"]
 CpAttention = Literal["auto", "gather", "heads"]
 Overlap = Literal["none", "batch"]  # "batch" is an extension's.
 OPTIONAL = (
-    "repeats", "cse", "balance", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
-    "late_sums", *optional_passes(),
+    "repeats", "cse", "balance", "linear_cross_entropy", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap",
+    "in_place", "outline", "late_sums", *optional_passes(),
 )  # fmt: skip
 """Passes that can be left out: they change the cost to capture, run or compile a model, but no result."""
 
@@ -140,7 +140,7 @@ class Options:
     """The options of a user; `autotp.parallelize` explains them.
 
     Attributes:
-        outputs: whether cut outputs are gathered.
+        outputs: whether cut outputs are gathered; "loss": a training call returns its loss only.
         experts: "width" cuts every expert; with "expert" each rank has some whole experts.
         sequence_parallel: whether values between a block's products are cut along the sequence.
         without: the passes in OPTIONAL that are left out.
@@ -215,7 +215,7 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
     """
     allowed: Mapping[str, tuple[Any, ...]] = {
         **more,
-        "outputs": ("auto", "full", "local"),
+        "outputs": ("auto", "full", "local", "loss"),
         "randomness": ("fast", "exact"),
         "check_inputs": ("always", "first", "never"),
         "experts": ("width", "expert"),

@@ -28,7 +28,7 @@ TAKE_OPTIONS = [
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"outputs": "whole"}, "outputs='whole' is not one of its values\n  expected 'auto', 'full', 'local'"),
+        ({"outputs": "whole"}, "outputs='whole' is not one of its values\n  expected 'auto', 'full', 'local', 'loss'"),
         ({"recompute": "some"}, "recompute='some' is not one of its values\n  expected 'none', 'selective', 'full'"),
         ({"sequence_parallel": "yes"}, "sequence_parallel='yes' is not one of its values\n  expected True, False"),
         ({"without": ("lower",)}, f"without=['lower']: there is no such pass\n  expected {PASSES}"),

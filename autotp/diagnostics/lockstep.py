@@ -19,6 +19,7 @@ from autotp.ops import collectives, custom_vjp
 from autotp.ops.async_linear import async_linear, products
 from autotp.ops.attention.documents import first_keys, known_documents
 from autotp.ops.coalesced import together
+from autotp.ops.collectives import log_sum_exp
 from autotp.ops.custom_vjp import Vjp
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
@@ -221,6 +222,10 @@ def conjugate(name: str) -> Callable[..., Ranks]:
         if name == "reduce" and rest[:1] == ("max",):
             maximum = torch.stack([x.detach() for x in xs]).amax(0)
             return tuple(maximum.clone() for _ in xs)
+        if name == "reduce" and rest[:1] == ("logsumexp",):
+            # A rank's gradient reaches its own part only.
+            parts = [[x if r == rank else x.detach() for r, x in enumerate(xs)] for rank in range(len(xs))]
+            return tuple(log_sum_exp(torch.stack(row)) for row in parts)
         if name in ("copy", "reduce"):
             return _Conjugate.apply(name, (), *xs)
         moved = _Conjugate.apply(name, (rest[0] % xs[0].dim(), *rest[1:]), *xs)

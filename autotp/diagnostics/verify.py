@@ -325,7 +325,8 @@ def _returned(
     result_tensors = [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
     keys = leaf_names(of_result)
     names = dict(enumerate(keys[i] for i, leaf in enumerate(result_leaves[: len(keys)]) if isinstance(leaf, Tensor)))
-    tensors = dict(enumerate(result_tensors[: captured.outputs.results]))
+    omitted = captured.outputs.omitted
+    tensors = {i: x for i, x in enumerate(result_tensors[: captured.outputs.results]) if i not in omitted}
     written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
     written |= {position: arguments[tensors_at[i]] for i, position in captured.outputs.into}
     set_to, differences = _set_to(before, captured, shapes)

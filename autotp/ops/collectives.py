@@ -50,10 +50,20 @@ def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -
     """Partial -> Replicate: returns the sum of the ranks' `x`; backward is the identity. op="max": no gradient.
 
     With `fresh` the sum overwrites `x`, which no other operator reads (`passes/emit/in_place.py`).
+    op="logsumexp": the logarithm of the sum of exponentials; backward multiplies by a rank's part of this sum.
     """
     if op == "max":
         return _convert("max", x.detach(), group)
+    if op == "logsumexp":
+        alone = group is None or seat(group)[1] == 1
+        return x if alone else log_sum_exp(gather(x.unsqueeze(0), group, 0, seat(group)[1]))
     return _convert("reduce", x, group, fresh=fresh)
+
+
+def log_sum_exp(parts: Tensor) -> Tensor:
+    """Returns the logarithm of the sum of exponentials of the ranks' parts. parts: [ranks ...] -> [...]"""
+    # The gradient of a part of minus infinity is 0, also where all parts are so: torch's would be NaN.
+    return parts.masked_fill(parts.isneginf(), -torch.inf).logsumexp(0)
 
 
 def scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:

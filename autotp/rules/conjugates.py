@@ -13,8 +13,8 @@ from autotp.rules.language import Rule, spell
 
 
 def one_for_one(call: Call) -> Rule | None:
-    """`copy(x, axis)` and `reduce(x, axis, op)`: every position by itself. A maximum is not linear."""
-    return pointwise(() if call.get("op") == "max" else "all")(call)
+    """`copy(x, axis)` and `reduce(x, axis, op)`: every position by itself. Only a sum is linear."""
+    return pointwise("all" if call.get("op", "sum") == "sum" else ())(call)
 
 
 def another_length(call: Call) -> Rule:

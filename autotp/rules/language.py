@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from autotp.errors import Error
 from autotp.sharding.axis import Size
+from autotp.sharding.placement import Reducer
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,14 @@ class Rule:
     outs: tuple[Term, ...]
     sizes: Mapping[str, Size] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
-    reducer: Literal["sum", "max"] = "sum"
+    reducer: Reducer = "sum"
     exact: bool = False
 
     @staticmethod
     def of(
         text: str,
         linear: Literal["each", "all"] | tuple[tuple[int, ...], ...] = (),
-        reducer: Literal["sum", "max"] = "sum",
+        reducer: Reducer = "sum",
         **sizes: Any,
     ) -> Rule:
         """Returns the rule of a factor string.

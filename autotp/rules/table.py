@@ -19,6 +19,7 @@ from autotp.ops.attention.products import attention
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import cross_entropy, ctc_loss
+from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.rules import common as f
 from autotp.rules import conjugates as c
 from autotp.rules import indexing as i
@@ -252,6 +253,8 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     collectives.halo: Row(c.with_positions_before),
     cross_entropy.peak: Row(f.parallel_peak, T.NO_GRADIENT),
     cross_entropy.class_terms: Row(f.parallel_class_terms, T.UNSAVED),
+    linear_class_terms: Row(f.linear_class_terms, T.UNSAVED),
+    linear_loss_sum: Row(f.linear_loss_sum, T.UNSAVED),
     dropout.exact_dropout: Row(f.dropout, T.RANDOM),
     dropout.fast_dropout: Row(f.dropout, T.RANDOM),
     dropout.exact_attention: Row(p.attention, T.RANDOM | T.ATTENTION),

@@ -19,6 +19,9 @@ from typing import Literal
 from autotp.sharding.axis import Axis
 from autotp.sharding.grid import cut_key, same_cut
 
+Reducer = Literal["sum", "max", "logsumexp"]
+"""How the ranks' values make the whole one. "logsumexp": the logarithm of the sum of their exponentials."""
+
 
 @dataclass(frozen=True)
 class Replicate:
@@ -40,13 +43,13 @@ class Copied:
 
 @dataclass(frozen=True)
 class Partial:
-    """The value is the sum (or the maximum) over ranks."""
+    """The value is the sum over ranks, or another reduction: the maximum, or the logarithm of a sum of exponentials."""
 
-    reducer: Literal["sum", "max"] = "sum"
+    reducer: Reducer = "sum"
 
     def text(self, axis: str) -> str:
         """Returns what is behind the type of such a value on the mesh axis `axis`."""
-        return f"{{+{axis}}}" if self.reducer == "sum" else f"{{max {axis}}}"
+        return f"{{+{axis}}}" if self.reducer == "sum" else f"{{{self.reducer} {axis}}}"
 
 
 @dataclass(frozen=True, eq=False)

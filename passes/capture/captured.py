@@ -107,6 +107,7 @@ class Outputs:
         into: for each argument that the model writes into: its place among the arguments' tensors, and the position of
             the output that holds its new value.
         assigned: placeholder names of the buffers that the model sets anew; their values are the last outputs.
+        omitted: positions of results that are not computed (`only_loss`); the loss is there in their place.
     """
 
     leaves: Sequence[Any]
@@ -116,6 +117,7 @@ class Outputs:
     stays: frozenset[int]
     into: tuple[tuple[int, int], ...]
     assigned: tuple[str, ...]
+    omitted: frozenset[int] = frozenset()
 
     def __call__(self, outputs: Sequence[Any], states: Sequence[Any]) -> Any:
         """Returns the model's result, and puts new values into the states."""

@@ -223,7 +223,13 @@ class _Trial:
         if wrong is not None:
             return f": {_typed(wrong)}, expected {_typed(want)}"
         parts = torch.stack(got)
-        total = parts.sum(0, dtype=want.dtype) if self.bound.rule.reducer == "sum" else parts.amax(0)
+        match self.bound.rule.reducer:
+            case "sum":
+                total = parts.sum(0, dtype=want.dtype)
+            case "max":
+                total = parts.amax(0)
+            case _:
+                total = parts.logsumexp(0)
         return tensor_difference(want, total, values, parts)
 
     def _linear(self, group: list[int]) -> str:

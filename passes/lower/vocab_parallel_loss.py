@@ -27,7 +27,7 @@ def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
     top = call(peak, x, dim)
     # With a maximum in float32, differences and sums of 16-bit logits are in float32, too.
     top = builder.cast(top, torch.promote_types(top.meta["val"].dtype, torch.float32))
-    ignored, classes = _classes(builder, args)
+    ignored, classes = classes_of(builder, args)
     terms = call(class_terms, x, top, classes, dim, 0, builder.size(x, dim))
     lse = call(aten.log.default, call(aten.select.int, terms, 0, 0))
     loss = call(aten.sub.Tensor, lse, call(aten.select.int, terms, 0, 1))
@@ -36,24 +36,24 @@ def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
         every = _every(builder, call(aten.sub.Tensor, x, top), lse, args["weight"], dim)
         smooth = call(aten.mul.Tensor, every, args["label_smoothing"])
         smooth = call(aten.div.Tensor, smooth, builder.size(x, dim))
-    return builder.cast(_reduced(builder, args, loss, smooth, ignored, classes), x.meta["val"].dtype)
+    return builder.cast(reduced(builder, args, loss, smooth, ignored, classes), x.meta["val"].dtype)
 
 
 def nll(builder: Builder, args: dict[str, Any]) -> fx.Node:
     """Writes the negative log-likelihood of cut log-probabilities. args: those of `aten.nll_loss`, by name."""
     call, dim = builder.call, _class_dim(args)
-    ignored, classes = _classes(builder, args)
+    ignored, classes = classes_of(builder, args)
     picked = call(aten.gather.default, args["self"], dim, call(aten.unsqueeze.default, classes, dim))
     loss = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
-    return _reduced(builder, args, loss, None, ignored, classes)
+    return reduced(builder, args, loss, None, ignored, classes)
 
 
 def _class_dim(args: dict[str, Any]) -> int:
     return 1 if args["self"].meta["val"].dim() > 1 else 0
 
 
-def _classes(builder: Builder, args: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
-    """Returns the mask of ignored targets, and the targets with class 0 in their place."""
+def classes_of(builder: Builder, args: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
+    """Returns the mask of ignored targets, and the targets with class 0 in their place. args: those of a class loss"""
     ignored = builder.call(aten.eq.Scalar, args["target"], args["ignore_index"])
     # Class 0 is a legal index, and the loss of such a row is masked later.
     return ignored, builder.call(aten.masked_fill.Scalar, args["target"], ignored, 0)
@@ -70,7 +70,7 @@ def _every(builder: Builder, z: fx.Node, lse: fx.Node, weight: fx.Node | None, d
     return call(aten.sub.Tensor, call(aten.mul.Tensor, lse, total), call(aten.sum.dim_IntList, z, [dim]))
 
 
-def _reduced(
+def reduced(
     builder: Builder, args: dict[str, Any], loss: fx.Node, smooth: fx.Node | None, ignored: fx.Node, classes: fx.Node
 ) -> fx.Node:
     """Returns the class loss of torch's documentation: ignored targets, class weights, smoothing, three reductions.
@@ -80,8 +80,8 @@ def _reduced(
         smooth: the label-smoothing term of each row.
     """
     call, dtype = builder.call, loss.meta["val"].dtype
-    row_weights = _own_weight(builder, args["weight"], classes)
-    counted = _counted(builder, ignored, row_weights, dtype)
+    row_weights = own_weight(builder, args["weight"], classes)
+    counted = counted_rows(builder, ignored, row_weights, dtype)
     if row_weights is not None:
         loss = call(aten.mul.Tensor, loss, row_weights)
     if smooth is not None:
@@ -93,7 +93,7 @@ def _reduced(
     return call(aten.div.Tensor, loss, call(aten.sum.default, counted)) if args["reduction"] == MEAN else loss
 
 
-def _own_weight(builder: Builder, weight: fx.Node | None, classes: fx.Node) -> fx.Node | None:
+def own_weight(builder: Builder, weight: fx.Node | None, classes: fx.Node) -> fx.Node | None:
     """Returns the weight of each row's class; None without weights."""
     if weight is None:
         return None
@@ -102,7 +102,7 @@ def _own_weight(builder: Builder, weight: fx.Node | None, classes: fx.Node) -> f
     return builder.call(aten.squeeze.dim, builder.call(aten.embedding.default, column, classes), -1)
 
 
-def _counted(builder: Builder, ignored: fx.Node, row_weights: fx.Node | None, dtype: torch.dtype) -> fx.Node:
+def counted_rows(builder: Builder, ignored: fx.Node, row_weights: fx.Node | None, dtype: torch.dtype) -> fx.Node:
     """Returns for each row how much it counts in a mean: its weight, or 1; 0 if it is ignored."""
     counted = builder.cast(builder.call(aten.logical_not.default, ignored), dtype)
     return counted if row_weights is None else builder.call(aten.mul.Tensor, counted, row_weights)
@@ -110,6 +110,6 @@ def _counted(builder: Builder, ignored: fx.Node, row_weights: fx.Node | None, dt
 
 def count(builder: Builder, args: dict[str, Any], dtype: torch.dtype) -> fx.Node:
     """Writes the divisor of a class loss's mean: the weights of the targets that are not ignored, added up."""
-    ignored, classes = _classes(builder, args)
-    row_weights = _own_weight(builder, args["weight"], classes)
-    return builder.call(aten.sum.default, _counted(builder, ignored, row_weights, dtype))
+    ignored, classes = classes_of(builder, args)
+    row_weights = own_weight(builder, args["weight"], classes)
+    return builder.call(aten.sum.default, counted_rows(builder, ignored, row_weights, dtype))

@@ -8,6 +8,7 @@ from autotp.passes.canonicalize import autocast as autocasts
 from autotp.passes.canonicalize.canonical_order import canonical_order
 from autotp.passes.canonicalize.constant_index import constant_index
 from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.canonicalize.only_loss import only_loss
 from autotp.passes.canonicalize.relocate import relocate
 from autotp.passes.canonicalize.value_reads import value_reads
 from autotp.passes.program.program import CapturedProgram
@@ -40,6 +41,16 @@ def with_value_reads(p: CapturedProgram) -> CapturedProgram:
 def with_constant_indices(p: CapturedProgram) -> CapturedProgram:
     """Returns the program with slices in place of constant indices."""
     return replace(p, graph=constant_index(p.graph, p.captured.constants))
+
+
+def with_only_loss(p: CapturedProgram) -> CapturedProgram:
+    """Returns the program of a training call that returns no more than its loss."""
+    if not p.call.training:
+        return p
+    graph, captured = only_loss(p.graph, p.captured)
+    omitted = len(captured.outputs.omitted)
+    note = {"outputs": f'{omitted} not computed beside the loss (outputs="loss")'} if omitted else {}
+    return replace(p, graph=graph, captured=captured, notes={**p.notes, **note})
 
 
 def in_canonical_order(p: CapturedProgram) -> CapturedProgram:

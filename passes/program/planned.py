@@ -9,6 +9,7 @@ from torch import fx
 from autotp.errors import Error
 from autotp.passes.lower.decompose import decompose
 from autotp.passes.lower.defer_reductions import defer_reductions
+from autotp.passes.lower.linear_cross_entropy import linear_cross_entropy
 from autotp.passes.lower.prove_rules import prove_node
 from autotp.passes.pipeline.row_independence import expect_rows, expect_sums
 from autotp.passes.plan.choose import choose, choose_as
@@ -94,6 +95,13 @@ def decided(p: ProgramWithCandidates) -> ProgramWithDecision:
     stored = {place: p.call.layouts[name] for place, name in captured.parameters.items()} | p.local_inputs
     places = {node: stored[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in stored}
     return p.with_facts(ProgramWithDecision, decision=choose_as(p.axes, p.candidates, places, p.tp))
+
+
+def with_linear_cross_entropy(p: ProgramWithDecision) -> ProgramWithDecision:
+    """Returns the program with heads and losses in one operator."""
+    graph, axes, decision = linear_cross_entropy(p.graph, p.axes, p.decision)
+    note = {"loss": "with its head in chunks of rows: logits are never whole"} if graph is not p.graph else {}
+    return replace(p, graph=graph, axes=axes, decision=decision, notes={**p.notes, **note})
 
 
 def decomposed(p: ProgramWithDecision) -> ProgramWithDecision:

@@ -33,6 +33,7 @@ from torch import Tensor, fx, nn
 from autotp.ops import collectives, custom_vjp, dropout, experts, lookup, placement_moves
 from autotp.ops.coalesced import together
 from autotp.ops.losses import cross_entropy
+from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.program.program import Program
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_length
@@ -257,9 +258,10 @@ def _copy(self: _Judge, x: Tensor, axis: str) -> Tensor:
 def _reduce(self: _Judge, x: Tensor, axis: str, op: str = "sum") -> Tensor:
     if op == "sum":
         return self.moved(rules.all_reduce, x, _same(x), self.mesh.axes[axis], P, I)
-    for one in self.mesh.axes[axis]:  # It knows no other reduction: the parts of all ranks, and their maximum.
-        parts = _plain(lambda: torch.stack([x.detach()]))  # noqa: B023
-        x = self.moved(rules.all_gather, x, parts, [one], V, I).amax(0)
+    for one in self.mesh.axes[axis]:  # It knows no other reduction: the parts of all ranks, and what is made of them.
+        parts = _plain(lambda: torch.stack([x if op == "logsumexp" else x.detach()]))  # noqa: B023
+        whole = self.moved(rules.all_gather, x, parts, [one], V, I)
+        x = whole.logsumexp(0) if op == "logsumexp" else whole.amax(0)
     return x
 
 
@@ -345,6 +347,15 @@ def _class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, 
     z = x - top
     picked = lookup.gather(z, dim, classes.unsqueeze(dim), start, size).squeeze(dim)
     return torch.stack([z.exp().sum(dim), picked])
+
+
+def _linear_class_terms(
+    self: _Judge, weight: Tensor, x: Tensor, classes: Tensor, start: int, size: int, scale: float, cap: float,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Returns terms of the classes of a rank: V. Scale and cap change no type."""
+    z = _linear(self, x, weight, bias)
+    return torch.stack([z.logsumexp(-1), lookup.gather(z, -1, classes[..., None], start, size)[..., 0]])
 
 
 TERMS = {
@@ -471,6 +482,7 @@ MOVES: dict[Any, Callable[..., Any]] = {
     placement_moves.first: _first,
     placement_moves.place: _place,
     aten.linear.default: _linear,
+    linear_class_terms: _linear_class_terms,
     aten.mm.default: _product("mk,kn->mn", aten.mm.default),
     aten.addmm.default: _addmm,
     aten.permute.default: _permute,

@@ -141,7 +141,8 @@ def _overwritten(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_sum(node: fx.Node) -> bool:
     """True for a sum over ranks of one half, which can run while the other half computes."""
-    return node.target is collectives.reduce and half_of(node) is not None
+    is_reduction = node.target is collectives.reduce and node.args[2:] != ("logsumexp",)
+    return is_reduction and half_of(node) is not None
 
 
 def _name_blocks(turns: Collection[Turn]) -> None:

@@ -217,8 +217,9 @@ def _gathered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
 
 def _summed(merging: _Merging, pair: Pair) -> fx.Node:
     a, b = merging.operands(pair)
-    is_max = (*pair[0].args, "sum")[2] == "max" and pair[0].target is reduce
-    return merging.call(pair[0].args[0], aten.maximum.default if is_max else aten.add.Tensor, a, b)  # type: ignore[arg-type]
+    op = pair[0].args[2] if pair[0].target is reduce and len(pair[0].args) > 2 else "sum"
+    joins = {"max": aten.maximum.default, "logsumexp": aten.logaddexp.default}
+    return merging.call(pair[0].args[0], joins.get(op, aten.add.Tensor), a, b)  # type: ignore[arg-type, call-overload]
 
 
 def _reduced(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:

@@ -12,8 +12,10 @@ from torch.utils import _pytree as pytree
 from autotp.compiler import analyse, flat_graphs
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.lower import linear_cross_entropy
 from autotp.passes.lower.overlap import separate
 
 pytest.importorskip("spmd_types", reason="its checker judges our graphs: pip install spmd_types")
@@ -59,6 +61,26 @@ def test_spmd_types_accepts_families(name: str, tp: int, sequence: bool) -> None
             verdict(model, inputs, tp, sequence)
     else:
         verdict(model, inputs, tp, sequence)
+
+
+class HeadWithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(37, 16), nn.Linear(16, 37)
+        self.layer = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        return nn.functional.cross_entropy(self.head(hidden + self.layer(hidden)).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_spmd_types_accepts_a_head_with_its_loss(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "LEAST", 12)
+    inputs = {"tokens": torch.arange(10).view(2, 5)}
+    program = analyse(skeleton_of(HeadWithLoss()), (), inputs, tp)
+    assert any(node.target is linear_class_terms for node in program.graph.nodes)
+    verdict(HeadWithLoss(), inputs, tp, sequence=False)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["heads", "sequence"])

@@ -1,0 +1,213 @@
+"""linear_cross_entropy: a head and its loss become one operator, and loss and gradients stay those of one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Checks
+from small_models import gpt
+from torch import Tensor, nn
+
+import autotp
+from autotp.compiler import analyse, rank_graph
+from autotp.ops import collectives
+from autotp.ops.losses import linear_cross_entropy as operators
+from autotp.options import Options
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.lower import linear_cross_entropy
+from autotp.training.distribute import distribute
+
+CLASSES, WIDTH = 37, 16
+TOKENS = torch.arange(21).view(3, 7) * 5 % CLASSES
+LABELS = TOKENS.flip(1).masked_fill(torch.arange(21).view(3, 7) % 8 < 3, -100)
+FUSED = operators.linear_class_terms, operators.linear_loss_sum
+checks = Checks()
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """A region in which small vocabularies are large ones: a chunk has two rows, and nothing is kept."""
+    lengths = (linear_cross_entropy, "LEAST", 16), (operators, "CHUNK", 2 * CLASSES), (operators, "KEPT", 0)
+    with ExitStack() as stack:
+        for module, name, length in lengths:
+            stack.enter_context(patch.object(module, name, length))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    with small():
+        yield
+
+
+class Words(nn.Module):
+    """A table, a layer, a head and a loss. kind: what is between head and loss; more: arguments of the loss"""
+
+    def __init__(self, kind: str = "", bias: bool = False, tied: bool = False, weighted: bool = False, **more: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.up, self.down = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.head, self.kind, self.more = nn.Linear(WIDTH, CLASSES, bias), kind, more
+        self.weights = nn.Buffer(torch.linspace(0.5, 2, CLASSES)) if weighted else None
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        hidden = self.table(tokens)
+        z = self.head(hidden + self.down(F.gelu(self.up(hidden))))
+        more = self.more if self.weights is None else {**self.more, "weight": self.weights}
+        labels = labels.clamp(0) if "ignore_index" in more else labels
+        match self.kind:
+            case "capped":
+                z = torch.tanh(z / 3) * 3
+            case "scaled":
+                z = (z * 0.25).float().double() if z.dtype == torch.float32 else z * 0.25
+            case "shifted":
+                z, labels = z[:, :-1].contiguous(), labels[:, 1:]
+            case "transposed":
+                return F.cross_entropy(z.transpose(1, 2), labels, **more)
+            case "logarithms":
+                return F.nll_loss(z.flatten(0, 1).log_softmax(-1), labels.flatten(), **more)
+            case "returned":
+                return F.cross_entropy(z.flatten(0, 1), labels.flatten()), z
+            case "read":
+                return F.cross_entropy(z.flatten(0, 1), labels.flatten()) + z.square().mean()
+            case "soft":
+                return F.cross_entropy(z.flatten(0, 1), F.one_hot(labels.clamp(0).flatten(), CLASSES).to(z.dtype))
+        return F.cross_entropy(z.reshape(-1, CLASSES), labels.reshape(-1), **more)
+
+
+def fused(model: nn.Module, tp: int, **options: Any) -> list[str]:
+    """The operators of the head with its loss in a rank's graph."""
+    analysis = analyse(skeleton_of(model), (TOKENS, LABELS), {}, tp, Options(**options))
+    return [node.target.__name__ for node in rank_graph(analysis, 0, "fast").nodes if node.target in FUSED]
+
+
+CASES = {
+    "plain": Words, "bias": lambda: Words(bias=True), "tied": lambda: Words(tied=True, bias=True),
+    "capped": lambda: Words("capped", bias=True), "scaled": lambda: Words("scaled"),
+    "shifted": lambda: Words("shifted"), "transposed": lambda: Words("transposed", tied=True),
+    "logarithms": lambda: Words("logarithms", reduction="sum"), "none": lambda: Words(reduction="none"),
+    "sum": lambda: Words(reduction="sum", ignore_index=5), "weighted": lambda: Words(weighted=True, tied=True),
+    "smooth": lambda: Words(label_smoothing=0.1, bias=True),
+    "smooth-weighted": lambda: Words("scaled", label_smoothing=0.1, weighted=True, bias=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_one_operator_and_equal_to_one_device(name: str, tp: int) -> None:
+    model = CASES[name]().double()
+    assert fused(model, tp) == ["linear_class_terms" if tp > 1 or name == "none" else "linear_loss_sum"]
+    report = autotp.verify(model, tp=tp, example_inputs=(TOKENS, LABELS))
+    assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
+
+
+def test_ranks_exchange_the_terms_of_all_rows_once() -> None:
+    analysis = analyse(skeleton_of(Words().double()), (TOKENS, LABELS), {}, 2)
+    graph = rank_graph(analysis, 0, "fast")
+    (terms,) = (node for node in graph.nodes if node.target in FUSED)
+    reductions = [node for node in graph.nodes if node.target is collectives.reduce]
+    assert [node.args[2:] for node in reductions] == [(), (), ("logsumexp",)]
+    assert reductions[-1].args[0] is terms
+    assert not [node for node in graph.nodes if CLASSES in tuple(getattr(node.meta.get("val"), "shape", ()))]
+
+
+@pytest.mark.parametrize("kind", ["returned", "read", "soft"])
+def test_logits_that_others_read_stay(kind: str) -> None:
+    assert fused(Words(kind), 2) == []
+
+
+def test_a_bound_with_smoothing_stays() -> None:
+    assert fused(Words("capped", label_smoothing=0.1), 2) == []
+
+
+def test_a_head_that_is_cut_otherwise_stays() -> None:
+    assert fused(Words(), 2, cut={"head": "whole"}) == ["linear_loss_sum"]
+    assert fused(Words(), 2, cut={"head": "rowwise"}) == []
+    assert fused(Words(), 2, without=("linear_cross_entropy",)) == []
+
+
+def test_few_classes_stay() -> None:
+    with patch.object(linear_cross_entropy, "LEAST", CLASSES + 1):
+        assert fused(Words(), 2) == []
+
+
+# ---- on ranks
+
+
+def train(mine: nn.Module, whole: nn.Module) -> None:
+    """Three steps of SGD at three shapes, one without any label: loss and parameters are one device's."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (mine, whole)]
+    nothing = torch.full_like(LABELS, -100)
+    nothing[0, 3] = 1
+    for rows, labels in ((TOKENS, LABELS), (TOKENS[:2, :5], LABELS[:2, :5]), (TOKENS, nothing)):
+        losses = [model(rows.contiguous(), labels.contiguous()) for model in (mine, whole)]
+        torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=0, atol=1e-10)
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for name, tensor in autotp.full_state_dict(mine).items():
+            expected = whole.state_dict()[name]
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def beside_one_device(n: int, model: nn.Module, **options: Any) -> None:
+    whole = copy.deepcopy(model)
+    with small():
+        train(autotp.parallelize(model, n, example_inputs=(TOKENS, LABELS), **options), whole)
+
+
+@checks.on(2, 4)
+def steps_are_those_of_one_device(rank: int, n: int) -> None:
+    for name in ("tied", "weighted", "shifted"):
+        beside_one_device(n, CASES[name]().double())
+
+
+@checks.on(2)
+def blocks_are_computed_again(rank: int, n: int) -> None:
+    beside_one_device(n, CASES["smooth"]().double(), recompute="full")
+
+
+@checks.on(2)
+def a_frozen_head_has_no_gradient(rank: int, n: int) -> None:
+    model = Words(bias=True).double()
+    model.head.requires_grad_(False)
+    beside_one_device(n, model)
+
+
+@checks.on(4)
+def distributed_steps_are_those_of_one_device(rank: int, n: int) -> None:
+    """The last stage has the head, with a table that the first one has, too; blocks are cut along the sequence."""
+    torch.manual_seed(0)
+    whole = gpt(block_size=8, vocab_size=96, n_layer=2, n_head=2, n_embd=16).double()
+    tokens = torch.randint(96, (4, 8))
+    labels = tokens.roll(-1, 1).masked_fill(torch.arange(8) < torch.arange(4)[:, None] * 3, -100)
+    with small():
+        trainer = distribute(
+            copy.deepcopy(whole), tp=2, pp=2, microbatches=2, sequence_parallel=True,
+            example_inputs={"tokens": tokens[:2], "labels": labels[:2]},
+        )  # fmt: skip
+        loss = trainer.step(tokens=tokens, labels=labels)
+    expected = whole(tokens, labels=labels)
+    expected = expected if isinstance(expected, Tensor) else expected[-1]
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+    grads = dict(whole.named_parameters())
+    names = {id(parameter): name for name, parameter in trainer.named_parameters()}
+    assert names
+    for parameter in trainer.parameters():
+        torch.testing.assert_close(parameter.grad, grads[names[id(parameter)]].grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
