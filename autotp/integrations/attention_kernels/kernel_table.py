@@ -13,7 +13,7 @@ from autotp.integrations.attention_kernels.flex.flex_attention import add_operat
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
 from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
-from autotp.integrations.attention_kernels.varlen_attn import VarlenAsOperator, add_reference
+from autotp.integrations.attention_kernels.varlen_attn import VarlenAsOperator, add_varlen_reference
 from autotp.model_library import ModelLibrary
 
 
@@ -27,7 +27,7 @@ class AttentionKernels(ModelLibrary):
     def add_operators(self) -> None:
         """Adds the operators of kernels, and a reference where torch has none. NOTE [Kernels that a machine lacks]"""
         kernel_rule.add_kernel()
-        add_reference()
+        add_varlen_reference()
         add_operator()
         register_block_mask()
         super().add_operators()
