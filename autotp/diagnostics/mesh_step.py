@@ -29,8 +29,8 @@ from autotp.passes.pipeline.stages import Stage
 from autotp.passes.program.loss_only import loss_among
 from autotp.passes.program.program import Program
 from autotp.sharding.layout import Layout
-from autotp.training.documents import Documents
 from autotp.training.microbatches import batch_tensors, counts_of, map_rows, named_totals
+from autotp.training.pipeline.documents import Documents
 from autotp.training.pipeline.schedules import Training
 
 Rows = tuple[Difference, ...]

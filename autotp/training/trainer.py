@@ -64,7 +64,6 @@ from autotp.source_location import block_in
 from autotp.tracebacks import shorten_traceback
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import ParameterReader, cast_arguments
-from autotp.training.documents import Documents, LongestDocuments
 from autotp.training.microbatches import (
     Batch,
     batch_tensors,
@@ -77,6 +76,7 @@ from autotp.training.microbatches import (
 )
 from autotp.training.model_settings import model_settings
 from autotp.training.original_model import OriginalModel, expect_one_mode
+from autotp.training.pipeline.documents import Documents, LongestDocuments
 from autotp.training.pipeline.full_masks import are_full, masks_left_out
 from autotp.training.pipeline.gradient_buckets import GradientSums, sum_in_buckets
 from autotp.training.pipeline.schedules import (
@@ -728,8 +728,9 @@ class Trainer(InGraphs, HasHoldings):
         size = row_count(tensors, self._training.microbatches, places) // self._training.microbatches
         micro, key = map_rows((args, kwargs), places, lambda x: x[:size]), (training, places, structure)
         batch = Batch((args, kwargs), micro, tensors, places, key, [x.shape for x in batch_tensors(*micro)])
-        if (pipeline := self._fitting_graphs(batch, of_size=False)) is not None:  # Else a capture looks.
-            pipeline.documents.expect_whole(tensors, self._training.microbatches)
+        fitting = self._fitting_graphs(batch, of_size=False)
+        if fitting is not None:  # Else a capture looks.
+            fitting.documents.expect_whole(tensors, self._training.microbatches)
         return batch
 
     def _fitting_graphs(self, batch: Batch, of_size: bool = True) -> Pipeline | None:

@@ -1,4 +1,4 @@
-"""documents: which inputs say where packed documents end. A part of the rows has the ends of its own documents.
+"""documents: which inputs say where packed documents end. Each part of the rows has the ends of its own documents.
 
 Before: attention_kernel(q, k, v, ends, ends, ...)          ends: an input, of all documents of a batch
 After:  {"ends": tokens}                                    how many tokens end there, as an expression of sizes

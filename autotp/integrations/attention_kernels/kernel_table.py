@@ -14,7 +14,7 @@ from autotp.integrations.attention_kernels.flex.mask_arguments import register_b
 from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
 from autotp.integrations.attention_kernels.kvcache_functions import add_cache, caches_in_operators
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
-from autotp.integrations.attention_kernels.varlen_attn import VarlenAsOperator, add_reference
+from autotp.integrations.attention_kernels.varlen_attn import VarlenAsOperator, add_varlen_reference
 from autotp.integrations.attention_kernels.xformers_functions import register_masks, xformers_as_operators
 from autotp.model_library import ModelLibrary
 
@@ -30,7 +30,7 @@ class AttentionKernels(ModelLibrary):
         """Adds the operators of kernels, and a reference where torch has none. NOTE [Kernels that a machine lacks]"""
         kernel_rule.add_kernel()
         add_cache()
-        add_reference()
+        add_varlen_reference()
         add_operator()
         register_block_mask()
         register_masks()

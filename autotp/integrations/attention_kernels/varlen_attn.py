@@ -42,7 +42,7 @@ def _formula(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return output, totals, torch.zeros(2, dtype=torch.uint64, device=output.device)
 
 
-def add_reference() -> None:
+def add_varlen_reference() -> None:
     """Makes the formula the operator for CPUs, once, if it is loaded. NOTE [Kernels that a machine lacks]"""
     op = loaded_operator(NAME)
     if op is not None and not op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):

@@ -28,8 +28,8 @@ from autotp.passes.program.program import CallState, Program
 from autotp.rules.call import placeholders, returned
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
-from autotp.training.documents import Documents
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
+from autotp.training.pipeline.documents import Documents
 from autotp.training.pipeline.full_masks import analyse_for_masks
 from autotp.training.pipeline.gradient_buckets import GradientSums
 from autotp.training.pipeline.halved_backward import input_half
