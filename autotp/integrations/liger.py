@@ -27,7 +27,7 @@ LOSS_OUTPUTS = ("return_z_loss", "return_token_accuracy", "return_predicted_toke
 """Wishes for further outputs of a loss; a version that has the argument returns one more value."""
 
 
-def formula_of(function: type) -> Callable[..., Any] | None:
+def liger_formula(function: type) -> Callable[..., Any] | None:
     """Returns a formula for a function of Liger, None for others."""
     formula = FORMULAS.get(function.__name__) if function.__module__.partition(".")[0] == "liger_kernel" else None
     return None if formula is None else partial(formula, function)

@@ -42,9 +42,9 @@ PAGES, TOTALS = ("block_table", "page_table"), "return_softmax_lse"
 
 
 def _code(*args, **kwargs):  # type: ignore[no-untyped-def]
-    from autotp.integrations.attention_kernels.kvcache_functions import recorded
+    from autotp.integrations.attention_kernels.kvcache_functions import write_and_attend
 
-    return recorded(__name__, args, kwargs)  # The name of the module whose function has this code now.
+    return write_and_attend(__name__, args, kwargs)  # The name of the module whose function has this code now.
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def caches_in_operators() -> Iterator[None]:
     """A region in which the functions of flash-attn 2, 3 and of hub kernels are operators, by whatever name."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            function = vars(module).get(FUNCTION) if "flash_attn" in name else None
+            function = vars(module).get(FUNCTION) if "flash_attn" in name and module is not None else None
             if isinstance(function, FunctionType) and function.__module__ == name:
                 _defaults(name)  # Before the function has another signature.
                 stack.callback(set_until_undone(function, "__code__", _code.__code__))
@@ -66,7 +66,7 @@ def _defaults(module: str) -> Mapping[str, Any]:
     return {p.name: None if p.default is p.empty else p.default for p in parameters}
 
 
-def recorded(module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def write_and_attend(module: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Returns what the function returns; writes the new keys and values into the caches.
 
     Args:

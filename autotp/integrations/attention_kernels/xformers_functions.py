@@ -36,9 +36,9 @@ KNOWN = {*CAUSAL, *PACKED}
 
 
 def _code(*args, **kwargs):  # type: ignore[no-untyped-def]
-    from autotp.integrations.attention_kernels.xformers_functions import attention
+    from autotp.integrations.attention_kernels.xformers_functions import xformers_attention
 
-    return attention(*args, **kwargs)
+    return xformers_attention(*args, **kwargs)
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def xformers_as_operators() -> Iterator[None]:
         undo()
 
 
-def attention(
+def xformers_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0, scale: float | None = None,
     *, op: Any = None, output_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip

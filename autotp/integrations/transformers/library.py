@@ -165,7 +165,7 @@ class Transformers(ModelLibrary):
 
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns the formula of the head that TRL's trainers put into a model, or of a function of Liger."""
-        return trl_heads.formula_of(function) or liger.formula_of(function) or super().formula_of(function)
+        return trl_heads.formula_of(function) or liger.liger_formula(function) or super().formula_of(function)
 
 
 CHANGES = (

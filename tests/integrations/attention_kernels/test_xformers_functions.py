@@ -205,7 +205,7 @@ def test_the_kernel_of_a_rank_computes_what_the_reference_computes(name: str, mo
         return _by_kernel(function, dict(zip(NAMES, arguments, strict=False)), ast.literal_eval(settings))
 
     monkeypatch.setattr(xformers_functions, "KERNEL", by_kernel)
-    monkeypatch.setitem(globals(), "memory_efficient_attention", xformers_functions.attention)
+    monkeypatch.setitem(globals(), "memory_efficient_attention", xformers_functions.xformers_attention)
     torch.testing.assert_close(model(*inputs), expected)
     assert calls == [f"{xformers_functions.__name__}:MemoryEfficient"]
 
