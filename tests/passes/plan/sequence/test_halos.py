@@ -25,7 +25,7 @@ import autotp
 from autotp.compiler import analyse
 from autotp.diagnostics.verify import compare_calls
 from autotp.ops import collectives
-from autotp.ops.attention.documents import first_keys, known_documents
+from autotp.ops.attention.documents import first_keys
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.plan.sequence import halos
@@ -349,20 +349,6 @@ def a_halo_has_derivatives_of_all_kinds(rank: int, n: int) -> None:
     torch.testing.assert_close(again, 6 * times * x)
     torch.testing.assert_close(torch.func.vmap(read)(torch.stack([x, 2 * x]))[1], read(2 * x))
     torch.testing.assert_close(torch.func.jvp(read, (x,), (2 * x,))[1], read(2 * x))
-
-
-def test_first_keys_are_those_of_documents_and_windows() -> None:
-    assert first_keys(9, 2, 100, [0, 3, 5, 9]) == (0, 5)
-    assert first_keys(9, 2, 100, [0, 5, 9]) == (0, 5)
-    assert first_keys(9, 3, 1, None) == (0, 2, 5)
-    assert first_keys(2, 4, 1, None) == (0, 0, 2, 2)  # The last two have no query, and read nothing.
-
-
-def test_ends_on_a_device_are_not_read() -> None:
-    """The host would have to wait; then the longest document bounds the halo."""
-    ends = torch.tensor([0, 3, 9], dtype=torch.int32)
-    assert known_documents(ends, 9) == [0, 3, 9]
-    assert known_documents(ends.to("meta"), 9) is None and known_documents(None, 9) is None
 
 
 # ---- the plan, and its check
