@@ -23,7 +23,7 @@ from autotp.integrations.attention_kernels.counted_positions import counted_posi
 from autotp.integrations.attention_kernels.flash_functions import flash_formula
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
-from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
+from autotp.integrations.attention_kernels.flex.recorded import flex_without_kernels
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention, packed_attention_backward
 from autotp.integrations.attention_kernels.packed_rows import Window, add_form
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
@@ -130,13 +130,18 @@ class AttentionKernels(ModelLibrary):
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
         """torch's flex_attention is an operator, rows with padding are operands of one, and positions are counted."""
-        with flex_as_operators(), padding_in_operators(), counted_positions(), super().during_capture(exactly, looks):
+        with (
+            flex_without_kernels(),
+            padding_in_operators(),
+            counted_positions(),
+            super().during_capture(exactly, looks),
+        ):
             yield
 
     @contextmanager
     def without_kernels(self) -> Iterator[None]:
         """torch's flex_attention has a backward, also on a CPU."""
-        with by_products_alone(), super().without_kernels():
+        with flex_without_kernels(), super().without_kernels():
             yield
 
 
