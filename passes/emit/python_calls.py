@@ -83,6 +83,9 @@ PYTHON_CALLS: dict[Any, Callable[..., Any]] = {
 KEYWORD_ONLY: dict[Any, frozenset[str]] = {aten.to.dtype: frozenset({"memory_format"})}
 """Operator -> the arguments that its Python function takes by keyword only, where the operator takes them by place."""
 
+BEFORE_CALLS: dict[Any, Callable[[], None]] = {}
+"""Operator -> a function that a graph with such an operator calls first, each time."""
+
 MAKES_NEW_TENSORS = Trait.PRODUCT | Trait.ADDED_PRODUCT | Trait.SOFTMAX | Trait.NORM | Trait.ATTENTION
 """Operators with one of these traits make a new tensor."""
 
@@ -93,26 +96,35 @@ def call_python(module: fx.GraphModule) -> fx.GraphModule:
     It comes last, and only where the graph runs: passes and the estimate ask what an operator is.
     """
     # Blocks, and what is recomputed in them, are modules with graphs of their own.
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            returned = _returned(part.graph)
-            for node in list(part.graph.nodes):
-                if node.target is apart and not any(user.op == "output" for user in node.users):
-                    node.replace_all_uses_with(node.args[0])
-                    part.graph.erase_node(node)
-                elif node.target is aten.reshape.default and node not in returned and _is_read_once(node.args[0]):
-                    source = node.all_input_nodes[0]
-                    node.replace_input_with(source, source.all_input_nodes[0])
-                    part.graph.erase_node(source)
-                elif node.target is aten.slice.Tensor:
-                    _narrow(node)
-                if node.target in PYTHON_CALLS:
-                    _call_python_function(node)
-            # At the end: by now each slice that can be one is a `narrow`.
-            _split(part.graph, returned)
-            part.graph.lint()
-            part.recompile()
+    parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    _begin(module, {node.target for part in parts for node in part.graph.nodes})
+    for part in parts:
+        returned = _returned(part.graph)
+        for node in list(part.graph.nodes):
+            if node.target is apart and not any(user.op == "output" for user in node.users):
+                node.replace_all_uses_with(node.args[0])
+                part.graph.erase_node(node)
+            elif node.target is aten.reshape.default and node not in returned and _is_read_once(node.args[0]):
+                source = node.all_input_nodes[0]
+                node.replace_input_with(source, source.all_input_nodes[0])
+                part.graph.erase_node(source)
+            elif node.target is aten.slice.Tensor:
+                _narrow(node)
+            if node.target in PYTHON_CALLS:
+                _call_python_function(node)
+        # At the end: by now each slice that can be one is a `narrow`.
+        _split(part.graph, returned)
+        part.graph.lint()
+        part.recompile()
     return module
+
+
+def _begin(module: fx.GraphModule, operators: Collection[Any]) -> None:
+    """Lets a graph begin with what its operators, and those of its blocks, need first."""
+    functions = [function for operator, function in BEFORE_CALLS.items() if operator in operators]
+    with module.graph.inserting_before(next(node for node in module.graph.nodes if node.op != "placeholder")):
+        for function in functions:
+            module.graph.call_function(function)
 
 
 def _call_python_function(node: fx.Node) -> None:

@@ -11,7 +11,7 @@ from autotp.integrations.attention_kernels.counted_positions import counted_posi
 from autotp.integrations.attention_kernels.flash_functions import flash_formula
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
-from autotp.integrations.attention_kernels.flex.recorded import by_products_alone, flex_as_operators
+from autotp.integrations.attention_kernels.flex.recorded import flex_without_kernels
 from autotp.integrations.attention_kernels.kvcache_functions import add_cache, caches_in_operators
 from autotp.integrations.attention_kernels.padded_rows import padding_in_operators
 from autotp.integrations.attention_kernels.varlen_attn import VarlenAsOperator, add_varlen_reference
@@ -40,7 +40,7 @@ class AttentionKernels(ModelLibrary):
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
         """Attention of torch's flex and varlen_attn, of xformers, with a cache, and with padding, is an operator."""
         with (
-            flex_as_operators(), VarlenAsOperator(), xformers_as_operators(), caches_in_operators(),
+            flex_without_kernels(), VarlenAsOperator(), xformers_as_operators(), caches_in_operators(),
             padding_in_operators(), counted_positions(), super().during_capture(exactly, looks),
         ):  # fmt: skip
             yield
@@ -48,5 +48,5 @@ class AttentionKernels(ModelLibrary):
     @contextmanager
     def without_kernels(self) -> Iterator[None]:
         """torch's flex_attention has a backward on a CPU, too, and what packages of kernels lack there runs."""
-        with by_products_alone(), xformers_as_operators(), caches_in_operators(), super().without_kernels():
+        with flex_without_kernels(), xformers_as_operators(), caches_in_operators(), super().without_kernels():
             yield

@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from hashlib import sha256
+from types import FunctionType
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, fx
@@ -65,24 +69,31 @@ def flex_attention(
     mods = mods_of(text, str(query.device))
     starts = (0, start_1 or 0, start_2 or 0)
     plain = torch._C._functorch.peek_interpreter_stack() is None
+    call = FlexCall(query, key, value, captured, mods, scale, starts, peaks)
     if query.is_cuda and query.dtype in KERNEL_DTYPES and query.numel() and key.numel() and plain:
-        return by_kernel(query, key, value, captured, mods, scale, starts, peaks)
-    return by_products(query, key, value, captured, mods, scale, starts)
+        return by_kernel(call)
+    return by_products(call)
 
 
-def by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    captured: Sequence[Tensor],
-    mods: Mods,
-    scale: float | None,
-    starts: Starts,
-) -> Totals:
-    """Returns the same as `flex_attention`, by products of queries and keys; arguments as there.
+class FlexCall(NamedTuple):
+    """The arguments of `flex_attention`, with the functions of its text, and where the rank's part begins."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    captured: Sequence[Tensor]
+    mods: Mods
+    scale: float | None
+    starts: Starts
+    peaks: bool = False
+
+
+def by_products(call: FlexCall) -> Totals:
+    """Returns the same as `flex_attention`, by products of queries and keys.
 
     As in torch's kernels, a query that may read no key gets zeros, and -inf as its log-sum-exp and its maximum.
     """
+    query, key, value, captured, mods, scale, starts, _ = call
     with torch.autocast(query.device.type, enabled=False):
         heads, groups = query.shape[1], key.shape[1]
         if groups != heads and groups:  # A rank without heads has none to repeat.
@@ -124,43 +135,97 @@ def _batched(function: Callable[..., Any], first: tuple[int, ...], captured: Seq
     return batched
 
 
-def by_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    captured: Sequence[Tensor],
-    mods: Mods,
-    scale: float | None,
-    starts: Starts,
-    peaks: bool,
-) -> Totals:
-    """Returns the same as `flex_attention`, by torch's kernel; arguments as there."""
+def by_kernel(call: FlexCall) -> Totals:
+    """Returns the same as `flex_attention`, by torch's kernel."""
     from torch.nn.attention import flex_attention as torchs  # All of Dynamo comes with it.
 
-    def whole(positions: Any) -> Any:
-        return *(x + start for x, start in zip(positions, starts, strict=False)), positions[3], *positions[:3]
-
-    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return mods.mask(*whole((b, h, q, k)), *captured)
+    query, key, value, captured, mods, scale, starts, peaks = call
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return mods.score(score, *whole((b, h, q, k)), *captured)
+        return mods.score(score, *_whole((b, h, q, k), starts), *captured)
 
-    sizes = [n if letter in (mods.mask_reads or "") else None for letter, n in zip("bh", query.shape, strict=False)]
-    mask = None
-    if mods.mask_reads is not None:
-        make = _compiled(torchs.create_block_mask)
-        mask = make(mask_mod, *sizes, query.shape[2], key.shape[2], device=query.device)
-    out, aux = _compiled(torchs.flex_attention)(
-        query, key, value, score_mod, mask, scale, query.shape[1] != key.shape[1],
+    out, aux = _compiled(torchs.flex_attention, mods.text)(
+        query, key, value, score_mod, shared_blocks(call), scale, query.shape[1] != key.shape[1],
         kernel_options=dict(mods.options) or None, return_aux=torchs.AuxRequest(lse=True, max_scores=peaks),
     )  # fmt: skip
     return out, aux.lse, aux.max_scores if peaks else torch.empty_like(aux.lse)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function compiled; inside of torch.compile as it is. torch keeps what it compiled by the code."""
-    return function if torch.compiler.is_compiling() else torch.compile(function)
+def _whole(positions: Any, starts: Starts) -> Any:
+    """Returns the positions in the whole, and those of the part."""
+    return *(x + start for x, start in zip(positions, starts, strict=False)), positions[3], *positions[:3]
+
+
+def _compiled(function: Callable[..., Any], text: str) -> Callable[..., Any]:
+    """Returns a function compiled; inside of torch.compile as it is."""
+    return function if torch.compiler.is_compiling() else _own_code(function, text)
+
+
+@cache
+def _own_code(function: Callable[..., Any], text: str) -> Callable[..., Any]:
+    """Returns a function compiled for a text.
+
+    Dynamo keeps what it compiled by the code object, eight times, and then compiles no more: without a word the ninth
+    mask would be computed by products. So each text has a code object of its own.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    code = called.__code__.replace(co_name=f"{function.__name__}_{sha256(text.encode()).hexdigest()[:8]}")
+    return torch.compile(FunctionType(code, globals(), code.co_name, None, called.__closure__))
+
+
+# ---- blocks
+
+_BLOCKS = dict[Any, tuple[list[Any], list[Any], Any]]()
+"""What a mask depends on -> references to the tensors that it reads, their versions, and its blocks; of the
+call that runs. NOTE [Layers share blocks]"""
+
+
+def forget_blocks() -> None:
+    """Forgets the blocks of masks. A graph with flex_attention begins with it.
+
+    NOTE [Layers share blocks] Layers that read the same mask with the same tensors share its blocks, which torch makes
+    of a matrix of queries x keys. They are those of one call: a later one may have written into the tensors where torch
+    counts no versions, as a CUDA graph does.
+    """
+    if not torch.compiler.is_compiling():  # There nothing is kept.
+        _BLOCKS.clear()
+
+
+def shared_blocks(call: FlexCall) -> Any:
+    """Returns the BlockMask of a call's queries and keys; None for a call without a mask."""
+    mods, query = call.mods, call.query
+    if mods.mask_reads is None:
+        return None
+    if torch.compiler.is_compiling():
+        return _blocks(call)
+    read = [call.captured[i] for i in mods.masked_by]
+    versions = [None if x.is_inference() else x._version for x in read]
+    key = mods.mask_text, query.device, *query.shape[:3], call.key.shape[2], call.starts, *map(id, read)
+    tensors, known_versions, mask = _BLOCKS.get(key, ([], [], None))
+    # An id is one tensor's as long as that lives.
+    if mask is None or versions != known_versions or any(x() is not y for x, y in zip(tensors, read, strict=True)):
+        mask = _blocks(call)
+        _BLOCKS[key] = [ref(x) for x in read], versions, mask
+    return mask
+
+
+def _blocks(call: FlexCall) -> Any:
+    """Makes the BlockMask of a call's queries and keys."""
+    from torch.nn.attention import flex_attention as torchs
+
+    query, mods, starts = call.query, call.mods, call.starts
+    # Of this function the mask of other layers is one, too: it keeps nothing that a score reads, and no graph.
+    captured = [x.detach() if i in mods.masked_by else None for i, x in enumerate(call.captured)]
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return mods.mask(*_whole((b, h, q, k), starts), *captured)
+
+    sizes = [n if letter in (mods.mask_reads or "") else None for letter, n in zip("bh", query.shape, strict=False)]
+    make = _compiled(torchs.create_block_mask, mods.mask_text)
+    return make(mask_mod, *sizes, query.shape[2], call.key.shape[2], device=query.device, **mods.blocks)
 
 
 # ---- the operator
@@ -248,3 +313,4 @@ def add_operator() -> None:
     erase.FORMS[FLEX] = FLEX, NAMES, ""
     builder.SIZES[FLEX] = flex_attention_like
     python_calls.PYTHON_CALLS[FLEX] = flex_attention
+    python_calls.BEFORE_CALLS[FLEX] = forget_blocks

@@ -10,6 +10,8 @@ a function for each, and says by which position a dimension of a tensor is read,
     dims = ('b-', 'h')        doc is read by b, and by both q and k; slopes by h alone
     reads = 'qk'              a rank has to know where its queries begin, and not which heads it has
     options = {'BLOCK_M': 64}     of the kernel, as the call gave them
+    blocks = {'BLOCK_SIZE': (64, 64)}     arguments of create_block_mask, as the mask's blocks were made
+    masked_by = (0,)                      the places of the tensors that the mask reads
 
 NOTE [Positions of a rank]
 A function has two of each position: that in the whole tensor, and that in this rank's part. `slopes[h]` of a rank that
@@ -61,6 +63,9 @@ class Mods:
         reads: the positions in whole tensors that the functions read.
         mask_reads: the positions that the mask reads, of both kinds; None for a call without a mask.
         options: `kernel_options` of the call.
+        blocks: arguments of create_block_mask, for the blocks of each rank.
+        masked_by: the places of the tensors that the mask reads.
+        text: the text.
     """
 
     score: Function
@@ -69,6 +74,17 @@ class Mods:
     reads: str = "".join(POSITIONS)
     mask_reads: str | None = "".join(POSITIONS)
     options: Mapping[str, Any] = field(default_factory=dict)
+    blocks: Mapping[str, Any] = field(default_factory=dict)
+    masked_by: tuple[int, ...] = ()
+    text: str = ""
+
+    @property
+    def mask_text(self) -> str:
+        """The mask's function and its blocks, without what the score reads: equal for layers with one mask."""
+        source = self.text.partition("def mask_mod")[2].partition("):")[2].partition("\ndims = ")[0]
+        for place, i in enumerate(self.masked_by):  # Another score may read other tensors before them.
+            source = re.sub(rf"\bcaptured_{i}\b", f"read_{place}", source)
+        return f"{source}\n{dict(self.blocks)}"
 
 
 @cache
@@ -77,8 +93,8 @@ def mods_of(text: str, device: str = "cpu") -> Mods:
     names: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, "device": lambda *_, **__: device}
     exec(text, names)
     return Mods(
-        score=names["score_mod"], mask=names["mask_mod"],
-        **{fact: names[fact] for fact in ("dims", "reads", "mask_reads", "options")},
+        score=names["score_mod"], mask=names["mask_mod"], text=text,
+        **{fact: names[fact] for fact in ("dims", "reads", "mask_reads", "options", "blocks", "masked_by")},
     )  # fmt: skip
 
 
@@ -100,7 +116,11 @@ class ModText(NamedTuple):
 
 
 def recorded_mods(
-    score_mod: Function, mask_mod: Function | None, query: Tensor, options: Mapping[str, Any] | None = None
+    score_mod: Function,
+    mask_mod: Function | None,
+    query: Tensor,
+    options: Mapping[str, Any] | None = None,
+    blocks: Mapping[str, Any] | None = None,
 ) -> ModText:
     """Runs the functions once, on example numbers, and returns what they compute.
 
@@ -108,6 +128,7 @@ def recorded_mods(
         score_mod, mask_mod: as users write them for flex_attention; without a mask each query reads all keys.
         query: the example of the queries, [batch heads queries width].
         options: `kernel_options` of the call, plain values.
+        blocks: arguments of create_block_mask, plain values.
 
     Raises:
         Error: a function writes, draws random numbers, or asks for the value of a tensor.
@@ -126,6 +147,8 @@ def recorded_mods(
         "reads": "".join(name for name in POSITIONS if name in of_score | of_mask),
         "mask_reads": "".join(name for name in POSITIONS if {name, f"{name}_part"} & of_mask) if mask_mod else None,
         "options": dict(options or {}),
+        "blocks": dict(blocks or {}) if mask_mod else {},
+        "masked_by": tuple(i for i in range(len(dims)) if f"captured_{i}" in of_mask),
     }
     lines = [f"{name} = {value!r}" for name, value in facts.items()]
     count = len(captured.values)

@@ -15,80 +15,63 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from traceback import extract_stack
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from autotp.errors import Error
-from autotp.integrations.attention_kernels.flex.flex_attention import FLEX, Totals, by_products
+from autotp.integrations.attention_kernels.flex.flex_attention import FLEX, FlexCall, Totals, by_products
 from autotp.integrations.attention_kernels.flex.mods import Indices, Mods, recorded_mods, working_dtype
 from autotp.sharding.axis import Size
 from autotp.source_location import user_line
 from autotp.torch_internals import BLOCK_MASK_CODE, FLEX_ATTENTION_CODE
 
 MODULE = "torch.nn.attention.flex_attention"
+OF_BLOCKS = ("separate_full_blocks", "compute_dq_write_order", "dq_kv_order")
+"""The last arguments of create_block_mask, which say what is kept of blocks."""
 
 
-def _recorded(  # type: ignore[no-untyped-def]
+def _flex_attention(  # type: ignore[no-untyped-def]
     query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
     kernel_options=None, *, return_aux=None,
 ):  # fmt: skip
-    from autotp.integrations.attention_kernels.flex.recorded import as_torch_does, by_operator
+    from autotp.integrations.attention_kernels.flex.recorded import as_torch_does
 
     return as_torch_does(
-        by_operator, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
     )
 
 
-def _computed(  # type: ignore[no-untyped-def]
-    query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
-    kernel_options=None, *, return_aux=None,
-):  # fmt: skip
-    from autotp.integrations.attention_kernels.flex.recorded import as_torch_does, on_cpu
-
-    return as_torch_does(
-        on_cpu, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
-    )
-
-
-def _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, *_, **__):  # type: ignore[no-untyped-def]
+def _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, *arguments, **named):  # type: ignore[no-untyped-def]
     from autotp.integrations.attention_kernels.flex.recorded import without_blocks
 
-    return without_blocks(mask_mod, B, H, Q_LEN, KV_LEN)
+    return without_blocks(mask_mod, B, H, Q_LEN, KV_LEN, arguments, named)
 
 
 @contextmanager
-def _other_code(code: Any) -> Iterator[None]:
-    """A region in which flex_attention has another code, by whatever name a model calls it.
+def flex_without_kernels() -> Iterator[None]:
+    """A region in which flex_attention is recorded as an operator while a graph is captured, and else computed by
+    products: on CPUs torch's own has no backward.
 
-    A model may have it in closures, and inside of torch.compile.
+    It gets another code, for a model may have it in closures, and inside of torch.compile.
     """
     if MODULE not in sys.modules:
         yield
         return
     with (
-        FLEX_ATTENTION_CODE.replaced_by(code), BLOCK_MASK_CODE.replaced_by(_create_block_mask.__code__),
+        FLEX_ATTENTION_CODE.replaced_by(_flex_attention.__code__),
+        BLOCK_MASK_CODE.replaced_by(_create_block_mask.__code__),
         torch.compiler.set_stance("force_eager"), warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "torch.compile is ignored when called inside torch.export")
         yield
 
 
-def flex_as_operators() -> AbstractContextManager[None]:
-    """Returns a region in which calls of flex_attention become operators of a graph."""
-    return _other_code(_recorded.__code__)
-
-
-def by_products_alone() -> AbstractContextManager[None]:
-    """Returns a region in which flex_attention computes by products: on CPUs torch's own has no backward."""
-    return _other_code(_computed.__code__)
-
-
 def as_torch_does(
-    compute: Callable[..., Totals],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -102,10 +85,6 @@ def as_torch_does(
 ) -> Any:
     """Returns what torch's flex_attention returns; arguments as there.
 
-    Args:
-        compute: a function of queries, keys, values, both functions, the scale, whether the maximum is wanted, and
-            the options of the kernel.
-
     Raises:
         Error: shapes or options do not fit, a mask is without its function, or `recorded_mods` refuses a function.
     """
@@ -117,32 +96,25 @@ def as_torch_does(
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     mask_mod = _mask_mod(block_mask, query, key)
     score_mod = score_mod or (lambda score, *_: score)
-    wants_peaks = return_aux is not None and return_aux.max_scores
-    output, totals, peaks = compute(query, key, value, score_mod, mask_mod, scale, wants_peaks, kernel_options or {})
+    if detect_fake_mode(query) is None:
+        output, totals, peaks = _by_functions(query, key, value, score_mod, mask_mod, scale)
+    else:
+        mods = recorded_mods(score_mod, mask_mod, query, kernel_options, mask_mod and _made_by(block_mask))
+        captured = [x if isinstance(x, Tensor) else _tensor(x, query) for x in mods.captured]
+        wants_peaks = return_aux is not None and return_aux.max_scores
+        output, totals, peaks = FLEX(query, key, value, captured, mods.text, scale, wants_peaks)
     if return_aux is not None:
         aux_values = (totals if return_aux.lse else None, peaks if return_aux.max_scores else None)
         return output, sys.modules[MODULE].AuxOutput(lse=aux_values[0], max_scores=aux_values[1])
     return (output, totals) if return_lse else output
 
 
-def by_operator(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None, peaks: bool,
-    options: Mapping[str, Any],
-) -> Any:  # fmt: skip
-    """Returns the result of the operator, with the functions as a text."""
-    mods = recorded_mods(score_mod, mask_mod, query, options)
-    captured = [x if isinstance(x, Tensor) else _tensor(x, query) for x in mods.captured]
-    return FLEX(query, key, value, captured, mods.text, scale, peaks)
-
-
-def on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None, *_: Any
-) -> Totals:
-    """Returns the same by the functions themselves; the rest of the arguments is for kernels."""
+def _by_functions(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: Any) -> Totals:
+    """Returns the same by products, by the functions themselves."""
     read = mask_mod or (lambda b, *_: b >= 0)
     mods = Mods(lambda score, b, h, q, k, *_: score_mod(score, b, h, q, k), lambda b, h, q, k, *_: read(b, h, q, k))
     with Indices():
-        return by_products(query, key, value, (), mods, scale, (0, 0, 0))
+        return by_products(FlexCall(query, key, value, (), mods, scale, (0, 0, 0)))
 
 
 def _tensor(number: Any, query: Tensor) -> Tensor:
@@ -187,16 +159,44 @@ def _mask_mod(mask: Any, query: Tensor, key: Tensor) -> Callable[..., Any] | Non
     return None if is_all else mask.mask_mod
 
 
+def _made_by(mask: Any) -> dict[str, Any]:
+    """Returns the arguments of create_block_mask that say how the blocks of a mask were made."""
+    if "kv_indices" not in vars(mask):
+        made_by: dict[str, Any] = mask.made_by
+    else:
+        made_by = {"BLOCK_SIZE": mask.BLOCK_SIZE}
+        if mask.full_kv_indices is None:
+            made_by["separate_full_blocks"] = False
+        if getattr(mask, "dq_write_order", None) is not None:
+            made_by |= {"compute_dq_write_order": True, "dq_kv_order": bool(mask.dq_kv_order_spt)}
+    size = made_by.get("BLOCK_SIZE")
+    return made_by | ({"BLOCK_SIZE": tuple(map(int, size))} if isinstance(size, tuple | list) else {})
+
+
 def _refused(what: str, instead: str) -> Error:
     return Error(f"flex_attention {what}", at=user_line(extract_stack()), fix=instead)
 
 
-def without_blocks(mask_mod: Callable[..., Any], b: int | None, h: int | None, queries: int, keys: int) -> Any:
-    """Returns a BlockMask with a function, and without blocks. NOTE [Blocks of a mask]"""
+def without_blocks(
+    mask_mod: Callable[..., Any],
+    b: int | None,
+    h: int | None,
+    queries: int,
+    keys: int,
+    arguments: tuple[Any, ...] = (),
+    named: Mapping[str, Any] = {},
+) -> Any:
+    """Returns a BlockMask with a function, and without blocks. NOTE [Blocks of a mask]
+
+    Args:
+        arguments, named: the further arguments of create_block_mask.
+    """
     base = sys.modules[MODULE].BlockMask
     attributes = {"__getattr__": _no_blocks, "shape": (b or 1, h or 1, queries, keys)}
     mask: Any = object.__new__(type("BlockMask", (base,), attributes))
     mask.seq_lengths, mask.mask_mod = (queries, keys), mask_mod
+    by_name = dict(zip(("device", "BLOCK_SIZE", "_compile", *OF_BLOCKS), arguments, strict=False)) | named
+    mask.made_by = {name: x for name, x in by_name.items() if name in ("BLOCK_SIZE", *OF_BLOCKS)}
     return mask
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
 import autotp
-from autotp.integrations.attention_kernels.flex.recorded import by_products_alone
+from autotp.integrations.attention_kernels.flex.recorded import flex_without_kernels
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def equal_training(n: int, model: type[Attention], make: Callable[[int], tuple[A
     optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in (plain, parallel)]
     for step in range(3):  # From the second on, outputs depend on gradients.
         inputs = make(step)
-        with by_products_alone():
+        with flex_without_kernels():
             expected = plain(*inputs)
             expected.square().mean().backward()
         got = parallel(*inputs)
@@ -290,7 +290,7 @@ class WithoutMask(Attention):
 def rows_without_a_mask_are_computed_in_parts(rank: int, n: int) -> None:
     torch.manual_seed(0)
     model, inputs = WithoutMask().double(), dict(zip(("x", "documents"), of_step(0), strict=True))
-    with by_products_alone():
+    with flex_without_kernels():
         expected = model(**inputs).detach()
     own = {name: x[rank : rank + 1] for name, x in inputs.items()}
     trainer = autotp.distribute(model, tp=1, dp=n, example_inputs=own)

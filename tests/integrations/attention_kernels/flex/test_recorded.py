@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
-from autotp.integrations.attention_kernels.flex.recorded import by_products_alone
+from autotp.integrations.attention_kernels.flex.recorded import flex_without_kernels
 
 checks = Checks()
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused_with_what_to_write(name: str) -> None:
 
 def test_autocast_casts_queries_keys_and_values() -> None:
     """As torch's flex_attention does."""
-    with torch.autocast("cpu", torch.bfloat16), by_products_alone():
+    with torch.autocast("cpu", torch.bfloat16), flex_without_kernels():
         assert flex_attention(X, X, X).dtype == torch.bfloat16
     model = autotp.parallelize(Plain(lambda x, y: flex_attention(y, y, y)), 1, example_inputs=X)
     with torch.autocast("cpu", torch.bfloat16):
