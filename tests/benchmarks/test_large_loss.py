@@ -1,0 +1,22 @@
+"""benchmarks/large_loss: in chunks, the loss over a large vocabulary needs little memory on any number of ranks."""
+
+import large_loss
+import pytest
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_chunks_need_less_than_the_goal(tp: int) -> None:
+    assert large_loss.most_bytes("chunks", tp, "meta").bytes < large_loss.GOAL * 2**30
+
+
+def test_all_logits_need_more() -> None:
+    assert large_loss.most_bytes("logits", 8, "meta").bytes > large_loss.GOAL * 2**30
+
+
+def test_what_is_counted_on_meta_is_what_a_cpu_has() -> None:
+    rows = [large_loss.most_bytes("chunks", 2, device, 20_000, 1_800, 8) for device in ("meta", "cpu")]
+    assert rows[0] == rows[1]
+
+
+def test_a_step_is_timed_and_equal_to_plain_torch() -> None:
+    assert large_loss.ratio(words=16_384, tokens=8, width=4, rounds=1) > 0
