@@ -314,7 +314,8 @@ def _reads(graph: fx.Graph, name: str) -> Iterator[tuple[fx.Node, list[Any]]]:
 
 def _source(graph: fx.Graph, name: str, count: int) -> str:
     """Returns a graph as a function of Python, whose last arguments are all captured tensors."""
-    code = graph.python_code("self").src
+    # Each rank has a card of its own, and ranks compare what they run.
+    code = re.sub(r"\bdevice\(type=[^()]*\)", "device()", graph.python_code("self").src)
     first = ("score",) * (name == "score_mod")
     arguments = [*first, *POSITIONS, *(f"{x}_part" for x in CUTTABLE), *(f"captured_{i}" for i in range(count))]
     return re.sub(r"^\s*def forward\(.*?\):", f"def {name}({', '.join(arguments)}):", code, count=1).rstrip()

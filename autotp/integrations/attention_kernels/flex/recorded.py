@@ -195,7 +195,7 @@ def without_blocks(
     attributes = {"__getattr__": _no_blocks, "shape": (b or 1, h or 1, queries, keys)}
     mask: Any = object.__new__(type("BlockMask", (base,), attributes))
     mask.seq_lengths, mask.mask_mod = (queries, keys), mask_mod
-    by_name = dict(zip(("device", "BLOCK_SIZE", "_compile", *OF_BLOCKS), arguments, strict=False)) | named
+    by_name = dict(zip(("device", "BLOCK_SIZE", "_compile", *OF_BLOCKS), arguments, strict=False)) | dict(named)
     mask.made_by = {name: x for name, x in by_name.items() if name in ("BLOCK_SIZE", *OF_BLOCKS)}
     return mask
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -248,7 +249,7 @@ def equal_training(n: int, model: type[Attention], make: Callable[[int], tuple[A
             expected = plain(*inputs)
             expected.square().mean().backward()
         got = parallel(*inputs)
-        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(got.cpu(), expected)
         got.square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -269,6 +270,25 @@ def from_loop(step: int) -> tuple[Tensor, Any]:
 def steps_equal_one_device(rank: int, n: int) -> None:
     for model in (LearnedBias, HeadsDiffer):
         equal_training(n, model, of_step)
+
+
+@checks.on(2)
+def bfloat16_equals_one_device(rank: int, n: int) -> None:
+    """By products, whose scores are float32: a GPU calls its kernel, which was not run."""
+    torch.manual_seed(0)
+    plain, (x, documents) = Documents().bfloat16(), batch()
+    inputs = x.bfloat16(), documents
+    parallel = autotp.parallelize(copy.deepcopy(plain), n, example_inputs=inputs)
+    outputs = list[Tensor]()
+    for model in (plain, parallel):
+        with flex_without_kernels():
+            outputs.append(model(*inputs))
+        outputs[-1].float().square().mean().backward()
+    assert outputs[1].dtype == torch.bfloat16
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.05, atol=0.01)
+    grads = [autotp.gather(p.grad) if p.grad is not None else None for p in parallel.parameters()]
+    for got, p in zip(grads, plain.parameters(), strict=True):
+        torch.testing.assert_close(got, p.grad, rtol=0.1, atol=0.01)
 
 
 @checks.on(2)
@@ -294,7 +314,7 @@ def rows_without_a_mask_are_computed_in_parts(rank: int, n: int) -> None:
         expected = model(**inputs).detach()
     own = {name: x[rank : rank + 1] for name, x in inputs.items()}
     trainer = autotp.distribute(model, tp=1, dp=n, example_inputs=own)
-    torch.testing.assert_close(trainer.step(**own), expected)
+    torch.testing.assert_close(trainer.step(**own).cpu(), expected)
 
 
 @checks.on(2)

@@ -98,6 +98,12 @@ def test_the_kernel_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         assert calls[-1]["kernel_options"] == options
 
 
+def test_texts_name_no_device() -> None:
+    """Ranks compare what they run, and each has a card of its own."""
+    text = recorded_mods(*CASES["none"][:2], QUERY).text
+    assert "device = device()" in text and "device(type" not in text
+
+
 @pytest.fixture
 def by_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """CPUs run what GPUs do, with torch's kernel not compiled; notes the settings of the blocks that are made."""
