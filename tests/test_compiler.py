@@ -117,7 +117,7 @@ def test_each_pass_file_is_in_the_table(stage: str) -> None:
 def test_each_optional_pass_is_left_out_alone() -> None:
     """Each of `OPTIONAL` is one row, which no other choice leaves out."""
     overlap: Any = ("none", *values_of("overlap"))[-1]
-    everything = Options(sequence_parallel=True, experts="expert", summed=True, cp=2, overlap=overlap)
+    everything = Options(sequence_parallel=True, experts="expert", summed=True, cp=2, overlap=overlap, outputs="loss")
     rows = passes_of(TABLE, everything)
     assert {*TABLE} <= {*rows}
     for name in OPTIONAL:
@@ -130,6 +130,7 @@ def test_each_optional_pass_is_left_out_alone() -> None:
     ("options", "more"),
     [
         (Options(summed=True), ["loss_totals", "row_independence"]),
+        (Options(outputs="loss"), ["only_loss"]),
         (Options(experts="expert"), ["experts"]),
         (Options(sequence_parallel=True), ["sequence_parallel"]),
         (Options(cp=2), ["equal_inputs", "causal_masks", "context_parallel"]),

@@ -55,8 +55,8 @@ def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -
     if op == "max":
         return _convert("max", x.detach(), group)
     if op == "logsumexp":
-        alone = group is None or seat(group)[1] == 1
-        return x if alone else log_sum_exp(gather(x.unsqueeze(0), group, 0, seat(group)[1]))
+        ranks = 1 if group is None else seat(group)[1]
+        return x if ranks == 1 else log_sum_exp(gather(x.unsqueeze(0), group, 0, ranks))
     return _convert("reduce", x, group, fresh=fresh)
 
 

@@ -179,6 +179,12 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
+def is_loss(node: fx.Node) -> bool:
+    """True for a floating tensor without dimensions."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
 @cache
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the names of an operator's or a function's parameters; positions if it is neither."""

@@ -321,13 +321,13 @@ def parallel_class_terms(call: Call) -> Rule:
     return Rule.of(spell([x, top, row], [["t^", *row]]))
 
 
-def linear_class_terms(call: Call) -> Rule:
+def parallel_linear_class_terms(call: Call) -> Rule:
     """`linear_class_terms(weight, x, classes, ..., bias)`: two terms for each row over classes, which may be cut."""
     row, bias = letters(call["classes"].dim()), [["v!"]] * (call["bias"] is not None)
     return Rule.of(spell([["v!", "i^"], [*row, "i^"], row, *bias], [["t^", *row]]), reducer="logsumexp")
 
 
-def linear_loss_sum(call: Call) -> Rule:
+def whole_linear_loss_sum(call: Call) -> Rule:
     """`linear_loss_sum(weight, x, classes, of_sum, of_class, ..., bias)`: a sum over rows. It needs all classes."""
     row, bias = letters(call["classes"].dim()), [["v^"]] * (call["bias"] is not None)
     return Rule.of(spell([["v^", "i^"], [*row, "i^"], row, row, row, *bias], [[]]))

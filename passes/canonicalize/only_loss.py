@@ -18,8 +18,7 @@ from autotp.errors import Error
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.capture.captured import Captured, OutputAt
 from autotp.passes.capture.pytree import leaf_names
-from autotp.passes.plan.outputs import is_loss
-from autotp.rules.call import outputs_of, returned
+from autotp.rules.call import is_loss, outputs_of, returned
 from autotp.rules.traits import draws, draws_from_numpy
 
 

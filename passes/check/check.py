@@ -341,7 +341,8 @@ class _Checking(Proof):
         """Types a conjugate: its operand has the placement of its row, and it moves the dimension that is cut."""
         (typed,), kinds = self.types[x], CONJUGATES[node.target]
         leaf = moved_leaf(typed, *self.erased(rest)) if Shard in kinds else None
-        allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"], ["logsumexp"])}.get(node.target, ())  # type: ignore[arg-type]
+        reducers: Any = ([], ["sum"], ["max"], ["logsumexp"])
+        allowed = {collectives.copy: ([],), collectives.reduce: reducers}.get(node.target, ())  # type: ignore[arg-type]
         if axis != self.to.axis or node.kwargs or (leaf is None and list(rest) not in allowed):
             self.refuse(node, "does not move along the axis that is cut", got=f"{called(node)} of {typed}")
         make: dict[type[Placement], Any] = {Shard: lambda: Shard(leaf), Partial: lambda: Partial(*rest[: leaf is None])}  # type: ignore[arg-type]

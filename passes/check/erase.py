@@ -39,7 +39,9 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     lookup.gather: (aten.gather.default, ("self", "dim", "index", "start", "size"), ""),
     cross_entropy.class_terms: (cross_entropy.class_terms, ("x", "top", "classes", "dim", "start", "size"), ""),
     linear_class_terms: (
-        linear_class_terms, ("weight", "x", "classes", "start", "size", "scale", "cap", "bias"), "",
+        linear_class_terms,
+        ("weight", "x", "classes", "start", "size", "scale", "cap", "bias"),
+        "",
     ),
     causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa"), ""),
     zigzag_rows: (zigzag_rows, ("query", "key", "value", "parts", "rank", "scale", "enable_gqa"), ""),

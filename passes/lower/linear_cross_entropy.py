@@ -17,7 +17,7 @@ from torch import fx
 
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
-from autotp.passes.lower.vocab_parallel_loss import MEAN, SUM, classes_of, counted_rows, own_weight, reduced
+from autotp.passes.lower.vocab_parallel_loss import MEAN, SUM, counted_rows, legal_classes, own_weight, reduced_loss
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.rules.call import arguments_of
@@ -129,7 +129,7 @@ def _steps(x: Any, logarithms: bool) -> list[fx.Node] | None:
             return steps if _is_large(classes, value.shape[-1]) and _one_precision(steps) else None
         elif not _keeps_rows(x, classes):
             return None
-        x = x.args[0]  # type: ignore[assignment]
+        x = x.args[0]
         if not isinstance(x, fx.Node):
             return None
     return None
@@ -209,21 +209,23 @@ def _arithmetic(steps: list[fx.Node]) -> tuple[float, float, fx.Node | None] | N
 
 def _rows(builder: Builder, node: fx.Node, is_product: bool) -> fx.Node:
     """Returns the head's input with the rows that a step of the logits has."""
-    rows: fx.Node = builder.env[node.args[0]]
+    operand: Any = node.args[0]
+    rows: fx.Node = builder.env[operand]
     if is_product or not has(node.target, VIEWS):
         return rows
     name, args = size_argument(node.target), dict(builder.map(arguments_of(node)))
     if name:
         args[name] = [*args[name][:-1], rows.meta["val"].shape[-1]]
-    return builder.call(node.target, *(rows, *list(args.values())[1:]))
+    target: Any = node.target
+    return builder.call(target, rows, *list(args.values())[1:])
 
 
 def _loss(builder: Builder, node: fx.Node, head: Head) -> fx.Node:
     """Writes a class loss of the logits of a head. node: the loss in the old graph"""
     call, args = builder.call, builder.map(arguments_of(node))
-    x, weight = args["self"], builder.env[head.linear.args[1]]
+    x, weight = args["self"], builder.map(head.linear.args[1])
     bias = builder.env[head.bias] if head.bias is not None else None
-    ignored, classes = classes_of(builder, args)
+    ignored, classes = legal_classes(builder, args)
     smoothing, dtype = args.get("label_smoothing"), weight.meta["val"].dtype
     # In float16 gradients that are not divided yet may be too large.
     if head.leaf is None and args["reduction"] in (MEAN, SUM) and dtype != torch.float16:
@@ -239,7 +241,7 @@ def _loss(builder: Builder, node: fx.Node, head: Head) -> fx.Node:
         total, logits = _every(builder, x, weight, bias, head.scale, args["weight"])
         every = call(aten.sub.Tensor, call(aten.mul.Tensor, lse, total), logits)
         smooth = call(aten.mul.Tensor, every, smoothing / weight.meta["val"].shape[0])
-    return builder.cast(reduced(builder, args, loss, smooth, ignored, classes), node.meta["val"].dtype)
+    return builder.cast(reduced_loss(builder, args, loss, smooth, ignored, classes), node.meta["val"].dtype)
 
 
 def _summed(
@@ -272,11 +274,12 @@ def _every(
     """Returns the sum over classes of `each`, and of `each * logits` for each row: a product with one vector."""
     call, total = builder.call, weight.meta["val"].shape[0]
     if each is None:
-        column, constant = call(aten.sum.dim_IntList, weight, [0]), None if bias is None else call(aten.sum.default, bias)
+        column = call(aten.sum.dim_IntList, weight, [0])
     else:
         total = call(aten.sum.default, each)
         column = call(aten.matmul.default, builder.cast(each, weight.meta["val"].dtype), weight)
-        constant = None if bias is None else call(aten.sum.default, call(aten.mul.Tensor, bias, each))
     logits = builder.cast(call(aten.matmul.default, x, column), _sum_dtype(weight))
-    logits = logits if constant is None else call(aten.add.Tensor, logits, constant)
+    if bias is not None:
+        constant = call(aten.sum.default, bias if each is None else call(aten.mul.Tensor, bias, each))
+        logits = call(aten.add.Tensor, logits, constant)
     return total, call(aten.mul.Tensor, logits, scale)

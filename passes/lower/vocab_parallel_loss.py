@@ -27,7 +27,7 @@ def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
     top = call(peak, x, dim)
     # With a maximum in float32, differences and sums of 16-bit logits are in float32, too.
     top = builder.cast(top, torch.promote_types(top.meta["val"].dtype, torch.float32))
-    ignored, classes = classes_of(builder, args)
+    ignored, classes = legal_classes(builder, args)
     terms = call(class_terms, x, top, classes, dim, 0, builder.size(x, dim))
     lse = call(aten.log.default, call(aten.select.int, terms, 0, 0))
     loss = call(aten.sub.Tensor, lse, call(aten.select.int, terms, 0, 1))
@@ -36,23 +36,23 @@ def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
         every = _every(builder, call(aten.sub.Tensor, x, top), lse, args["weight"], dim)
         smooth = call(aten.mul.Tensor, every, args["label_smoothing"])
         smooth = call(aten.div.Tensor, smooth, builder.size(x, dim))
-    return builder.cast(reduced(builder, args, loss, smooth, ignored, classes), x.meta["val"].dtype)
+    return builder.cast(reduced_loss(builder, args, loss, smooth, ignored, classes), x.meta["val"].dtype)
 
 
 def nll(builder: Builder, args: dict[str, Any]) -> fx.Node:
     """Writes the negative log-likelihood of cut log-probabilities. args: those of `aten.nll_loss`, by name."""
     call, dim = builder.call, _class_dim(args)
-    ignored, classes = classes_of(builder, args)
+    ignored, classes = legal_classes(builder, args)
     picked = call(aten.gather.default, args["self"], dim, call(aten.unsqueeze.default, classes, dim))
     loss = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
-    return reduced(builder, args, loss, None, ignored, classes)
+    return reduced_loss(builder, args, loss, None, ignored, classes)
 
 
 def _class_dim(args: dict[str, Any]) -> int:
     return 1 if args["self"].meta["val"].dim() > 1 else 0
 
 
-def classes_of(builder: Builder, args: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
+def legal_classes(builder: Builder, args: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
     """Returns the mask of ignored targets, and the targets with class 0 in their place. args: those of a class loss"""
     ignored = builder.call(aten.eq.Scalar, args["target"], args["ignore_index"])
     # Class 0 is a legal index, and the loss of such a row is masked later.
@@ -70,7 +70,7 @@ def _every(builder: Builder, z: fx.Node, lse: fx.Node, weight: fx.Node | None, d
     return call(aten.sub.Tensor, call(aten.mul.Tensor, lse, total), call(aten.sum.dim_IntList, z, [dim]))
 
 
-def reduced(
+def reduced_loss(
     builder: Builder, args: dict[str, Any], loss: fx.Node, smooth: fx.Node | None, ignored: fx.Node, classes: fx.Node
 ) -> fx.Node:
     """Returns the class loss of torch's documentation: ignored targets, class weights, smoothing, three reductions.
@@ -110,6 +110,6 @@ def counted_rows(builder: Builder, ignored: fx.Node, row_weights: fx.Node | None
 
 def count(builder: Builder, args: dict[str, Any], dtype: torch.dtype) -> fx.Node:
     """Writes the divisor of a class loss's mean: the weights of the targets that are not ignored, added up."""
-    ignored, classes = classes_of(builder, args)
+    ignored, classes = legal_classes(builder, args)
     row_weights = own_weight(builder, args["weight"], classes)
     return builder.call(aten.sum.default, counted_rows(builder, ignored, row_weights, dtype))

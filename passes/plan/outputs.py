@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from autotp.options import Outputs
@@ -17,7 +16,7 @@ from autotp.passes.plan.candidate import maker
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes
 from autotp.passes.plan.propagate import Have
-from autotp.rules.call import operand_nodes, returned
+from autotp.rules.call import is_loss, operand_nodes, returned
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import find
@@ -98,12 +97,6 @@ def layouts_of_parameters(
             shape = tuple(node.meta["val"].shape)
             layouts[parameters[node.name]] = layout_of(shape, axes.of(node), leaf, tp, name)
     return layouts
-
-
-def is_loss(node: fx.Node) -> bool:
-    """True for a floating tensor without dimensions."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

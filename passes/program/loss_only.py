@@ -12,9 +12,8 @@ from autotp.errors import Error
 from autotp.passes.capture.guards.values import place_text
 from autotp.passes.pipeline.loss_totals import loss_totals
 from autotp.passes.pipeline.row_independence import one_batch
-from autotp.passes.plan.outputs import is_loss
 from autotp.passes.program.program import CapturedProgram
-from autotp.rules.call import operator_name, returned
+from autotp.rules.call import is_loss, operator_name, returned
 from autotp.rules.traits import sparse_argument
 from autotp.source_location import line_of
 

@@ -1,7 +1,7 @@
-"""benchmarks/large_loss: in chunks, the loss over a large vocabulary needs little memory on any number of ranks."""
+"""benchmarks/calls/large_loss: in chunks, the loss over a large vocabulary needs little memory."""
 
-import large_loss
 import pytest
+from calls import large_loss
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

@@ -158,7 +158,7 @@ class _LinearClassTerms(torch.autograd.Function):
         start, _, scale, cap = ctx.where
         needed = [ctx.needs_input_grad[i] for i in (0, 1, 7)]
         if torch.is_grad_enabled():
-            again = _terms_at_once(weight, x, classes, *ctx.where, bias)
+            again = _terms_at_once(weight, x, classes, start, ctx.where[1], scale, cap, bias)
             return _spread(_differentiable(again, grad, (weight, x, bias), needed), 5)
         rows, index, grad = rows_of(x), classes.reshape(-1), grad.reshape(2, -1)
         if means is not None:
@@ -205,7 +205,8 @@ class _LinearLossSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, x, classes, of_sum, of_class, bias, *grads = ctx.saved_tensors
         if torch.is_grad_enabled():
-            again = _sum_at_once(weight, x, classes, of_sum, of_class, *ctx.settings, bias)
+            scale, cap = ctx.settings
+            again = _sum_at_once(weight, x, classes, of_sum, of_class, scale, cap, bias)
             return _spread(_differentiable(again, grad, (weight, x, bias), ctx.needed), 5)
         times = Tensor.mul_ if _may_overwrite(grad) else Tensor.mul
         return _spread([None if y is None else times(y, grad.to(y.dtype)) for y in grads], 5)
@@ -284,8 +285,10 @@ def _through_means(means: Tensor, weight: Tensor, index: Tensor, start: int, gra
         grad: [2 rows] the gradient of the terms.
     """
     result = means * grad[0, :, None].to(means.dtype)
+    if len(weight) == 0:
+        return result
     local, outside = local_index(index, start, len(weight))
-    return result.addcmul_(weight[local], grad[1].masked_fill(outside, 0)[:, None].to(means.dtype)) if len(weight) else result
+    return result.addcmul_(weight[local], grad[1].masked_fill(outside, 0)[:, None].to(means.dtype))
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from autotp.compiler import analyse
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.plan.outputs import is_loss, makers
+from autotp.passes.plan.outputs import makers
 from autotp.passes.program.program import Program
-from autotp.rules.call import returned
+from autotp.rules.call import is_loss, returned
 
 TOKENS = torch.arange(6).view(2, 3)
 

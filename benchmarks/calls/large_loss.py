@@ -1,8 +1,8 @@
 """Measures a head and its loss over a large vocabulary: the most memory, counted and measured, and the time.
 
-    OMP_NUM_THREADS=1 python benchmarks/large_loss.py              counted on meta: Qwen's 151,936 words, 8,192 tokens
-    OMP_NUM_THREADS=1 python benchmarks/large_loss.py --measure    on this CPU, a quarter of these tokens
-    OMP_NUM_THREADS=1 python benchmarks/large_loss.py --time       32,000 words, one rank, beside plain torch
+    OMP_NUM_THREADS=1 python benchmarks/calls/large_loss.py              counted on meta: 151,936 words, 8,192 tokens
+    OMP_NUM_THREADS=1 python benchmarks/calls/large_loss.py --measure    on this CPU, a quarter of these tokens
+    OMP_NUM_THREADS=1 python benchmarks/calls/large_loss.py --time       32,000 words, one rank, beside plain torch
 
 It runs the graph of the first rank, without communication, forward and backward, and counts the storages that operators
 return and that still exist, after each operator. The most of them is the row, without the gradients of weight and
@@ -108,9 +108,7 @@ class Row:
         return f"{self.way:<8}{self.tp:>4}{self.bytes / 2**30:>10.2f} GiB"
 
 
-def most_bytes(
-    way: str, tp: int, device: str, words: int = WORDS, tokens: int = TOKENS, width: int = WIDTH
-) -> Row:
+def most_bytes(way: str, tp: int, device: str, words: int = WORDS, tokens: int = TOKENS, width: int = WIDTH) -> Row:
     """Returns the most bytes of a rank's forward and backward in bfloat16."""
     dtype = torch.bfloat16
     run, tensors = first_rank(words, width, tp, tokens, dtype, way), operands(words, width, tp, tokens, dtype, device)
