@@ -21,7 +21,7 @@ from autotp.ops import collectives
 from autotp.ops.losses import linear_cross_entropy as operators
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.lower import linear_cross_entropy
+from autotp.passes.lower.losses import linear_cross_entropy
 from autotp.training.distribute import distribute
 
 CLASSES, WIDTH = 37, 16
