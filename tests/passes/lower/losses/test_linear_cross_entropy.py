@@ -149,7 +149,8 @@ def train(mine: nn.Module, whole: nn.Module) -> None:
     nothing = torch.full_like(LABELS, -100)
     nothing[0, 3] = 1
     for rows, labels in ((TOKENS, LABELS), (TOKENS[:2, :5], LABELS[:2, :5]), (TOKENS, nothing)):
-        losses = [model(rows.contiguous(), labels.contiguous()) for model in (mine, whole)]
+        results = [model(rows.contiguous(), labels.contiguous()) for model in (mine, whole)]
+        losses = [result[0] if isinstance(result, tuple) else result for result in results]
         torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=0, atol=1e-10)
         for optimizer, loss in zip(optimizers, losses, strict=True):
             optimizer.zero_grad()
@@ -175,6 +176,11 @@ def steps_are_those_of_one_device(rank: int, n: int) -> None:
 @checks.on(2)
 def blocks_are_computed_again(rank: int, n: int) -> None:
     beside_one_device(n, CASES["smooth"]().double(), recompute="full")
+
+
+@checks.on(2)
+def logits_beside_a_loss_are_left_out(rank: int, n: int) -> None:
+    beside_one_device(n, Words("returned").double(), outputs="loss")
 
 
 @checks.on(2)
