@@ -135,7 +135,7 @@ def test_each_optional_pass_is_left_out_alone() -> None:
         (Options(sequence_parallel=True), ["sequence_parallel"]),
         (Options(cp=2), ["equal_inputs", "causal_masks", "context_parallel"]),
     ],
-    ids=["summed", "experts", "sequence", "context"],
+    ids=["summed", "loss", "experts", "sequence", "context"],
 )
 def test_options_add_their_passes(options: Options, more: list[str]) -> None:
     assert [row.name for row in TABLE if row.wanted(options) and not row.wanted(DEFAULTS)] == more

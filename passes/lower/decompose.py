@@ -18,7 +18,7 @@ from torch import fx
 
 from autotp.ops.losses.cross_entropy import peak
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
-from autotp.passes.lower.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
+from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, Factor, visit
 from autotp.rules.call import arguments_of

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.choose import NOMINAL, elements
 from autotp.passes.plan.infer_axes import Axes
@@ -65,8 +66,14 @@ def block_costs(graph: fx.Graph, axes: Axes, blocks: Sequence[str], parameters: 
 
 
 def multiplications(node: fx.Node, axes: Axes) -> float:
-    """Returns the multiplications of a product, or of the two products of an attention; 0 for other operators."""
+    """Returns the multiplications of a product, or of the two products of an attention; 0 for other operators.
+
+    A head in one operator with its loss counts as the product that it is.
+    """
     bound = axes.bound.get(node)
+    if bound is not None and node.target in (linear_class_terms, linear_loss_sum):
+        weight, x = bound.operands[:2]
+        return elements(x) * _nominal(find(axes.of(weight)[0]).size)
     if contracts(bound):
         summed = [factor for factor in bound.factors if not factor.outs and 1 in factor.ins]  # type: ignore[union-attr]
         return elements(node) * math.prod(_nominal(find(factor.axis).size) for factor in summed)

@@ -9,7 +9,7 @@ from torch import fx
 from autotp.errors import Error
 from autotp.passes.lower.decompose import decompose
 from autotp.passes.lower.defer_reductions import defer_reductions
-from autotp.passes.lower.linear_cross_entropy import linear_cross_entropy
+from autotp.passes.lower.losses.linear_cross_entropy import linear_cross_entropy
 from autotp.passes.lower.prove_rules import prove_node
 from autotp.passes.pipeline.row_independence import expect_rows, expect_sums
 from autotp.passes.plan.choose import choose, choose_as

@@ -216,7 +216,7 @@ def test_verify_on_meta_computes_nothing() -> None:
         big = GPT(GPTConfig(n_layer=2))
     assert str(autotp.verify(big, tp=8)) == (
         "GPT on tp=8: the model is on meta: proved and counted, nothing computed\n"
-        "  forward         7 all-reduce\n  backward        5 all-reduce"
+        "  forward         1 all-gather, 5 all-reduce\n  backward        5 all-reduce"
     )
 
 

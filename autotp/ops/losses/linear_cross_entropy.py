@@ -1,7 +1,7 @@
 """A head and its loss as one operator: what cross-entropy needs of the logits, computed in chunks of rows.
 
 The logits of all rows are never in memory. There are two forms. `linear_class_terms` works on a part of the classes:
-backward computes logits again, chunk by chunk, if they are many and the weight has a gradient. `linear_loss_sum` has
+backward computes logits again, unless they are one chunk or the weight has no gradient. `linear_loss_sum` has
 all classes, and so forward knows the gradients but for a number: it computes them from the same logits.
 
 Source: Wijmans et al. 2025, Cut Your Losses in Large-Vocabulary Language Models; Liger-Kernel's fused cross-entropy.
@@ -23,8 +23,6 @@ from autotp.ops.lookup import gather, local_index
 
 CHUNK = 2**24
 """The logits of a chunk: 64 MiB in float32."""
-KEPT = 2**26
-"""The logits up to which backward is given probabilities, and computes nothing again: 256 MiB in float32."""
 
 
 def linear_class_terms(
@@ -135,20 +133,19 @@ class _LinearClassTerms(torch.autograd.Function):
         ctx.where = start, size, scale, cap
         rows, index = rows_of(x), classes.reshape(-1)
         terms = x.new_empty((2, len(index)), dtype=torch.promote_types(x.dtype, torch.float32))
-        kept = means = None
+        keeps, kept, means = False, None, None
         if any(ctx.needs_input_grad) and not cap:  # The slope of tanh needs logits.
             if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[7]):
                 means = rows.new_empty(rows.shape)
-            elif len(rows) * len(weight) <= KEPT:
-                kept = terms.new_empty((len(rows), len(weight)))
+            elif len(rows) * len(weight) <= CHUNK:
+                keeps = True
         for part in _chunks(len(index), len(weight)):
             z = _logits(rows[part], weight, bias, scale, cap)
             terms[1, part] = _picked(z, index[part], start, size)
             terms[0, part] = _exponentiate(z)
             if means is not None:
                 torch.mm(z.to(weight.dtype), weight, out=means[part])
-            if kept is not None:
-                kept[part] = z
+            kept = z if keeps else None
         ctx.save_for_backward(weight, x, classes, bias, terms, kept, means)
         return terms.view(2, *classes.shape)
 
@@ -170,7 +167,7 @@ class _LinearClassTerms(torch.autograd.Function):
                 slope = _slope(z, cap)
                 probabilities = z.sub_(terms[0, part, None]).exp_()
             else:
-                slope, probabilities = None, kept[part] if _may_overwrite(grad) else kept[part].clone()
+                slope, probabilities = None, kept if _may_overwrite(grad) else kept.clone()
             g = _at_class(probabilities.mul_(grad[0, part, None]), index[part], start, grad[1, part])
             sums.add(part, g if slope is None else g.mul_(slope), scale)
         return _spread((sums.weight, None if sums.x is None else sums.x.view(x.shape), sums.bias), 5)

@@ -18,7 +18,7 @@ from autotp.compiler import analyse
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.lower import linear_cross_entropy
+from autotp.passes.lower.losses import linear_cross_entropy
 
 CLASSES = 37
 TOKENS = torch.arange(10).view(2, 5)

@@ -15,7 +15,7 @@ from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.lower import linear_cross_entropy
+from autotp.passes.lower.losses import linear_cross_entropy
 from autotp.passes.lower.overlap import separate
 
 pytest.importorskip("spmd_types", reason="its checker judges our graphs: pip install spmd_types")

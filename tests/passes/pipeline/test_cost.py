@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from autotp.compiler import analyse
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.lower.losses import linear_cross_entropy
 from autotp.passes.pipeline.cost import Cost, block_costs, multiplications
 from autotp.passes.pipeline.stages import partition
 from autotp.passes.plan.choose import NOMINAL, elements
@@ -56,3 +58,21 @@ class Heads(nn.Module):
 
 def test_costs_add_field_by_field() -> None:
     assert Cost(1.5, 2, 3) + Cost(2, 3, 4) == Cost(3.5, 5, 7)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 37)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def test_a_head_with_its_loss_costs_as_much_as_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = []
+    for least in (38, 37):
+        monkeypatch.setattr(linear_cross_entropy, "LEAST", least)
+        analysis = analyse(skeleton_of(Head()), (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)), {}, 2)
+        costs.append(sum(multiplications(node, analysis.axes) for node in analysis.graph.nodes))
+    assert costs[0] == costs[1] > 0

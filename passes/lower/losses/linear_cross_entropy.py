@@ -17,7 +17,14 @@ from torch import fx
 
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
-from autotp.passes.lower.vocab_parallel_loss import MEAN, SUM, counted_rows, legal_classes, own_weight, reduced_loss
+from autotp.passes.lower.losses.vocab_parallel_loss import (
+    MEAN,
+    SUM,
+    counted_rows,
+    legal_classes,
+    own_weight,
+    reduced_loss,
+)
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.rules.call import arguments_of

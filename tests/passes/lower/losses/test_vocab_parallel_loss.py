@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from autotp.passes.builder import Builder
-from autotp.passes.lower.vocab_parallel_loss import cross_entropy, nll
+from autotp.passes.lower.losses.vocab_parallel_loss import cross_entropy, nll
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
