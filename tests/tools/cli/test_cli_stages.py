@@ -13,7 +13,7 @@ from autotp.compiler import CANONICALIZE, LOWER, PLAN
 
 def test_stages_prints_a_row_for_each_pass(autotp_command, models: Path) -> None:
     done = autotp_command("stages", f"{models}:mlp:inputs", "--tp", 2)
-    assert (done.status, done.err) == (0, "") and done.out.startswith("Sequential on tp=2: 27 passes, ")
+    assert (done.status, done.err) == (0, "") and done.out.startswith("Sequential on tp=2: 28 passes, ")
     found = [line.split()[:2] for line in done.out.splitlines() if re.match(r"[a-z]+ +[a-z_]+ ", line)]
     passes = [[each.stage, each.name] for each in (*CANONICALIZE, *PLAN, *LOWER)]
     shown = [row for row in found if row in passes]
@@ -44,7 +44,7 @@ def test_the_page_has_the_table_and_the_code(autotp_command, models: Path, tmp_p
     given = f"{models}:mlp:inputs", "--tp", 2, "--pass", "fuse_bias", "--html", tmp_path / "stages.html"
     done = autotp_command("stages", *given)
     text = (tmp_path / "stages.html").read_text()
-    assert done.status == 0 and "<title>Sequential on tp=2: 27 passes, " in text and "default-src 'none'" in text
+    assert done.status == 0 and "<title>Sequential on tp=2: 28 passes, " in text and "default-src 'none'" in text
     assert all(f">{each.name}</td>" in text for each in (*CANONICALIZE, *PLAN, *LOWER) if f" {each.name} " in done.out)
     before, after = text.index("before fuse_bias"), text.index("after fuse_bias")
     assert before < text.index("add(linear, bias)") < after < text.index("linear(copy, weight, bias)")
