@@ -198,6 +198,12 @@ def test_ends_that_the_model_computes_with_are_refused_in_microbatches() -> None
     assert "cu_seqlens as an argument that attention alone reads" in text
 
 
+def test_tokens_without_rows_are_refused_over_cp() -> None:
+    inputs = tuple(batch([6, 4], 0).values())
+    text = message(autotp.verify, decoder(), 1, cp=2, dp=2, example_inputs=inputs)
+    assert "cp cannot cut rows" in text and "[1, tokens] in place of [tokens]" in text
+
+
 def test_verify_has_the_documents_of_all_microbatches_and_replicas() -> None:
     inputs = tuple(batch([6, 4, 10], 0, 2).values())
     report = autotp.verify(decoder(), 2, pp=2, dp=2, microbatches=2, example_inputs=inputs)
