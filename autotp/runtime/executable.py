@@ -215,11 +215,15 @@ class Executable:
         # A compiled call learns no numbers, so it never begins again.
         if torch.compiler.is_compiling():
             return self._result_of_flat(args, kwargs, *flatten_call(args, kwargs))
+        numbers = self.numbers
         while True:
             try:
                 return self._result_of_flat(args, kwargs, *flatten_call(args, kwargs))
             except _OtherNumbers:
                 continue
+            except Error:  # Perhaps only this rank has learned them, from a batch that the others did not get.
+                self.numbers = numbers
+                raise
 
     def _result_of_flat(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any) -> Any:
         leaves = [whole_operand(leaf) if isinstance(leaf, STAND_FOR_WHOLES) else leaf for leaf in leaves]
@@ -297,13 +301,7 @@ class Executable:
             match = self._find(key, called, model_tensors, outcomes)
             if match is None and self._learns_numbers(key):
                 raise _OtherNumbers
-            try:
-                return self._agreed(match, called, key, model_tensors, outcomes)
-            except Error:
-                if match is not None or not self._numbers_in(called.spec):
-                    raise
-                self._set_numbers(called.spec, frozenset())  # Perhaps the graph has no operator for a number.
-                raise _OtherNumbers from None
+            return self._agreed(match, called, key, model_tensors, outcomes)
         entry = self._find_compiled(key, called, model_tensors, outcomes)
         return entry or self.uncompiled(self._agreed, entry, called, key, model_tensors, outcomes)
 
@@ -524,10 +522,18 @@ class Executable:
             if self.read_places:
                 index = next((i for i, (_, graph) in enumerate(self.entries) if graph is entry), -1)
                 within(f"{self.name}.forward", lambda: agree_on_values(self.mesh, index))
-            if entry is None or (check != "never" and (check != "first" or entry.calls < CHECKED_CALLS)):
+            if entry is None or (check != "never" and self._is_compared(entry)):
                 entry = within(f"{self.name}.forward", lambda: self._checked(entry, called, key[3:], check, outcomes))
             entry.warned = entry.warned or warn_of_whole_sequences(entry.analysis, f"{self.name}.forward")
             return entry
+
+    def _is_compared(self, entry: GraphEntry) -> bool:
+        """True if ranks compare the inputs of this call of a graph.
+
+        On a CPU the ends of packed documents are read, and say how much ranks send over cp: so they do in each call.
+        """
+        read = entry.reads_documents and self.mesh.device.type == "cpu"
+        return read or self.tree.settings.check_inputs != "first" or entry.calls < CHECKED_CALLS
 
     def _checked(
         self,
@@ -542,7 +548,13 @@ class Executable:
             # Here, too: the capture would find only that graphs differ. Whether the graph will draw is not known yet.
             if check != "never":
                 agree_on_call(self.mesh, called.leaves, mode, False)
-            entry = self._captured(called, outcomes)
+            try:
+                entry = self._captured(called, outcomes)
+            except Error:  # On every rank. Where inputs differ, others may have a graph, and do not begin again.
+                if not self._numbers_in(called.spec):
+                    raise
+                self._set_numbers(called.spec, frozenset())  # Perhaps the graph has no operator for a number.
+                raise _OtherNumbers from None
         if check != "never":
             agree_on_call(self.mesh, called.leaves, mode, entry.random, parts)
             if self.module.training and torch.is_grad_enabled():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from autotp.passes.capture.python_state.code_names import named
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.pipeline.documents import reads_documents
 from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
@@ -79,6 +80,11 @@ class GraphEntry:
     def assumes(self) -> bool:
         """True if outcomes of activations are assumed, which a call compares after its run."""
         return self.analysis.captured.assumes
+
+    @cached_property
+    def reads_documents(self) -> bool:
+        """True if attention reads where packed documents end."""
+        return any(map(reads_documents, self.analysis.graph.nodes))
 
     @property
     def keeps_masks(self) -> bool:

@@ -22,6 +22,8 @@ from autotp.source_location import line_of
 
 ENDS = {"query_ends": "query", "key_ends": "key"}
 """An argument that says where documents end -> the one whose rows they are."""
+LONGEST = {"query_ends": "longest_query", "key_ends": "longest_key"}
+"""An argument that says where documents end -> the one that says how long they are at most."""
 
 
 def reads_documents(node: fx.Node) -> bool:
@@ -42,10 +44,20 @@ def document_inputs(graph: fx.Graph) -> dict[str, Any]:
     return {source.name: x.meta["val"].shape[0] for ends, x in reads if (source := _source(ends)).op == "placeholder"}
 
 
+def longest_of_inputs(graph: fx.Graph) -> dict[str, Any]:
+    """Returns placeholder name -> the length that no document in it exceeds, a number or an expression of sizes."""
+    longest = dict[str, Any]()
+    for arguments in (arguments_of(node) for node in graph.nodes if reads_documents(node)):
+        for ends, name in LONGEST.items():
+            length = arguments[name]
+            longest[_source(arguments[ends]).name] = length.meta["val"] if isinstance(length, fx.Node) else length
+    return longest
+
+
 def longest_documents(graph: fx.Graph) -> set[int]:
     """Returns the numbers in a graph that no document is longer than; not those that are inputs."""
     nodes = [arguments_of(node) for node in graph.nodes if reads_documents(node)]
-    lengths = {arguments[name] for arguments in nodes for name in ("longest_query", "longest_key")}
+    lengths = {arguments[name] for arguments in nodes for name in LONGEST.values()}
     return {length for length in lengths if isinstance(length, int)}
 
 

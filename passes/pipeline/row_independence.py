@@ -37,6 +37,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
+from autotp.ops.collectives import scatter
 from autotp.ops.placement_moves import apart
 from autotp.passes.pipeline.documents import ends_of, reads_documents
 from autotp.passes.pipeline.loss_totals import is_mean, symbols
@@ -306,6 +307,13 @@ def _lengths(node: Any) -> list[Any]:
 
 def _refuse(node: fx.Node, problem: str, fix: str = "") -> None:
     whole = "autotp.parallelize, for whole batches"
+    if node.target is scatter:  # It stands where cp cuts a sequence: here the only dimension of packed tokens.
+        raise Error(
+            "the tokens of a batch are its first dimension, and cp cannot cut rows",
+            at=line_of(node),
+            fix="[1, tokens] in place of [tokens]: tokens.unsqueeze(0), and the same of what is as long",
+            alternative=whole,
+        )
     raise Error(
         f"`{node.target}` {problem}, which cannot be computed in parts",
         at=line_of(node),

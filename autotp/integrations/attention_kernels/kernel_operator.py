@@ -27,6 +27,7 @@ from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_a
 from autotp.integrations.attention_kernels.packed_rows import read_by_part
 from autotp.integrations.attention_kernels.padded_rows import attention_of_rows
 from autotp.integrations.attention_kernels.reference import REFERENCE, attention_in_one_row
+from autotp.ops.attention.documents import expect_no_longer
 from autotp.ops.dropout import has_own_stream, own_stream
 from autotp.ops.eager_mode import is_computed
 from autotp.rules.call import bound_arguments
@@ -85,9 +86,11 @@ def _attention_kernel(
         near: whether keys and values are those up to the last of these queries, without some of the first ones.
 
     Raises:
-        Error: the kernel refuses the dtype or the width of the heads.
+        Error: the kernel refuses the dtype or the width of the heads; or a document is longer than is said.
     """
     expect_taken(query, function)
+    expect_no_longer(query_ends, longest_query)
+    expect_no_longer(key_ends, longest_key)
     if start is not None:
         key, value, query_ends, key_ends = read_by_part(query, key, value, query_ends, key_ends, after, start, near)
     traced = isinstance(query, FakeTensor) or query.is_meta

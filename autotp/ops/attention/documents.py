@@ -47,8 +47,24 @@ def known_documents(ends: Tensor | None, tokens: int) -> list[int] | None:
     Raises:
         Error: as `documents_in`.
     """
-    known = ends is not None and not torch.compiler.is_compiling() and ends.is_cpu and is_computed(ends)
-    return documents_in(ends, tokens) if known and ends is not None else None
+    return None if ends is None or not _is_known(ends) else documents_in(ends, tokens)
+
+
+def _is_known(ends: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and ends.is_cpu and is_computed(ends)
+
+
+def expect_no_longer(ends: Tensor | None, longest: int | None) -> None:
+    """Raises Error for a document that is longer than is said, where the host has the ends.
+
+    Kernels compute no more of it, and over cp a rank reads no more keys before its part.
+    """
+    lengths = None if ends is None or longest is None or ends.dim() != 1 or not _is_known(ends) else ends.diff()
+    if lengths is not None and lengths.numel() and lengths.min() >= 0 and lengths.max() > longest:  # type: ignore[operator]
+        raise Error(
+            f"a packed document has {int(lengths.max())} tokens, and the longest is said to have {longest}",
+            fix="max_length_q and max_length_k (max_seqlen, max_q) that no document exceeds: int(ends.diff().max())",
+        )
 
 
 def first_keys(size: int, parts: int, before: int, ends: Sequence[int] | None) -> tuple[int, ...]:

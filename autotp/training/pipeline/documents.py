@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp.ops.attention.documents import documents_in_parts, expect_whole_documents
+from autotp.ops.attention.documents import documents_in_parts, expect_no_longer, expect_whole_documents
 from autotp.passes.capture.pytree import flatten, map_leaves
 from autotp.passes.capture.replacements.number_arguments import as_length, is_countable
-from autotp.passes.pipeline.documents import document_inputs, longest_documents
+from autotp.passes.pipeline.documents import document_inputs, longest_documents, longest_of_inputs
 from autotp.passes.program.program import Program
 
 
@@ -26,7 +26,7 @@ class Documents:
 
     def __init__(self, program: Program) -> None:
         graph = _graph(program)
-        self.tokens = document_inputs(graph)
+        self.tokens, self._longest = document_inputs(graph), longest_of_inputs(graph)
         shapes = {node.name: node.meta["val"].shape for node in graph.find_nodes(op="placeholder")}
         self._sizes = {name: shapes.get(name, ()) for name in program.captured.inputs}
         self._rows = frozenset(program.rows)
@@ -34,7 +34,9 @@ class Documents:
         self.beside = numbers | self.tokens.keys()
 
     def expect_whole(self, tensors: Sequence[Tensor], parts: int) -> None:
-        """Raises Error if documents are wrong, or lie in several of the parts. Looks at a GPU only for several parts.
+        """Raises Error if documents are wrong, longer than is said, or lie in several of the parts.
+
+        It looks at a GPU only for several parts, and there not at lengths.
 
         Args:
             tensors: the tensors of a batch.
@@ -44,6 +46,8 @@ class Documents:
         for name in self.tokens:
             if parts > 1 or inputs[name].is_cpu:
                 expect_whole_documents(inputs[name], self._count(name, inputs, parts), parts)
+                longest = self._longest[name]
+                expect_no_longer(inputs[name], None if longest is None else self._value(longest, inputs, parts))
 
     def divided(self, inputs: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
         """Returns inputs in which the ends are those in each part, one part after another."""
@@ -52,12 +56,16 @@ class Documents:
 
     def _count(self, name: str, inputs: Mapping[str, Tensor], parts: int) -> int:
         """Returns the number of tokens of a batch whose documents this input ends: the graph is that of a part."""
-        values, tokens = dict[Any, int](), self.tokens[name]
+        return parts * self._value(self.tokens[name], inputs, parts)
+
+    def _value(self, size: Any, inputs: Mapping[str, Tensor], parts: int) -> int:
+        """Returns an expression of sizes for the inputs of a batch."""
+        values = dict[Any, int]()
         for other, sizes in self._sizes.items():
             shape = list(inputs[other].shape)
             shape[:1] = [n // parts if other in self._rows else n for n in shape[:1]]
             values |= {a.node.expr: n for a, n in zip(sizes, shape, strict=False) if isinstance(a, torch.SymInt)}
-        return parts * int(tokens.node.expr.xreplace(values) if isinstance(tokens, torch.SymInt) else tokens)
+        return int(size.node.expr.xreplace(values) if isinstance(size, torch.SymInt) else size)
 
 
 class LongestDocuments:

@@ -174,6 +174,15 @@ def wrong_ends_of_one_replica_are_an_error_on_each_rank(rank: int, n: int) -> No
     assert "torch.int64" in message(trainer.step, **{**inputs, "ends": torch.tensor([0, 6, 10], dtype=torch.int64)})
 
 
+@checks.on(2)
+def a_document_of_one_replica_that_is_too_long_is_an_error_on_each_rank(rank: int, n: int) -> None:
+    trainer = autotp.distribute(decoder(), dp=n, example_inputs=batch([6, 4], 0))
+    for run in (trainer.step, trainer.evaluate, trainer.step):
+        inputs = {**batch([6, 4], rank), "longest": 3 if rank else 6}
+        assert "a packed document has 6 tokens, and the longest is said to have 3" in message(run, **inputs)
+    assert trainer.step(**batch([6, 4], rank)).isfinite()
+
+
 class Counting(Decoder):
     """Computes positions of where documents end."""
 
@@ -187,6 +196,12 @@ def test_ends_that_the_model_computes_with_are_refused_in_microbatches() -> None
     )
     assert "reads where documents end, and each microbatch has other documents" in text
     assert "cu_seqlens as an argument that attention alone reads" in text
+
+
+def test_tokens_without_rows_are_refused_over_cp() -> None:
+    inputs = tuple(batch([6, 4], 0).values())
+    text = message(autotp.verify, decoder(), 1, cp=2, dp=2, example_inputs=inputs)
+    assert "cp cannot cut rows" in text and "[1, tokens] in place of [tokens]" in text
 
 
 def test_verify_has_the_documents_of_all_microbatches_and_replicas() -> None:

@@ -315,6 +315,40 @@ def other_documents_of_keys_are_an_error_on_each_rank(rank: int, n: int) -> None
     assert "[0, 6, 9, 20]" in text and "[0, 5, 9, 20]" in text and 'cp_attention="heads"' in text
 
 
+@checks.on(2, 4)
+def documents_of_one_rank_are_one_error_on_each(rank: int, n: int) -> None:
+    """Also late, where ranks no longer compare other inputs; then all go on."""
+    batch, layout = documents([6, 3, 11]), {"tp": n // 2, "cp": 2}
+    model = autotp.parallelize(Attention().double(), cp_attention="gather", example_inputs=batch, **layout)
+    for _ in range(3):
+        model(*batch).sum().backward()
+    for ends, longest in [
+        ([0, 6, 9, 19], 11),
+        ([0, 9, 6, 20], 11),
+        ([0, 1, 10, 20], 11),
+        ([0, 6, 20], 11),
+        ([0, 6, 9, 20], 14),
+    ]:
+        wrong = batch[0], torch.tensor(ends, dtype=torch.int32), longest
+        assert "got other inputs than rank 0" in message(model, *(wrong if rank == n - 1 else batch))
+        model(*batch).sum().backward()
+    model(*documents([20])).sum().backward()
+
+
+@checks.on(2)
+def a_longest_document_that_is_longer_is_an_error(rank: int, n: int) -> None:
+    """A rank would read too few keys, and a kernel would compute too few rows: as a number, and as an input."""
+    x, ends, longest = documents([6, 3, 11])
+    model = autotp.parallelize(
+        Attention().double(), tp=1, cp=n, cp_attention="gather", example_inputs=(x, ends, longest)
+    )
+    for said in (10, 1):
+        text = message(model, x, ends, said)
+        assert f"a packed document has 11 tokens, and the longest is said to have {said}" in text
+        assert "that no document exceeds: int(ends.diff().max())" in text
+    assert model(x, ends, 12).isfinite().all() and model(x, ends, 11).isfinite().all()
+
+
 @on_cards.on(2)
 def on_a_card_the_longest_document_bounds_the_halo_and_nothing_waits(rank: int, n: int) -> None:
     """Of documents of 6, 3 and 11 tokens the second rank's queries see one key of the first, which sends ten."""
