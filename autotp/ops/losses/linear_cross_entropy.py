@@ -230,8 +230,10 @@ class _LinearLossSum(torch.autograd.Function):
             scale, cap = ctx.settings
             again = _sum_at_once(weight, x, classes, of_sum, of_class, scale, cap, bias)
             return _spread(_differentiable(again, grad, (weight, x, bias), ctx.needed), 5)
+        # Where no row counts, the divisor of a mean is 0 and `grad` infinite: no row gets a gradient all the same.
+        nothing = ((of_sum == 0) & (of_class == 0)).all()
         # A number would be rounded to 16 bits first, and change all gradients by the same part.
-        factor, is_last = grad.view(1), _may_overwrite(grad)
+        factor, is_last = grad.masked_fill(nothing, 0).view(1), _may_overwrite(grad)
         return _spread([None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads], 5)
 
 
