@@ -23,6 +23,10 @@ from autotp.rules.call import is_loss, outputs_of, returned
 from autotp.rules.traits import draws, draws_from_numpy
 
 
+class NotComputed(Error, AttributeError):
+    """The Error of an attribute: for `hasattr`, by which libraries search a result for tensors, there is none."""
+
+
 class NotReturned:
     """Stands for a tensor that a call did not compute: whoever reads it gets an Error.
 
@@ -37,7 +41,7 @@ class NotReturned:
         return f'NotReturned({self._name!r}, outputs="loss")'
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise Error(
+        raise NotComputed(
             f'`{self._name}` was not computed: with outputs="loss" a call in training returns its loss only',
             fix='parallelize(..., outputs="auto")',
             alternative="model.eval() before a call whose tensors are read",
