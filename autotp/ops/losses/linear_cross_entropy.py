@@ -181,8 +181,8 @@ class _LinearClassTerms(torch.autograd.Function):
             return _spread(_differentiable(again, grad, (weight, x, bias), needed), 5)
         rows, index, grad = rows_of(x), classes.reshape(-1), grad.reshape(2, -1)
         if means is not None:
-            of_rows = _through_means(means, weight, index, start, terms, grad * scale)
-            return _spread((None, of_rows.view(x.shape), None), 5)
+            own = _through_means(means, weight, index, start, terms, grad * scale)
+            return _spread((None, own.view(x.shape), None), 5)
         kept = kept if kept is None or _may_overwrite(grad) else kept.clone()
 
         def of_product(block: slice, part: slice) -> Tensor:
