@@ -455,7 +455,7 @@ def frames(
 @cache
 def errors() -> list[str]:
     """`Error`, and the classes that are made from it."""
-    found = [re.findall(r"^class (\w+)\(Error\):", file.read_text(), re.MULTILINE) for file in files()]
+    found = [re.findall(r"^class (\w+)\(Error\b.*\):", file.read_text(), re.MULTILINE) for file in files()]
     return ["Error", *itertools.chain.from_iterable(found)]
 
 

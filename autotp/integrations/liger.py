@@ -8,6 +8,7 @@ with Liger's modules is cut as the same model without them, and `verify` runs. T
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,12 +26,42 @@ LLAMA, GEMMA = ("llama", 0), ("gemma", 1)
 """Modes of the normalization, and their numbers: what is computed in float32."""
 LOSS_OUTPUTS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
 """Wishes for further outputs of a loss; a version that has the argument returns one more value."""
+SAME_RESULT = ("in_place", "row_mode", "position_ids", "unsqueeze_dim", "accum_dtype")
+"""Arguments that say how a kernel computes, or that it does not read."""
+SETTINGS = ("weight", "ignore_index", "reduction", "label_smoothing")
+UNKNOWN_TERMS = (*LOSS_OUTPUTS, "lse_square_scale", "use_token_scaling")
+OF_LOSS = ("_input", "target", "bias", "ce_weight", "softcap", *SETTINGS, *UNKNOWN_TERMS)
+"""The arguments of losses; `UNKNOWN_TERMS` are refused."""
 
 
 def liger_formula(function: type) -> Callable[..., Any] | None:
     """Returns a formula for a function of Liger, None for others."""
     formula = FORMULAS.get(function.__name__) if function.__module__.partition(".")[0] == "liger_kernel" else None
-    return None if formula is None else partial(formula, function)
+    return None if formula is None else partial(_computed, formula, function)
+
+
+def _computed(formula: Callable[..., Any], function: Any, *args: Any) -> Any:
+    """Returns what a formula gives for a call.
+
+    Raises:
+        Error: the function gets an argument that the formula does not know, as those of later versions of Liger.
+    """
+    known = [*inspect.signature(formula).parameters.values()][1:]
+    taken = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in known)
+    defaults = parameters_of(function)
+    for (name, default), value in list(zip(defaults.items(), args, strict=False))[taken:]:
+        unknown = name not in SAME_RESULT if taken else name not in (*SAME_RESULT, *OF_LOSS)
+        if unknown and value is not default and value != default:
+            raise _refused(function, name, "which autotp's formula for it does not have")
+    return formula(function, *(args[:taken] if taken else args))
+
+
+def _refused(function: Any, name: str, why: str) -> Error:
+    return Error(
+        f"{function.__name__} gets `{name}`, {why}",
+        at=user_line(traceback.extract_stack()),
+        fix="the same by operators of torch, in place of this function of Liger",
+    )
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -38,7 +69,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _rms_norm(
-    _: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting_mode: Any = "llama", *__: Any
+    _: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting_mode: Any = "llama"
 ) -> Tensor:
     """x: [... hidden], weight: [hidden]"""
     wide = _wide(x) if casting_mode in LLAMA + GEMMA else x
@@ -64,7 +95,7 @@ def _gelu_mul(_: Any, gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def _rope(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Any:
+def _rope(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """q: [batch heads seq width], k: [batch groups seq width], cos and sin: [1 or batch, seq, width]"""
     turned = tuple(x * cos.unsqueeze(1) + _half_turned(x) * sin.unsqueeze(1) for x in (q, k))
     # A version with `setup_context` returns what its backward reads, too.
@@ -101,18 +132,13 @@ def _loss(function: Any, logits: Tensor, arguments: Mapping[str, Any]) -> Any:
     Raises:
         Error: an output or a term is wanted that cross entropy does not have.
     """
-    for name in (*LOSS_OUTPUTS, "lse_square_scale", "use_token_scaling"):
+    for name in UNKNOWN_TERMS:
         if arguments.get(name):
-            raise Error(
-                f"{function.__name__} gets `{name}`, which F.cross_entropy does not have",
-                at=user_line(traceback.extract_stack()),
-                fix="F.linear and F.cross_entropy, and the further term by operators of torch",
-            )
+            raise _refused(function, name, "which F.cross_entropy does not have")
     logits, softcap = _wide(logits), arguments.get("softcap")
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    names = ("weight", "ignore_index", "reduction", "label_smoothing")
-    settings = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    settings = {name: arguments[name] for name in SETTINGS if arguments.get(name) is not None}
     loss = F.cross_entropy(logits, arguments["target"], **settings)
     others = [None for name in LOSS_OUTPUTS if name in arguments]
     return (loss, *others) if others else loss

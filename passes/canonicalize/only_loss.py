@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.builder import Builder, fake_mode_of
@@ -20,6 +21,10 @@ from autotp.passes.capture.captured import Captured, OutputAt
 from autotp.passes.capture.pytree import leaf_names
 from autotp.rules.call import is_loss, outputs_of, returned
 from autotp.rules.traits import draws, draws_from_numpy
+
+
+class NotComputed(Error, AttributeError):
+    """The Error of an attribute: for `hasattr`, by which libraries search a result for tensors, there is none."""
 
 
 class NotReturned:
@@ -36,7 +41,7 @@ class NotReturned:
         return f'NotReturned({self._name!r}, outputs="loss")'
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise Error(
+        raise NotComputed(
             f'`{self._name}` was not computed: with outputs="loss" a call in training returns its loss only',
             fix='parallelize(..., outputs="auto")',
             alternative="model.eval() before a call whose tensors are read",
@@ -49,11 +54,12 @@ class NotReturned:
 
     @classmethod
     def __torch_function__(cls, _: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = [*args, *(kwargs or {}).values()]
-        next(x for x in operands if isinstance(x, cls))._refuse()
+        next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))._refuse()
 
-    __bool__ = __len__ = __iter__ = __getitem__ = __setattr__ = __float__ = __int__ = _refuse
-    __neg__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _refuse
+    # numpy asks for `__array__`.
+    __bool__ = __len__ = __iter__ = __getitem__ = __setitem__ = __setattr__ = __float__ = __int__ = __array__ = _refuse
+    __neg__ = __abs__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = __invert__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 

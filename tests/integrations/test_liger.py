@@ -133,6 +133,34 @@ def test_a_term_that_cross_entropy_does_not_have_is_refused() -> None:
     assert "LigerFusedLinearCrossEntropyFunction gets `lse_square_scale`" in text, text
 
 
+class Later(nn.Module):
+    """An activation of a later version of Liger, whose function has one more argument."""
+
+    def __init__(self, limit: float | None) -> None:
+        super().__init__()
+        self.up, self.limit = nn.Linear(WIDTH, 64), limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return LaterFunctions.LigerGELUMulFunction.apply(x, x, self.limit).sum()
+
+
+class LaterFunctions:
+    class LigerGELUMulFunction(torch.autograd.Function):
+        __module__ = "liger_kernel.ops.geglu"
+
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor, limit: float | None = None) -> Tensor:
+            return (a * b).clamp(max=limit)
+
+
+def test_an_argument_that_a_formula_does_not_have_is_refused() -> None:
+    x = torch.ones(2, WIDTH)
+    text = message(autotp.explain, Later(7.0), tp=2, example_inputs=x)
+    assert "LigerGELUMulFunction gets `limit`, which autotp's formula for it does not have" in text, text
+    assert autotp.explain(Later(None), tp=2, example_inputs=x).cut
+
+
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_liger_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)

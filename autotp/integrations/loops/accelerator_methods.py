@@ -117,8 +117,11 @@ def _with_wrappers_of_replicas(method: Method) -> Method:
 def _prepared(method: Method) -> Method:
     def prepare_model(self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         axis = replicas()
-        if not isinstance(model, ParallelModule) or axis is None:
+        if not isinstance(model, ParallelModule):
             return method(self, model, device_placement, evaluation_mode)
+        if axis is None:  # One process, without ranks.
+            with _in_precision(self, model):
+                return method(self, model, device_placement, evaluation_mode)
         if self.parallelism_config is not None:
             raise Error(
                 "this Accelerator has a parallelism_config of its own",

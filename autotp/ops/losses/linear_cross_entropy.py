@@ -1,15 +1,23 @@
 """A head and its loss as one operator: what cross-entropy needs of the logits, computed in chunks of rows.
 
 The logits of all rows are never in memory. There are two forms. `linear_class_terms` works on a part of the classes:
-backward computes logits again, unless they are one chunk or the weight has no gradient. `linear_loss_sum` has
-all classes, and so forward knows the gradients but for a number: it computes them from the same logits.
+backward computes logits again, tile by tile, unless they are one chunk or the weight has no gradient.
+`linear_loss_sum` has all classes, and so forward knows the gradients but for a number: it computes them from the same
+logits.
+
+NOTE [Sums of products in 16 bits]
+A sum in bfloat16 stops growing after 256 equal terms, so products of many chunks cannot be added in it. Backward of
+`linear_class_terms` adds in float32, and needs little memory, as it takes one block of classes at a time.
+`linear_loss_sum` takes all classes of some rows at a time, and adds in 16 bits for at most `MOST` chunks. For more it
+is computed by the first form: a second gradient of the weight, in float32, is too much memory.
 
 Source: Wijmans et al. 2025, Cut Your Losses in Large-Vocabulary Language Models; Liger-Kernel's fused cross-entropy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +31,9 @@ from autotp.ops.lookup import gather, local_index
 
 CHUNK = 2**24
 """The logits of a chunk: 64 MiB in float32."""
+
+MOST = 16
+"""The chunks whose products are added in 16 bits, as the gradients of so many calls are."""
 
 
 def linear_class_terms(
@@ -75,6 +86,11 @@ def linear_loss_sum(
         of_sum, of_class: [*] how much of each term counts. They get no gradient. A row with 0 in both is not read.
     """
     if _has_numbers(weight, x):
+        is_trained = torch.is_grad_enabled() and weight.requires_grad
+        if is_trained and weight.dtype.itemsize < 4 and classes.numel() * len(weight) > MOST * CHUNK:
+            return _difference(
+                linear_class_terms(weight, x, classes, 0, len(weight), scale, cap, bias), of_sum, of_class
+            )
         total: Tensor = _LinearLossSum.apply(weight, x, classes, of_sum, of_class, scale, cap, bias)
         return total
     return _sum_at_once(weight, x, classes, of_sum, of_class, scale, cap, bias)
@@ -114,6 +130,10 @@ def _sum_at_once(
 ) -> Tensor:  # fmt: skip
     """Returns `linear_loss_sum` by operators that can be differentiated again, mapped and compiled."""
     terms = _terms_at_once(weight, x, classes, 0, weight.shape[0], scale, cap, bias)
+    return _difference(terms, of_sum, of_class)
+
+
+def _difference(terms: Tensor, of_sum: Tensor, of_class: Tensor) -> Tensor:
     return _weighted(terms[0], of_sum.detach()) - _weighted(terms[1], of_class.detach())
 
 
@@ -144,7 +164,7 @@ class _LinearClassTerms(torch.autograd.Function):
             terms[1, part] = _picked(z, index[part], start, size)
             terms[0, part] = _exponentiate(z)
             if means is not None:
-                torch.mm(z.to(weight.dtype), weight, out=means[part])
+                torch.mm(_without_class(z, index[part], start).to(weight.dtype), weight, out=means[part])
             kept = z if keeps else None
         ctx.save_for_backward(weight, x, classes, bias, terms, kept, means)
         return terms.view(2, *classes.shape)
@@ -159,18 +179,21 @@ class _LinearClassTerms(torch.autograd.Function):
             return _spread(_differentiable(again, grad, (weight, x, bias), needed), 5)
         rows, index, grad = rows_of(x), classes.reshape(-1), grad.reshape(2, -1)
         if means is not None:
-            return _spread((None, _through_means(means, weight, index, start, grad * scale).view(x.shape), None), 5)
-        sums = _Gradients.of(weight, rows, bias, needed)
-        for part in _chunks(len(rows), len(weight)):
-            if kept is None:
-                z = _logits(rows[part], weight, bias, scale, cap)
+            own = _through_means(means, weight, index, start, terms, grad * scale)
+            return _spread((None, own.view(x.shape), None), 5)
+        kept = kept if kept is None or _may_overwrite(grad) else kept.clone()
+
+        def of_product(block: slice, part: slice) -> Tensor:
+            slope, probabilities = None, None if kept is None else kept[part, block]
+            if probabilities is None:
+                z = _logits(rows[part], weight[block], None if bias is None else bias[block], scale, cap)
                 slope = _slope(z, cap)
                 probabilities = z.sub_(terms[0, part, None]).exp_()
-            else:
-                slope, probabilities = None, kept if _may_overwrite(grad) else kept.clone()
-            g = _at_class(probabilities.mul_(grad[0, part, None]), index[part], start, grad[1, part])
-            sums.add(part, g if slope is None else g.mul_(slope), scale)
-        return _spread((sums.weight, None if sums.x is None else sums.x.view(x.shape), sums.bias), 5)
+            g = probabilities.mul_(grad[0, part, None])
+            return _of_product(_at_class(g, index[part], start + block.start, grad[1, part]), slope, scale, x.dtype)
+
+        of_weight, of_rows, of_bias = _sums_of_tiles(weight, rows, needed, of_product)
+        return _spread((of_weight, None if of_rows is None else of_rows.view(x.shape), of_bias), 5)
 
 
 class _LinearLossSum(torch.autograd.Function):
@@ -193,7 +216,7 @@ class _LinearLossSum(torch.autograd.Function):
             total += _weighted(_exponentiate(z), of_sums)
             if any(ctx.needed):
                 g = _at_class(z.mul_(of_sums[:, None]), index[part], 0, -of_classes)
-                sums.add(part, g if slope is None else g.mul_(slope), scale)
+                sums.add(part, _of_product(g, slope, scale, x.dtype))
         grads = sums.weight, None if sums.x is None else sums.x.view(x.shape), sums.bias
         ctx.save_for_backward(weight, x, classes, of_sum, of_class, bias, *grads)
         return total
@@ -205,8 +228,11 @@ class _LinearLossSum(torch.autograd.Function):
             scale, cap = ctx.settings
             again = _sum_at_once(weight, x, classes, of_sum, of_class, scale, cap, bias)
             return _spread(_differentiable(again, grad, (weight, x, bias), ctx.needed), 5)
-        times = Tensor.mul_ if _may_overwrite(grad) else Tensor.mul
-        return _spread([None if y is None else times(y, grad.to(y.dtype)) for y in grads], 5)
+        # Where no row counts, the divisor of a mean is 0 and `grad` infinite: no row gets a gradient all the same.
+        nothing = ((of_sum == 0) & (of_class == 0)).all()
+        # A number would be rounded to 16 bits first, and change all gradients by the same part.
+        factor, is_last = grad.masked_fill(nothing, 0).view(1), _may_overwrite(grad)
+        return _spread([None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads], 5)
 
 
 def _may_overwrite(grad: Tensor) -> bool:
@@ -234,8 +260,13 @@ def _differentiable(
 def _chunks(rows: int, classes: int) -> Iterator[slice]:
     """Yields ranges of rows whose logits are at most `CHUNK`, of equal lengths but for the last; at least one."""
     number = max(-(-rows * classes // CHUNK), 1)
-    length = max(-(-rows // number), 1)
-    yield from (slice(first, min(first + length, rows)) for first in range(0, max(rows, 1), length))
+    yield from _ranges(rows, -(-rows // number))
+
+
+def _ranges(n: int, length: int) -> Iterator[slice]:
+    """Yields ranges of a length, at least one."""
+    length = max(length, 1)
+    yield from (slice(first, min(first + length, n)) for first in range(0, max(n, 1), length))
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float) -> Tensor:
@@ -274,25 +305,80 @@ def _at_class(g: Tensor, index: Tensor, start: int, values: Tensor) -> Tensor:
     return g.scatter_add_(1, local[:, None], values.masked_fill(outside, 0)[:, None].to(g.dtype)) if g.shape[1] else g
 
 
-def _through_means(means: Tensor, weight: Tensor, index: Tensor, start: int, grad: Tensor) -> Tensor:
+def _of_product(g: Tensor, slope: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """Returns the gradient of the product of rows and weight, of that of the logits, which is overwritten."""
+    g = g if slope is None else g.mul_(slope)
+    return (g if scale == 1 else g.mul_(scale)).to(dtype)
+
+
+def _without_class(probabilities: Tensor, index: Tensor, start: int) -> Tensor:
+    """Returns the probabilities with 0 for each row's class, in place. probabilities: [rows v]"""
+    if probabilities.shape[1] == 0:
+        return probabilities
+    local, outside = local_index(index, start, probabilities.shape[1])
+    own = probabilities.gather(1, local[:, None]).masked_fill_(~outside[:, None], 0)
+    return probabilities.scatter_(1, local[:, None], own)
+
+
+def _through_means(means: Tensor, weight: Tensor, index: Tensor, start: int, terms: Tensor, grad: Tensor) -> Tensor:
     """Returns the gradient of the rows, where the weight has none.
 
+    A probability near 1 is 1 in 16 bits, and 1 is subtracted from that of the class: this is done in float32.
+
     Args:
-        means: [rows hidden] the mean of the weight's rows under each row's probabilities.
+        means: [rows hidden] the sum over classes, without the row's own, of the weight's rows times probabilities.
+        terms: [2 rows]
         grad: [2 rows] the gradient of the terms.
     """
-    result = means * grad[0, :, None].to(means.dtype)
-    if len(weight) == 0:
-        return result
-    local, outside = local_index(index, start, len(weight))
-    return result.addcmul_(weight[local], grad[1].masked_fill(outside, 0)[:, None].to(means.dtype))
+    result = means * grad[0, :, None]
+    if len(weight):
+        local, outside = local_index(index, start, len(weight))
+        of_class = torch.addcmul(grad[1], grad[0], (terms[1] - terms[0]).exp())
+        result.addcmul_(weight[local], of_class.masked_fill(outside, 0)[:, None])
+    return result.to(means.dtype)
+
+
+def _sums_of_tiles(
+    weight: Tensor, rows: Tensor, needed: Sequence[bool], of_product: Callable[[slice, slice], Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of weight, rows and bias, None for one that is not needed; see `NOTE [Sums of products]`.
+
+    Args:
+        of_product: the gradient of `rows[part] @ weight[block].T`, of block and part. It is called once for each.
+    """
+    dtype, (n, classes) = torch.promote_types(rows.dtype, torch.float32), (len(rows), len(weight))
+    of_weight = torch.empty_like(weight) if needed[0] else None
+    of_rows = rows.new_zeros(rows.shape, dtype=dtype) if needed[1] else None
+    of_bias = weight.new_empty(classes) if needed[2] else None
+    # Tiles are squares if there are as many rows and classes.
+    side = max(math.isqrt(CHUNK), 1)
+    for block in _ranges(classes, CHUNK // max(min(n, side), 1)):
+        of_block = weight.new_zeros(weight[block].shape, dtype=dtype)
+        of_bias_block = weight.new_zeros(len(of_block), dtype=dtype)
+        for part in _ranges(n, CHUNK // max(min(classes, side), 1)):
+            g = of_product(block, part)
+            if of_rows is not None:
+                _add_product(of_rows[part], g, weight[block])
+            if of_weight is not None:
+                _add_product(of_block, g.t(), rows[part])
+            if of_bias is not None:
+                of_bias_block += g.sum(0, dtype=dtype)
+        for whole, own in ((of_weight, of_block), (of_bias, of_bias_block)):
+            if whole is not None:
+                whole[block] = own
+    return of_weight, None if of_rows is None else of_rows.to(rows.dtype), of_bias
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """The gradients, to which each chunk adds its part; None for one that nobody wants.
-
-    Products of chunks are added in the dtype of the gradient, as the gradients of several calls are.
+    """The gradients, to which each chunk of rows adds its part in their dtype; None for one that nobody wants.
 
     Attributes:
         operands: weight, [v hidden], and the rows, [rows hidden].
@@ -313,10 +399,9 @@ class _Gradients:
             bias=torch.zeros_like(bias) if needed[2] and bias is not None else None,
         )
 
-    def add(self, part: slice, g: Tensor, scale: float) -> None:
-        """Adds the gradients of a chunk. g: [rows v] that of its scaled logits"""
+    def add(self, part: slice, g: Tensor) -> None:
+        """Adds the gradients of a chunk. g: [rows v] that of its products"""
         weight, rows = self.operands
-        g = (g if scale == 1 else g.mul_(scale)).to(rows.dtype)
         if self.x is not None:
             torch.mm(g, weight, out=self.x[part])
         if self.weight is not None:

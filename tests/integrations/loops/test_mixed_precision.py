@@ -127,6 +127,23 @@ def uses_of(logits: Tensor, labels: Tensor) -> list[Any]:
     ]  # fmt: skip
 
 
+def losses_of(model: Any, folder: Path) -> list[float]:
+    arguments = transformers.TrainingArguments(
+        str(folder), bf16=True, use_cpu=True, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to=[],
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(8))
+    trainer.train()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_one_process_trains_without_logits_as_plain_torch(tmp_path: Path) -> None:
+    """accelerate searches the outputs for tensors in bfloat16; autotp copies the model that accelerate has prepared."""
+    parallel = autotp.parallelize(llama(), 1, outputs="loss")
+    torch.testing.assert_close(losses_of(parallel, tmp_path), losses_of(llama(), tmp_path), rtol=2e-3, atol=1e-3)
+
+
 def on_ranks(rank: int, n: int, folder: Path) -> tuple[Any, ...]:
     """By each loop in turn, and in a region of autocast."""
     found = []

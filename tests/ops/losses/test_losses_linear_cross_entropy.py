@@ -163,3 +163,50 @@ def test_a_class_out_of_range_is_refused() -> None:
     (weight, x), classes = operands(bias=False)
     with pytest.raises(RuntimeError, match="an index is out of range"):
         linear_class_terms(weight, x, classes + CLASSES, 0, CLASSES)
+
+
+def errors_in_bfloat16(form: str, rows: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The errors of gradients of the weight and the input beside float64, each relative to that of plain torch."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 8 * 64)
+    monkeypatch.setattr(linear_cross_entropy, "KEPT", 0)
+    torch.manual_seed(0)
+    # Equal signs add up, and the logits of the classes are large: their probabilities are near 1.
+    weight, x = (torch.randn(64, 32) * 0.02).bfloat16(), torch.randn(rows, 32).abs().bfloat16()
+    classes = torch.randint(0, 4, (rows,))
+    x[:, :4] = 0
+    x[torch.arange(rows), classes] = 1
+    weight[:, :4] = 8 * torch.eye(64)[:, :4]
+    counted = torch.ones(rows)
+
+    def total(form: str, w: Tensor, y: Tensor) -> Tensor:
+        match form:
+            case "logits":
+                z = F.linear(y, w)
+                return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), classes, reduction="sum")
+            case "sum":
+                return linear_loss_sum(w, y, classes, counted, counted)
+            case _:
+                w = w.detach() if form == "frozen" else w
+                parts = [linear_class_terms(w[a : a + 32], y, classes, a, 64) for a in (0, 32)]
+                lse, own = torch.stack(parts).logsumexp(0)
+                return (lse - own).sum()
+
+    def grads(form: str, dtype: torch.dtype) -> list[Tensor]:
+        operands = [y.to(dtype).requires_grad_() for y in (weight, x)]
+        wanted = operands[1:] if is_frozen else operands
+        return list(torch.autograd.grad(total(form, *operands) * factor, wanted))
+
+    is_frozen = form == "frozen"
+    all_grads = zip(
+        grads(form, torch.bfloat16), grads("logits", torch.bfloat16), grads("logits", torch.float64), strict=True
+    )
+    return [float((ours - exact).norm() / (theirs - exact).norm()) for ours, theirs, exact in all_grads]
+
+
+@pytest.mark.parametrize("form", ["sum", "terms", "frozen"])
+@pytest.mark.parametrize("rows", [64, 4096])  # 8 and 512 chunks.
+@pytest.mark.parametrize("factor", [1.0, 1 / 513])  # The second is 0.2 % more in bfloat16.
+def test_bfloat16_is_as_exact_as_all_logits(
+    form: str, rows: int, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max(errors_in_bfloat16(form, rows, factor, monkeypatch)) < 1.3

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,7 +78,8 @@ def test_numbers_are_returned() -> None:
 USES: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda x: x.shape, "function": lambda x: torch.argmax(x, -1), "item": lambda x: x[0],
     "product": lambda x: x * 2, "other-side": lambda x: torch.ones(2) * x, "loop": list, "truth": bool,
-    "write": lambda x: setattr(x, "data", 0),
+    "write": lambda x: setattr(x, "data", 0), "list": lambda x: torch.stack([x, x]), "numpy": np.asarray,
+    "element": lambda x: operator.setitem(x, 0, 1), "divided": lambda x: 1 / x, "power": lambda x: x**2,
 }  # fmt: skip
 
 
@@ -92,6 +95,7 @@ def test_reading_what_was_left_out_is_one_error(use: Callable[[Any], Any]) -> No
 
 def test_what_was_left_out_can_be_passed_on() -> None:
     logits = parallel(Words())(TOKENS, TOKENS)["logits"]
+    assert not hasattr(logits, "dtype")  # So accelerate's mixed precision passes it on.
     for copied in (copy.deepcopy(logits), pickle.loads(pickle.dumps(logits))):
         assert repr(copied) == """NotReturned('logits', outputs="loss")"""
 

@@ -135,6 +135,15 @@ def test_a_head_that_is_cut_otherwise_stays() -> None:
     assert fused(Words(), 2, without=("linear_cross_entropy",)) == []
 
 
+@pytest.mark.parametrize("name", ["plain", "smooth", "weighted"])
+def test_without_any_label_gradients_are_zero_as_on_one_device(name: str) -> None:
+    model = autotp.parallelize(CASES[name]().double(), 1, example_inputs=(TOKENS, LABELS))
+    loss = model(TOKENS, torch.full_like(LABELS, -100))
+    loss.backward()
+    assert loss.isnan()  # The mean of no row.
+    assert all(parameter.grad.count_nonzero() == 0 for parameter in model.parameters())
+
+
 def test_few_classes_stay() -> None:
     with patch.object(linear_cross_entropy, "LEAST", CLASSES + 1):
         assert fused(Words(), 2) == []
@@ -144,11 +153,11 @@ def test_few_classes_stay() -> None:
 
 
 def train(mine: nn.Module, whole: nn.Module) -> None:
-    """Three steps of SGD at three shapes, one without any label: loss and parameters are one device's."""
+    """Three steps of SGD at three shapes, one with one label only: loss and parameters are one device's."""
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (mine, whole)]
-    nothing = torch.full_like(LABELS, -100)
-    nothing[0, 3] = 1
-    for rows, labels in ((TOKENS, LABELS), (TOKENS[:2, :5], LABELS[:2, :5]), (TOKENS, nothing)):
+    single = torch.full_like(LABELS, -100)
+    single[0, 3] = 1
+    for rows, labels in ((TOKENS, LABELS), (TOKENS[:2, :5], LABELS[:2, :5]), (TOKENS, single)):
         results = [model(rows.contiguous(), labels.contiguous()) for model in (mine, whole)]
         losses = [result[0] if isinstance(result, tuple) else result for result in results]
         torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=0, atol=1e-10)
