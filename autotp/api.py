@@ -69,7 +69,7 @@ def parallelize(
             for values that are cut.
         strict: True raises Error where a weight in a transformer block would stay whole.
         check_inputs: "first" compares the ranks' inputs and random states (by checksum) in the first calls, "always" in
-            each call, "never" in none.
+            each call, "never" in none. With "first", packed documents on a CPU are compared in each call, too.
         experts: "width" cuts every expert of a mixture through its width. "expert" gives each rank some experts whole,
             where the number of experts divides by `tp`: a rank computes the rows that chose its experts.
         sequence_parallel: True cuts the values between a block's products (residuals, norms, dropouts) along the
