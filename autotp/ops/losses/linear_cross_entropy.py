@@ -177,7 +177,8 @@ class _LinearClassTerms(torch.autograd.Function):
         if torch.is_grad_enabled():
             again = _terms_at_once(weight, x, classes, start, ctx.where[1], scale, cap, bias)
             return _spread(_differentiable(again, grad, (weight, x, bias), needed), 5)
-        rows, index, grad = rows_of(x), classes.reshape(-1), grad.reshape(2, -1)
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        rows, index, grad = rows_of(x.detach()), classes.reshape(-1), grad.reshape(2, -1)
         if means is not None:
             own = _through_means(means, weight, index, start, terms, grad * scale)
             return _spread((None, own.view(x.shape), None), 5)
@@ -186,7 +187,8 @@ class _LinearClassTerms(torch.autograd.Function):
         def of_product(block: slice, part: slice) -> Tensor:
             slope, probabilities = None, None if kept is None else kept[part, block]
             if probabilities is None:
-                z = _logits(rows[part], weight[block], None if bias is None else bias[block], scale, cap)
+                with torch.enable_grad():  # As in forward: an estimate counts what is computed again by itself.
+                    z = _logits(rows[part], weight[block], None if bias is None else bias[block], scale, cap)
                 slope = _slope(z, cap)
                 probabilities = z.sub_(terms[0, part, None]).exp_()
             g = probabilities.mul_(grad[0, part, None])

@@ -17,8 +17,8 @@ def test_stages_prints_a_row_for_each_pass(autotp_command, models: Path) -> None
     found = [line.split()[:2] for line in done.out.splitlines() if re.match(r"[a-z]+ +[a-z_]+ ", line)]
     passes = [[each.stage, each.name] for each in (*CANONICALIZE, *PLAN, *LOWER)]
     shown = [row for row in found if row in passes]
-    assert [row for row in passes if row in shown] == shown and len(shown) == 24
-    assert [found.index(row) for row in (["capture", "capture"], ["check", "check"], ["emit", "emit"])] == [1, 26, 27]
+    assert [row for row in passes if row in shown] == shown and len(shown) == 25
+    assert [found.index(row) for row in (["capture", "capture"], ["check", "check"], ["emit", "emit"])] == [1, 27, 28]
 
 
 def test_stages_prints_the_code_around_a_pass(autotp_command, models: Path) -> None:

@@ -180,7 +180,8 @@ def test_parts_that_are_not_equal_inside_a_model_are_one_error() -> None:
 def test_the_flops_are_those_of_the_paper(pipeline: autotp.Estimate) -> None:
     """Korthikanti et al. 2022, equation 8, for the whole batch."""
     formula = 72 * 16 * 8 * 1024 * 1024**2 * (1 + 1024 / 6 / 1024 + 51200 / 12 / 1024 / 8)
-    assert pipeline.flops == pytest.approx(formula) and pipeline.flops_again == 0
+    logits = 2 * 16 * 1024 * 1024 * 51200  # Backward computes them once more, in chunks.
+    assert pipeline.flops == pytest.approx(formula) and pipeline.flops_again == logits
     assert pipeline.tflops * 1e12 * pipeline.seconds * 8 == pytest.approx(formula)
     assert pipeline.mfu == pytest.approx(pipeline.tflops / 312)
 
