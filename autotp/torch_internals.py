@@ -536,6 +536,8 @@ NO_NUMPY, NO_COMPLEX = ".numpy() is not supported", "item NYI"
 """Of a tensor without values; of a complex one."""
 NEEDS_NUMBERS = ("expected to contain only concrete integers", "its data is not allocated yet")
 """Where it needs the numbers in a tensor, or those of a size that a tensor's values made."""
+TAKES_FUNCTIONS = "torch._higher_order_ops."
+"""Where the Functions of torch's operators that take functions are (cond, while_loop, scan)."""
 OTHER_MODE = "doesn't match mode"
 """Of a tensor that is not among those of a capture."""
 SETS_FLAGS = "you can only change requires_grad flags of leaf variables"

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autotp import torch_internals as internals
 from autotp.errors import Error
 from autotp.model_library import library
 from autotp.ops.custom_vjp import RECORDED
 from autotp.passes.capture.autocast_regions import ambient_everywhere
 from autotp.passes.capture.pytree import map_leaves
-from autotp.passes.capture.unsupported.tensor_values import LAST_WAY_OUT
+from autotp.passes.capture.unsupported.tensor_values import LAST_WAY_OUT, TAKES_FUNCTIONS, WITHOUT_FUNCTIONS
 from autotp.source_location import user_line
 
 Function = Any
@@ -172,6 +173,8 @@ def _expect_traceable(ctx: Context, outs: Sequence[Any]) -> None:
 
 
 def _refused(function: Function, error: Exception) -> Error:
+    if function.__module__.startswith(internals.TAKES_FUNCTIONS):
+        return Error(TAKES_FUNCTIONS, at=user_line(traceback.extract_stack()), fix=WITHOUT_FUNCTIONS)
     first = (str(error).strip().splitlines() or [""])[0]
     return Error(
         f"the backward of the torch.autograd.Function `{function.__name__}` cannot be in a graph: "

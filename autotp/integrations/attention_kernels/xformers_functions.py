@@ -174,7 +174,7 @@ class MemoryEfficient:
 # ---- masks among the arguments of a model
 
 
-class Documents(NamedTuple):
+class MaskedDocuments(NamedTuple):
     """Where the documents of a mask end, in place of xformers' own object, while a model is captured."""
 
     seqstart: Tensor
@@ -205,7 +205,7 @@ def _documents(mask: Any) -> list[Any]:
 
 
 def _mask_of(children: Any, of_class: Any) -> Any:
-    queries, *keys = (Documents(*children[i : i + 2]) for i in range(0, len(children), 2))
+    queries, *keys = (MaskedDocuments(*children[i : i + 2]) for i in range(0, len(children), 2))
     mask = object.__new__(of_class)
     mask.q_seqinfo, mask.k_seqinfo = queries, keys[0] if keys else queries
     return mask

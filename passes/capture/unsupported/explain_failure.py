@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from autotp.errors import Error
 from autotp.passes.capture.guards.values import reads_values
 from autotp.passes.capture.pytree import is_dense
-from autotp.passes.capture.unsupported.tensor_values import LAST_WAY_OUT, refused
+from autotp.passes.capture.unsupported.tensor_values import LAST_WAY_OUT, TAKES_FUNCTIONS, WITHOUT_FUNCTIONS, refused
 from autotp.source_location import user_line
 from autotp.torch_internals import NEEDS_NUMBERS, NO_NUMPY, OTHER_MODE
 
@@ -68,11 +68,7 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
             fix="torch.library.register_fake, on the operator",
         )
     if "HigherOrderOp" in type(cause).__name__:
-        return Error(
-            "the model calls an operator that takes functions (cond, while_loop, scan)",
-            at=user_line(traceback.extract_tb(cause.__traceback__)),
-            fix="compute both branches and choose with torch.where; loop in Python, as often as shapes say",
-        )
+        return Error(TAKES_FUNCTIONS, at=user_line(traceback.extract_tb(cause.__traceback__)), fix=WITHOUT_FUNCTIONS)
     if isinstance(cause, TypeError) and (function := _compared_itself(cause)):
         return Error(
             f"Python's `{function}` of one tensor compares the values of its rows, which are not known in a graph",

@@ -21,6 +21,8 @@ from autotp.source_location import is_users, user_line
 
 LAST_WAY_OUT = "autotp.opaque (every rank runs the code whole), or torch.library.custom_op and autotp.rule"
 """What to do with code that no graph can have."""
+TAKES_FUNCTIONS = "the model calls an operator that takes functions (cond, while_loop, scan)"
+WITHOUT_FUNCTIONS = "compute both branches and choose with torch.where; loop in Python, as often as shapes say"
 LOOP = r"for .* in |while "
 NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\bcomplex\(|\blen\(|\brange\("
 CONVERTED = r"\bint\(|\bfloat\("

@@ -5,6 +5,7 @@ import torch
 
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.options import Recompute
+from autotp.passes.lower.losses import linear_cross_entropy
 from autotp.tools.estimation.counts.activations import own_peaks, stage_memory
 from autotp.tools.estimation.counts.operators import Op, Phase, Touch
 from autotp.tools.estimation.counts.pieces import Recorded, recorded, whole_flops
@@ -80,8 +81,9 @@ def test_what_a_piece_keeps_lives_until_backward_has_read_it() -> None:
 
 
 @pytest.mark.parametrize("vocab", [512, 65536], ids=["block", "logits"])
-def test_recomputed_blocks_run_when_the_logits_are_gone(vocab: int) -> None:
+def test_recomputed_blocks_run_when_the_logits_are_gone(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fullest moment of the last block and the head is the loss, or the recomputed block; never both."""
+    monkeypatch.setattr(linear_cross_entropy, "LEAST", 2 * vocab)  # Logits of all rows.
     pieces = found("full", vocab=vocab)
     logits = stage_memory(pieces.pieces, pieces).logits
     block, head = (own_peaks(pieces.records[i])["backward"] for i in (1, -1))
