@@ -56,7 +56,7 @@ def rank_of(size: int, rank: int) -> Iterator[None]:
     """A region in which this process is one rank of a world that sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with patch.object(meshes, "begin", lambda *_: None):
+        with patch.object(meshes, "begin_watching", lambda *_: None):
             yield
     finally:
         dist.destroy_process_group()
