@@ -16,12 +16,15 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 def is_plain(x: Tensor) -> bool:
     """True in eager mode outside of transforms: `x` is not traced or mapped, and has no tangent."""
-    return not (torch.compiler.is_compiling() or is_transformed(x))
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    return not (_is_wrapped(x) or _is_legacy_batch(x))
 
 
 def is_transformed(x: Tensor) -> bool:
     """True if `x` is a tensor of a transform of torch.func, or may have a tangent."""
-    return forward_ad._current_level >= 0 or is_mapped(x)
+    # Not by `is_mapped`: each collective of each layer asks, and a frame of Python costs as much as the answer.
+    return forward_ad._current_level >= 0 or _is_wrapped(x) or _is_legacy_batch(x)
 
 
 def is_mapped(x: Tensor) -> bool:

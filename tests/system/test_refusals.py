@@ -107,7 +107,7 @@ def parallelize_refuses_example_inputs_that_do_not_fit(rank: int, n: int) -> Non
 @checks.on(2)
 def parallelize_refuses_unknown_choices(rank: int, n: int) -> None:
     allowed = {
-        "outputs": "'auto', 'full', 'local'",
+        "outputs": "'auto', 'full', 'local', 'loss'",
         "randomness": "'fast', 'exact'",
         "check_inputs": "'always', 'first', 'never'",
     }
