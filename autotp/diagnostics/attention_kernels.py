@@ -146,8 +146,8 @@ def _widths(call: AttentionCall) -> list[int]:
 
 
 def _has_one_width(call: AttentionCall, widest: int | None = None) -> bool:
-    width, *others = set(_widths(call))
-    return not others and (widest is None or width <= widest)
+    width, *other_widths = set(_widths(call))
+    return not other_widths and (widest is None or width <= widest)
 
 
 def _is_square(call: AttentionCall) -> bool:
@@ -258,8 +258,8 @@ def attention_rows(
         beside = calls[place][min(counts[place], len(calls[place]) - 1)] if calls[place] else None
         counts[place] += 1
         rows.append(_row(place, _call_of(node, learning, exact), beside))
-    others = (node for node in graph.nodes if has(node.target, Trait.ATTENTION) and node.target not in SDPA)
-    rows += [AttentionRow(layer_of(node), line_of(node), operator_text(node), {}, {}) for node in others]
+    with_own_kernel = (node for node in graph.nodes if has(node.target, Trait.ATTENTION) and node.target not in SDPA)
+    rows += [AttentionRow(layer_of(node), line_of(node), operator_text(node), {}, {}) for node in with_own_kernel]
     return tuple(rows)
 
 

@@ -107,8 +107,11 @@ def _with_documents(whole: Any, program: Program, parts: int) -> Any:
     """Returns the arguments of the whole batch with the ends of its documents, which are those of each part."""
     names = Documents(program).tokens
     places = {i for i, name in enumerate(program.captured.inputs) if name in names}
-    every = lambda ends: torch.cat([*(ends[:-1] + i * ends[-1] for i in range(parts)), parts * ends[-1:]])  # noqa: E731
-    return map_rows(whole, places, every)
+
+    def of_all_parts(ends: Tensor) -> Tensor:
+        return torch.cat([*(ends[:-1] + i * ends[-1] for i in range(parts)), parts * ends[-1:]])
+
+    return map_rows(whole, places, of_all_parts)
 
 
 def _part(whole: Any, places: frozenset[int], i: int, parts: int) -> Any:

@@ -147,8 +147,8 @@ def traffic(graph: fx.Graph, analysis: CapturedProgram) -> Traffic:
                 own_axis = str(node.args[1]).partition("/")[0]
                 of_parameters = all(_placeholder(n) in learnt for n in read)
                 is_gather = node.args[2:] == ("logsumexp",)  # Of each rank's part: they are reduced where they arrive.
-                kind = "all-gather" if is_gather and not side else table[name]
-                sends.append(StepCollective(kind, layer_of(node), size, back, of_parameters, own_axis))
+                collective = "all-gather" if is_gather and not side else table[name]
+                sends.append(StepCollective(collective, layer_of(node), size, back, of_parameters, own_axis))
     return Traffic((*sends, *again), analysis.captured.example)
 
 

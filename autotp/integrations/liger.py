@@ -46,14 +46,14 @@ def _computed(formula: Callable[..., Any], function: Any, *args: Any) -> Any:
     Raises:
         Error: the function gets an argument that the formula does not know, as those of later versions of Liger.
     """
-    known = [*inspect.signature(formula).parameters.values()][1:]
-    taken = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in known)
+    _, *parameters = inspect.signature(formula).parameters.values()
+    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
     defaults = parameters_of(function)
-    for (name, default), value in list(zip(defaults.items(), args, strict=False))[taken:]:
-        unknown = name not in SAME_RESULT if taken else name not in (*SAME_RESULT, *OF_LOSS)
+    for (name, default), value in list(zip(defaults.items(), args, strict=False))[positional:]:
+        unknown = name not in SAME_RESULT if positional else name not in (*SAME_RESULT, *OF_LOSS)
         if unknown and value is not default and value != default:
             raise _refused(function, name, "which autotp's formula for it does not have")
-    return formula(function, *(args[:taken] if taken else args))
+    return formula(function, *(args[:positional] if positional else args))
 
 
 def _refused(function: Any, name: str, why: str) -> Error:
@@ -140,8 +140,8 @@ def _loss(function: Any, logits: Tensor, arguments: Mapping[str, Any]) -> Any:
         logits = softcap * torch.tanh(logits / softcap)
     settings = {name: arguments[name] for name in SETTINGS if arguments.get(name) is not None}
     loss = F.cross_entropy(logits, arguments["target"], **settings)
-    others = [None for name in LOSS_OUTPUTS if name in arguments]
-    return (loss, *others) if others else loss
+    empty_outputs = [None for name in LOSS_OUTPUTS if name in arguments]
+    return (loss, *empty_outputs) if empty_outputs else loss
 
 
 FORMULAS: Mapping[str, Callable[..., Any]] = {

@@ -1,8 +1,11 @@
 """The order of the folders: each file imports only what stands before it."""
 
 import ast
+import subprocess
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 import autotp
 
@@ -127,3 +130,16 @@ def test_a_name_of_a_class_or_a_public_function_stands_for_one_thing() -> None:
     assert [name for name, count in classes.items() if count > 1] == []
     several = {name for name, count in functions.items() if count > 1 and not name.startswith("_")}
     assert several == {name for names in SAME_NAME for name in names.split()}
+
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(not (CHECKOUT / ".git").exists(), reason="needs git, which says what is in a commit")
+def test_no_file_that_a_command_wrote_is_in_a_commit() -> None:
+    """Commands of the documentation write pages and traces into the folder that they run in."""
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=CHECKOUT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    written = [name for name in tracked if "/" not in name and name.endswith((".html", ".json", ".png", ".csv"))]
+    assert written == []

@@ -24,8 +24,10 @@ from autotp.sharding.axis import Size
 def may_be_same_documents(query: Any, key: Any, query_ends: Any, key_ends: Any) -> bool:
     """True for queries and keys of as many tokens and documents. `read_by_part` sees whether they are the same."""
     dim, ends = query.dim() - 3, (query_ends, key_ends)
-    alike = query_ends is key_ends or (None not in ends and Size.of(query_ends.shape[0]) == Size.of(key_ends.shape[0]))
-    return alike and Size.of(query.shape[dim]) == Size.of(key.shape[dim])
+    same_number = query_ends is key_ends or (
+        None not in ends and Size.of(query_ends.shape[0]) == Size.of(key_ends.shape[0])
+    )
+    return same_number and Size.of(query.shape[dim]) == Size.of(key.shape[dim])
 
 
 def _expect_same_documents(query_ends: Tensor, key_ends: Tensor) -> None:

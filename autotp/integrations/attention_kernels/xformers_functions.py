@@ -106,8 +106,8 @@ def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Any, name: str, p: float, 
     kernel = f"{__name__}:{MemoryEfficient.__name__}"
     rest = None, None, None, None, scale, -1, 0 if causal else -1, 0.0, p, kernel, settings
     if name not in PACKED:
-        same = Size.of(q.shape[1]) == Size.of(k.shape[1]) or q.shape[1] == k.shape[1]
-        _expect_square(name, same)
+        is_square = Size.of(q.shape[1]) == Size.of(k.shape[1]) or q.shape[1] == k.shape[1]
+        _expect_square(name, is_square)
         return KERNEL(q, k, v, None, None, *rest)[0]
     if q.shape[0] != 1:
         raise _refused(f"gets {name} for {q.shape[0]} rows", "one row, [1 tokens heads width]")

@@ -153,25 +153,25 @@ class _LinearClassTerms(torch.autograd.Function):
         ctx.where = start, size, scale, cap
         rows, index = rows_of(x), classes.reshape(-1)
         terms = x.new_empty((2, len(index)), dtype=torch.promote_types(x.dtype, torch.float32))
-        keeps, kept, means = False, None, None
+        in_one_chunk, all_probabilities, means = False, None, None
         if any(ctx.needs_input_grad) and not cap:  # The slope of tanh needs logits.
             if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[7]):
                 means = rows.new_empty(rows.shape)
             elif len(rows) * len(weight) <= CHUNK:
-                keeps = True
+                in_one_chunk = True
         for part in _chunks(len(index), len(weight)):
             z = _logits(rows[part], weight, bias, scale, cap)
             terms[1, part] = _picked(z, index[part], start, size)
             terms[0, part] = _exponentiate(z)
             if means is not None:
                 torch.mm(_without_class(z, index[part], start).to(weight.dtype), weight, out=means[part])
-            kept = z if keeps else None
-        ctx.save_for_backward(weight, x, classes, bias, terms, kept, means)
+            all_probabilities = z if in_one_chunk else None
+        ctx.save_for_backward(weight, x, classes, bias, terms, all_probabilities, means)
         return terms.view(2, *classes.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x, classes, bias, terms, kept, means = ctx.saved_tensors
+        weight, x, classes, bias, terms, all_probabilities, means = ctx.saved_tensors
         start, _, scale, cap = ctx.where
         needed = [ctx.needs_input_grad[i] for i in (0, 1, 7)]
         if torch.is_grad_enabled():
@@ -180,12 +180,13 @@ class _LinearClassTerms(torch.autograd.Function):
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         rows, index, grad = rows_of(x.detach()), classes.reshape(-1), grad.reshape(2, -1)
         if means is not None:
-            own = _through_means(means, weight, index, start, terms, grad * scale)
-            return _spread((None, own.view(x.shape), None), 5)
-        kept = kept if kept is None or _may_overwrite(grad) else kept.clone()
+            of_x = _through_means(means, weight, index, start, terms, grad * scale).view(x.shape)
+            return _spread((None, of_x, None), 5)
+        if all_probabilities is not None and not _may_overwrite(grad):
+            all_probabilities = all_probabilities.clone()
 
         def of_product(block: slice, part: slice) -> Tensor:
-            slope, probabilities = None, None if kept is None else kept[part, block]
+            slope, probabilities = None, None if all_probabilities is None else all_probabilities[part, block]
             if probabilities is None:
                 with torch.enable_grad():  # As in forward: an estimate counts what is computed again by itself.
                     z = _logits(rows[part], weight[block], None if bias is None else bias[block], scale, cap)
@@ -251,8 +252,8 @@ def _differentiable(
     result: Tensor, grad: Tensor, operands: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """Returns gradients that can be differentiated again."""
-    wanted = [y for y, is_needed in zip(operands, needed, strict=True) if is_needed and y is not None]
-    grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
+    differentiated = [y for y, is_needed in zip(operands, needed, strict=True) if is_needed and y is not None]
+    grads = iter(torch.autograd.grad(result, differentiated, grad, create_graph=True))
     return [next(grads) if is_needed else None for is_needed in needed]
 
 
@@ -318,8 +319,8 @@ def _without_class(probabilities: Tensor, index: Tensor, start: int) -> Tensor:
     if probabilities.shape[1] == 0:
         return probabilities
     local, outside = local_index(index, start, probabilities.shape[1])
-    own = probabilities.gather(1, local[:, None]).masked_fill_(~outside[:, None], 0)
-    return probabilities.scatter_(1, local[:, None], own)
+    at_class = probabilities.gather(1, local[:, None]).masked_fill_(~outside[:, None], 0)
+    return probabilities.scatter_(1, local[:, None], at_class)
 
 
 def _through_means(means: Tensor, weight: Tensor, index: Tensor, start: int, terms: Tensor, grad: Tensor) -> Tensor:
@@ -365,9 +366,9 @@ def _sums_of_tiles(
                 _add_product(of_block, g.t(), rows[part])
             if of_bias is not None:
                 of_bias_block += g.sum(0, dtype=dtype)
-        for whole, own in ((of_weight, of_block), (of_bias, of_bias_block)):
-            if whole is not None:
-                whole[block] = own
+        for gradient, of_classes in ((of_weight, of_block), (of_bias, of_bias_block)):
+            if gradient is not None:
+                gradient[block] = of_classes
     return of_weight, None if of_rows is None else of_rows.to(rows.dtype), of_bias
 
 

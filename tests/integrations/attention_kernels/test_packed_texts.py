@@ -57,7 +57,7 @@ def trained(rank: int, n: int, layout: dict[str, Any], attention: str) -> None:
     [
         (2, {"tp": 2}, "sdpa"),
         (2, {"tp": 2, "sequence_parallel": True}, "eager"),
-        (2, {"tp": 1, "cp": 2}, "sdpa"),
+        (2, {"tp": 1, "cp": 2}, "sdpa"),  # Positions of packed rows that rotate over cp: Megatron-LM#5243.
         (4, {"tp": 2, "cp": 2}, "eager"),
     ],
     ids=str,

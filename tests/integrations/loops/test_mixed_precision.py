@@ -138,6 +138,7 @@ def losses_of(model: Any, folder: Path) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+@pytest.mark.not_on_cards("one process that sees several cards: Trainer would use DataParallel")
 def test_one_process_trains_without_logits_as_plain_torch(tmp_path: Path) -> None:
     """accelerate searches the outputs for tensors in bfloat16; autotp copies the model that accelerate has prepared."""
     parallel = autotp.parallelize(llama(), 1, outputs="loss")
