@@ -81,8 +81,8 @@ OF_THE_PROCESS = {
     },
     "what extensions add: values of options, and rows of tables": {
         "diagnostics.lockstep.COLLECTIVES", "extensions._REGISTERED", "passes.builder.SIZES",
-        "passes.check.erase.FORMS", "passes.emit.python_calls.PYTHON_CALLS", "passes.lower.localize.FORMS",
-        "rules.table.ROWS",
+        "passes.check.erase.FORMS", "passes.emit.python_calls.BEFORE_CALLS", "passes.emit.python_calls.PYTHON_CALLS",
+        "passes.lower.localize.FORMS", "rules.table.ROWS",
     },
     "the region that a thread is in: a region within another has its own": {
         "display.progress._of_threads", "errors._calls", "groups.one_thread._users",
@@ -93,6 +93,9 @@ OF_THE_PROCESS = {
     },
     "the live models of the process, and what is put back in torch after the last one": {
         "distributed.live_models._models", "distributed.live_models._undo",
+    },
+    "of the call that runs: its graph begins with forgetting it": {
+        "integrations.attention_kernels.flex.flex_attention._BLOCKS"
     },
     "of one backward": {"ops.coalesced._before", "ops.coalesced._waits_of_run"},
     "what other ranks have told, by numbers that no two meshes share": {

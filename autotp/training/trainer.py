@@ -694,12 +694,13 @@ class Trainer(InGraphs, HasHoldings):
         (batch,) = attempt
         if agreed.captures:
             # A rank that has graphs takes part, too: all ranks call `agree`.
+            known = pipeline
             pipeline = agree(
                 self._ranks,
-                lambda: pipeline or self._capture(training, batch),
+                lambda: self._renewed(known) if known else self._capture(training, batch),
                 lambda made: same_new_graph(self._groups, *made.checksums),
             )
-            self._keep(pipeline)
+            self._keep(pipeline, known)
         assert pipeline is not None  # Captured above otherwise.
         totals = pipeline.analysis.totals
         if totals is not None and totals.by_rows and not agreed.lengths:
@@ -763,9 +764,21 @@ class Trainer(InGraphs, HasHoldings):
             pipeline = self._pipeline(batch.key, batch.shapes, analysis, stages, checksums_of(analysis, lowered))
         return pipeline
 
-    def _keep(self, pipeline: Pipeline) -> None:
-        """Keeps new graphs for later calls. Warns of those in which no sequence is cut over cp."""
-        if any(pipeline is existing for existing in self._pipelines):
+    def _renewed(self, pipeline: Pipeline) -> Pipeline:
+        """Returns graphs that this rank has, for a step in which another replica makes some.
+
+        NOTE [Trials together]
+        A new engine of torch's first runs the stages on zeros, to learn the shapes that they send. There `fully_shard`
+        gathers parameters, with all replicas. So where one replica has a new engine, each of them makes a new one.
+        """
+        if pipeline.engine is None or not self._training.zero:
+            return pipeline
+        return replace(pipeline, engine=self._engine(pipeline.analysis, self._works))
+
+    def _keep(self, pipeline: Pipeline, known: Pipeline | None) -> None:
+        """Keeps new graphs for later calls, or in the place of `known` ones. Warns where no sequence is cut over cp."""
+        if known is not None:
+            self._pipelines = [pipeline if existing is known else existing for existing in self._pipelines]
             return
         if all(pipeline.analysis is not existing.analysis for existing in self._pipelines):
             warn_of_whole_sequences(pipeline.analysis, f"Trainer.{'step' if pipeline.training else 'evaluate'}")
