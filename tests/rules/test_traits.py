@@ -24,8 +24,8 @@ from autotp.rules.traits import has, having, in_place_of
 aten = torch.ops.aten
 ROOT = Path(autotp.__file__).parent.parent
 TABLES = {
-    ("autotp/tools/estimation/counts/operators.py", "ARITHMETIC"),
-    ("autotp/tools/estimation/counts/operators.py", "SAME_WORK"),
+    ("autotp/costs/operators.py", "ARITHMETIC"),
+    ("autotp/costs/operators.py", "SAME_WORK"),
     ("autotp/tools/estimation/counts/record.py", "FUSED"),
     ("passes/builder.py", "SIZES"),
     ("passes/canonicalize/canonicalize.py", "REWRITES"),

@@ -28,13 +28,13 @@ from torch._C._distributed_c10d import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from autotp.costs.operators import Op, Phase, Touch, arithmetic_of, is_free, kind_of, work_of
 from autotp.ops.attention.causal_rows import causal_rows, in_own_memory
 from autotp.ops.attention.products import attention_weights
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
 from autotp.ops.dropout import fast_attention, fast_dropout
 from autotp.rules.registry import is_grouped
 from autotp.tools.estimation.counts.on_meta import call
-from autotp.tools.estimation.counts.operators import Op, Phase, Touch, arithmetic_of, is_free, kind_of, work_of
 
 aten = torch.ops.aten
 META = torch.device("meta")
