@@ -97,7 +97,10 @@ class SavingRun(fx.Interpreter):
         outputs: number of a memory -> the output that was the first to have it: name of the node, the place among its
             outputs if it has several, and the tensor's sizes.
         learns: the names of nodes whose output has a gradient.
-        rewritten: the places in `saved` of tensors that their operator has written to.
+        geometries: name of a node whose output is a tensor -> its geometry.
+        memories: name of such a node -> the number of its memory.
+        irregular: the places in `saved` of tensors that have other values than the output in whose memory they lie:
+            their operator has written there, or takes the memory for conjugate or negative.
     """
 
     def __init__(self, module: fx.GraphModule, keeps_all: bool = False) -> None:
@@ -107,7 +110,9 @@ class SavingRun(fx.Interpreter):
         self.origins: dict[str, str] = {}
         self.outputs: dict[int, tuple[str, int | None, Geometry]] = {}
         self.learns: set[str] = set()
-        self.rewritten: set[int] = set()
+        self.geometries: dict[str, Geometry] = {}
+        self.memories: dict[str, int] = {}
+        self.irregular: set[int] = set()
         # A reference to a freed memory keeps its address from being used again.
         self._memories: dict[int, tuple[int, StorageWeakRef]] = {}
         self._versions: dict[int, int] = {}
@@ -132,8 +137,8 @@ class SavingRun(fx.Interpreter):
     def pack(self, x: Tensor) -> Any:
         """Notes a tensor that autograd saves; returns what autograd shall have in its place."""
         memory = self._memory_of(x)
-        if self._versions.get(memory, x._version) != x._version:
-            self.rewritten.add(len(self.saved))
+        if self._versions.get(memory, x._version) != x._version or x.is_conj() or x.is_neg():
+            self.irregular.add(len(self.saved))
         self.saved.append(
             Saved(
                 node=self._node, index=len(self.saved), origin=self._maker_of(memory), memory=memory,
@@ -151,6 +156,8 @@ class SavingRun(fx.Interpreter):
         memory = self._memory_of(x)
         if memory not in self.outputs:
             self.outputs[memory] = name, place, Geometry.of(x)
+        if place is None:
+            self.geometries[name], self.memories[name] = Geometry.of(x), memory
         self._versions[memory] = x._version
         self.origins[name] = self.outputs[memory][0]
         if x.requires_grad:
