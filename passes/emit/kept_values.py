@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -35,6 +35,20 @@ Fates = Mapping[str, Fate]
 """Name of an operator (a node of a block's graph) -> its fate; "keep" for those that are not listed."""
 
 
+class Geometry(NamedTuple):
+    """Where a tensor lies in its memory: sizes, strides and offset in elements."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Geometry:
+        """Returns the geometry of a tensor."""
+        return cls(x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     """A tensor that autograd saves while a block runs.
@@ -46,10 +60,7 @@ class Saved:
             tensor has]; None for a tensor that is internal to `node`.
         memory: a number of its memory; tensors with the same number share it, and their bytes count once.
         bytes: of this memory, whole.
-        dtype: of the tensor.
-        shape: of the tensor.
-        stride: of the tensor.
-        offset: of the tensor in its memory, in elements.
+        geometry: where in this memory the tensor lies.
     """
 
     node: str
@@ -57,10 +68,12 @@ class Saved:
     origin: str | None
     memory: int
     bytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    geometry: Geometry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype of the tensor."""
+        return self.geometry.dtype
 
     def fate(self, fates: Fates) -> Fate:
         """Returns what happens with the tensor. The result for an input of the block is "keep"."""
@@ -81,51 +94,80 @@ class SavingRun(fx.Interpreter):
     Attributes:
         saved: the tensors that autograd saved so far, in order.
         origins: name of a node -> name of the node that made the memory of its output.
+        outputs: number of a memory -> the output that was the first to have it: name of the node, the place among its
+            outputs if it has several, and the tensor's sizes.
+        learns: the names of nodes whose output has a gradient.
+        geometries: name of a node whose output is a tensor -> its geometry.
+        memories: name of such a node -> the number of its memory.
+        irregular: the places in `saved` of tensors that have other values than the output in whose memory they lie:
+            their operator has written there, or takes the memory for conjugate or negative.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
+    def __init__(self, module: fx.GraphModule, keeps_all: bool = False) -> None:
+        super().__init__(module, garbage_collect_values=not keeps_all)
         self.extra_traceback = False
         self.saved: list[Saved] = []
         self.origins: dict[str, str] = {}
+        self.outputs: dict[int, tuple[str, int | None, Geometry]] = {}
+        self.learns: set[str] = set()
+        self.geometries: dict[str, Geometry] = {}
+        self.memories: dict[str, int] = {}
+        self.irregular: set[int] = set()
         # A reference to a freed memory keeps its address from being used again.
         self._memories: dict[int, tuple[int, StorageWeakRef]] = {}
-        self._makers: dict[int, str] = {}
+        self._versions: dict[int, int] = {}
         self._node = ""
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node, and notes what it saves and whose memory its output has."""
         self._node, before = n.name, len(self.saved)
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, _same):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             result = super().run_node(n)
         if n.op != "output":
-            for x in result if isinstance(result, tuple | list) else (result,):
+            several = isinstance(result, tuple | list)
+            for i, x in enumerate(result if several else (result,)):
                 if isinstance(x, Tensor):
-                    self.origins[n.name] = self._makers.setdefault(self._memory_of(x), n.name)
+                    self._note_output(n.name, i if several else None, x)
         # An operator such as softmax saves its own output, before anybody knows it as one.
         for i in range(before, len(self.saved)):
             if self.saved[i].origin is None:
-                self.saved[i] = replace(self.saved[i], origin=self._makers.get(self.saved[i].memory))
+                self.saved[i] = replace(self.saved[i], origin=self._maker_of(self.saved[i].memory))
         return result
 
-    def pack(self, x: Tensor) -> Tensor:
-        """Notes a tensor that autograd saves."""
+    def pack(self, x: Tensor) -> Any:
+        """Notes a tensor that autograd saves; returns what autograd shall have in its place."""
         memory = self._memory_of(x)
+        if self._versions.get(memory, x._version) != x._version or x.is_conj() or x.is_neg():
+            self.irregular.add(len(self.saved))
         self.saved.append(
             Saved(
-                node=self._node, index=len(self.saved), origin=self._makers.get(memory), memory=memory,
-                bytes=x.untyped_storage().nbytes(), dtype=x.dtype, shape=tuple(x.shape), stride=x.stride(),
-                offset=int(x.storage_offset()),
+                node=self._node, index=len(self.saved), origin=self._maker_of(memory), memory=memory,
+                bytes=x.untyped_storage().nbytes(), geometry=Geometry.of(x),
             )
         )  # fmt: skip
         return x
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Returns the tensor that `pack` got."""
+        tensor: Tensor = packed
+        return tensor
+
+    def _note_output(self, name: str, place: int | None, x: Tensor) -> None:
+        memory = self._memory_of(x)
+        if memory not in self.outputs:
+            self.outputs[memory] = name, place, Geometry.of(x)
+        if place is None:
+            self.geometries[name], self.memories[name] = Geometry.of(x), memory
+        self._versions[memory] = x._version
+        self.origins[name] = self.outputs[memory][0]
+        if x.requires_grad:
+            self.learns.add(name)
+
+    def _maker_of(self, memory: int) -> str | None:
+        return self.outputs[memory][0] if memory in self.outputs else None
 
     def _memory_of(self, x: Tensor) -> int:
         storage = x.untyped_storage()
         if storage._cdata not in self._memories:
             self._memories[storage._cdata] = len(self._memories), StorageWeakRef(storage)
         return self._memories[storage._cdata][0]
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
