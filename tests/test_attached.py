@@ -87,7 +87,7 @@ OF_THE_PROCESS = {
     "the region that a thread is in: a region within another has its own": {
         "display.progress._of_threads", "errors._calls", "groups.one_thread._users",
         "integrations.loops.accelerate_state._shown", "integrations.transformers.adapters._making",
-        "integrations.transformers.adapters._saved", "ops.coalesced._at_once", "passes.emit.recompute.recomputations",
+        "integrations.transformers.adapters._saved", "ops.coalesced._at_once", "passes.emit.kept_call.recomputations",
         "passes.capture.guards.looks._looking", "passes.capture.repeats.record.CALLS",
         "passes.capture.replacements.opaque._recording",
     },

@@ -28,6 +28,7 @@ from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.documents import reads_documents
+from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
@@ -256,7 +257,7 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     captured = analysis.captured
     expect_collectives_of_replicas(captured.graph, mesh)
     lowered = rank_graph(analysis, mesh.rank, settings.randomness)
-    ready = rank_program(lowered, analysis, settings, mesh.device, mesh.groups)
+    ready = rank_program(lowered, analysis, settings, mesh.device, mesh.groups, Seat(rank=mesh.rank))
     cut = {index: cut_output(layout, mesh) for index, layout in analysis.local_outputs.items() if mesh.size > 1}
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
     values = input_values_on(captured, mesh.device)

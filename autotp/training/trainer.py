@@ -45,8 +45,10 @@ from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
+from autotp.passes.emit.memory.budget import on_device
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
+from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.call_consistency import SAME_ROWS
@@ -245,8 +247,10 @@ class Trainer(InGraphs, HasHoldings):
         self._watchers: list[Callable[[], bool]] = []
         self._failed, self._idle = "", False
         self.late, self._facts = LateFacts(), StepFacts(0, Fingerprint())
-        self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
+        self.mesh, self.steps, self._calls, self._scaler = mesh, 0, 0, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
+        training = replace(training, memory=on_device(training.memory, self.place.device))
+        self._training = training
         self.everyone = groups.world_mesh(self.place, mesh, timeout)
         self.files, self.saving, self.thread = new_group(None, timeout, "files", "gloo"), None, None
         # For errors, which name ranks by their places: `everyone` has numbers only.
@@ -496,7 +500,7 @@ class Trainer(InGraphs, HasHoldings):
         self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage], checksums: tuple[int, int]
     ) -> Pipeline:
         """Returns the graphs of this rank's stages in one mode."""
-        graphs = {i: self._graph(stages[i], analysis) for i in self._my_stages}
+        graphs = {i: self._graph(stages[i], analysis, self._seat(i)) for i in self._my_stages}
         guard = self._original.guard(analysis.captured)
         # Only between stages do zeros come back where one device has no gradient.
         learning = learning_of(analysis) if self.mesh["pp"].size() > 1 else None
@@ -510,7 +514,15 @@ class Trainer(InGraphs, HasHoldings):
         # x: [1], the loss of a microbatch.
         return engine(self._training, works, analysis, self.place.device, group, lambda x, _: self._scale(x.sum()))
 
-    def _graph(self, stage: Stage, analysis: Program) -> RankProgram:
+    def _seat(self, stage: int) -> Seat:
+        """Returns what a budget of memory needs to know of a stage's place."""
+        mine, count = self._my_stages, len(self.plan.blocks)
+        return Seat(
+            rank=self.place.rank, kept_calls=self._training.engine.flight(stage, count, self._training.microbatches),
+            replicas=self.replicas.size, share=1 / len(mine),
+        )  # fmt: skip
+
+    def _graph(self, stage: Stage, analysis: Program, seat: Seat) -> RankProgram:
         """Returns a stage's graph for this rank; its blocks read their parameters from the trainer's modules."""
         captured, place = analysis.captured, self.place
         expect_collectives_of_replicas(captured.graph, place)
@@ -522,7 +534,7 @@ class Trainer(InGraphs, HasHoldings):
                 fix="example_inputs, or a first step, in which forward runs all blocks",
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
-        ready = rank_program(stage.graph, analysis, self._training, place.device, place.groups)
+        ready = rank_program(stage.graph, analysis, self._training, place.device, place.groups, seat)
         return replace(ready.attached(places, owners.get, self._read), received=stage.received)
 
     def _seed(self) -> None:

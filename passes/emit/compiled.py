@@ -37,7 +37,7 @@ from autotp.passes.emit.async_tensor_parallel import (
 )
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.bind import COMMUNICATING
-from autotp.passes.emit.recompute import Recomputed
+from autotp.passes.emit.recomputed import Recomputed
 
 OVERLAP = {
     "reorder_for_peak_memory": False,

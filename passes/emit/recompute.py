@@ -1,215 +1,30 @@
 """recompute: lets backward recompute blocks, or the scores of attention.
 
     Before: y = block(x, w)                                 After: y = recomputed(block)(x, w), which keeps x and w only
-    Before: s = matmul(q, k); p = softmax(s); o = matmul(p, v)     After: o = recomputed(core)(q, k, v)      "selective"
+    Before: s = matmul(q, k); p = softmax(s); o = matmul(p, v)     After: backward computes s and p again      "selective"
 
 Scores and values computed from them are most of the memory that attention keeps, and little of its computation.
+Both give fates to operators (`kept_values.py`): "full" drops what each makes, "selective" what those of attention make.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 5 and 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch import fx
 
-from autotp.errors import Error
-from autotp.ops.eager_mode import no_transform
-from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Recompute
-from autotp.passes.capture.autocast_regions import Autocast, ambient_everywhere, enter_autocast
+from autotp.passes.emit.kept_values import Fates
 from autotp.passes.emit.outline import blocks, outlined
+from autotp.passes.emit.recomputed import Recomputed
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
-from autotp.rules.traits import draws, draws_from_numpy, has
+from autotp.rules.traits import draws, has
 
 aten = torch.ops.aten
-
-
-class Recomputed(nn.Module):
-    """A graph of which only the inputs are kept for backward; backward runs it again with the same random numbers."""
-
-    def __init__(self, inner: fx.GraphModule) -> None:
-        super().__init__()
-        self.inner: nn.Module = inner
-        self.draws = any(draws(node) for node in inner.graph.nodes)
-        # An exception would leave a region of autocast that the graph has entered open.
-        self.stops_early = not inner.graph.find_nodes(op="call_function", target=enter_autocast)
-        # torch's `checkpoint` keeps torch's random state, and not numpy's.
-        self.again = not any(draws_from_numpy(node) for node in inner.graph.nodes)
-
-    def forward(self, *args: Any) -> Any:
-        """Runs the graph. Under transforms of torch.func, which do not support recomputation, everything is kept."""
-        if torch.compiler.is_compiling():
-            again = torch.is_grad_enabled() and self.again
-            return self._by_torch(args) if again else self.inner(*args)
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        if not torch.is_grad_enabled() or not self.again or not no_transform(*tensors):
-            return self.inner(*args)
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if hooked or not isinstance(self.inner, fx.GraphModule):  # Else it is a compiled block.
-            # What is kept for backward is handed to these hooks, which may read it: save_on_cpu copies it.
-            return self._by_torch(tuple(map(_arrived, args)) if hooked else args)
-        replay = _Replay(self, args, tensors)
-        push_hooks(replay.pack, replay.unpack)
-        try:
-            return self.run(*args)
-        finally:
-            pop_hooks()
-            # The numbers count from 0, so the next one is how many there were.
-            replay.wanted = next(replay.numbers)
-
-    def run(self, *args: Any) -> Any:
-        """Runs the graph, without a call of its module, which reads source files when an exception leaves it."""
-        return self.inner.forward(*args)
-
-    def _by_torch(self, args: tuple[Any, ...]) -> Any:
-        if torch.compiler.is_compiling():
-            return checkpoint(self._plain, *args, use_reentrant=False, preserve_rng_state=self.draws)
-        runs, early = self._second_time_apart(), self.stops_early
-        return checkpoint(runs, *args, use_reentrant=False, preserve_rng_state=self.draws, early_stop=early)
-
-    def _plain(self, *args: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # As around forward: backward calls this from outside of it.
-            return self.inner(*args)
-
-    def _second_time_apart(self) -> Callable[..., Any]:
-        """Returns `_plain`, which waits in its second run for all sums that it has started there."""
-        calls = count()
-
-        def run(*args: Any) -> Any:
-            with recomputation() if next(calls) else nullcontext():
-                return self._plain(*args)
-
-        return run
-
-
-def _arrived(x: Any) -> Any:
-    """Returns an operand of a block, once it has its values: a node that makes it later has `wait_for_value`."""
-    wait_for_value = getattr(getattr(x, "grad_fn", None), "wait_for_value", None)
-    if wait_for_value is not None:
-        with torch.no_grad():
-            wait_for_value(x)
-    return x
-
-
-recomputations: list[ExitStack] = []
-"""What the end of each recomputation that runs has to do: it may end before the last operator of its block."""
-
-
-@contextmanager
-def recomputation() -> Iterator[None]:
-    """A region that computes a block again."""
-    with ExitStack() as at_end:
-        recomputations.append(at_end)
-        try:
-            yield
-        finally:
-            recomputations.pop()
-
-
-NO_RUN = -1
-"""torch's number of a run of backward, outside of all runs."""
-push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-
-
-class _Complete(Exception):  # It is no error: it leaves a run that has computed all that backward needs.
-    """Raised in a second run of a graph when the last value that backward needs is there."""
-
-
-class _Replay:
-    """What is kept of one call of a graph: its inputs, to compute again what autograd would have kept.
-
-    NOTE [A number in place of a tensor] While the graph runs, autograd gets a number for each tensor that it wants to
-    keep. When backward asks for the first of them, the graph runs again, up to the last tensor that autograd wants: so
-    the last product of a block, and the sum over ranks behind it, do not run again. torch's `checkpoint` works alike,
-    and follows each tensor in Python; here a graph is known to ask for the same tensors in the same order.
-
-    Attributes:
-        pack: returns the number of the next tensor. (`next(numbers, tensor)` needs no Python frame.)
-        wanted: how many tensors autograd wanted.
-        values: these tensors, in order, as the run of backward `run` has them; None for one that it has got.
-    """
-
-    def __init__(self, block: Recomputed, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        self.block, self.args, self.tensors = block, args, tensors
-        # autograd compares them for the tensors that it keeps, and it does not keep these.
-        self.versions = [x._version for x in tensors]
-        self.device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
-        self.state = random_state_of(self.device) if block.draws else None
-        self.autocast = ambient_everywhere()
-        self.numbers, self.wanted = count(), 0
-        self.pack = partial(next, self.numbers)
-        self.values: list[Tensor | None] = []
-        self.run = NO_RUN
-
-    def unpack(self, number: int) -> Tensor:
-        """Returns a tensor that autograd wanted."""
-        run = torch._C._current_graph_task_id()
-        # In another backward (`retain_graph`), and for a tensor that was handed out before, the graph runs once more.
-        if run != self.run or run == NO_RUN or self.values[number] is None:
-            self.values, self.run = self._computed(), run
-        value = self.values[number]
-        assert value is not None
-        self.values[number] = None  # Its memory is free when backward has used it.
-        return value
-
-    def _computed(self) -> list[Tensor | None]:
-        """Runs the graph again; returns the tensors that autograd wants."""
-        values: list[Tensor | None] = []
-        last = self.wanted if self.block.stops_early else -1
-
-        def keep(x: Tensor) -> None:
-            values.append(x)
-            if len(values) == last:
-                raise _Complete
-
-        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), self._as_in_forward(), recomputation():
-            if [x._version for x in self.tensors] != self.versions:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    "an input or a parameter of a block that backward computes again"
-                )
-            push_hooks(keep, _never)
-            try:
-                self.block.run(*self.args)
-            except _Complete:
-                pass
-            finally:
-                pop_hooks()
-        if len(values) != self.wanted:
-            raise Error(
-                f"a block that backward computes again keeps {len(values)} tensors, and {self.wanted} in forward",
-                fix='recompute="none"',
-            )
-        return values
-
-    @contextmanager
-    def _as_in_forward(self) -> Iterator[None]:
-        """A region with the autocast and the random state of forward."""
-        now, state = ambient_everywhere(), None if self.state is None else random_state_of(self.device)
-        with ExitStack() as regions:
-            if now != self.autocast:
-                # First off where it is on now, then on as it was in forward.
-                for settings in (*(Autocast(region.device) for region in now), *self.autocast):
-                    regions.enter_context(settings.on())
-            if self.state is not None and state is not None:
-                set_random_state(self.device, self.state)
-                regions.callback(set_random_state, self.device, state)
-            yield
-
-
-def _never(_: Any) -> Tensor:
-    """Stands for a hook: nobody has a backward of the second run of a graph."""
-    raise AssertionError
 
 
 def recompute(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) -> fx.GraphModule:
@@ -223,12 +38,10 @@ def recompute(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) ->
     for node in [n for n in graph.nodes if how != "none" and n.op == "placeholder" and n.name in updated]:
         _read_a_copy(node)
     module = outlined(graph, list(blocks(graph)), "block")
-    if how == "full":
-        _recompute(module)
-    for name, block in _parts(module) if how == "selective" else ():
-        inner = outlined(block.graph, list(_cores(block.graph)), "core")
-        _recompute(inner)
-        module.add_module(name, inner)
+    for name, block in _parts(module) if how != "none" else ():
+        fates = None if how == "full" else scores(block.graph)
+        if not any(map(_writes, block.graph.nodes)) and (fates is None or fates):
+            module.add_module(name, Recomputed(block, fates))
     return module
 
 
@@ -238,12 +51,6 @@ def _read_a_copy(node: fx.Node) -> None:
         copy = node.graph.call_function(aten.clone.default, (node,))
     copy.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
     node.replace_all_uses_with(copy, lambda user: user is not copy)
-
-
-def _recompute(module: fx.GraphModule) -> None:
-    for name, part in _parts(module):
-        if not any(map(_writes, part.graph.nodes)):
-            module.add_module(name, Recomputed(part))
 
 
 def _writes(node: fx.Node) -> bool:
@@ -259,20 +66,21 @@ def _parts(module: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
     return [(name, part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)]
 
 
+def scores(graph: fx.Graph) -> Fates:
+    """Returns the fates of a block under "selective": what attention makes until its last product is computed again."""
+    return {node.name: "recompute" for core in _cores(graph) for node in (core[:-1] or core)}
+
+
 def _cores(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Yields the operators of each attention that keeps scores: from the product that makes them to their reader.
 
     Fused attention without dropout keeps no scores, and is not recomputed.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    in_cores: set[fx.Node] = set()
     for node in graph.nodes:
         fused = has(node.target, Trait.ATTENTION) and draws(node)
         core = [node] if fused else _around(node, order) if has(node.target, Trait.SOFTMAX) else []
-        # A reader between two operators of the core would run before the call that stands for the core.
-        users = {user for op in core for user in op.users} - set(core)
-        if core and not in_cores & set(core) and all(order[user] > order[core[-1]] for user in users):
-            in_cores.update(core)
+        if core:
             yield core
 
 

@@ -24,7 +24,7 @@ THROUGH_A_PUBLIC_CALL = {
     "tools/estimation/layout": "tools/estimation/test_estimate",
     "tools/estimation/price": "tools/estimation/test_estimate",
     "tools/estimation/result": "tools/estimation/test_estimate",
-    "tools/estimation/counts/operators": "tools/estimation/counts/test_record",
+    "costs/operators": "tools/estimation/counts/test_record",
     "tools/estimation/counts/pieces": "tools/estimation/counts/test_activations",
     "integrations/attention_kernels/kernel_operator": "integrations/attention_kernels/test_flash_functions",
     "integrations/attention_kernels/kernel_rule": "integrations/attention_kernels/test_flash_functions",

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed import fake_pg
 import autotp
 from autotp.ops.collectives import copy as copy_to_ranks
 from autotp.passes.emit.compiled import OVERLAP, Compiled, _overlapping, compile_blocks
-from autotp.passes.emit.recompute import Recomputed
+from autotp.passes.emit.recomputed import Recomputed
 
 LENGTHS = (8, 7, 13, 5, 2, 16)
 """The third needs sizes that are symbols."""

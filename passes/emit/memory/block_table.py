@@ -1,0 +1,202 @@
+"""block_table: what a block makes, operator by operator: its bytes, those that autograd keeps, and its price.
+
+    Before: h = linear(x, w); g = gelu(h); y = linear(g, v)
+    After:  h: 8 MB kept, 40 us, reads x; g: 8 MB kept, 5 us, reads h; y: 2 MB not kept, 40 us, reads g
+
+The block runs on fake tensors of a call's sizes, so that the operators are those that the device would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.costs.hardware import Hardware
+from autotp.costs.work import Work, tensors_in
+from autotp.passes.capture.autocast_regions import enter_autocast
+from autotp.passes.emit.kept_values import Fates, Saved, SavingRun
+
+SMALLER = {torch.bool: 8, torch.int64: 2}
+"""dtype -> how many times fewer bytes it takes in the fate "bits"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """The memory that an operator of a block makes, with all that lies in it.
+
+    Attributes:
+        name: the name of the operator.
+        node: the operator.
+        reads: the values that it needs to run again.
+        inputs: the inputs of the block that it needs.
+        seconds: to run it again.
+        collectives: the number of collectives in it.
+        made: bytes of its memory.
+        kept: bytes that autograd keeps: of its memory, and internal to it, such as a log-sum-exp.
+        smaller: the same in the fate "bits".
+        fixed: whether it cannot run again.
+    """
+
+    name: str
+    node: fx.Node
+    reads: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    seconds: float = 0.0
+    collectives: int = 0
+    made: int = 0
+    kept: int = 0
+    smaller: int = 0
+    fixed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTable:
+    """The values of a block for one call, in the order in which they are made.
+
+    Attributes:
+        values: by name.
+        inputs: the inputs that autograd keeps.
+        results: what the block returns: the value that it lies in, or the input; in order.
+    """
+
+    values: Mapping[str, Value]
+    inputs: frozenset[str]
+    results: tuple[str, ...]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of the block's forward."""
+        return sum(value.seconds for value in self.values.values())
+
+    def after(self, fates: Fates) -> Kept:
+        """Returns what is kept under these fates, and what backward then does beside."""
+        dropped = {name for name in self.values if fates.get(name) == "recompute"}
+        queue = [name for name in dropped if self.values[name].kept]
+        again, boundary, inputs = set(queue), set[str](), set(self.inputs)
+        while queue:
+            value = self.values[queue.pop()]
+            inputs.update(value.inputs)
+            for name in value.reads:
+                if name not in dropped:
+                    boundary.add(name)
+                elif name not in again:
+                    again.add(name)
+                    queue.append(name)
+        kept, moved = dict[str, int](), dict[str, int]()
+        for name, value in self.values.items():
+            fate = fates.get(name, "keep")
+            if name in dropped or not (value.kept or name in boundary):
+                continue
+            moved[name] = value.kept if fate == "host" else 0
+            kept[name] = 0 if fate == "host" else value.smaller if fate == "bits" else value.kept
+            if name in boundary and not value.kept:
+                kept[name] = value.made
+        return Kept(
+            kept=kept, inputs=frozenset(inputs), seconds=sum(self.values[name].seconds for name in again),
+            collectives=sum(self.values[name].collectives for name in again), moved=sum(moved.values()),
+            again=sum(self.values[name].made for name in again),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What is kept of a call of a block.
+
+    Attributes:
+        kept: name of a value -> the bytes that stay on the device.
+        inputs: the inputs of the block that stay.
+        seconds: of what backward computes again.
+        collectives: the number of collectives among it.
+        moved: bytes that go to the host and come back.
+        again: bytes that the computation makes that runs again, at most all at once.
+    """
+
+    kept: Mapping[str, int]
+    inputs: frozenset[str]
+    seconds: float
+    collectives: int
+    moved: int
+    again: int
+
+
+@dataclass
+class _Row:
+    """What is noted of a value while the block runs."""
+
+    node: fx.Node
+    reads: dict[str, None] = field(default_factory=dict)
+    seconds: float = 0.0
+    collectives: int = 0
+    memories: dict[int, int] = field(default_factory=dict)
+    fixed: bool = False
+
+
+class TableRun(SavingRun):
+    """A run of a block that notes bytes and seconds of each value."""
+
+    def __init__(self, module: fx.GraphModule, device: Hardware) -> None:
+        super().__init__(module)
+        self.device, self.rows = device, dict[str, _Row]()
+        self.results: tuple[str, ...] = ()
+        # Numbers, such as sizes, read what their operands read.
+        self.sources: dict[fx.Node, dict[str, None]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node, and notes what it makes and reads."""
+        with Work(self.device) as work:
+            result = super().run_node(n)
+        reads = {name: None for operand in n.all_input_nodes for name in self.sources[operand]}
+        if n.op == "output":
+            self.results = tuple(self.origins.get(x.name, "") for x in n.all_input_nodes)
+            return result
+        tensors = tensors_in(result)
+        maker = self.origins.get(n.name, n.name)
+        self.sources[n] = {maker: None} if tensors else reads
+        row = self.rows.setdefault(maker, _Row(n))
+        row.reads.update({name: None for name in reads if name != maker})
+        row.seconds += work.seconds
+        row.collectives += work.collectives
+        row.fixed |= n.target is enter_autocast
+        for x in tensors:
+            row.memories.setdefault(self._memory_of(x), x.untyped_storage().nbytes())
+        return result
+
+    def table(self) -> BlockTable:
+        """Returns the table of the block that ran."""
+        rows, inputs = self.rows, {n.name for n in self.module.graph.find_nodes(op="placeholder")}  # type: ignore[union-attr, operator]
+        saved_by_value: dict[str, dict[int, Saved]] = {}
+        for saved in self.saved:
+            maker = saved.origin or self.origins.get(saved.node, saved.node)
+            saved_by_value.setdefault(maker, {})[saved.memory] = saved
+        # Regions of autocast have an operator at each end: nothing between them may run without them.
+        fixed = any(row.fixed for row in rows.values())
+        values = {}
+        for name, row in rows.items():
+            if name in inputs:
+                continue
+            saves = saved_by_value.get(name, {}).values()
+            values[name] = Value(
+                name=name, node=row.node, reads=tuple(x for x in row.reads if x not in inputs),
+                inputs=tuple(x for x in row.reads if x in inputs), seconds=row.seconds, collectives=row.collectives,
+                made=sum(row.memories.values()), kept=sum(x.bytes for x in saves),
+                smaller=sum(-(-x.bytes // SMALLER.get(x.dtype, 1)) for x in saves), fixed=fixed,
+            )  # fmt: skip
+        return BlockTable(values=values, inputs=frozenset(saved_by_value) & inputs, results=self.results)
+
+
+def block_table(module: fx.GraphModule, args: Sequence[Any], device: Hardware) -> tuple[BlockTable, Any]:
+    """Returns the table of a block for these arguments, which may be fake, and what it returns."""
+    run = TableRun(module, device)
+    with torch.enable_grad():
+        result = run.run(*args)
+    return run.table(), result
+
+
+def is_learning(x: Any) -> bool:
+    """True for a tensor that a gradient flows through."""
+    return isinstance(x, Tensor) and x.requires_grad

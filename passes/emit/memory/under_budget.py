@@ -1,0 +1,88 @@
+"""under_budget: gives each call of a block a module of its own, whose fates the graph's `Budget` sets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.passes.emit.bind import COMMUNICATING
+from autotp.passes.emit.memory.budget import Allowance, Budget
+from autotp.passes.emit.outline import blocks, outlined
+from autotp.passes.emit.recompute import Recomputed, _read_a_copy
+
+
+class Standin(Recomputed):
+    def __init__(self, inner, fates):
+        super().__init__(inner)
+        self.use(fates)
+
+    def use(self, fates):
+        self.fates = dict(fates)
+
+    def forward(self, *args):
+        return super().forward(*args) if "recompute" in self.fates.values() else self.inner(*args)
+
+
+def under_budget(
+    graph: fx.Graph,
+    updated: Collection[str],
+    allowance: Allowance,
+    device: torch.device,
+    held: Mapping[str, Tensor],
+    groups: Mapping[str, int],
+) -> fx.GraphModule:
+    """Returns the graph as a module whose blocks keep what a budget lets them keep.
+
+    Args:
+        updated: placeholder names of the buffers that are written to between forward and backward.
+        held: placeholder of a parameter, buffer or constant -> a tensor like it.
+        groups: sizes of process groups that are none of this process's.
+    """
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in updated]:
+        _read_a_copy(node)
+    module = outlined(graph, list(blocks(graph)), "block")
+    shared: dict[str, Any] = dict(module.named_children())
+    for i, node in enumerate(module.graph.find_nodes(op="call_module")):
+        inner = shared[str(node.target)]
+        node.target = f"block_of_{i}"
+        module.add_module(node.target, Standin(inner, {}))
+    for name in shared:
+        module.delete_submodule(name)
+    budget = Budget(module=module, held=held, allowance=allowance, device=device, groups=groups)
+    inputs = [node for node in module.graph.find_nodes(op="placeholder") if node.name not in held]
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        module.graph.call_function(budget, tuple(inputs))
+    module.recompile()
+    return module
+
+
+def hints(graph: fx.Graph, inputs: Collection[str]) -> list[Tensor] | None:
+    """Returns tensors on `meta` of the sizes of the captured call, for these placeholders; None if one is not known."""
+    tensors = []
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in inputs:
+            value = node.meta.get("val")
+            sizes = [_hint(n) for n in value.shape] if isinstance(value, Tensor) else [None]
+            if None in sizes:
+                return None
+            tensors.append(torch.empty(sizes, dtype=value.dtype, device="meta", requires_grad=value.requires_grad))
+    return tensors
+
+
+def _hint(size: Any) -> int | None:
+    return size if isinstance(size, int) else size.node.hint
+
+
+def groups_without_processes(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the mesh axes that a graph of a simulation communicates over, with their sizes.
+
+    Args:
+        sizes: name of an axis -> its size; `tp/4` is a group of four neighbours along `tp`.
+    """
+    names = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
+    axes = {name: name.partition("/") for name in sorted(names)}
+    return {name: int(size or sizes[axis]) for name, (axis, _, size) in axes.items() if axis in sizes}

@@ -1,0 +1,160 @@
+"""Recomputed: a block of which backward computes some values again, or has them in another form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from autotp.ops.eager_mode import no_transform
+from autotp.ops.random_state import random_state_of
+from autotp.passes.capture.autocast_regions import ambient_everywhere, enter_autocast
+from autotp.passes.emit.kept_call import KeptCall, Pattern, _arrived, pattern_of, recomputation
+from autotp.passes.emit.kept_values import Fates, SavingRun
+from autotp.passes.emit.split import Split, split
+from autotp.rules.traits import draws, draws_from_numpy
+
+
+class Recomputed(nn.Module):
+    """A graph whose kept values have fates: NOTE [Whose fate a kept tensor has].
+
+    On inputs of new sizes it first runs operator by operator, which tells what autograd saves.
+
+    Attributes:
+        inner: the graph.
+        fates: of its operators.
+        ends_early: whether backward leaves out operators that run again for nobody.
+    """
+
+    def __init__(self, inner: fx.GraphModule, fates: Fates | None = None) -> None:
+        super().__init__()
+        names = [node.name for node in inner.graph.nodes if node.op not in ("placeholder", "output")]
+        self.inner: nn.Module = inner
+        self.fates: Fates = dict.fromkeys(names, "recompute") if fates is None else fates
+        self.is_whole = all(self.fates.get(name) == "recompute" for name in names)
+        self.draws = any(draws(node) for node in inner.graph.nodes)
+        # An exception would leave a region of autocast that the graph has entered open.
+        self.stops_early = not inner.graph.find_nodes(op="call_function", target=enter_autocast)
+        # torch's `checkpoint` keeps torch's random state, and not numpy's.
+        self.again = not any(draws_from_numpy(node) for node in inner.graph.nodes)
+        self.ends_early = True
+        self._patterns: dict[Hashable, Pattern] = {}
+        self._splits: dict[Hashable, Split] = {}
+
+    def forward(self, *args: Any) -> Any:
+        """Runs the graph. Under transforms of torch.func, which do not support recomputation, everything is kept."""
+        if torch.compiler.is_compiling():
+            again = torch.is_grad_enabled() and self.again
+            return self._by_torch(args) if again else self.inner(*args)
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if not torch.is_grad_enabled() or not self.again or not no_transform(*tensors):
+            return self.inner(*args)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if not isinstance(self.inner, fx.GraphModule):  # It is a compiled block.
+            # What is kept for backward is handed to these hooks, which may read it: save_on_cpu copies it.
+            return self._by_torch(args if outer is None else tuple(map(_arrived, args)))
+        device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
+        sizes = [(x.requires_grad, x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x for x in args]
+        key = (device, *sizes, *ambient_everywhere())
+        pattern = self._patterns.get(key)
+        if pattern is None:
+            return self._first_run(key, args, device)
+        call = KeptCall(pattern, args, device, outer)
+        try:
+            result, held = pattern.split.forward.forward(call, *args)
+        finally:
+            call.leave()
+        call.end(held)
+        return result
+
+    def _first_run(self, key: Hashable, args: Sequence[Any], device: torch.device) -> Any:
+        """Runs the graph on inputs of new sizes, and notes what autograd saves."""
+        assert isinstance(self.inner, fx.GraphModule)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        run = _FirstRun(self.inner, device)
+        versions = {i: x._version for i, x in enumerate(args) if isinstance(x, Tensor)}
+        result = run.run(*args)
+        structure = tuple((x.node, x.origin, x.memory, x.bytes > 0, x.dtype) for x in run.saved)
+        short = all(size < 2**31 for geometry in run.geometries.values() for size in geometry.shape)
+        known = (structure, *sorted(run.learns), *sorted(run.irregular), *sorted(run.origins.items()), short)
+        if known not in self._splits:
+            self._splits[known] = split(self.inner, run, self.fates, self.ends_early)
+        self._patterns[key] = pattern = pattern_of(self._splits[known], run)
+        call = KeptCall(pattern, args, device, outer)
+        call.versions = [versions[i] for i in call.inputs if i in versions]
+        run.end(call)
+        return result
+
+    def _by_torch(self, args: tuple[Any, ...]) -> Any:
+        if torch.compiler.is_compiling():
+            return checkpoint(self._plain, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        runs, early = self._second_time_apart(), self.stops_early
+        return checkpoint(runs, *args, use_reentrant=False, preserve_rng_state=self.draws, early_stop=early)
+
+    def _plain(self, *args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # As around forward: backward calls this from outside of it.
+            return self.inner(*args)
+
+    def _second_time_apart(self) -> Callable[..., Any]:
+        """Returns `_plain`, which waits in its second run for all sums that it has started there."""
+        calls = count()
+
+        def run(*args: Any) -> Any:
+            with recomputation() if next(calls) else nullcontext():
+                return self._plain(*args)
+
+        return run
+
+
+class _Cell:
+    """Stands for a tensor that autograd saves in a first run, until it is known what happens with it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.packed: Any = tensor
+        self.call: KeptCall | None = None
+
+
+class _FirstRun(SavingRun):
+    """The first run of a block on inputs of some sizes."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(module, keeps_all=True)
+        self.device = device
+        self.cells: list[_Cell] = []
+        self.states: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node, and notes the random state before it if it draws."""
+        if draws(n):
+            self.states[n.name] = random_state_of(self.device)
+        return super().run_node(n)
+
+    def pack(self, x: Tensor) -> _Cell:
+        """Notes a tensor that autograd saves."""
+        cell = _Cell(super().pack(x))
+        self.cells.append(cell)
+        return cell
+
+    def unpack(self, packed: _Cell) -> Tensor:
+        """Returns the tensor of a cell. (Backward may begin in the block: of what a custom operator computes.)"""
+        if packed.call is None:
+            tensor: Tensor = packed.packed
+            return tensor
+        return packed.call.unpack(packed.packed)
+
+    def end(self, call: KeptCall) -> None:
+        """Hands everything to a call, as it would have it from a later run."""
+        held = [self.env[node] for node in call.pattern.split.held]
+        hooked = set(call.pattern.split.saved)
+        for i, cell in enumerate(self.cells):
+            cell.packed = call.pack(cell.packed) if i in hooked else call.kept(cell.packed)
+            cell.call = call
+        call.states = [self.states[name] for name in call.pattern.split.states]
+        call.end(held)
+        self.env.clear()
+        self.cells.clear()

@@ -1,0 +1,319 @@
+"""split: a block's graph for forward, and graphs for backward that compute again what forward has dropped.
+
+    Before: h = linear(x, w); g = gelu(h); y = linear(g, v)           fates: {"gelu": "recompute"}
+    After:  forward:  h = linear(x, w); g = gelu(h); enter(call); y = linear(g, v); leave(call); return y, (h,)
+            backward: g = gelu(h), when the gradient of `v` asks for `g`
+
+While a block runs between `enter` and `leave`, autograd gets a number for each tensor that it wants to keep. A part is
+the operators that must run again for some of these numbers. Two parts have no dropped value in common, so each runs when
+backward asks for its first number, and not before. An operator whose result nobody asks for is in no part.
+
+NOTE [What a part reads]
+A part reads inputs of the block, and outputs of kept operators: they are held until backward. A view is computed again.
+What writes in place (a sum over ranks, an update of a cache) runs again exactly if the operator runs again that made
+the memory. An operator that draws random numbers gets the random state of forward, unless the one that drew before it
+is in the part as well.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch._ops import OpOverload
+
+from autotp.ops.dropout import exact_dropout, fast_dropout
+from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.passes.emit.exact_bits import is_exact
+from autotp.passes.emit.kept_values import Fates, Saved, SavingRun
+from autotp.rules.call import writes
+from autotp.rules.traits import draws
+
+aten = torch.ops.aten
+MASKS = {aten.dropout.default, aten.native_dropout.default, fast_dropout, exact_dropout}
+"""Operators that draw a mask for their first operand, and read only its sizes for that."""
+Way = Literal["kept", "input", "recompute", "mask", "host", "bits"]
+"""What happens with one saved tensor. mask: the operator that draws it runs again, on any operand."""
+Source = tuple[Literal["part", "input", "store"], int]
+"""Where backward gets a number's tensor: the number of a part, the place of an input, or the number of a memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Operators that backward runs again together.
+
+    Attributes:
+        module: their graph; it reads the call, `inputs` and `held`, and returns the values of `by_output`.
+        inputs: places among the inputs of the block.
+        held: places among the held values.
+        by_hook: for each tensor that autograd saves in this graph, in order, its number; -1 for none.
+        by_output: the numbers of tensors that lie in the memory of an output, in the order of the outputs.
+        draws: whether it draws random numbers.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    held: tuple[int, ...]
+    by_hook: tuple[int, ...]
+    by_output: tuple[int, ...]
+    draws: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A block's graph for forward, and what backward runs again.
+
+    Attributes:
+        forward: the graph; it reads the call and the inputs of the block, and returns the result and the held values.
+        ways: for each tensor that autograd saves between `enter` and `leave`, in order, what happens with it.
+        numbers_only: whether autograd gets a number for each of them.
+        saved: the places of these tensors among all that autograd saves.
+        sources: number -> where backward gets the tensor.
+        parts: what runs again.
+        inputs: the places of the inputs that must stay for this.
+        held: the nodes whose outputs are held.
+        learns: for each of them whether it has a gradient.
+        states: the names of operators before which forward notes the random state.
+        blanks: the names of nodes whose place a tensor with any values takes.
+    """
+
+    forward: fx.GraphModule
+    ways: tuple[Way, ...]
+    numbers_only: bool
+    saved: tuple[int, ...]
+    sources: tuple[Source | None, ...]
+    parts: tuple[Part, ...]
+    inputs: tuple[int, ...]
+    held: tuple[fx.Node, ...]
+    learns: tuple[bool, ...]
+    states: tuple[str, ...]
+    blanks: tuple[str, ...]
+
+
+def split(module: fx.GraphModule, run: SavingRun, fates: Fates, ends_early: bool = True) -> Split:
+    """Returns a block's graph for forward, and what backward runs again.
+
+    Args:
+        run: a run of the block, which tells what autograd saves.
+        ends_early: whether operators whose results backward does not need are left out.
+    """
+    return _Splitting(module, run, fates).result(ends_early)
+
+
+class _Splitting:
+    """What `split` knows of a block: the way of each saved tensor, and what can be read in backward."""
+
+    def __init__(self, module: fx.GraphModule, run: SavingRun, fates: Fates) -> None:
+        self.run, self.fates = run, fates
+        self.nodes = list(module.graph.nodes)
+        self.by_name = {node.name: node for node in self.nodes}
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.places = {n: i for i, n in enumerate(n for n in self.nodes if n.op == "placeholder")}
+        self.drawing = [node for node in self.nodes if draws(node)]
+        self.regions = {n for n in self.nodes if n.target in (enter_autocast, exit_autocast)}
+        self.writers: dict[str, list[fx.Node]] = {}
+        for node in self.nodes:
+            if self.maker(node) not in (None, node.name) and not _is_view(node):
+                self.writers.setdefault(str(self.maker(node)), []).append(node)
+        self.ways = [self._way(saved) for saved in run.saved]
+
+    def maker(self, node: fx.Node) -> str | None:
+        """Returns the name of the node that made the memory of a node's output; None for what is no tensor."""
+        return self.run.origins.get(node.name)
+
+    def _is_input(self, name: str | None) -> bool:
+        return name is not None and self.by_name[name].op == "placeholder"
+
+    def _way(self, saved: Saved) -> Way:
+        fate, plain = saved.fate(self.fates), saved.index not in self.run.irregular
+        node = self.by_name[saved.node]
+        if self._is_input(saved.origin):
+            same = plain and self.run.geometries[str(saved.origin)].dtype == saved.dtype
+            return "input" if same else "kept"
+        if fate == "bits" and saved.origin is None and node.target in MASKS and node in self.drawing:
+            return "mask"
+        if fate == "recompute" or (fate == "host" and plain and saved.bytes):
+            return fate
+        return "bits" if fate == "bits" and plain and is_exact(saved, node, self.run.geometries) else "kept"
+
+    def is_dropped(self, node: fx.Node) -> bool:
+        """True if the memory of a node's output is dropped after forward."""
+        maker = self.maker(node)
+        return maker is not None and not self._is_input(maker) and self.fates.get(maker) == "recompute"
+
+    def is_there(self, node: fx.Node) -> bool:
+        """True if backward can read a node's output: NOTE [What a part reads]."""
+        if node.op == "placeholder" or self.maker(node) is None:
+            return node not in self.regions
+        if self.is_dropped(node):
+            return False
+        made = {node.name, node.args[0].name if node.target is operator.getitem else node.name}  # type: ignore[union-attr]
+        return self.maker(node) in made or not _is_view(node)
+
+    def needed(self, targets: list[fx.Node]) -> set[fx.Node]:
+        """Returns the operators that must run so that these have run."""
+        nodes, queue = set[fx.Node](), list(targets)
+        while queue:
+            node = queue.pop()
+            if node not in nodes:
+                nodes.add(node)
+                queue += [n for n in node.all_input_nodes if not self.is_there(n)]
+                queue += self.writers.get(node.name, [])
+        return nodes
+
+    def provider(self, saved: Saved) -> tuple[fx.Node, int | None] | None:
+        """Returns the node in whose output a dropped tensor lies, and the place among its outputs; None if in none."""
+        if saved.origin is None or saved.index in self.run.irregular:
+            return None
+        name, place, geometry = self.run.outputs[saved.memory]
+        return (self.by_name[name], place) if geometry.dtype == saved.dtype else None
+
+    # ---- parts
+
+    def groups(self, ends_early: bool) -> list[set[fx.Node]]:
+        """Returns the operators of each part: of dropped tensors that have a dropped value in common."""
+        groups: list[set[fx.Node]] = []
+        for saved, way in zip(self.run.saved, self.ways, strict=True):
+            if way != "recompute":
+                continue
+            provider = self.provider(saved)
+            nodes = self.needed([self.by_name[saved.node] if provider is None else provider[0]])
+            own = {node for node in nodes if self.is_dropped(node) or node is self.by_name[saved.node]}
+            for group in [group for group in groups if group & own]:
+                groups.remove(group)
+                nodes |= group
+            groups.append(nodes)
+        if groups and not ends_early:
+            groups[0] |= self.needed([node for node in self.nodes if self.is_dropped(node)])
+        return groups
+
+    def result(self, ends_early: bool) -> Split:
+        """Returns the split."""
+        groups = [(nodes, False) for nodes in self.groups(ends_early)]
+        masks = dict.fromkeys(t.node for t, way in zip(self.run.saved, self.ways, strict=True) if way == "mask")
+        groups += [({self.by_name[name]}, True) for name in masks]
+        hooked = {t.node for t, way in zip(self.run.saved, self.ways, strict=True) if way not in ("kept", "input")}
+        saved = [t for t in self.run.saved if t.node in hooked]
+        numbers = {t.index: j for j, t in enumerate(saved)}
+        sources: list[Source | None] = [self._source(t) for t in saved]
+        states = [node for nodes, _ in groups for node in self._after_others(nodes)]
+        states.sort(key=self.order.__getitem__)
+        builder = _Parts(self, numbers, states)
+        parts = []
+        for nodes, on_any_operand in groups:
+            part = builder.part(nodes, on_any_operand)
+            parts.append(part)
+            for j in (*part.by_hook, *part.by_output):
+                if j >= 0:
+                    sources[j] = "part", len(parts) - 1
+        inputs = {i for part in parts for i in part.inputs} | {s[1] for s in sources if s and s[0] == "input"}
+        held = builder.held
+        ways = tuple(self.ways[t.index] for t in saved)
+        return Split(
+            forward=self._forward(hooked, states, held), ways=ways,
+            numbers_only=not {"kept", "host", "bits"} & set(ways),
+            saved=tuple(t.index for t in saved), sources=tuple(sources), parts=tuple(parts),
+            inputs=tuple(sorted(inputs)), held=tuple(held), learns=tuple(n.name in self.run.learns for n in held),
+            states=tuple(node.name for node in states), blanks=tuple(builder.blanks),
+        )  # fmt: skip
+
+    def _source(self, saved: Saved) -> Source | None:
+        """Returns where backward gets a tensor that is in no part."""
+        match self.ways[saved.index]:
+            case "input":
+                return "input", self.places[self.by_name[str(saved.origin)]]
+            case "host" | "bits":
+                return "store", saved.memory
+        return None
+
+    def _after_others(self, nodes: set[fx.Node]) -> Iterator[fx.Node]:
+        """Yields the operators of a part that draw after one that is not in the part."""
+        before: fx.Node | None = None
+        for node in self.drawing:
+            if node in nodes and before not in nodes:
+                yield node
+            before = node
+
+    def _forward(self, hooked: set[str], states: list[fx.Node], held: list[fx.Node]) -> fx.GraphModule:
+        graph, env, is_open = fx.Graph(), dict[fx.Node, fx.Node](), False
+        call = graph.placeholder("call")
+        saving = {t.node for t in self.run.saved}
+        for node in self.nodes:
+            if node.op == "output":
+                break
+            if is_open and node.name in saving - hooked:
+                graph.call_method("leave", (call,))
+                is_open = False
+            if node in states:
+                graph.call_method("note_state", (call,))
+            if node.name in hooked and not is_open:
+                graph.call_method("enter", (call,))
+                is_open = True
+            env[node] = graph.node_copy(node, env.__getitem__)
+        if is_open:
+            graph.call_method("leave", (call,))
+        result = fx.map_arg(self.nodes[-1].args[0], env.__getitem__)
+        graph.output((result, tuple(env[node] for node in held)))
+        return fx.GraphModule(nn.Module(), graph)
+
+
+class _Parts:
+    """Makes the graphs of parts; `held` and `blanks` are what they read beside the inputs of the block, so far."""
+
+    def __init__(self, of: _Splitting, numbers: Mapping[int, int], states: list[fx.Node]) -> None:
+        self.of, self.numbers, self.states = of, numbers, states
+        self.held: list[fx.Node] = []
+        self.blanks: list[str] = []
+
+    def part(self, nodes: set[fx.Node], on_any_operand: bool) -> Part:
+        """Returns a part. on_any_operand: what it reads may have any values: it is run for a mask."""
+        of = self.of
+        ordered = sorted(nodes | of.regions, key=of.order.__getitem__)
+        reads = dict.fromkeys(n for node in ordered for n in node.all_input_nodes if n not in nodes | of.regions)
+        graph = fx.Graph()
+        call, env = graph.placeholder("call"), dict[fx.Node, fx.Node]()
+        blanks = [node.args[0] for node in nodes if on_any_operand]
+        inputs = [n for n in reads if n.op == "placeholder" and n not in blanks]
+        held = [n for n in reads if n.op != "placeholder" and n not in blanks]
+        env |= {n: graph.placeholder(n.name) for n in (*inputs, *held)}
+        for n in blanks:
+            env[n] = graph.call_method("blank", (call, len(self.blanks)))
+            self.blanks.append(n.name)
+        for node in ordered:
+            if node in self.states:
+                graph.call_method("set_state", (call, self.states.index(node)))
+            env[node] = graph.node_copy(node, env.__getitem__)
+        by_output = self._by_output(nodes)
+        graph.output(tuple(_item(graph, env[node], place) for node, place in by_output.values()))
+        self.held += [n for n in held if n not in self.held]
+        saved = [t for t in of.run.saved if of.by_name[t.node] in nodes]
+        wanted = "mask" if on_any_operand else "recompute"
+        return Part(
+            module=fx.GraphModule(nn.Module(), graph), inputs=tuple(of.places[n] for n in inputs),
+            held=tuple(map(self.held.index, held)),
+            by_hook=tuple(self.numbers.get(t.index, -1) if of.ways[t.index] in (wanted, "input") else -1 for t in saved),
+            by_output=tuple(by_output), draws=any(node in nodes for node in of.drawing),
+        )  # fmt: skip
+
+    def _by_output(self, nodes: set[fx.Node]) -> dict[int, tuple[fx.Node, int | None]]:
+        """Returns, by number, where the tensors lie that are saved by operators outside of a part."""
+        providers = {}
+        for saved in self.of.run.saved:
+            outside = self.of.by_name[saved.node] not in nodes and self.of.ways[saved.index] == "recompute"
+            provider = self.of.provider(saved) if outside else None
+            if provider is not None and provider[0] in nodes:
+                providers[self.numbers[saved.index]] = provider
+        return providers
+
+
+def _item(graph: fx.Graph, value: fx.Node, place: int | None) -> fx.Node:
+    return value if place is None else graph.call_function(operator.getitem, (value, place))
+
+
+def _is_view(node: fx.Node) -> bool:
+    """True for an operator that writes nothing, so that it may run again on memory that is not its own."""
+    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and not writes(node))
