@@ -19,6 +19,7 @@ from autotp.ops.attention.products import attention
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import cross_entropy, ctc_loss
+from autotp.ops.losses.linear_argmax import linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.rules import common as f
 from autotp.rules import conjugates as c
@@ -254,6 +255,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     cross_entropy.peak: Row(f.parallel_peak, T.NO_GRADIENT),
     cross_entropy.class_terms: Row(f.parallel_class_terms, T.UNSAVED),
     linear_class_terms: Row(f.parallel_linear_class_terms, T.UNSAVED),
+    linear_argmax_key: Row(f.parallel_linear_argmax, T.NO_GRADIENT),
     linear_loss_sum: Row(f.whole_linear_loss_sum, T.UNSAVED),
     dropout.exact_dropout: Row(f.dropout, T.RANDOM),
     dropout.fast_dropout: Row(f.dropout, T.RANDOM),
