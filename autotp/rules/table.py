@@ -140,10 +140,11 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("nansum count_nonzero", Row(f.reduction())),
     ("mean", Row(f.reduction("!", linear="all"))),
     (
-        "all amax amin aminmax any argmax argmin kthvalue logsumexp max.default max.dim median "
+        "all amax amin aminmax any argmax argmin kthvalue max.default max.dim median "
         "min.default min.dim mode nanmean nanmedian prod special_logsumexp std std_mean var var_mean",
         Row(f.reduction("^")),
     ),
+    ("logsumexp.default", Row(f.reduction("!"), T.CLASSES)),
     ("linalg_vector_norm norm", Row(f.reduction("^"), T.NORM)),
     ("cosine_similarity pairwise_distance", Row(f.paired("^"))),
     ("softmax.int", Row(f.along_dim("!"), T.SOFTMAX)),

@@ -93,25 +93,36 @@ def _widened(builder: Builder, value: Any, dtype: torch.dtype) -> Any:
     return builder.cast(value, dtype) if floating else value
 
 
-def _centred(builder: Builder, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
-    """Returns `x` minus its maximum along `dim`, in at least float32, and the log of the sum of its exponentials."""
+def _centred(builder: Builder, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Returns `x` minus its maximum along `dim`, in at least float32, the log of the sum of its exponentials, and it."""
     if x.meta["val"].dtype in (torch.float16, torch.bfloat16):
         x = builder.call(aten.to.dtype, x, torch.float32)
     # The maximum keeps `exp` from overflowing. It cancels out, and so it needs no gradient.
-    z = builder.call(aten.sub.Tensor, x, builder.call(peak, x, dim))
+    top = builder.call(peak, x, dim)
+    z = builder.call(aten.sub.Tensor, x, top)
     total = builder.call(aten.sum.dim_IntList, builder.call(aten.exp.default, z), [dim], True)
-    return z, builder.call(aten.log.default, total)
+    return z, builder.call(aten.log.default, total), top
 
 
 def _log_softmax(builder: Builder, args: dict[str, Any]) -> fx.Node:
-    z, lse = _centred(builder, _as(builder, args), args["dim"])
+    z, lse, _ = _centred(builder, _as(builder, args), args["dim"])
     return builder.cast(builder.call(aten.sub.Tensor, z, lse), args["dtype"] or args["self"].meta["val"].dtype)
 
 
 def _softmax(builder: Builder, args: dict[str, Any]) -> fx.Node:
-    z, lse = _centred(builder, _as(builder, args), args["dim"])
+    z, lse, _ = _centred(builder, _as(builder, args), args["dim"])
     probabilities = builder.call(aten.exp.default, builder.call(aten.sub.Tensor, z, lse))
     return builder.cast(probabilities, args["dtype"] or args["self"].meta["val"].dtype)
+
+
+def _logsumexp(builder: Builder, args: dict[str, Any]) -> fx.Node:
+    x, call = args["self"], builder.call
+    for dim in args["dim"]:
+        _, lse, top = _centred(builder, x, dim)
+        x = builder.cast(call(aten.add.Tensor, lse, top), x.meta["val"].dtype)
+    if not args["keepdim"]:
+        x = call(aten.squeeze.dims, x, list(args["dim"]))
+    return x
 
 
 def _as(builder: Builder, args: dict[str, Any]) -> fx.Node:
@@ -138,6 +149,7 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.nll_loss_nd.default: nll,
     aten.log_softmax.int: _log_softmax,
     aten.softmax.int: _softmax,
+    aten.logsumexp.default: _logsumexp,
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
 }

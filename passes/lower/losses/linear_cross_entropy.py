@@ -69,8 +69,14 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
     if not heads.readers:
         return graph, axes, decision
     builder, new_axes, new_decision = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
-    terms = Terms(builder, [request for requests in heads.requests.values() for request in requests])
+
+    def carry_over(node: fx.Node) -> None:
+        carry(builder.copy(node), node, axes, new_axes, decision, new_decision)
+
+    terms = Terms(builder, [request for requests in heads.requests.values() for request in requests], carry_over)
     for node in graph.nodes:
+        if node in builder.env:  # The labels of a head, which an operator of its logits wanted earlier.
+            continue
         builder.origin, last = node, len(builder.graph.nodes)
         if node in heads.values:
             # What has the rows of the logits stands for them.
@@ -78,10 +84,10 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
         elif node in heads.readers:
             builder.env[node] = _read(terms, node, heads)
         else:
-            carry(builder.copy(node), node, axes, new_axes, decision, new_decision)
+            carry_over(node)
             continue
         leaf = heads.leaf_of(node)
-        for made in list(builder.graph.nodes)[last:]:
+        for made in (made for made in list(builder.graph.nodes)[last:] if made not in new_axes.dims):
             visit(made, new_axes)
             bound = new_axes.bound.get(made)
             if leaf is not None and bound is not None and bound.cuttable(leaf) is not None:
@@ -179,8 +185,8 @@ def _read(terms: Terms, node: fx.Node, heads: Heads) -> fx.Node:
     reader = heads.readers[node]
     if reader.name != "loss":
         return read_rows(terms, node, reader)
-    value: Any = reader.value
-    logits = value.logarithms_of or value.logits
+    logits = reader.value.softmax_of  # type: ignore[union-attr]
+    assert logits is not None
     live = replace(logits, detached=False)
     sharing = [
         other for other, requests in heads.requests.items() if live in {replace(r.logits, detached=False) for r in requests}

@@ -90,11 +90,18 @@ class Affine:
         return self.parts[0][0] if len(self.parts) == 1 and self.parts[0][1] == 1 and not self.rows else None
 
     @property
+    def softmax_of(self) -> Logits | None:
+        """The logits with the same softmax: a number for a whole row changes nothing. None for a sum of logits."""
+        if len(self.parts) != 1:
+            return None
+        logits, factor = self.parts[0]
+        return logits if factor == 1 else logits.times(factor)
+
+    @property
     def logarithms_of(self) -> Logits | None:
         """The logits of which this value is `log_softmax`; None if it is not."""
-        (logits, factor), *more = self.parts
-        is_normed = len(self.rows) == 1 and self.rows[0] == (Lse(logits), -1.0)
-        return logits if factor == 1 and not more and is_normed else None
+        logits = self.softmax_of
+        return logits if logits is not None and self.rows == ((Lse(logits), -1.0),) else None
 
     def plus(self, other: Affine, factor: float = 1.0) -> Affine:
         """Returns this value plus another one times a number."""
@@ -225,10 +232,11 @@ def _negated(node: fx.Node, value: Value) -> Value | None:
 
 def _log_softmax(node: fx.Node, value: Value) -> Value | None:
     dim = arguments_of(node)["dim"]
-    if not isinstance(value, Affine) or value.logits is None:
+    logits = value.softmax_of if isinstance(value, Affine) else None
+    if logits is None or not isinstance(value, Affine):
         return None
     is_class = dim % node.meta["val"].dim() == 1 if value.is_moved else _is_last(node, dim)
-    return Affine(value.parts, ((Lse(value.logits), -1.0),), value.is_moved) if is_class else None
+    return Affine(((logits, 1.0),), ((Lse(logits), -1.0),), value.is_moved) if is_class else None
 
 
 def _softmax(node: fx.Node, value: Value) -> Value | None:
@@ -272,14 +280,12 @@ def _pick(node: fx.Node, value: Value) -> Reader | None:
 
 
 def _loss(node: fx.Node, value: Value | None) -> Reader | None:
-    args, target = arguments_of(node), node.target
+    args = arguments_of(node)
     if not isinstance(value, Affine) or not (value.is_moved or args["self"].meta["val"].dim() == 2):
         return None
-    is_entropy = "label_smoothing" in args
-    logits = value.logits if is_entropy else value.logarithms_of
+    logits = value.softmax_of if "label_smoothing" in args else value.logarithms_of
     has_classes = not args["target"].meta["val"].is_floating_point()
     is_mean_of_tanh = logits is not None and logits.bounded and args.get("label_smoothing")
-    assert target is not None
     return Reader("loss", value) if logits is not None and has_classes and not is_mean_of_tanh else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from autotp.passes.builder import Builder, dtype_of_sums
 from autotp.passes.lower.losses.logit_values import Affine, Exp, Logits, Lse, Product, Reader, Rows
 from autotp.passes.lower.losses.vocab_parallel_loss import legal_classes
 from autotp.rules.call import arguments_of
-from autotp.rules.traits import size_argument
+from autotp.rules.traits import draws, size_argument
 
 aten = torch.ops.aten
 
@@ -50,9 +51,9 @@ def requests_of(node: fx.Node, reader: Reader) -> list[Request] | None:
     value = reader.value
     match reader.name:
         case "loss" | "pick":
-            of = value.logarithms_of or value.logits if reader.name == "loss" else None  # type: ignore[union-attr]
-            parts = [of] if of is not None else [logits for logits, _ in value.parts]  # type: ignore[union-attr]
-            return [Request(logits, classes_of(node)) for logits in parts] + _of_rows(value)
+            if reader.name == "loss":
+                return [Request(value.softmax_of, classes_of(node))]  # type: ignore[union-attr, arg-type]
+            return [Request(logits, classes_of(node)) for logits, _ in value.parts] + _of_rows(value)  # type: ignore[union-attr]
         case "lse":
             (logits, factor), *_ = value.parts  # type: ignore[union-attr]
             return [Request(_times(logits, factor)), *_of_rows(value)]
@@ -99,10 +100,11 @@ class Terms:
 
     Args:
         requests: of all readers, in their order.
+        copy: copies an operator that is no value or reader.
     """
 
-    def __init__(self, builder: Builder, requests: list[Request]) -> None:
-        self.builder, self.call = builder, builder.call
+    def __init__(self, builder: Builder, requests: list[Request], copy: Callable[[fx.Node], None]) -> None:
+        self.builder, self.call, self.copy = builder, builder.call, copy
         self.requests: dict[Logits, list[Request]] = {}
         for request in requests:
             self.requests.setdefault(request.logits, []).append(request)
@@ -204,8 +206,19 @@ class Terms:
     def _has(self, known: Classes | Mean) -> bool:
         """True if the new graph has what these classes, or the other head of a mean, are made of."""
         if isinstance(known, Classes):
-            return known.index in self.builder.env
+            return self._copy_labels(known.index)
         return known.other is None or (known.other.linear, known.other.views) in self.inputs
+
+    def _copy_labels(self, index: fx.Node) -> bool:
+        """Copies what classes are computed of, if these are whole numbers; returns whether the new graph has them."""
+        if index in self.builder.env:
+            return True
+        value, is_call = index.meta.get("val"), index.op == "call_function" and not draws(index)
+        is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point() or isinstance(value, int | torch.SymInt)
+        if not (is_call and is_whole) or not all(self._copy_labels(operand) for operand in index.all_input_nodes):
+            return False
+        self.copy(index)
+        return True
 
     def _new_terms(self, logits: Logits, classes: Classes | None, mean: Mean | None) -> fx.Node:
         weight, x, bias = self.operands(logits)
