@@ -315,6 +315,12 @@ def parallel_peak(call: Call) -> Rule:
     return Rule.of(spell([x], [top]), reducer="max")
 
 
+def parallel_argmax(call: Call) -> Rule:
+    """`argmax_key(x, dim, start)`: a maximum without a gradient, too."""
+    x, key = _around(call, "v", "")
+    return Rule.of(spell([x], [key]), reducer="max")
+
+
 def parallel_class_terms(call: Call) -> Rule:
     """`class_terms(x, top, classes, dim, start)`: two sums for each row over classes, which may be cut."""
     x, top, row = _around(call, "v!", "1", "")

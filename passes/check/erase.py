@@ -21,7 +21,7 @@ from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.zigzag import zigzag_rows
 from autotp.ops.losses import cross_entropy
-from autotp.ops.losses.linear_argmax import linear_argmax_key
+from autotp.ops.losses.argmax import argmax_key, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.check.types import CONJUGATES
 from autotp.passes.lower.local_sizes import PARTS
@@ -45,6 +45,7 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
         ("weight", "x", "classes", "start", "size", "scale", "cap", "bias", *_MIX),
         "",
     ),
+    argmax_key: (argmax_key, ("x", "dim", "start"), ""),
     linear_argmax_key: (linear_argmax_key, ("weight", "x", "start", "scale", "cap", "bias"), ""),
     causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa"), ""),
     zigzag_rows: (zigzag_rows, ("query", "key", "value", "parts", "rank", "scale", "enable_gqa"), ""),

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.ops.losses.argmax import argmax_key
 from autotp.ops.losses.cross_entropy import peak
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
+from autotp.passes.lower.losses.row_terms import place
 from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, Factor, visit
@@ -58,6 +60,8 @@ def expansion_of(node: fx.Node, factor: Factor) -> Expansion | None:
     if factor.mark != "!":
         return None
     # The rule of class losses names the classes `c`; all other factors are of rows.
+    if node.target is aten.argmax.default and not _has_keys(arguments_of(node)):
+        return None
     of_rows = arguments_of(node).get("reduction") == MEAN and factor.name != "c"
     return partial(_mean_loss, node.target) if of_rows else EXPANSIONS.get(node.target)
 
@@ -94,7 +98,7 @@ def _widened(builder: Builder, value: Any, dtype: torch.dtype) -> Any:
 
 
 def _centred(builder: Builder, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Returns `x` minus its maximum along `dim`, in at least float32, the log of the sum of its exponentials, and it."""
+    """Returns `x - max` along `dim`, in at least float32, the logarithm of the sum of its exponentials, and `max`."""
     if x.meta["val"].dtype in (torch.float16, torch.bfloat16):
         x = builder.call(aten.to.dtype, x, torch.float32)
     # The maximum keeps `exp` from overflowing. It cancels out, and so it needs no gradient.
@@ -125,6 +129,17 @@ def _logsumexp(builder: Builder, args: dict[str, Any]) -> fx.Node:
     return x
 
 
+def _has_keys(args: dict[str, Any]) -> bool:
+    dtype: torch.dtype = args["self"].meta["val"].dtype
+    return args["dim"] is not None and dtype.is_floating_point and dtype.itemsize <= 4
+
+
+def _argmax(builder: Builder, args: dict[str, Any]) -> fx.Node:
+    dim = args["dim"] % args["self"].meta["val"].dim()
+    result = place(builder, builder.call(argmax_key, args["self"], dim, 0))
+    return builder.call(aten.unsqueeze.default, result, dim) if args["keepdim"] else result
+
+
 def _as(builder: Builder, args: dict[str, Any]) -> fx.Node:
     return builder.cast(args["self"], args["dtype"]) if args["dtype"] is not None else args["self"]
 
@@ -150,6 +165,7 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.log_softmax.int: _log_softmax,
     aten.softmax.int: _softmax,
     aten.logsumexp.default: _logsumexp,
+    aten.argmax.default: _argmax,
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
 }

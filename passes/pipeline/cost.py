@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.ops.losses.linear_argmax import linear_argmax_key
+from autotp.ops.losses.argmax import linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.choose import NOMINAL, elements

@@ -14,7 +14,7 @@ from torch import fx, nn
 import autotp
 from autotp.compiler import analyse, rank_graph
 from autotp.ops.losses import chunks
-from autotp.ops.losses.linear_argmax import linear_argmax_key
+from autotp.ops.losses.argmax import linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of

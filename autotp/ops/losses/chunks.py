@@ -14,6 +14,7 @@ from autotp.ops.lookup import gather, local_index
 CHUNK = 2**24
 """The logits of a chunk: 64 MiB in float32."""
 
+
 def row_chunks(rows: int, classes: int) -> Iterator[slice]:
     """Yields ranges of rows whose logits are at most `CHUNK`, of equal lengths but for the last; at least one."""
     number = max(-(-rows * classes // CHUNK), 1)

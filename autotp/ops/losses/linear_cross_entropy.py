@@ -25,6 +25,7 @@ from torch import Tensor
 
 from autotp.ops.async_linear import rows_of
 from autotp.ops.eager_mode import is_kept, is_last_backward, is_plain
+from autotp.ops.lookup import local_index
 from autotp.ops.losses import chunks
 from autotp.ops.losses.chunks import (
     at_class,
@@ -39,7 +40,6 @@ from autotp.ops.losses.chunks import (
     without_class,
 )
 from autotp.ops.losses.linear_mixed_terms import LinearMixedTerms, Mix, terms_at_once
-from autotp.ops.lookup import local_index
 
 MOST = 16
 """The chunks whose products are added in 16 bits, as the gradients of so many calls are."""
@@ -62,12 +62,12 @@ def linear_class_terms(
     other_cap: float = 0.0,
     other_bias: Tensor | None = None,
 ) -> Tensor:
-    """Returns the logarithm of the sum of exponentials of each row's logits, and the logit of its class, in one tensor.
+    """Returns the logarithm of the sum of exponentials of each row's logits, and the logit of its class.
 
     The logits are those of this rank's classes. So `reduce(terms, group, "logsumexp")` has the terms of all classes:
     another rank's term of the class's logit is minus infinity. They are in at least float32.
 
-    With parts there are two terms more, of which an entropy and a divergence are made: see `NOTE [A mean in two terms]`.
+    With parts there are two terms more, of which entropies and divergences are made: `NOTE [A mean in two terms]`.
 
     Args:
         weight: [v hidden] of the classes `start` to `start + v`.

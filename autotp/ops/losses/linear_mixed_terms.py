@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autotp.ops.async_linear import rows_of
+from autotp.ops.lookup import gather, local_index
 from autotp.ops.losses.chunks import (
     at_class,
     differentiable,
@@ -30,7 +31,6 @@ from autotp.ops.losses.chunks import (
     slope_of,
     sums_of_tiles,
 )
-from autotp.ops.lookup import gather, local_index
 
 
 class Mix(NamedTuple):
@@ -144,7 +144,6 @@ class LinearMixedTerms(torch.autograd.Function):
         return *own, *other, None, None, None
 
 
-
 def _in_order(sums: Sequence[Tensor | None], x: Tensor) -> Sequence[Tensor | None]:
     of_weight, of_rows, of_bias = sums
     return of_weight, None if of_rows is None else of_rows.view(x.shape), of_bias
@@ -168,7 +167,9 @@ class _Heads(NamedTuple):
     numbers: tuple[float, float, float, float]
 
     @staticmethod
-    def of(weight: Any, x: Any, bias: Any, other_weight: Any, other_x: Any, other_bias: Any, where: Any, numbers: Any) -> _Heads:
+    def of(
+        weight: Any, x: Any, bias: Any, other_weight: Any, other_x: Any, other_bias: Any, where: Any, numbers: Any
+    ) -> _Heads:
         """Returns heads of the operands of the operator."""
         other_rows = None if other_x is None else rows_of(other_x)
         return _Heads(weight, rows_of(x), bias, other_weight, other_rows, other_bias, *where[2:], numbers)

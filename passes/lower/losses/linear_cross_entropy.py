@@ -80,7 +80,8 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
         builder.origin, last = node, len(builder.graph.nodes)
         if node in heads.values:
             # What has the rows of the logits stands for them.
-            builder.env[node] = [terms.input_of(own.linear, own.views) for own in logits_of(heads.values[node])][0]
+            rows = [terms.input_of(own.linear, own.views) for own in logits_of(heads.values[node])]
+            builder.env[node] = rows[0]
         elif node in heads.readers:
             builder.env[node] = _read(terms, node, heads)
         else:
@@ -159,7 +160,9 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
         heads.values[node] = result
         return is_exact
     requests = requests_of(node, result)
-    is_cut_so = decision.cuts.get(node) is leaf or (decision.cuts.get(node) is None and not has(node.target, Trait.CLASS_LOSS))
+    is_cut_so = decision.cuts.get(node) is leaf or (
+        decision.cuts.get(node) is None and not has(node.target, Trait.CLASS_LOSS)
+    )
     if requests is None or not is_exact or not is_cut_so:
         return False
     heads.readers[node], heads.requests[node] = result, requests
@@ -189,7 +192,9 @@ def _read(terms: Terms, node: fx.Node, heads: Heads) -> fx.Node:
     assert logits is not None
     live = replace(logits, detached=False)
     sharing = [
-        other for other, requests in heads.requests.items() if live in {replace(r.logits, detached=False) for r in requests}
+        other
+        for other, requests in heads.requests.items()
+        if live in {replace(r.logits, detached=False) for r in requests}
     ]
     may_sum = sharing == [node] and heads.leaves[logits.linear] is None
     return _loss(terms, node, logits, may_sum)

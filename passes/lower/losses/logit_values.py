@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,21 +164,12 @@ class Reader:
 
 def read(node: fx.Node, values: dict[fx.Node, Value]) -> Value | Reader | None:
     """Returns what an operator makes of values; None if it is not known without their elements."""
+    rule = _loss if has(node.target, Trait.CLASS_LOSS) else RULES.get(node.target, _same)
+    if rule in TWO:
+        return rule(node, values)
     operand = values.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
     others = [n for n in node.all_input_nodes if n in values and n is not node.args[0]]
-    target: Any = node.target
-    if has(target, Trait.CLASS_LOSS):
-        return _loss(node, operand) if not others else None
-    if target in JOINS:
-        return JOINS[target](node, values)
-    if operand is None or others:
-        return None
-    rule = RULES.get(target)
-    if rule is not None:
-        return rule(node, operand)
-    if isinstance(operand, Affine):
-        return _moved(node, operand) or _viewed(node, operand)
-    return operand if has(target, Trait.SAME) and not has(target, Trait.NO_GRADIENT) else None
+    return None if operand is None or others else rule(node, operand)
 
 
 def _scaled(terms: Any, factor: float) -> Any:
@@ -192,6 +184,13 @@ def _is_last(node: fx.Node, dim: Any) -> bool:
 
 
 # ---- one operand
+
+
+def _same(node: fx.Node, value: Value) -> Value | None:
+    """Returns what an operator makes that changes the dtype, or where an element stands."""
+    if isinstance(value, Affine):
+        return _moved(node, value) or _viewed(node, value)
+    return value if has(node.target, Trait.SAME) and not has(node.target, Trait.NO_GRADIENT) else None
 
 
 def _detached(node: fx.Node, value: Value) -> Value | None:
@@ -250,8 +249,8 @@ def _lse(node: fx.Node, value: Value) -> Reader | None:
     return Reader("lse", value, args["keepdim"]) if is_plain and _is_last(node, args["dim"]) else None
 
 
-def _sum(node: fx.Node, value: Value) -> Reader | None:
-    args, is_mean = arguments_of(node), node.target in (aten.mean.dim, aten.mean.default)
+def _sum(node: fx.Node, value: Value, is_mean: bool = False) -> Reader | None:
+    args = arguments_of(node)
     if args.get("dtype") is not None or (isinstance(value, Affine) and value.is_moved):
         return None
     if "dim" not in args:
@@ -383,7 +382,7 @@ def _is_bias(x: Any, dtype: torch.dtype, classes: int) -> bool:
     return vector and isinstance(value.shape[0], int) and value.shape[0] == classes  # type: ignore[union-attr]
 
 
-RULES: dict[Any, Callable[[fx.Node, Value], Value | Reader | None]] = {
+RULES: dict[Any, Callable[[fx.Node, Any], Value | Reader | None]] = {
     aten.detach.default: _detached,
     aten.exp.default: _exp,
     aten.log.default: _log,
@@ -394,18 +393,18 @@ RULES: dict[Any, Callable[[fx.Node, Value], Value | Reader | None]] = {
     aten.logsumexp.default: _lse,
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,
-    aten.mean.dim: _sum,
-    aten.mean.default: _sum,
+    aten.mean.dim: partial(_sum, is_mean=True),
+    aten.mean.default: partial(_sum, is_mean=True),
     aten.argmax.default: _argmax,
     aten.gather.default: _pick,
-}
-JOINS: dict[Any, Callable[[fx.Node, dict[fx.Node, Value]], Value | Reader | None]] = {
     aten.mul.Tensor: _scale,
     aten.div.Tensor: _scale,
     aten.add.Tensor: _add,
     aten.sub.Tensor: _add,
     aten.kl_div.default: _divergence,
 }
+TWO = _scale, _add, _divergence
+"""Rules of operators of which each operand may be a value."""
 
 
 def one_precision(node: fx.Node, linear: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.losses.linear_argmax import PLACES, linear_argmax_key
+from autotp.ops.losses.argmax import PLACES, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.builder import Builder, dtype_of_sums
 from autotp.passes.lower.losses.logit_values import Affine, Exp, Logits, Lse, Product, Reader, Rows
@@ -214,7 +214,9 @@ class Terms:
         if index in self.builder.env:
             return True
         value, is_call = index.meta.get("val"), index.op == "call_function" and not draws(index)
-        is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point() or isinstance(value, int | torch.SymInt)
+        is_whole = (isinstance(value, torch.Tensor) and not value.is_floating_point()) or isinstance(
+            value, int | torch.SymInt
+        )
         if not (is_call and is_whole) or not all(self._copy_labels(operand) for operand in index.all_input_nodes):
             return False
         self.copy(index)
@@ -277,8 +279,13 @@ def read_rows(terms: Terms, node: fx.Node, reader: Reader) -> fx.Node:
 def _argmax(terms: Terms, logits: Logits) -> fx.Node:
     weight, x, bias = terms.operands(logits)
     key = terms.call(linear_argmax_key, weight, x, 0, logits.scale, logits.cap, bias)
-    # As `class_of_key`: the lower half of the number is that of the class, from the last one on.
-    return terms.call(aten.bitwise_xor.Scalar, terms.call(aten.bitwise_and.Scalar, key, PLACES - 1), PLACES - 1)
+    return place(terms.builder, key)
+
+
+def place(builder: Builder, key: fx.Node) -> fx.Node:
+    """Writes `place_of_key`."""
+    lower = builder.call(aten.bitwise_and.Scalar, key, PLACES - 1)
+    return builder.call(aten.bitwise_xor.Scalar, lower, PLACES - 1)
 
 
 def _sum(terms: Terms, reader: Reader) -> fx.Node:

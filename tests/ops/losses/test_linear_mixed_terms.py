@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autotp.ops.losses import chunks as chunks_of_rows
-from autotp.ops.losses.linear_argmax import class_of_key, linear_argmax_key
+from autotp.ops.losses.argmax import argmax_key, linear_argmax_key, place_of_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.lower.prove_rules import prove_rule
 from autotp.sharding.partition import chunk_bounds
@@ -29,7 +29,9 @@ def heads() -> tuple[list[Tensor], Tensor]:
     """Weight, input and bias of two heads; and classes."""
     torch.manual_seed(0)
     shapes = [(CLASSES, WIDTH), (*ROWS, WIDTH), (CLASSES,), (CLASSES, OTHER_WIDTH), (*ROWS, OTHER_WIDTH), (CLASSES,)]
-    return [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes], torch.randint(0, CLASSES, ROWS)
+    return [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes], torch.randint(
+        0, CLASSES, ROWS
+    )
 
 
 def logits(weight: Tensor, x: Tensor, bias: Tensor, scale: float, cap: float) -> Tensor:
@@ -118,7 +120,10 @@ def test_divergence_of_equal_heads_has_the_slope_of_a_difference_of_zero() -> No
 @pytest.mark.parametrize("parts", [(1.0, 0.0), (1.0, -1.0)])
 def test_second_derivatives(parts: tuple[float, float]) -> None:
     tensors, classes = heads()
-    assert torch.autograd.gradgradcheck(lambda *ts: terms(list(ts), classes, NUMBERS[1], parts, 1), tensors[:6] if parts[1] else tensors[:3] + tensors[3:])
+    assert torch.autograd.gradgradcheck(
+        lambda *ts: terms(list(ts), classes, NUMBERS[1], parts, 1),
+        tensors[:6] if parts[1] else tensors[:3] + tensors[3:],
+    )
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
@@ -128,6 +133,7 @@ def test_rules_hold(tp: int) -> None:
     assert prove_rule(linear_class_terms, (weight, x, classes, 0, CLASSES, 1.0, 0.0, bias, *more), {}, tp) == []
     assert prove_rule(linear_class_terms, (weight, x, classes, 0, CLASSES, 1.0, 0.0, None, 1.0), {}, tp) == []
     exact = [y.detach().round().float() for y in (weight, x, bias)]  # Products of parts have no other last digit.
+    assert prove_rule(argmax_key, (exact[0], 0, 0), {}, tp) == []
     assert prove_rule(linear_argmax_key, (*exact[:2], 0, 1.0, 0.0, exact[2]), {}, tp) == []
 
 
@@ -140,4 +146,4 @@ def test_greatest_class_is_the_first_of_equal_ones(tp: int) -> None:
     keys = [linear_argmax_key(weight[a:b], x, a, -1.0, 0.0, bias[a:b])
             for a, b in (chunk_bounds(CLASSES, tp, rank) for rank in range(tp))]  # fmt: skip
     expected = (-F.linear(x, weight, bias)).argmax(-1)
-    assert torch.equal(class_of_key(torch.stack(keys).amax(0)), expected)
+    assert torch.equal(place_of_key(torch.stack(keys).amax(0)), expected)

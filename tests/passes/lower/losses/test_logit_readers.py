@@ -1,4 +1,4 @@
-"""logit_values, row_terms: what reads logits but needs few numbers of a row is computed with the head, as on one device."""
+"""logit_values, row_terms: readers of logits that need few numbers of a row are computed with the head."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ READERS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 MORE = {
     "squares": lambda z, labels, t: z.log_softmax(-1).square().mean(),
-    "two classes": lambda z, labels, t: z.log_softmax(-1).gather(-1, labels.clamp(0)[..., None].expand(-1, -1, 2)).sum(),
+    "two classes": lambda z, labels, t: (
+        z.log_softmax(-1).gather(-1, labels.clamp(0)[..., None].expand(-1, -1, 2)).sum()
+    ),
     "masked": lambda z, labels, t: z.masked_fill(z < 0, -1).logsumexp(-1).sum(),
 }
 OF_TEACHER = {name for name in READERS if "diver" in name} | {"preference", "reverse", "distillation"}
