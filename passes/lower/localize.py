@@ -19,6 +19,7 @@ from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.zigzag import zigzag_rows
 from autotp.ops.losses import cross_entropy
+from autotp.ops.losses.argmax import argmax_key, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
@@ -131,10 +132,16 @@ def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     return cross_entropy.class_terms, (x, top, classes, dim, start, size)
 
 
-def _linear_class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+def _argmax_key(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    x, dim, _ = local.builder.map(node.args)
+    return argmax_key, (x, dim, start_of_part(local, node, axes.of(arguments_of(node)["x"])[dim], leaf))
+
+
+def _of_own_classes(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    """A head with its loss, or with another reader of its logits: the weight has the classes first."""
     args = local.builder.map(arguments_of(node))
     start = start_of_part(local, node, axes.of(arguments_of(node)["weight"])[0], leaf)
-    return linear_class_terms, tuple((args | {"start": start}).values())
+    return node.target, tuple((args | {"start": start}).values())
 
 
 def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -228,7 +235,9 @@ FORMS: dict[Any, Form] = {
     aten.embedding.default: _embedding,
     aten.gather.default: _gather,
     cross_entropy.class_terms: _class_terms,
-    linear_class_terms: _linear_class_terms,
+    linear_class_terms: _of_own_classes,
+    argmax_key: _argmax_key,
+    linear_argmax_key: _of_own_classes,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
     zigzag_rows: _zigzag_rows,
