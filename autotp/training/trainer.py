@@ -39,6 +39,7 @@ from autotp.distributed.peers.heartbeat import take_note_back
 from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.errors import Error, calling, within
 from autotp.groups.failures import peer_error
+from autotp.host_values import READ
 from autotp.ops.collectives import reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.python_state.guard import Guard
@@ -651,7 +652,11 @@ class Trainer(InGraphs, HasHoldings):
         pipeline, tensors = self._graphs_for(training, args, kwargs)
         names = pipeline.analysis.captured.inputs
         stay = [name in pipeline.on_host for name in names]
-        inputs = dict(zip(names, to_device(tensors, self.place.device, stay), strict=True))
+        moved = to_device(tensors, self.place.device, stay)
+        for name, x, on_device in zip(names, tensors, moved, strict=True):
+            if name in pipeline.documents.tokens:
+                READ.copied(x, on_device)
+        inputs = dict(zip(names, moved, strict=True))
         totals = totals_of(pipeline.analysis, inputs, self, self.mesh.get_group("dp"))
         inputs = pipeline.documents.divided(inputs, self._training.microbatches)
         for i, work in self._works.items():
