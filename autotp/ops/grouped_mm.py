@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.host_values import host_values
+from autotp.attached import host_values
 
 
 @torch.library.custom_op("autotp::grouped_mm", mutates_args=())

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from autotp.attached import Counts, attached
+from autotp.attached import Counts, attached, read_again
 from autotp.distributed.agreement import Among, Fact, compare
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
@@ -18,7 +18,6 @@ from autotp.distributed.fingerprint import checksum
 from autotp.distributed.mesh import Mesh, group_of
 from autotp.distributed.peers.store_gather import texts_so_far, write_text
 from autotp.errors import Error
-from autotp.host_values import read_again
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import is_dense
 from autotp.runtime.graph_digest import same_draws

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autotp.attached import READ
 from autotp.compiler import analyse, warn_of_whole_sequences
 from autotp.distributed.agreement import agree
 from autotp.distributed.cut_tensors.cut_parameter import STAND_FOR_WHOLES, whole_operand
@@ -29,7 +30,6 @@ from autotp.distributed.replica_check import expect_own_ranks
 from autotp.errors import Error, within
 from autotp.groups.one_thread import one_thread
 from autotp.groups.process_group import backend_of
-from autotp.host_values import READ
 from autotp.model_library import BeginAgain, library
 from autotp.ops.eager_mode import alone, unseen
 from autotp.ops.random_state import random_state_of, set_random_state

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.attached import READ
 from autotp.distributed.agreement import Among, Fact, compare
 from autotp.distributed.fingerprint import checksum, may_be_one_batch, random_state, rounded
 from autotp.distributed.mesh import Mesh
-from autotp.host_values import READ
 from autotp.passes.capture.pytree import flatten
 from autotp.runtime.call_consistency import EACH_ITS_OWN, compared_part
 from autotp.runtime.graph_digest import same_order

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from autotp.attached import READ
 from autotp.compiler import rank_graph, rank_program, warn_of_whole_sequences
 from autotp.distributed.agreement import Fact, agree, line_sums, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
@@ -39,7 +40,6 @@ from autotp.distributed.peers.heartbeat import take_note_back
 from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.errors import Error, calling, within
 from autotp.groups.failures import peer_error
-from autotp.host_values import READ
 from autotp.ops.collectives import reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.python_state.guard import Guard

@@ -8,7 +8,6 @@ from graphs import some
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from autotp.host_values import READ, host_values, read_again
 from autotp.ops.grouped_mm import grouped_mm
 
 ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -37,24 +36,3 @@ def test_grouped_mm_reads_group_ends_once_on_the_host(monkeypatch: pytest.Monkey
     ends.fill_(7)
     grouped_mm(x, up, ends)
     assert reads == [3, 3]
-
-
-def test_parts_of_a_known_tensor_are_known() -> None:
-    x = torch.arange(12)
-    assert READ.of(x[2:5]) is None and host_values(x) == list(range(12))
-    assert [READ.of(part) for part in x.chunk(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert READ.of(x[1:][2:4]) == [3, 4]
-    assert READ.of(x[::2]) is None and READ.of(x.view(3, 4)) is None and READ.of(x.view(3, 4)[1]) == [4, 5, 6, 7]
-    x[5] = 0
-    assert READ.of(x) is None and READ.of(x[2:5]) is None and host_values(x[2:5]) == [2, 3, 4]
-
-
-def test_a_copy_is_known_as_its_tensor_and_a_write_that_torch_does_not_count_is_read_again() -> None:
-    x, y = torch.arange(3), torch.arange(2)
-    assert read_again([x, y, x]) == [[0, 1, 2], [0, 1], [0, 1, 2]]
-    copy = x.clone()
-    assert READ.of(copy) is None
-    READ.copied(x, copy)
-    assert READ.of(copy) == [0, 1, 2]
-    x.data[0] = 7
-    assert read_again([x]) == [[7, 1, 2]]

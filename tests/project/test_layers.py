@@ -10,7 +10,7 @@ import pytest
 import autotp
 
 ORDER = (
-    "attached", "host_values", "models", "display", "tracebacks", "errors", "torch_internals", "error_file", "arguments",
+    "attached", "models", "display", "tracebacks", "errors", "torch_internals", "error_file", "arguments",
     "source_location", "model_library", "extensions", "sharding", "groups", "ops",
     "rules", "options", "distributed",
     "passes.builder", "passes.fingerprint", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower",

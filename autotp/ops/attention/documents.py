@@ -18,8 +18,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from autotp.attached import READ, host_values
 from autotp.errors import Error
-from autotp.host_values import READ, host_values
 from autotp.ops.eager_mode import is_computed, runs_at_once, unseen
 from autotp.sharding.partition import chunk_bounds
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp.host_values import read_again
+from autotp.attached import read_again
 from autotp.ops.attention.documents import documents_in_parts, expect_no_longer, expect_whole_documents
 from autotp.passes.capture.pytree import flatten, map_leaves
 from autotp.passes.capture.replacements.number_arguments import as_length, is_countable

@@ -159,7 +159,7 @@ def on_cards_the_host_waits_once_a_step_for_documents(rank: int, n: int) -> None
         for given, waits in ((on_card, 1), ({**on_card, "ends": inputs["ends"]}, 0)):
             with host_waits() as seen:
                 trainer.step(**given)
-            of_ends = {at: times for (_, at), times in seen.own_waits.items() if "autotp/host_values" in at}
+            of_ends = {at: times for (_, at), times in seen.own_waits.items() if "autotp/attached" in at}
             assert i < 2 or sum(of_ends.values()) == waits, seen
 
 
