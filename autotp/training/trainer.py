@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from autotp.attached import READ
 from autotp.compiler import rank_graph, rank_program, warn_of_whole_sequences
 from autotp.distributed.agreement import Fact, agree, line_sums, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
@@ -663,7 +664,11 @@ class Trainer(InGraphs, HasHoldings):
         pipeline, tensors = self._graphs_for(training, args, kwargs)
         names = pipeline.analysis.captured.inputs
         stay = [name in pipeline.on_host for name in names]
-        inputs = dict(zip(names, to_device(tensors, self.place.device, stay), strict=True))
+        moved = to_device(tensors, self.place.device, stay)
+        for name, x, on_device in zip(names, tensors, moved, strict=True):
+            if name in pipeline.documents.tokens:
+                READ.copied(x, on_device)
+        inputs = dict(zip(names, moved, strict=True))
         totals = totals_of(pipeline.analysis, inputs, self, self.mesh.get_group("dp"))
         inputs = pipeline.documents.divided(inputs, self._training.microbatches)
         for i, work in self._works.items():

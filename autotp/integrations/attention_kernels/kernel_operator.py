@@ -28,8 +28,8 @@ from autotp.integrations.attention_kernels.packed_rows import read_by_part
 from autotp.integrations.attention_kernels.padded_rows import attention_of_rows
 from autotp.integrations.attention_kernels.reference import REFERENCE, attention_in_one_row
 from autotp.ops.attention.documents import expect_no_longer
-from autotp.ops.dropout import has_own_stream, own_stream
-from autotp.ops.eager_mode import is_computed
+from autotp.ops.dropout import own_stream
+from autotp.ops.eager_mode import is_computed, runs_at_once
 from autotp.rules.call import bound_arguments
 from autotp.rules.registry import loaded_operator
 from autotp.source_location import user_line
@@ -115,7 +115,7 @@ def _attention_kernel(
 def _dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Returns the same with a separate dropout mask on each rank, whose number is the last argument."""
     query, rank = arguments[0], arguments[-1]
-    with own_stream(query.device, rank) if has_own_stream(query) else nullcontext():
+    with own_stream(query.device, rank) if runs_at_once(query) else nullcontext():
         result: tuple[Tensor, Tensor] = KERNEL(*arguments[:-1])
         return result
 

@@ -10,6 +10,7 @@ import kernel_packages
 import pytest
 import torch
 import torch.nn.functional as F
+from cards.spies import host_waits
 from errors import message
 from kernel_packages.flash_attn import flash_attn_varlen_func
 from ranks import Checks, run_ranks
@@ -18,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 import autotp
 
-checks = Checks()
+checks, on_cards = Checks(), Checks(cards=True)
 VOCAB, WIDTH = 40, 32
 
 
@@ -73,10 +74,12 @@ def joined(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return rows | {"ends": ends, "longest": int(lengths.max())}
 
 
-def expect_equal_training(model: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], **layout: Any) -> Any:
+def expect_equal_training(
+    model: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], example: dict[str, Any] | None = None, **layout: Any
+) -> Any:
     """Trains on the batches of each replica in each step, and one device on all documents of the step in one row."""
     plain = copy.deepcopy(model)
-    trainer = autotp.distribute(model, example_inputs=steps[0][0], **layout)
+    trainer = autotp.distribute(model, example_inputs=example or steps[0][0], **layout)
     replica = trainer.mesh["dp"].get_local_rank()
     optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in (plain, trainer)]
     for batches in steps:
@@ -136,6 +139,28 @@ def rows_of_documents_over_stages_train_as_one_device(rank: int, n: int) -> None
         trainer = expect_equal_training(decoder(function), steps, **layout)
         inputs = steps[1][trainer.mesh["dp"].get_local_rank()]
         torch.testing.assert_close(trainer.evaluate(**inputs), trainer.step(**inputs), rtol=1e-12, atol=1e-12)
+
+
+@checks.on(4)
+def rows_of_documents_over_stages_and_cp_train_as_one_device(rank: int, n: int) -> None:
+    steps = [[batch(lengths[0], i, 3)] for i, lengths in enumerate(ROWS)]
+    for function in ("varlen_attn", "flash_attn"):
+        expect_equal_training(decoder(function), steps, batch([6, 4], 0, 1), pp=2, cp=2, microbatches=3)
+
+
+@on_cards.on(2, 4)
+def on_cards_the_host_waits_once_a_step_for_documents(rank: int, n: int) -> None:
+    """Of three microbatches, over cp. A loop that has the ends on the CPU waits for none."""
+    steps = [batch(lengths[0], i, 3) for i, lengths in enumerate(ROWS * 2)]
+    layout = {"pp": n // 2, "cp": 2, "microbatches": 3, "cp_attention": "gather"}
+    trainer = autotp.distribute(decoder("flash_attn").bfloat16(), example_inputs=batch([6, 4], 0, 1), **layout)
+    for i, inputs in enumerate(steps):
+        on_card = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        for given, waits in ((on_card, 1), ({**on_card, "ends": inputs["ends"]}, 0)):
+            with host_waits() as seen:
+                trainer.step(**given)
+            of_ends = {at: times for (_, at), times in seen.own_waits.items() if "autotp/attached" in at}
+            assert i < 2 or sum(of_ends.values()) == waits, seen
 
 
 @checks.on(2)
@@ -264,6 +289,11 @@ def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int) -> N
 )
 def test_the_collator_for_flash_kernels_trains_as_one_device(layout: dict[str, Any], rows: int) -> None:
     run_ranks(with_the_collator, 4, layout, rows)
+
+
+@pytest.mark.parametrize(("n", "name"), on_cards.cases())
+def test_documents_on_cards(n: int, name: str) -> None:
+    on_cards.expect(n, name)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

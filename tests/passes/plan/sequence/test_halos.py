@@ -350,23 +350,51 @@ def a_longest_document_that_is_longer_is_an_error(rank: int, n: int) -> None:
 
 
 @on_cards.on(2)
-def on_a_card_the_longest_document_bounds_the_halo_and_nothing_waits(rank: int, n: int) -> None:
-    """Of documents of 6, 3 and 11 tokens the second rank's queries see one key of the first, which sends ten."""
-    batch, device = documents([6, 3, 11]), f"cuda:{rank}"
-    plain = Attention().bfloat16()
+def on_a_card_each_call_sends_what_is_seen_and_the_host_waits_once(rank: int, n: int) -> None:
+    """For ends on the card; for those that the loop has on the CPU it does not wait. Two layers, forward and backward.
+
+    A new graph compares its inputs in some calls, and the stand-in for a kernel waits itself.
+    """
+    device, plain = f"cuda:{rank}", Attention().bfloat16()
+    first = documents([6, 3, 11])
     parallel = autotp.parallelize(
-        copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=(batch[0].bfloat16(), *batch[1:])
+        copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=(first[0].bfloat16(), *first[1:])
     )
-    given = batch[0].bfloat16().to(device), batch[1].to(device), batch[2]
-    with counted() as sent:
-        parallel(*given)
-    assert of_all_ranks(sum(sent)) == 2 * 2 * 10 * KEYS * HEAD
-    with host_waits() as seen:
-        output = parallel(*given)
-        output.sum().backward()
-    assert not [lines for _, lines in seen.own_waits if "autotp/ops/" in lines], seen  # The stand-in waits itself.
-    expected = plain(batch[0].bfloat16(), *batch[1:])
-    torch.testing.assert_close(output.cpu(), expected, rtol=0.05, atol=0.05)
+    for lengths in LENGTHS[:5] * 2:
+        x, ends, longest = documents(lengths)
+        for place, waits in ((device, 1), ("cpu", 0)):
+            given = x.bfloat16().to(device).requires_grad_(), ends.to(place), longest
+            with counted() as sent, host_waits() as seen:
+                output = parallel(*given)
+                output.sum().backward()
+            count = 2 * 2 * 2 * seen_of_others((x, ends), -1, n) * KEYS * HEAD
+            assert of_all_ranks(sum(sent)) == count, (lengths, place)
+            of_ends = {
+                at: times
+                for (_, at), times in seen.own_waits.items()
+                if "kernel_operator" not in at and "fingerprint" not in at
+            }
+            assert sum(of_ends.values()) == waits, (lengths, place, of_ends)
+        expected = plain(x.bfloat16(), ends, longest)
+        torch.testing.assert_close(output.cpu(), expected, rtol=0.05, atol=0.05)
+
+
+@on_cards.on(2)
+def on_a_card_documents_of_one_rank_are_one_error_on_each(rank: int, n: int) -> None:
+    """Also late, where ranks no longer compare other inputs; then all go on. Sizes that differ would hang NCCL."""
+    device = f"cuda:{rank}"
+    x, *rest = documents([6, 3, 11])
+    batch = (x.bfloat16().to(device), *rest)
+    model = autotp.parallelize(Attention().bfloat16(), tp=1, cp=n, cp_attention="gather", example_inputs=batch)
+    for _ in range(4):
+        model(*batch).sum().backward()
+    for place in (device, "cpu"):
+        for ends, longest in (([0, 5, 10, 20], 11), ([0, 6, 20], 14), ([0, 6, 9, 20], 14)):
+            wrong = batch[0], torch.tensor(ends, dtype=torch.int32).to(place), longest
+            assert "got other inputs than rank 0" in message(model, *(wrong if rank == n - 1 else batch))
+            model(*batch).sum().backward()
+        short = batch[0], batch[1].to(place), 10
+        assert "a packed document has 11 tokens" in message(model, *short)
 
 
 @checks.on(2)
