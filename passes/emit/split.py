@@ -20,7 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx, nn
@@ -30,7 +30,7 @@ from autotp.ops.dropout import exact_dropout, fast_dropout
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.emit.exact_bits import is_exact
 from autotp.passes.emit.kept_values import Fates, Saved, SavingRun
-from autotp.rules.call import writes
+from autotp.rules.call import operator_of, writes
 from autotp.rules.traits import draws
 
 aten = torch.ops.aten
@@ -134,7 +134,7 @@ class _Splitting:
         if self._is_input(saved.origin):
             same = plain and self.run.geometries[str(saved.origin)].dtype == saved.dtype
             return "input" if same else "kept"
-        if fate == "bits" and saved.origin is None and node.target in MASKS and node in self.drawing:
+        if fate == "bits" and saved.origin is None and operator_of(node) in MASKS and node in self.drawing:
             return "mask"
         if fate == "recompute" or (fate == "host" and plain and saved.bytes):
             return fate
@@ -316,4 +316,4 @@ def _item(graph: fx.Graph, value: fx.Node, place: int | None) -> fx.Node:
 
 def _is_view(node: fx.Node) -> bool:
     """True for an operator that writes nothing, so that it may run again on memory that is not its own."""
-    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and not writes(node))
+    return node.target is operator.getitem or (isinstance(operator_of(node), OpOverload) and not writes(node))
