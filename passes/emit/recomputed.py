@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from itertools import count
@@ -79,7 +80,7 @@ class Recomputed(nn.Module):
             return self._first_run(key, args, device)
         call = KeptCall(pattern, args, device, outer)
         try:
-            result, held = pattern.split.forward.forward(call, *args)
+            result, held = pattern.split.forward(call, *args)
         finally:
             call.leave()
         call.end(held)
@@ -97,6 +98,7 @@ class Recomputed(nn.Module):
         known = (structure, *sorted(run.learns), *sorted(run.irregular), *sorted(run.origins.items()), short)
         if known not in self._splits:
             self._splits[known] = split(self.inner, run, self.fates, self.ends_early)
+            gc.collect(1)  # fx leaves a circle that has the frames around, and so the tensors of this call.
         self._patterns[key] = pattern = pattern_of(self._splits[known], run)
         call = KeptCall(pattern, args, device, outer)
         call.versions = [versions[i] for i in call.inputs if i in versions]
@@ -169,5 +171,5 @@ class _FirstRun(SavingRun):
             cell.call = call
         call.states = [self.states[name] for name in call.pattern.split.states]
         call.end(held)
-        self.env.clear()
-        self.cells.clear()
+        # autograd has this object in its hooks for as long as the call.
+        self.env, self.cells, self.states, self.args_iter = {}, [], {}, iter(())

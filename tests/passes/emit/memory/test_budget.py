@@ -74,7 +74,7 @@ def expect_same_numbers(n: int, sequence_parallel: bool) -> None:
         if memory is not None:
             choice = budget_in(model).choose(calls[0])
             measured = kept_bytes(model, lambda model=model: model(*calls[0]))
-            assert measured == pytest.approx(choice.kept, rel=0.02), (memory, measured, choice.kept)
+            assert measured == pytest.approx(choice.kept, rel=0.02), ([(c.fates, c.after.kept) for c in choice.chosen.choices], memory, measured, choice.kept)
             assert choice.kept <= float(memory[:-1]) / 100 * choice.kept_without
             assert choice.chosen.collectives == 0
 
