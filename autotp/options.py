@@ -280,6 +280,6 @@ def _expect_memory(options: Options) -> None:
         raise Error("without=('outline',): memory needs blocks, which outline makes", fix="memory=None")
     if options.overlap != "none":
         raise Error(
-            f'memory={options.memory!r} beside overlap="{options.overlap}": under it no block has values of a whole batch',
+            f'memory={options.memory!r} beside overlap="{options.overlap}": no block has values of a whole batch then',
             fix='overlap="none"',
         )

@@ -47,8 +47,8 @@ class Bits:
         mask = flat_memory(x)
         self.count = mask.numel()
         padded = torch.nn.functional.pad(mask, (0, -self.count % 8)).view(torch.uint8).view(-1, 8)
-        self.bytes = padded[:, 0].clone()
-        for i in range(1, 8):
+        self.bytes = padded[:, 7] << 7
+        for i in range(7):
             self.bytes |= padded[:, i] << i
 
     def begin(self) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from autotp.ops.stores import Bits, ShortNumbers, Store
+from autotp.ops.stores import Bits, ShortNumbers
 from autotp.passes.emit.kept_values import Geometry, Saved
+from autotp.rules.call import operator_of
 
 aten = torch.ops.aten
 STORES: dict[torch.dtype, type[Bits] | type[ShortNumbers]] = {torch.bool: Bits, torch.int64: ShortNumbers}
@@ -41,4 +42,4 @@ def is_exact(saved: Saved, node: fx.Node, geometries: Mapping[str, Geometry]) ->
         return True
     operands = [geometries[n.name] for n in node.all_input_nodes if n.name in geometries]
     bounded = all(size < 2**31 for x in operands for size in x.shape)
-    return saved.dtype == torch.int64 and node.target in INDEXING and bounded
+    return saved.dtype == torch.int64 and operator_of(node) in INDEXING and bounded

@@ -156,7 +156,8 @@ class KeptCall:
 
     def kept(self, x: Tensor) -> tuple[Any, int | None]:
         """Returns a tensor with its version; with hooks around the call, what they return."""
-        return (x, x._version) if self.outer is None else (self.outer[0](x), None)
+        # Without its history: it may be the output of the operator whose memory of autograd has this tuple.
+        return (x.detach(), x._version) if self.outer is None else (self.outer[0](x), None)
 
     def _store(self, way: str, memory: int, x: Tensor) -> None:
         if memory in self.stores:
@@ -274,7 +275,7 @@ class KeptCall:
             held = [self._held(i) for i in part.held]
             push_hooks(saved.append, _never)
             try:
-                results = part.module.forward(self, *inputs, *held)
+                results = part.run(self, *inputs, *held)
             finally:
                 pop_hooks()
         if len(saved) != len(part.by_hook):

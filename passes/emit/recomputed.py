@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from itertools import count
@@ -25,29 +26,42 @@ class Recomputed(nn.Module):
 
     On inputs of new sizes it first runs operator by operator, which tells what autograd saves.
 
+    Args:
+        known: takes what is known of sizes and fates, for all calls of blocks that share a graph.
+
     Attributes:
         inner: the graph.
-        fates: of its operators.
+        fates: of its operators; with none of them it runs as it is.
         ends_early: whether backward leaves out operators that run again for nobody.
     """
 
-    def __init__(self, inner: fx.GraphModule, fates: Fates | None = None) -> None:
+    def __init__(
+        self, inner: fx.GraphModule, fates: Fates | None = None, known: dict[Hashable, Any] | None = None
+    ) -> None:
         super().__init__()
         names = [node.name for node in inner.graph.nodes if node.op not in ("placeholder", "output")]
         self.inner: nn.Module = inner
-        self.fates: Fates = dict.fromkeys(names, "recompute") if fates is None else fates
-        self.is_whole = all(self.fates.get(name) == "recompute" for name in names)
         self.draws = any(draws(node) for node in inner.graph.nodes)
         # An exception would leave a region of autocast that the graph has entered open.
         self.stops_early = not inner.graph.find_nodes(op="call_function", target=enter_autocast)
         # torch's `checkpoint` keeps torch's random state, and not numpy's.
         self.again = not any(draws_from_numpy(node) for node in inner.graph.nodes)
         self.ends_early = True
-        self._patterns: dict[Hashable, Pattern] = {}
-        self._splits: dict[Hashable, Split] = {}
+        self._known = {} if known is None else known
+        self.use(dict.fromkeys(names, "recompute") if fates is None else fates)
+
+    def use(self, fates: Fates) -> None:
+        """Sets the fates for the calls that follow."""
+        self.fates = fates
+        self._patterns: dict[Hashable, Pattern]
+        self._splits: dict[Hashable, Split]
+        key = id(self.inner), frozenset(fates.items())
+        self._patterns, self._splits = self._known.setdefault(key, ({}, {}))
 
     def forward(self, *args: Any) -> Any:
         """Runs the graph. Under transforms of torch.func, which do not support recomputation, everything is kept."""
+        if not self.fates:
+            return self.inner(*args)
         if torch.compiler.is_compiling():
             again = torch.is_grad_enabled() and self.again
             return self._by_torch(args) if again else self.inner(*args)
@@ -66,7 +80,7 @@ class Recomputed(nn.Module):
             return self._first_run(key, args, device)
         call = KeptCall(pattern, args, device, outer)
         try:
-            result, held = pattern.split.forward.forward(call, *args)
+            result, held = pattern.split.forward(call, *args)
         finally:
             call.leave()
         call.end(held)
@@ -84,6 +98,7 @@ class Recomputed(nn.Module):
         known = (structure, *sorted(run.learns), *sorted(run.irregular), *sorted(run.origins.items()), short)
         if known not in self._splits:
             self._splits[known] = split(self.inner, run, self.fates, self.ends_early)
+            gc.collect(1)  # fx leaves a circle that has the frames around, and so the tensors of this call.
         self._patterns[key] = pattern = pattern_of(self._splits[known], run)
         call = KeptCall(pattern, args, device, outer)
         call.versions = [versions[i] for i in call.inputs if i in versions]
@@ -156,5 +171,5 @@ class _FirstRun(SavingRun):
             cell.call = call
         call.states = [self.states[name] for name in call.pattern.split.states]
         call.end(held)
-        self.env.clear()
-        self.cells.clear()
+        # autograd has this object in its hooks for as long as the call.
+        self.env, self.cells, self.states, self.args_iter = {}, [], {}, iter(())

@@ -18,9 +18,9 @@ is in the part as well.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx, nn
@@ -30,7 +30,7 @@ from autotp.ops.dropout import exact_dropout, fast_dropout
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.emit.exact_bits import is_exact
 from autotp.passes.emit.kept_values import Fates, Saved, SavingRun
-from autotp.rules.call import writes
+from autotp.rules.call import operator_of, writes
 from autotp.rules.traits import draws
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ class Part:
     """Operators that backward runs again together.
 
     Attributes:
-        module: their graph; it reads the call, `inputs` and `held`, and returns the values of `by_output`.
+        run: runs their graph; it reads the call, `inputs` and `held`, and returns the values of `by_output`.
         inputs: places among the inputs of the block.
         held: places among the held values.
         by_hook: for each tensor that autograd saves in this graph, in order, its number; -1 for none.
@@ -55,7 +55,7 @@ class Part:
         draws: whether it draws random numbers.
     """
 
-    module: fx.GraphModule
+    run: Callable[..., Any]
     inputs: tuple[int, ...]
     held: tuple[int, ...]
     by_hook: tuple[int, ...]
@@ -68,7 +68,7 @@ class Split:
     """A block's graph for forward, and what backward runs again.
 
     Attributes:
-        forward: the graph; it reads the call and the inputs of the block, and returns the result and the held values.
+        forward: runs the graph; it reads the call and the inputs of the block, and returns the result and the held values.
         ways: for each tensor that autograd saves between `enter` and `leave`, in order, what happens with it.
         numbers_only: whether autograd gets a number for each of them.
         saved: the places of these tensors among all that autograd saves.
@@ -81,7 +81,7 @@ class Split:
         blanks: the names of nodes whose place a tensor with any values takes.
     """
 
-    forward: fx.GraphModule
+    forward: Callable[..., Any]
     ways: tuple[Way, ...]
     numbers_only: bool
     saved: tuple[int, ...]
@@ -134,7 +134,7 @@ class _Splitting:
         if self._is_input(saved.origin):
             same = plain and self.run.geometries[str(saved.origin)].dtype == saved.dtype
             return "input" if same else "kept"
-        if fate == "bits" and saved.origin is None and node.target in MASKS and node in self.drawing:
+        if fate == "bits" and saved.origin is None and operator_of(node) in MASKS and node in self.drawing:
             return "mask"
         if fate == "recompute" or (fate == "host" and plain and saved.bytes):
             return fate
@@ -238,7 +238,7 @@ class _Splitting:
                 yield node
             before = node
 
-    def _forward(self, hooked: set[str], states: list[fx.Node], held: list[fx.Node]) -> fx.GraphModule:
+    def _forward(self, hooked: set[str], states: list[fx.Node], held: list[fx.Node]) -> Callable[..., Any]:
         graph, env, is_open = fx.Graph(), dict[fx.Node, fx.Node](), False
         call = graph.placeholder("call")
         saving = {t.node for t in self.run.saved}
@@ -258,7 +258,7 @@ class _Splitting:
             graph.call_method("leave", (call,))
         result = fx.map_arg(self.nodes[-1].args[0], env.__getitem__)
         graph.output((result, tuple(env[node] for node in held)))
-        return fx.GraphModule(nn.Module(), graph)
+        return fx.GraphModule(nn.Module(), graph).forward
 
 
 class _Parts:
@@ -293,7 +293,7 @@ class _Parts:
         saved = [t for t in of.run.saved if of.by_name[t.node] in nodes]
         wanted = "mask" if on_any_operand else "recompute"
         return Part(
-            module=fx.GraphModule(nn.Module(), graph), inputs=tuple(of.places[n] for n in inputs),
+            run=fx.GraphModule(nn.Module(), graph).forward, inputs=tuple(of.places[n] for n in inputs),
             held=tuple(map(self.held.index, held)),
             by_hook=tuple(self.numbers.get(t.index, -1) if of.ways[t.index] in (wanted, "input") else -1 for t in saved),
             by_output=tuple(by_output), draws=any(node in nodes for node in of.drawing),
@@ -316,4 +316,4 @@ def _item(graph: fx.Graph, value: fx.Node, place: int | None) -> fx.Node:
 
 def _is_view(node: fx.Node) -> bool:
     """True for an operator that writes nothing, so that it may run again on memory that is not its own."""
-    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and not writes(node))
+    return node.target is operator.getitem or (isinstance(operator_of(node), OpOverload) and not writes(node))

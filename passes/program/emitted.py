@@ -97,6 +97,8 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
 def held_tensors(p: Program, graph: fx.Graph, rank: int) -> dict[str, Tensor]:
     """Returns, by placeholder, tensors like the parameters, buffers and constants that a rank's graph reads."""
     captured, held = p.captured, dict[str, Tensor]()
+    # Lowering has made examples anew, which do not say who learns.
+    examples = {node.name: node.meta["val"] for node in captured.graph.find_nodes(op="placeholder")}
     for node in graph.find_nodes(op="placeholder"):
         name, value = node.name, node.meta.get("val")
         if name in captured.constants:
@@ -106,7 +108,7 @@ def held_tensors(p: Program, graph: fx.Graph, rank: int) -> dict[str, Tensor]:
             layout = p.layouts.get((captured.parameters | captured.buffers)[name])
             shape = tuple(value.shape) if layout is None else layout.local_shape(rank)
             empty = torch.empty(shape, dtype=value.dtype, device="meta")
-            held[name] = empty.requires_grad_(value.requires_grad)
+            held[name] = empty.requires_grad_(examples[name].requires_grad)
     return held
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from autotp.costs.hardware import Hardware
 from autotp.costs.work import Work, tensors_in
 from autotp.passes.capture.autocast_regions import enter_autocast
-from autotp.passes.emit.kept_values import Fates, Saved, SavingRun
+from autotp.passes.emit.kept_values import Fate, Fates, Saved, SavingRun
 
 SMALLER = {torch.bool: 8, torch.int64: 2}
 """dtype -> how many times fewer bytes it takes in the fate "bits"."""
@@ -39,7 +39,9 @@ class Value:
         made: bytes of its memory.
         kept: bytes that autograd keeps: of its memory, and internal to it, such as a log-sum-exp.
         smaller: the same in the fate "bits".
+        inside: whether autograd keeps none of its memory: only what is internal to it, or nothing.
         fixed: whether it cannot run again.
+        others: the names of further operators that write into the memory or look at it, whose fate is the value's.
     """
 
     name: str
@@ -51,7 +53,9 @@ class Value:
     made: int = 0
     kept: int = 0
     smaller: int = 0
+    inside: bool = False
     fixed: bool = False
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,10 @@ class BlockTable:
     def seconds(self) -> float:
         """Seconds of the block's forward."""
         return sum(value.seconds for value in self.values.values())
+
+    def of_operators(self, fates: Fates) -> dict[str, Fate]:
+        """Returns the fates with those of all operators that have to do with a value's memory."""
+        return {name: fate for value, fate in fates.items() for name in (value, *self.values[value].others)}
 
     def after(self, fates: Fates) -> Kept:
         """Returns what is kept under these fates, and what backward then does beside."""
@@ -94,8 +102,7 @@ class BlockTable:
                 continue
             moved[name] = value.kept if fate == "host" else 0
             kept[name] = 0 if fate == "host" else value.smaller if fate == "bits" else value.kept
-            if name in boundary and not value.kept:
-                kept[name] = value.made
+            kept[name] += value.made * (name in boundary and value.inside)
         return Kept(
             kept=kept, inputs=frozenset(inputs), seconds=sum(self.values[name].seconds for name in again),
             collectives=sum(self.values[name].collectives for name in again), moved=sum(moved.values()),
@@ -134,6 +141,7 @@ class _Row:
     collectives: int = 0
     memories: dict[int, int] = field(default_factory=dict)
     fixed: bool = False
+    others: list[str] = field(default_factory=list)
 
 
 class TableRun(SavingRun):
@@ -162,6 +170,7 @@ class TableRun(SavingRun):
         row.seconds += work.seconds
         row.collectives += work.collectives
         row.fixed |= n.target is enter_autocast
+        row.others += [n.name] * (n.name != maker)
         for x in tensors:
             row.memories.setdefault(self._memory_of(x), x.untyped_storage().nbytes())
         return result
@@ -183,7 +192,8 @@ class TableRun(SavingRun):
             values[name] = Value(
                 name=name, node=row.node, reads=tuple(x for x in row.reads if x not in inputs),
                 inputs=tuple(x for x in row.reads if x in inputs), seconds=row.seconds, collectives=row.collectives,
-                made=sum(row.memories.values()), kept=sum(x.bytes for x in saves),
+                others=tuple(row.others), made=sum(row.memories.values()), kept=sum(x.bytes for x in saves),
+                inside=all(x.origin is None for x in saves),
                 smaller=sum(-(-x.bytes // SMALLER.get(x.dtype, 1)) for x in saves), fixed=fixed,
             )  # fmt: skip
         return BlockTable(values=values, inputs=frozenset(saved_by_value) & inputs, results=self.results)

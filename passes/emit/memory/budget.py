@@ -26,6 +26,7 @@ from autotp.options import Memory, memory_limit
 from autotp.passes.emit.kept_values import Fate
 from autotp.passes.emit.memory.choose import Choices, Chosen, choose
 from autotp.passes.emit.memory.graph_table import GraphTable, SetsFates, graph_table
+from autotp.passes.emit.recomputed import Recomputed
 
 FATES: tuple[Fate, ...] = ("recompute", "host", "bits")
 GIGABYTE = 10**9
@@ -140,8 +141,10 @@ class Budget(SetsFates):
             self._choices[key] = self._chosen(inputs)
         self.latest = self._choices[key]
         blocks = [self.module.get_submodule(call.target) for call in self.latest.table.calls]
-        for block, choice in zip(blocks, self.latest.chosen.choices, strict=True):
-            block.use(choice.fates)  # type: ignore[operator]
+        tables = [self.latest.table.tables[call.kind] for call in self.latest.table.calls]
+        for block, table, choice in zip(blocks, tables, self.latest.chosen.choices, strict=True):
+            if isinstance(block, Recomputed):
+                block.use(table.of_operators(choice.fates))
         return self.latest
 
     def _chosen(self, inputs: Sequence[Any]) -> MemoryChoice:

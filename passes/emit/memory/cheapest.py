@@ -119,13 +119,14 @@ def cheapest(table: BlockTable, device: Hardware, price: float, allowed: Collect
     place = {value.name: i for i, value in enumerate(values)}
     staying = [_staying(value, device, price, allowed) for value in values]
     count = len(values)
-    # Value i is there (place i): it stays, or it is computed again (place count + i), which needs what it reads. What
-    # backward needs is there in any case, and costs nothing more.
+    # The output of value i is there (place i): it stays, or it is computed again (place count + i), which needs what it
+    # reads. What autograd keeps is there in any case, and costs nothing more.
     gains, needs = [0.0] * (2 * count), list[tuple[int, int]]()
     for i, value in enumerate(values):
         seconds = value.seconds + COLLECTIVE * value.collectives
-        gains[i] = 0.0 if value.kept else -staying[i][0]
-        gains[count + i] = staying[i][0] - (NEVER if value.fixed or "recompute" not in allowed else seconds)
+        output = price * value.made if value.inside else 0.0
+        gains[i] = -output
+        gains[count + i] = output + staying[i][0] - (NEVER if value.fixed or "recompute" not in allowed else seconds)
         needs += [(count + i, i), *((count + i, place[name]) for name in value.reads if name in place)]
     there = closure(gains, needs)
     fates: dict[str, Fate] = {}
@@ -137,8 +138,8 @@ def cheapest(table: BlockTable, device: Hardware, price: float, allowed: Collect
 
 
 def _staying(value: Value, device: Hardware, price: float, allowed: Collection[Fate]) -> tuple[float, Fate]:
-    """Returns the least seconds for which a value stays, and how."""
-    ways: list[tuple[float, Fate]] = [(price * (value.kept or value.made), "keep")]
+    """Returns the least seconds for which what autograd keeps of a value stays, and how."""
+    ways: list[tuple[float, Fate]] = [(price * value.kept, "keep")]
     if value.kept and "host" in allowed:
         ways.append((value.kept / device.host_bandwidth, "host"))
     if value.smaller < value.kept and "bits" in allowed:

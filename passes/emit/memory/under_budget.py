@@ -11,19 +11,8 @@ from torch import Tensor, fx
 from autotp.passes.emit.bind import COMMUNICATING
 from autotp.passes.emit.memory.budget import Allowance, Budget
 from autotp.passes.emit.outline import blocks, outlined
-from autotp.passes.emit.recompute import Recomputed, _read_a_copy
-
-
-class Standin(Recomputed):
-    def __init__(self, inner, fates):
-        super().__init__(inner)
-        self.use(fates)
-
-    def use(self, fates):
-        self.fates = dict(fates)
-
-    def forward(self, *args):
-        return super().forward(*args) if "recompute" in self.fates.values() else self.inner(*args)
+from autotp.passes.emit.recompute import read_a_copy, writes_buffers
+from autotp.passes.emit.recomputed import Recomputed
 
 
 def under_budget(
@@ -42,13 +31,15 @@ def under_budget(
         groups: sizes of process groups that are none of this process's.
     """
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in updated]:
-        _read_a_copy(node)
+        read_a_copy(node)
     module = outlined(graph, list(blocks(graph)), "block")
     shared: dict[str, Any] = dict(module.named_children())
+    known: dict[Any, Any] = {}
     for i, node in enumerate(module.graph.find_nodes(op="call_module")):
         inner = shared[str(node.target)]
         node.target = f"block_of_{i}"
-        module.add_module(node.target, Standin(inner, {}))
+        fixed = any(map(writes_buffers, inner.graph.nodes))
+        module.add_module(node.target, inner if fixed else Recomputed(inner, {}, known))
     for name in shared:
         module.delete_submodule(name)
     budget = Budget(module=module, held=held, allowance=allowance, device=device, groups=groups)

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from autotp.costs.operators import Op, Phase, Touch, arithmetic_of, is_free, kind_of, work_of
 from autotp.costs.work import COLLECTIVES, bytes_of, tensors_in, without_processes
@@ -28,6 +27,7 @@ from autotp.ops.attention.causal_rows import causal_rows, in_own_memory
 from autotp.ops.attention.products import attention_weights
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
 from autotp.ops.dropout import fast_attention, fast_dropout
+from autotp.passes.emit.recomputed import Recomputed
 from autotp.rules.registry import is_grouped
 from autotp.tools.estimation.counts.on_meta import call
 
@@ -93,11 +93,13 @@ def record(
         groups: name of a process group -> its size.
         on_gpu: whether dropout and attention are the operators of GPUs; else attention is that of CPUs, and views are
             written down, which take a core's time.
-        early_stop: whether what is computed again ends where backward needs no more, as torch does it.
+        early_stop: whether what is computed again ends where backward needs no more.
     """
     with ExitStack() as stack:
         stack.enter_context(without_processes(groups))
-        stack.enter_context(set_checkpoint_early_stop(early_stop))
+        for part in module.modules():
+            if isinstance(part, Recomputed):
+                part.ends_early = early_stop
         return _recorded(module, values, on_gpu)
 
 

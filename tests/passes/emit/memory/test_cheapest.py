@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from torch import fx
@@ -11,6 +12,12 @@ from torch import fx
 from autotp.costs.hardware import CPU_GLOO, H100_80GB
 from autotp.passes.emit.memory.block_table import BlockTable, Value
 from autotp.passes.emit.memory.cheapest import Choice, choice_of, closure, curve
+
+
+def kept_of(draw: random.Random, made: int) -> dict[str, Any]:
+    """What autograd keeps of a value: its memory, something internal, or nothing."""
+    kept = draw.choice([made, 0, 3 * 10**6])
+    return {"kept": kept, "smaller": kept, "inside": kept != made}
 
 
 def random_table(seed: int, count: int = 9) -> BlockTable:
@@ -21,8 +28,7 @@ def random_table(seed: int, count: int = 9) -> BlockTable:
         made = draw.choice([1, 2, 4, 8]) * 10**6
         values[f"v{i}"] = Value(
             name=f"v{i}", node=graph.placeholder(f"v{i}"), reads=reads, inputs=() if reads else ("x",),
-            seconds=draw.choice([5, 20, 300]) * 1e-6, made=made, kept=made * draw.randint(0, 1),
-            smaller=made, fixed=draw.random() < 0.1,
+            seconds=draw.choice([5, 20, 300]) * 1e-6, made=made, **kept_of(draw, made), fixed=draw.random() < 0.1,
         )  # fmt: skip
     return BlockTable(values=values, inputs=frozenset(), results=())
 

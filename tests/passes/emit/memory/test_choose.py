@@ -48,7 +48,8 @@ def test_of_blocks_that_are_alike_the_first_ones_give_up_more() -> None:
     assert whole.seconds == 0 and not any(choice.fates for choice in whole.choices)
     chosen = choose(graph, graph.kept, 0.6 * graph.kept(whole.choices), CPU_GLOO, ("recompute",))
     sizes = [choice.bytes for choice in chosen.choices]
-    assert sizes == sorted(sizes) and len(set(sizes)) > 1
+    # One block is refined, to use what is left of the budget.
+    assert sum(a > b for a, b in itertools.pairwise(sizes)) <= 1 and sizes[0] < sizes[-1]
 
 
 def test_a_larger_budget_is_never_slower() -> None:

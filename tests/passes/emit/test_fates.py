@@ -1,0 +1,212 @@
+"""Fates of kept values: gradients stay what they are, bit by bit, whatever happens with what backward needs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotp.ops.dropout import fast_dropout
+from autotp.ops.random_state import random_state_of
+from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.passes.emit.kept_values import Fate, Fates
+from autotp.passes.emit.recomputed import Recomputed
+
+aten = torch.ops.aten
+
+
+def layer(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Attention of one head with dropout, and a gated MLP that chooses columns; x: [batch seq 8], w, v: [8 8]."""
+    normed = aten.layer_norm.default(x, [8])
+    query, key = aten.linear.default(normed, w), aten.linear.default(normed, v)
+    scores = aten.matmul.default(query, aten.transpose.int(key, 1, 2))
+    masked = aten.masked_fill.Scalar(scores, aten.gt.Scalar(scores, 2.0), 0.5)
+    weights = aten.dropout.default(aten.softmax.int(masked, -1), 0.3, True)
+    mixed = aten.add.Tensor(aten.matmul.default(weights, aten.view.default(normed, x.shape)), x)
+    gate = fast_dropout(aten.gelu.default(aten.linear.default(mixed, w)), 0.2, 1)
+    best = aten.topk.default(gate, 5)
+    up = aten.mul.Tensor(best[0], aten.gather.default(aten.linear.default(mixed, v), -1, best[1]))
+    again = aten.dropout.default(aten.sigmoid.default(up), 0.1, True)
+    return aten.cat.default([aten.add.Tensor(again, up), aten.narrow.default(mixed, -1, 5, 3)], -1)
+
+
+fx.wrap("fast_dropout")
+GRAPH = fx.symbolic_trace(layer)
+NAMES = [node.name for node in GRAPH.graph.nodes if node.op == "call_function"]
+
+
+def every(fate: Fate, *names: str) -> Fates:
+    """The fate for all operators, or for those whose name starts like this."""
+    return {name: fate for name in NAMES if not names or name.startswith(names)}
+
+
+CASES: Mapping[str, Fates] = {
+    "full": every("recompute"),
+    "host": every("host"),
+    "bits": every("bits"),
+    "none": {},
+    "scores": every("recompute", "matmul", "masked", "softmax", "dropout", "gt"),
+    "between": every("recompute", "gelu", "sigmoid", "mul", "layer_norm"),
+    "last dropout": every("recompute", "dropout_default_1"),
+    "first dropout": every("recompute", "dropout_default", "softmax"),
+    "masks as seeds": every("bits", "dropout", "fast_dropout"),
+    "three ways": every("host", "linear") | every("recompute", "gelu", "softmax", "matmul") | every("bits", "gt", "topk"),
+    "host and again": every("host", "linear_default", "layer_norm") | every("recompute", "gelu", "softmax", "matmul"),
+    "alternately": {name: ("recompute", "keep", "host", "bits")[i % 4] for i, name in enumerate(NAMES)},
+    "alternately, from another": {name: ("keep", "recompute", "bits", "recompute")[i % 4] for i, name in enumerate(NAMES)},
+}  # fmt: skip
+
+
+def operands(*sizes: int, dtype: torch.dtype = torch.float64, frozen: bool = False) -> list[Tensor]:
+    torch.manual_seed(sum(sizes))
+    xs = [torch.randn(*shape, dtype=dtype) for shape in (sizes, (8, 8), (8, 8))]
+    return [x.requires_grad_(not frozen or i != 1) for i, x in enumerate(xs)]
+
+
+def step(run: Callable[..., Tensor], xs: list[Tensor]) -> list[Any]:
+    """The result, the gradients, and the next random number."""
+    torch.manual_seed(3)
+    y = run(*xs)
+    torch.rand(2)  # Others draw between forward and backward.
+    grads = torch.autograd.grad(y.square().sum(), [x for x in xs if x.requires_grad])
+    return [y.detach(), *grads, torch.rand(())]
+
+
+@pytest.mark.parametrize("fates", CASES.values(), ids=CASES)
+def test_fates_leave_each_bit_of_the_gradients(fates: Fates) -> None:
+    """In the first call of some sizes and in later ones, at other sizes, with a frozen parameter."""
+    block = Recomputed(GRAPH, fates)
+    for sizes, frozen in (((2, 4, 8), False), ((2, 4, 8), False), ((3, 5, 8), False), ((2, 4, 8), True), ((3, 5, 8), False)):
+        xs = operands(*sizes, frozen=frozen)
+        torch.testing.assert_close(step(block, xs), step(GRAPH, xs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fates", CASES.values(), ids=CASES)
+def test_fates_have_a_second_backward_and_second_derivatives(fates: Fates) -> None:
+    """Two runs of backward by one graph, one for some inputs only, and derivatives of gradients."""
+    block, expected = Recomputed(GRAPH, fates), None
+    for run in (GRAPH, block, block):
+        xs = operands(2, 4, 8)
+        torch.manual_seed(3)
+        y = run(*xs).square().sum()
+        first = torch.autograd.grad(y, xs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), xs, retain_graph=True)
+        some = torch.autograd.grad(y, xs[2:], retain_graph=True)
+        gradients = [*first, *second, *some, *torch.autograd.grad(y, xs)]
+        expected = gradients if expected is None else expected
+        torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
+
+
+# ---- what stays, and what runs again
+
+
+class Watching(TorchDispatchMode):
+    """Notes the memory that operators make, and counts the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.made: dict[int, tuple[StorageWeakRef, int, str]] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[op.__name__] += 1
+        result = op(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.made:
+                storage = x.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), op.__name__
+        return result
+
+    def stays(self) -> int:
+        """Bytes of what is still there. A clone on the CPU stands for memory of the host, as random states are."""
+        sizes = [(size, name) for ref, size, name in self.made.values() if not ref.expired()]
+        return sum(size for size, name in sizes if name != "clone.default" and size != STATE)
+
+
+STATE = random_state_of(torch.device("cpu")).numel()
+
+
+def stays(fates: Fates, later: bool) -> int:
+    """Bytes that a call keeps for backward, in the first call of some sizes or in a later one."""
+    block, xs = Recomputed(GRAPH, fates), operands(2, 4, 8)
+    if later:
+        block(*xs)
+    with Watching() as watching:
+        y = block(*xs)
+    gc.collect()
+    theirs = {x.untyped_storage()._cdata for x in (*xs, y)}
+    watching.made = {memory: row for memory, row in watching.made.items() if memory not in theirs}
+    return watching.stays()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_fates_keep_only_what_they_say(later: bool) -> None:
+    """Counted by hand, in float64; a value that two operators save is there once."""
+    row, square, best = 2 * 4 * 8 * 8, 2 * 4 * 4 * 8, 2 * 4 * 5 * 8
+    none = stays({}, later)
+    assert stays(every("recompute"), later) == 0
+    assert stays(every("host"), later) == 0
+    # Softmax's result, the mask's noise, the condition of `masked_fill`, and the product of weights and noise.
+    names = "matmul_default", "gt_scalar", "masked_fill_scalar", "softmax_int", "dropout_default"
+    assert none - stays(dict.fromkeys(names, "recompute"), later) == 3 * square + square // 8
+    # `masked` is no tensor that autograd keeps. But where softmax runs again, it is held.
+    assert none - stays({"softmax_int": "recompute"}, later) == 0
+    assert none - stays(every("bits", "gt"), later) == square // 8 - square // 64
+    assert none - stays(every("bits", "topk"), later) == best // 2
+    # The noise of the two that are not fast, and the mask of one byte an element of the one that is.
+    assert none - stays(every("bits", "dropout", "fast"), later) == square + best + row // 8
+
+
+def test_backward_runs_a_part_when_it_is_asked_for_and_nothing_for_nobody() -> None:
+    """`gelu` and `sigmoid` have nothing in common; the products are not made again, and of the second dropout nothing.
+
+    A backward for the last operators only runs one of the parts.
+    """
+    block, xs = Recomputed(GRAPH, every("recompute", "gelu", "sigmoid", "dropout_default_1")), operands(2, 4, 8)
+    block(*xs)
+    with Watching() as watching:
+        y = block(*xs)
+        forward = Counter(watching.counts)
+        y.sum().backward()
+    again = watching.counts - forward
+    assert again["gelu.default"] == 0 and again["sigmoid.default"] == 1 and forward["sigmoid.default"] == 1
+    assert again["bernoulli_.float"] == 1 and again["native_dropout.default"] == 0
+    whole = Recomputed(GRAPH)
+    whole(*xs)
+    with Watching() as watching:
+        y = whole(*xs)
+        forward = Counter(watching.counts)
+        y.sum().backward()
+    again = watching.counts - forward
+    assert again["gelu.default"] == 1 and again["gather.default"] == 1 and again["narrow.default"] == 0
+
+
+def test_fates_free_everything_after_backward_and_without_one() -> None:
+    """Without the garbage collector: a cycle through autograd's memory would stay for ever."""
+    for fates in CASES.values():
+        block = Recomputed(GRAPH, fates)
+        for runs_backward in (False, True, False, True):
+            gc.collect()
+            gc.disable()
+            try:
+                xs = operands(2, 4, 8)
+                middle = xs[0] * 2
+                with Watching() as watching:
+                    y = block(middle, *xs[1:])
+                if runs_backward:
+                    y.sum().backward()
+                refs = [weakref.ref(middle), weakref.ref(y)]
+                del middle, y
+                assert [ref() for ref in refs] == [None, None]
+                alive = [row for row in watching.made.values() if not row[0].expired() and row[2] != "t.default"]
+                assert alive == []
+            finally:
+                gc.enable()
