@@ -317,7 +317,7 @@ def parallel_peak(call: Call) -> Rule:
 
 def parallel_argmax(call: Call) -> Rule:
     """`argmax_key(x, dim, start)`: a maximum without a gradient, too."""
-    x, key = _around(call, "v", "")
+    x, key = _around(call, "v!", "")
     return Rule.of(spell([x], [key]), reducer="max")
 
 

@@ -93,7 +93,7 @@ class LinearMixedTerms(torch.autograd.Function):
         ctx.where, ctx.numbers = where, numbers
         start, size, *_ = where
         index = classes.reshape(-1)
-        heads = _Heads.of(weight, x, bias, other_weight, other_x, other_bias, where, numbers)
+        heads = _Heads.of([weight, x, bias, other_weight, other_x, other_bias], where, numbers)
         terms = x.new_empty((4, len(index)), dtype=torch.promote_types(x.dtype, torch.float32))
         for part in row_chunks(len(index), 2 * len(weight)):
             z, d, _ = heads.tile(slice(None), part)
@@ -110,11 +110,12 @@ class LinearMixedTerms(torch.autograd.Function):
         needed = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():
             weight, x, bias, *other = operands
-            own_part, other_part, scale, cap = ctx.numbers
+            (own_part, other_part, scale, cap), (start, size, own_scale, own_cap) = ctx.numbers, ctx.where
             mix = Mix(own_part, other_part, other[0], other[1], scale, cap, other[2])
-            again = terms_at_once(weight, x, classes, *ctx.where, bias, mix)
+            again = terms_at_once(weight, x, classes, start, size, own_scale, own_cap, bias, mix)
             return *differentiable(again, grad, operands, needed), None, None, None
-        heads = _Heads.of(*(None if y is None else y.detach() for y in operands), ctx.where, ctx.numbers)
+        detached: list[Any] = [None if y is None else y.detach() for y in operands]
+        heads = _Heads.of(detached, ctx.where, ctx.numbers)
         index, grad = classes.reshape(-1), grad.reshape(4, -1)
         # The gradients of `exp(z) * (1 + |d|)`, for classes of each sign of `d`, as parts of the probabilities.
         up, down = ((grad[i] * (terms[0] - terms[i]).exp())[:, None] for i in (2, 3))
@@ -137,11 +138,11 @@ class LinearMixedTerms(torch.autograd.Function):
             return grad_of_product(g, slopes[1], ctx.numbers[2], heads.rows.dtype)
 
         own = _in_order(sums_of_tiles(heads.weight, heads.rows, needed[:3], of_own), operands[1])
-        other: Sequence[Tensor | None] = (None, None, None)
+        of_others: Sequence[Tensor | None] = (None, None, None)
         if any(needed[3:]):
             sums = sums_of_tiles(heads.other_weight, heads.other_rows, needed[3:], of_other)
-            other = _in_order(sums, operands[4])
-        return *own, *other, None, None, None
+            of_others = _in_order(sums, operands[4])
+        return *own, *of_others, None, None, None
 
 
 def _in_order(sums: Sequence[Tensor | None], x: Tensor) -> Sequence[Tensor | None]:
@@ -167,12 +168,11 @@ class _Heads(NamedTuple):
     numbers: tuple[float, float, float, float]
 
     @staticmethod
-    def of(
-        weight: Any, x: Any, bias: Any, other_weight: Any, other_x: Any, other_bias: Any, where: Any, numbers: Any
-    ) -> _Heads:
+    def of(operands: Sequence[Any], where: Sequence[Any], numbers: Any) -> _Heads:
         """Returns heads of the operands of the operator."""
+        weight, x, bias, other_weight, other_x, other_bias = operands
         other_rows = None if other_x is None else rows_of(other_x)
-        return _Heads(weight, rows_of(x), bias, other_weight, other_rows, other_bias, *where[2:], numbers)
+        return _Heads(weight, rows_of(x), bias, other_weight, other_rows, other_bias, where[2], where[3], numbers)
 
     def tile(self, block: slice, part: slice, with_slopes: bool = False) -> tuple[Tensor, Tensor, list[Any]]:
         """Returns the logits of some classes and rows, what the mean is of, and the slopes of both bounds by tanh."""

@@ -142,7 +142,7 @@ def _walk(graph: fx.Graph, heads: Heads, decision: Decision) -> set[fx.Node]:
 
 def _is_of_rows(size: fx.Node, values: dict[fx.Node, Value]) -> bool:
     value, n = values[size.args[0]], size.args[0].meta["val"].dim()  # type: ignore[index, union-attr]
-    return size.args[1] % n != n - 1 and not (isinstance(value, Affine) and value.is_moved)  # type: ignore[operator]
+    return size.args[1] % n != n - 1 and not (isinstance(value, Affine) and value.is_moved)
 
 
 def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:

@@ -55,7 +55,9 @@ class Logits:
 
     def times(self, factor: float) -> Logits:
         """Returns the logits times a number."""
-        return replace(self, **({"outer": self.outer * factor} if self.bounded else {"inner": self.inner * factor}))
+        if self.bounded:
+            return replace(self, outer=self.outer * factor)
+        return replace(self, inner=self.inner * factor)
 
 
 @dataclass(frozen=True)
@@ -106,18 +108,18 @@ class Affine:
 
     def plus(self, other: Affine, factor: float = 1.0) -> Affine:
         """Returns this value plus another one times a number."""
-        parts, rows = dict(self.parts), dict(self.rows)
-        for sums, added in ((parts, other.parts), (rows, other.rows)):
-            for key, number in added:
-                sums[key] = sums.get(key, 0.0) + factor * number  # type: ignore[index, call-overload]
-        kept = tuple((tuple((key, n) for key, n in sums.items() if n)) for sums in (parts, rows))
-        return Affine(*kept, is_moved=self.is_moved)  # type: ignore[arg-type]
+        added = other.times_each(factor)
+        return replace(self, parts=_added(self.parts + added.parts), rows=_added(self.rows + added.rows))
+
+    def times_each(self, factor: float) -> Affine:
+        """Returns this value times a number, which multiplies each factor."""
+        return replace(self, parts=_scaled(self.parts, factor), rows=_scaled(self.rows, factor))
 
     def times(self, factor: float) -> Affine:
         """Returns this value times a number."""
         if self.logits is not None:
             return replace(self, parts=((self.logits.times(factor), 1.0),))
-        return replace(self, parts=_scaled(self.parts, factor), rows=_scaled(self.rows, factor))
+        return self.times_each(factor)
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,7 @@ class Product:
 
     def times(self, factor: float) -> Product:
         """Returns this value times a number."""
-        of = self.of
-        return replace(self, of=replace(of, parts=_scaled(of.parts, factor), rows=_scaled(of.rows, factor)))
+        return replace(self, of=self.of.times_each(factor))
 
 
 Value = Affine | Exp | Product
@@ -170,6 +171,13 @@ def read(node: fx.Node, values: dict[fx.Node, Value]) -> Value | Reader | None:
     operand = values.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
     others = [n for n in node.all_input_nodes if n in values and n is not node.args[0]]
     return None if operand is None or others else rule(node, operand)
+
+
+def _added(terms: Any) -> Any:
+    sums: dict[Any, float] = {}
+    for key, number in terms:
+        sums[key] = sums.get(key, 0.0) + number
+    return tuple((key, number) for key, number in sums.items() if number)
 
 
 def _scaled(terms: Any, factor: float) -> Any:
@@ -352,7 +360,7 @@ def _add(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
     logits, other = x.logits, b.meta["val"]  # type: ignore[union-attr]
     if logits is not None and _is_bias(b, a.meta["val"].dtype, a.meta["val"].shape[-1]) and not x.is_moved:  # type: ignore[union-attr]
         is_first = logits.bias is None and not logits.bounded and logits.inner == 1 and sign == 1
-        return Affine(((replace(logits, bias=b), 1.0),)) if is_first else None
+        return Affine(((replace(logits, bias=b), 1.0),)) if is_first else None  # type: ignore[arg-type]
     shape = list(a.meta["val"].shape)  # type: ignore[union-attr]
     is_of_rows = isinstance(other, torch.Tensor) and list(other.shape) == [*shape[:-1], 1] and not x.is_moved
     return x.plus(Affine((), ((Rows(b), 1.0),)), sign) if is_of_rows else None  # type: ignore[arg-type]

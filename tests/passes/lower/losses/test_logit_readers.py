@@ -193,6 +193,33 @@ def gradients_of_log_probabilities_are_counted_once(rank: int, n: int) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-10)
 
 
+class Accurate(nn.Module):
+    """A loss, and the class with the greatest logit: of whole numbers, of which each stands in two parts of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        with torch.no_grad():
+            self.table.weight.round_()
+            self.head.weight.mul_(8).round_()
+            self.head.weight[CLASSES // 2 :] = self.head.weight[: CLASSES - CLASSES // 2].clone()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.head(self.table(tokens))
+        return F.cross_entropy(z.flatten(0, 1), labels.flatten()), z.detach().argmax(-1)
+
+
+@checks.on(2, 4)
+def the_first_of_the_greatest_logits_is_that_of_one_device(rank: int, n: int) -> None:
+    expected = Accurate()(TOKENS, LABELS)
+    for without in ((), ("linear_cross_entropy",)):
+        mine = autotp.parallelize(Accurate(), n, example_inputs=(TOKENS, LABELS), without=without)
+        loss, places = mine(TOKENS, LABELS)
+        torch.testing.assert_close(loss, expected[0])
+        assert torch.equal(places, expected[1])
+
+
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
