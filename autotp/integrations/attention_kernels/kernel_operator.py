@@ -28,6 +28,7 @@ from autotp.integrations.attention_kernels.packed_rows import read_by_part
 from autotp.integrations.attention_kernels.padded_rows import attention_of_rows
 from autotp.integrations.attention_kernels.reference import REFERENCE, attention_in_one_row
 from autotp.ops.attention.documents import expect_no_longer
+from autotp.ops.attention.zigzag import in_order, pieces, zigzag
 from autotp.ops.dropout import own_stream
 from autotp.ops.eager_mode import is_computed, runs_at_once
 from autotp.rules.call import bound_arguments
@@ -45,6 +46,8 @@ torch.library.define(
     "autotp::attention_kernel", f"({_ARGUMENTS}, SymInt? start=None, bool near=False) -> {_OUTPUTS}", tags=_TAGS
 )
 torch.library.define("autotp::dropped_attention_kernel", f"({_ARGUMENTS}, int rank) -> {_OUTPUTS}", tags=_TAGS)
+torch.library.define("autotp::zigzag_attention_kernel", f"({_ARGUMENTS}, int parts, int? rank) -> {_OUTPUTS}")
+ZIGZAG = torch.ops.autotp.zigzag_attention_kernel.default
 KERNEL, DROPPED = torch.ops.autotp.attention_kernel.default, torch.ops.autotp.dropped_attention_kernel.default
 NAMES: Mapping[str, tuple[str, ...]] = {
     "query": ("q", "query"), "key": ("k", "key"), "value": ("v", "value"),
@@ -118,6 +121,34 @@ def _dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
     with own_stream(query.device, rank) if runs_at_once(query) else nullcontext():
         result: tuple[Tensor, Tensor] = KERNEL(*arguments[:-1])
         return result
+
+
+@torch.library.impl("autotp::zigzag_attention_kernel", "CompositeImplicitAutograd")
+def _zigzag(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Returns causal attention of the rows of a batch, whose queries are in the order of `zigzag`.
+
+    A rank calls the kernel for each of its two pieces, with the keys up to the piece's last query.
+
+    Args:
+        arguments: those of `attention_kernel`; the number of parts; and whose queries they are, None for all.
+    """
+    (query, key, value, *rest), parts, rank = arguments[:-2], *arguments[-2:]
+    if isinstance(query, FakeTensor):
+        return KERNEL(query, key, value, *rest)  # type: ignore[no-any-return]
+    if rank is None:
+        ordered = KERNEL(in_order(query, 1, parts), key, value, *rest)
+        return zigzag(ordered[0], 1, parts), zigzag(ordered[1], 2, parts)
+    bounds = pieces(key.shape[1], parts, rank)
+    rows = query.split([stop - start for start, stop in bounds], 1)
+    results = [
+        KERNEL(piece, key.narrow(1, 0, stop), value.narrow(1, 0, stop), *rest)
+        for piece, (start, stop) in zip(rows, bounds, strict=True)
+        if stop > start or not query.numel()
+    ]
+    if len(results) == 1:
+        return results[0]  # type: ignore[no-any-return]
+    outputs, totals = zip(*results, strict=True)
+    return torch.cat(outputs, 1), torch.cat(totals, 2)
 
 
 def recorded_call(name: str, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -9,15 +9,16 @@ A part of the queries reads all keys, or those up to its own position. With drop
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from autotp.errors import Error
-from autotp.integrations.attention_kernels.kernel_operator import DROPPED, KERNEL
+from autotp.integrations.attention_kernels.kernel_operator import DROPPED, KERNEL, ZIGZAG
 from autotp.integrations.attention_kernels.packed_rows import may_be_same_documents
 from autotp.ops.placement_moves import nearby
-from autotp.passes.check import erase
+from autotp.passes.check import erase, sequence_order
 from autotp.passes.lower import localize
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes
@@ -68,6 +69,12 @@ def kernel_reach(call: Call) -> Reach | None:
     return Reach(call["before"]) if call["before"] >= 0 else None
 
 
+def kernel_zigzag(call: Call) -> Any:
+    """Returns the operator for queries in the order of `zigzag`; None for windows, packed rows, padding and dropout."""
+    causal = (call["before"], call["after"]) == (-1, 0) and call["query"].dim() == 4
+    return ZIGZAG if causal and call["query_ends"] is None and not call["dropout_p"] else None
+
+
 def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     """Returns the call on a rank's part of the queries; with dropout on its part of the heads or rows.
 
@@ -98,8 +105,11 @@ def _again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 def add_kernel() -> None:
     """Adds the operator, and its forms on a rank, to the tables of the passes."""
     row = Row(kernel_rule, Trait.ATTENTION | Trait.DOCUMENTS, reach=kernel_reach)
-    add_rows({KERNEL: row, DROPPED: row})
+    add_rows({KERNEL: replace(row, zigzag=kernel_zigzag), DROPPED: row, ZIGZAG: Row(kernel_rule, Trait.ATTENTION)})
     names = [argument.name for argument in KERNEL._schema.arguments]
     localize.FORMS[KERNEL], localize.FORMS[DROPPED] = _form, _again
+    localize.FORMS[ZIGZAG] = localize.zigzag_of_rank
     erase.FORMS[KERNEL] = KERNEL, tuple(names), ""
     erase.FORMS[DROPPED] = KERNEL, tuple(names[:-2]), "fast"
+    erase.FORMS[ZIGZAG] = ZIGZAG, (*names[:-2], "parts", "rank"), ""
+    sequence_order.IN_ORDER[ZIGZAG] = KERNEL, {"start": None, "near": False}
