@@ -37,10 +37,12 @@ def with_ends_of_positions(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]
     """
     utilities: Any = sys.modules.get(UTILITIES)
     positions = kwargs.get("position_ids")
-    asks = isinstance(positions, Tensor) and positions.dim() == 2 and len(positions) == 1 and not positions.is_meta
     is_flash = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
     told = [f"{name}_{of}" for name in ("cu_seq_lens", "max_length") for of in "qk"]
-    if not asks or not is_flash or utilities is None or any(kwargs.get(name) is not None for name in (*told, MASK)):
+    others = any(kwargs.get(name) is not None for name in (*told, MASK))
+    if utilities is None or not is_flash or others or not isinstance(positions, Tensor) or positions.is_meta:
+        return kwargs
+    if positions.dim() != 2 or len(positions) != 1:
         return kwargs
     ends, longest = utilities.prepare_fa_kwargs_from_position_ids(positions.cpu())
     return {**kwargs, **dict(zip(told, (*ends, *map(int, longest)), strict=True))}

@@ -288,7 +288,7 @@ def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with
         ({"pp": 2, "dp": 2, "microbatches": 3}, 3, True),
         ({"cp": 2, "dp": 2}, 1, True),
         ({"cp": 2, "dp": 2}, 1, False),  # Positions that start again are all that tells documents.
-        ({"tp": 2, "pp": 2}, 1, False),
+        ({"tp": 2, "dp": 2}, 1, False),
     ],
     ids=str,
 )
