@@ -83,11 +83,13 @@ class Reach:
         window: at most so many; -1 for all.
         longest: the name of the argument that no document is longer than; "" if rows are one document.
         ends: the name of the argument with the ends of documents; "" if rows are one document.
+        chunk: the length of the chunks of a row, of which a query reads its own; 0 for none.
     """
 
     window: int
     longest: str = ""
     ends: str = ""
+    chunk: int = 0
 
     def before(self, arguments: Mapping[str, Any]) -> Any:
         """Returns the number of keys, from the values of a call's arguments."""
