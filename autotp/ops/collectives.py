@@ -107,7 +107,9 @@ def all_to_all(
     return _convert("all_to_all", x, group, dim, (size, block, to_dim % dims - dim % dims, to_size, to_block))
 
 
-def halo(x: Tensor, group: str | None, dim: int, size: int, before: int, ends: Tensor | None = None) -> Tensor:
+def halo(
+    x: Tensor, group: str | None, dim: int, size: int, before: int, ends: Tensor | None = None, chunk: int = 0
+) -> Tensor:
     """Shard(dim) -> Halo(dim): puts before this rank's part the positions before it that its queries read.
 
     They are `before` positions, and none of another document; they may lie on several ranks. Backward adds their
@@ -116,10 +118,11 @@ def halo(x: Tensor, group: str | None, dim: int, size: int, before: int, ends: T
     Args:
         ends: where packed documents begin and end, [documents + 1]. The host waits for those on a GPU, once in a call.
             In compiled code and in CUDA graphs it cannot: there `before` alone says how long the halo is.
+        chunk: the length of chunks, of which a query reads its own; 0 for none.
     """
     if group is None or seat(group)[1] == 1:
         return x
-    keys = first_keys(size, seat(group)[1], before, read_documents(ends, size))
+    keys = first_keys(size, seat(group)[1], before, read_documents(ends, size), chunk)
     return _convert("halo", x, group, dim, (size, keys))
 
 

@@ -40,6 +40,7 @@ from autotp.distributed.peers.heartbeat import take_note_back
 from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.errors import Error, calling, within
 from autotp.groups.failures import peer_error
+from autotp.model_library import library
 from autotp.ops.collectives import reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.python_state.guard import Guard
@@ -267,9 +268,7 @@ class Trainer(InGraphs, HasHoldings):
         for tensor in self.skeleton.parameters() if training.compute_dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
-        args, kwargs = cast_arguments(
-            self._signature.by_name(*find_inputs(model, example_inputs)), training.compute_dtype
-        )
+        args, kwargs = self._arguments(*find_inputs(model, example_inputs), training.compute_dtype)
         tensors = batch_tensors(args, kwargs)
         rows = places_of_rows(tensors, [])
         self._longest = LongestDocuments()
@@ -410,6 +409,12 @@ class Trainer(InGraphs, HasHoldings):
             self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank,
             device_type=device_type, padded=padded,
         )  # fmt: skip
+
+    def _arguments(self, args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+        """Returns the arguments of a step by name, in the dtype in which it computes."""
+        args, kwargs = self._signature.by_name(args, kwargs)
+        arguments: tuple[Any, Any] = cast_arguments((args, library().with_documents(self.skeleton, kwargs)), dtype)
+        return arguments
 
     def _first_analysis(self, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
         # A copy, as `train()` changes the modes of the skeleton.
@@ -737,7 +742,7 @@ class Trainer(InGraphs, HasHoldings):
             )
         for pipeline in self._pipelines:
             self._original.expect_unchanged(pipeline.guard)
-        args, kwargs = cast_arguments(self._signature.by_name(args, kwargs), self._training.compute_dtype)
+        args, kwargs = self._arguments(args, kwargs, self._training.compute_dtype)
         expect_values(batch_tensors(args, kwargs))
         args, kwargs = self._longest.as_inputs((args, kwargs), self.place.device)
         tensors, structure = batch_tensors(args, kwargs), structure_of(args, kwargs)

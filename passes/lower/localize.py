@@ -192,9 +192,10 @@ def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     return dropout.exact_attention, (*shared, sizes, (_cut(local, _weights(node, axes), leaf),))
 
 
-def _zigzag_rows(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+def zigzag_of_rank(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    """Attention of queries in the order of `zigzag`: those of this rank."""
     args = local.builder.map(arguments_of(node)) | {"rank": local.to.rank}
-    return zigzag_rows, tuple(args.values())
+    return node.target, tuple(args.values())
 
 
 def _fast_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -240,7 +241,7 @@ FORMS: dict[Any, Form] = {
     linear_argmax_key: _of_own_classes,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
-    zigzag_rows: _zigzag_rows,
+    zigzag_rows: zigzag_of_rank,
     dropout.fast_dropout: _fast_again,
     dropout.fast_attention: _fast_again,
     dropout.exact_dropout: _exact_again,

@@ -87,17 +87,19 @@ def expect_no_longer(ends: Tensor | None, longest: int | None) -> None:
         )
 
 
-def first_keys(size: int, parts: int, before: int, ends: Sequence[int] | None) -> tuple[int, ...]:
+def first_keys(size: int, parts: int, before: int, ends: Sequence[int] | None, chunk: int = 0) -> tuple[int, ...]:
     """Returns for each rank the first key that one of its queries reads, or where its part begins if none is earlier.
 
     Args:
         size: the number of positions, cut over `parts` ranks.
         before: how many keys before its own position a query reads at most.
         ends: where documents begin and end; a query reads no other document. None if that is not known.
+        chunk: the length of the chunks of a row, of which a query reads its own; 0 for none.
     """
     keys = []
     for start, stop in (chunk_bounds(size, parts, rank) for rank in range(parts)):
-        begin = 0 if ends is None else ends[bisect_right(ends, start) - 1]
+        begin = start // chunk * chunk if chunk else 0
+        begin = begin if ends is None else ends[bisect_right(ends, start) - 1]
         keys.append(min(max(begin, start - before), start) if stop > start else start)
     return tuple(keys)
 

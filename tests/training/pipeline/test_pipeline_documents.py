@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 import autotp
+from autotp.model_library import library
 
 checks, on_cards = Checks(), Checks(cards=True)
 VOCAB, WIDTH = 40, 32
@@ -235,12 +236,12 @@ def test_verify_has_the_documents_of_all_microbatches_and_replicas() -> None:
     assert report.ok, report
 
 
-def flattened(lengths: Sequence[int], seed: int, rows: int = 1) -> dict[str, Any]:
+def flattened(lengths: Sequence[int], seed: int, rows: int = 1, with_ends: bool = True) -> dict[str, Any]:
     """Documents as transformers' collator makes them; in several rows, as its tensors seen anew."""
     transformers = pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(seed)
     texts = [{"input_ids": torch.randint(VOCAB, (n,), generator=generator).tolist()} for n in lengths]
-    inputs = dict(transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(texts))
+    inputs = dict(transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=with_ends)(texts))
     return {name: x.view(rows, -1) if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in inputs.items()}
 
 
@@ -256,17 +257,19 @@ def llama() -> Any:
     )
 
 
-def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int) -> None:
+def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with_ends: bool) -> None:
     documents = ROWS if rows > 1 else ONE_ROW
     replicas = layout.get("dp", 1)
     with kernel_packages.usable_in_transformers():
         plain = llama()
-        trainer = autotp.distribute(copy.deepcopy(plain), example_inputs=flattened(documents[0][0], 0, rows), **layout)
+        trainer = autotp.distribute(
+            copy.deepcopy(plain), example_inputs=flattened(documents[0][0], 0, rows, with_ends), **layout
+        )
         optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in (plain, trainer)]
         for i, lengths in enumerate(documents):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            inputs = [flattened(x, 2 * i + j, rows) for j, x in enumerate(lengths[:replicas])]
+            inputs = [flattened(x, 2 * i + j, rows, with_ends) for j, x in enumerate(lengths[:replicas])]
             # One device has a step of each replica's documents, weighted by their labels.
             counts = [int((x["labels"] != -100).sum()) for x in inputs]
             losses = [plain(**x).loss * count / sum(counts) for x, count in zip(inputs, counts, strict=True)]
@@ -278,17 +281,43 @@ def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows"),
+    ("layout", "rows", "with_ends"),
     [
-        ({"tp": 2, "dp": 2}, 1),
-        ({"pp": 2, "tp": 2, "microbatches": 3}, 3),
-        ({"pp": 2, "dp": 2, "microbatches": 3}, 3),
-        ({"cp": 2, "dp": 2}, 1),
+        ({"tp": 2, "dp": 2}, 1, True),
+        ({"pp": 2, "tp": 2, "microbatches": 3}, 3, True),
+        ({"pp": 2, "dp": 2, "microbatches": 3}, 3, True),
+        ({"cp": 2, "dp": 2}, 1, True),
+        ({"cp": 2, "dp": 2}, 1, False),  # Positions that start again are all that tells documents.
+        ({"tp": 2, "dp": 2}, 1, False),
     ],
     ids=str,
 )
-def test_the_collator_for_flash_kernels_trains_as_one_device(layout: dict[str, Any], rows: int) -> None:
-    run_ranks(with_the_collator, 4, layout, rows)
+def test_the_collator_for_flash_kernels_trains_as_one_device(
+    layout: dict[str, Any], rows: int, with_ends: bool
+) -> None:
+    run_ranks(with_the_collator, 4, layout, rows, with_ends)
+
+
+def test_positions_alone_tell_documents_in_one_row_of_a_flash_kernel() -> None:
+    """In a step. Of several rows transformers looks at none, and of a row in a microbatch it would look in forward."""
+    with kernel_packages.usable_in_transformers():
+        model = llama()
+        for lengths in ([6, 4, 10], [9]):
+            positions = flattened(lengths, 0, with_ends=False)
+            expected = flattened(lengths, 0)
+            inputs = library().with_documents(model, positions)
+            assert inputs.keys() == expected.keys() and inputs["max_length_k"] == expected["max_length_k"] == max(
+                lengths
+            )
+            assert torch.equal(inputs["cu_seq_lens_q"], expected["cu_seq_lens_q"])
+            assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"]
+            masked = {**positions, "attention_mask": torch.ones(1, sum(lengths))}
+            several = flattened([6, 4, 10], 0, 2, with_ends=False)
+            for other in (expected, masked, several):
+                assert library().with_documents(model, other) is other
+        model.config._attn_implementation = "sdpa"
+        assert library().with_documents(model, positions) is positions
+        assert autotp.verify(llama(), 2, dp=2, cp=2, example_inputs=flattened([6, 4, 10], 0, with_ends=False)).ok
 
 
 @pytest.mark.parametrize(("n", "name"), on_cards.cases())

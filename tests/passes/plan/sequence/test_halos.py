@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cards.spies import host_waits
 from errors import message
-from kernel_packages import flash_attn
+from kernel_packages import flash_attn, flash_attn_interface
 from ranks import Checks
 from small_models import signatures_met
 from torch import Tensor, fx, nn
@@ -40,9 +40,9 @@ WIDTH, HEAD, KEYS = 16, 4, 2
 class Attention(nn.Module):
     """Two layers of causal attention by a kernel: rows [batch seq width], or packed [tokens width]."""
 
-    def __init__(self, window: int = -1, kernel: str = "flash", more: str = "") -> None:
+    def __init__(self, window: int = -1, kernel: str = "flash", more: str = "", chunk: int = 0) -> None:
         super().__init__()
-        self.window, self.kernel, self.more = window, kernel, more
+        self.window, self.kernel, self.more, self.chunk = window, kernel, more, chunk
         self.q, self.o = (nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)) for _ in range(2))
         self.k, self.v = (nn.ModuleList(nn.Linear(WIDTH, KEYS * HEAD) for _ in range(2)) for _ in range(2))
         self.by_head = nn.Parameter(torch.linspace(0.1, 0.9, WIDTH // HEAD), requires_grad=more != "slopes")
@@ -62,7 +62,9 @@ class Attention(nn.Module):
             mask = (back >= 0) & (back <= self.window)
             return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
         named: dict[str, Any] = {"slopes": {"alibi_slopes": self.by_head}, "sinks": {"learnable_sink": self.by_head}}
-        package: Any = flash_attn.cute if self.more == "sinks" else flash_attn
+        named["chunks"] = {"attention_chunk": self.chunk}
+        packages: dict[str, Any] = {"sinks": flash_attn.cute, "chunks": flash_attn_interface}
+        package = packages.get(self.more, flash_attn)
         settings = {"causal": True, "window_size": (self.window, 0), **named.get(self.more, {})}
         lengths = [n for n in ends for _ in range(2)]  # Of queries, and of keys.
         function = package.flash_attn_varlen_func if ends else package.flash_attn_func
@@ -87,6 +89,10 @@ CASES: dict[str, tuple[Attention, list[tuple[Any, ...]]]] = {
     "window longer than a part": (Attention(9), [rows(), rows(24), rows(7)]),
     "slopes": (Attention(4, more="slopes"), [rows(), rows(9)]),
     "sinks": (Attention(4, more="sinks"), [rows(), rows(9)]),
+    "chunks": (Attention(more="chunks", chunk=4), [rows(), rows(7), rows(3, 3), rows(24)]),
+    "chunks longer than a part": (Attention(more="chunks", chunk=10), [rows(), rows(24), rows(7)]),
+    "chunks and a window": (Attention(2, more="chunks", chunk=5), [rows(), rows(24)]),
+    "packed chunks": (Attention(more="chunks", chunk=4), [documents(lengths) for lengths in LENGTHS]),
     "packed": (Attention(), [documents(lengths) for lengths in LENGTHS]),
     "packed window": (Attention(4), [documents(lengths) for lengths in LENGTHS]),
     "packed slopes": (Attention(more="slopes"), [documents(lengths) for lengths in LENGTHS[:3]]),
@@ -96,14 +102,21 @@ CASES: dict[str, tuple[Attention, list[tuple[Any, ...]]]] = {
 }
 
 
-def seen_of_others(batch: tuple[Any, ...], window: int, n: int) -> int:
-    """The keys of other ranks that some query of a rank sees, of all ranks together, by looking at each pair."""
+def seen_of_others(batch: tuple[Any, ...], window: int, n: int, chunk: int = 0) -> int:
+    """The keys of other ranks that some query of a rank sees, of all ranks together, by looking at each pair.
+
+    Of the chunks of rows a rank reads the whole beginning of its first one, with a window, too; of packed documents
+    that of the document.
+    """
     tokens = batch[0].shape[-2]
     document = torch.zeros(tokens, dtype=torch.int64)
     if len(batch) > 1:
         document = torch.repeat_interleave(torch.arange(len(batch[1]) - 1), batch[1].diff().long())
     back = torch.arange(tokens)[:, None] - torch.arange(tokens)
-    seen = (back >= 0) & (document[:, None] == document) & ((back <= window) | (window < 0))
+    seen = (back >= 0) & (document[:, None] == document)
+    if chunk and len(batch) == 1:
+        seen &= torch.arange(tokens)[:, None] // chunk == torch.arange(tokens) // chunk
+    seen &= (back <= window) | (window < 0) | (chunk > 0)
     total = 0
     for start, stop in (chunk_bounds(tokens, n, rank) for rank in range(n)):
         keys = seen[start:stop].any(0)
@@ -162,7 +175,12 @@ def each_case_equals_one_device_and_sends_the_keys_that_are_seen(rank: int, n: i
                 )
             # Two layers, and in each the keys and the values.
             count = (
-                2 * 2 * seen_of_others(batch, model.window, n) * KEYS * HEAD * (1 if len(batch) > 1 else len(batch[0]))
+                2
+                * 2
+                * seen_of_others(batch, model.window, n, model.chunk)
+                * KEYS
+                * HEAD
+                * (1 if len(batch) > 1 else len(batch[0]))
             )
             assert [of_all_ranks(sum(sent[:forward])), of_all_ranks(sum(sent[forward:]))] == [count, count], message
             for optimizer in optimizers:
@@ -477,7 +495,10 @@ def test_keys_after_a_query_are_gathered(window: tuple[int, int]) -> None:
 
 def halo_with(graph: fx.Graph, **places: Any) -> None:
     """Gives the first halo other arguments."""
-    node, names = called(graph, collectives.halo)[0], {"axis": 1, "dim": 2, "size": 3, "before": 4, "ends": 5}
+    node, names = (
+        called(graph, collectives.halo)[0],
+        {"axis": 1, "dim": 2, "size": 3, "before": 4, "ends": 5, "chunk": 6},
+    )
     for name, value in places.items():
         node.update_arg(names[name], value)
 
@@ -497,6 +518,7 @@ FAULTS: dict[str, Callable[[fx.Graph], Any]] = {
     "another dimension": lambda graph: halo_with(graph, dim=1),
     "another size": lambda graph: halo_with(graph, size=12),
     "another axis": lambda graph: halo_with(graph, axis="dp"),
+    "chunks": lambda graph: halo_with(graph, chunk=4),
     "no documents": lambda graph: halo_with(graph, ends=None),
     "another reader": lambda graph: read_by(graph, torch.ops.aten.neg.default),
     "no halo": lambda graph: called(graph, collectives.halo)[0].replace_all_uses_with(
