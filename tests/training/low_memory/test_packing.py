@@ -103,9 +103,7 @@ def test_parts_have_the_codes_of_the_whole(name: str, codes: str) -> None:
     of_all = torch.zeros(*scales[0].shape[:-1], count) if count else None
     for rank, here in blocks.items() if of_all is not None else ():
         assert here is not None
-        of_all[..., here.shared_places] = torch.maximum(
-            of_all[..., here.shared_places], scales[rank][..., here.shared]
-        )
+        of_all[..., here.shared_places] = torch.maximum(of_all[..., here.shared_places], scales[rank][..., here.shared])
     for rank, here in blocks.items():
         assert here is not None
         if of_all is not None:
