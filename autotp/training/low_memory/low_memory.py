@@ -19,7 +19,12 @@ CODES: Mapping[str, torch.dtype | None] = {"8bit": torch.uint8, "bfloat16": torc
 
 
 def low_memory(
-    kind: type[Kind], states: States = "8bit", *, offload: bool = False, masters: bool = False
+    kind: type[Kind],
+    states: States = "8bit",
+    *,
+    offload: bool = False,
+    masters: bool = False,
+    in_backward: bool = False,
 ) -> type[Kind]:
     """Returns a class like `kind` that keeps its states small: in fewer bits, on the host, or both.
 
@@ -36,6 +41,9 @@ def low_memory(
             bit for bit. On a CPU they lie there anyway.
         masters: whether parameters in bfloat16 or float16 are stepped in float32: the float32 parameter is a state,
             too, never in fewer bits. Gradients are cast to float32.
+        in_backward: whether a parameter is stepped as soon as its gradient is complete, which is then freed. Keep
+            `optimizer.step()`, after each backward. Gradients cannot be clipped by their norm, scaled or accumulated
+            over several calls of backward. A trainer steps so at the end of `trainer.step`.
 
     Raises:
         Error: `kind` is not a class of optimizers, or an option has no such value. The class that is returned raises it
@@ -55,14 +63,14 @@ def low_memory(
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
             text = f"an object of {type(kind).__name__}" if isinstance(kind, Optimizer) else repr(kind)
             raise Error(f"{text} is not a class of optimizers", fix="autotp.low_memory(torch.optim.AdamW)(parameters)")
-        expect_arguments(low_memory, states=states, offload=offload, masters=masters)
-        return _made(cast(Any, kind), states, offload, masters)
+        expect_arguments(low_memory, states=states, offload=offload, masters=masters, in_backward=in_backward)
+        return _made(cast(Any, kind), states, offload, masters, in_backward)
 
     return cast("type[Kind]", within("low_memory", checked))
 
 
 @cache
-def _made(cls: Any, states: States, offload: bool, masters: bool) -> Any:
+def _made(cls: Any, states: States, offload: bool, masters: bool, in_backward: bool) -> Any:
     names = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "kind": cls}
-    options = {"codes": CODES[states], "offload": offload, "masters": masters}
+    options = {"codes": CODES[states], "offload": offload, "masters": masters, "in_backward": in_backward}
     return type(cls.__name__, (LowMemory, cls), names | options)

@@ -1,21 +1,31 @@
-"""LowMemory: what `low_memory` adds to a class of optimizers."""
+"""LowMemory: what `low_memory` adds to a class of optimizers.
+
+NOTE [Steps in backward]
+With `in_backward` a parameter is stepped by torch's hook on its complete gradient, which is then freed. In a loop of
+one's own this is within backward, so that few gradients exist at a time. A trainer runs hooks once it has summed the
+gradients of all microbatches, replicas and stages (NOTE [When hooks run] in `gradient_hooks.py`). `optimizer.step()`
+stays in the loop: there ranks compare what they did, and it begins a new step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autotp.attached import attach
 from autotp.distributed.agreement import agree
 from autotp.distributed.cut_tensors.cut_parameter import StepsElements, is_elementwise
 from autotp.distributed.live_models import sorted_by_model
 from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import holdings_of
+from autotp.runtime.torch_hooks.optimizer_state import InBackward
 from autotp.runtime.torch_hooks.optimizer_trial import (
     expect_elementwise,
     expect_nothing_kept,
@@ -57,8 +67,10 @@ class LowMemory(StepsElements, Optimizer):
     codes: torch.dtype | None
     offload: bool
     masters: bool
+    in_backward: bool
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self._stepped_now = set[Tensor]()
         super().__init__(params, *args, **kwargs)
         self._step_supports_amp_scaling = False  # The scaler then divides the gradients itself.
         self._stepper = plain_stepper(self, self.kind)
@@ -68,6 +80,8 @@ class LowMemory(StepsElements, Optimizer):
         self._keys: list[dict[str, bool]] = []
         self._rooms: dict[Tensor, dict[str, StoredState]] = {}
         self.register_state_dict_post_hook(_opened_states)
+        if self.in_backward:
+            attach(self, InBackward())
         within(f"low_memory({self.kind.__name__})", self._try)
 
     def _try(self) -> None:
@@ -101,7 +115,36 @@ class LowMemory(StepsElements, Optimizer):
                 loss = closure()
         with torch._C.DisableTorchFunctionSubclass():
             within(f"{type(self).__name__}.step", self._step)
+        self._stepped_now.clear()
         return loss
+
+    # ---- NOTE [Steps in backward]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"] if self.in_backward else ():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(_steps_on_arrival(ref(self)))
+
+    @torch.no_grad()
+    def step_now(self, p: Tensor) -> None:
+        """Steps a parameter, whose gradient is complete, and frees the gradient.
+
+        Raises:
+            Error: it was stepped since the last call of `step`.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if p in self._stepped_now:
+                raise Error(
+                    f"{type(self).__name__} has stepped a parameter in backward, which got another gradient before "
+                    "`optimizer.step()`",
+                    fix="microbatches=4 of autotp.distribute, which adds gradients before the step",
+                    alternative="in_backward=False; optimizer.step() after each backward",
+                )
+            self._stepped_now.add(p)
+            within(f"{type(self).__name__}.step", lambda: self._step(p))
+            p.grad = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_stepper" not in vars(self):
@@ -210,9 +253,11 @@ class LowMemory(StepsElements, Optimizer):
 
     # ---- a step
 
-    def _step(self) -> None:
+    def _step(self, only: Tensor | None = None) -> None:
+        """Steps all parameters with a gradient, or this one."""
         self._settle()
-        stepped = [[piece for piece in bucket if piece.parameter.grad is not None] for bucket in self._buckets]
+        buckets = self._buckets if only is None else in_buckets([(self.groups_by_parameter()[only], only)])
+        stepped = [[piece for piece in bucket if piece.parameter.grad is not None] for bucket in buckets]
         options = list[dict[str, Any]](
             {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
         )
@@ -220,7 +265,7 @@ class LowMemory(StepsElements, Optimizer):
         for memory in self._memories.values():
             memory.begin()
         coming = [self._bring(piece) for piece in stepped[0]] if stepped else []
-        for i, (bucket, pieces) in enumerate(zip(self._buckets, stepped, strict=True)):
+        for i, (bucket, pieces) in enumerate(zip(buckets, stepped, strict=True)):
             # The states of the next bucket come while this one is stepped.
             following = stepped[i + 1] if i + 1 < len(stepped) else []
             brought, coming = coming, [self._bring(piece) for piece in following]
@@ -353,6 +398,16 @@ class LowMemory(StepsElements, Optimizer):
             if blocks is not None and (piece, key) in scales:
                 shared = every.view(buffers[piece, key].shape)[..., blocks.shared_places]
                 scales[piece, key][..., blocks.shared] = shared
+
+
+def _steps_on_arrival(optimizer: ref[LowMemory]) -> Callable[[Tensor], None]:
+    """Returns a hook that steps a parameter; none steps it once its optimizer is gone."""
+
+    def step(p: Tensor) -> None:
+        if (owner := optimizer()) is not None:
+            owner.step_now(p)
+
+    return step
 
 
 def _is_stepped(p: Tensor) -> bool:

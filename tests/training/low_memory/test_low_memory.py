@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from errors import message
 from ranks import run_ranks
 from small_models import gpt
@@ -16,6 +17,7 @@ from trainers import mine
 
 import autotp
 from autotp import low_memory
+from autotp.checkpoint.whole_optimizer import whole_state_dict
 from autotp.distributed.cut_tensors.cut_parameter import CutTensor
 from autotp.training.low_memory.parts import as_torch
 from autotp.training.low_memory.stored_state import StateMemory, StoredState
@@ -412,3 +414,40 @@ def test_optimizers_of_whole_matrices_are_refused() -> None:
     assert "is not differentiable" in message(lambda: make(parameters(), differentiable=True))
     with pytest.raises(autotp.Error, match="cannot be copied or pickled"):
         copy.deepcopy(make(parameters()))
+
+
+# ---- a loop of one's own
+
+
+def parallel_steps(rank: int, n: int) -> None:
+    """With a step before the model was cut, and after that with the whole state in a new optimizer."""
+    models = [built(), built()]
+    optimizers = [low_memory(torch.optim.AdamW)(model.parameters(), **ADAMW) for model in models]
+
+    def step_both(step: int) -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(**batch(step)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step_both(0)
+    models[1] = autotp.parallelize(models[1], n, example_inputs=batch(0))
+    for step in range(1, 4):
+        step_both(step)
+    whole_state = [whole_state_dict(optimizers[1])]
+    for i, state in optimizers[0].state_dict()["state"].items() if rank == 0 else ():
+        for key, x in state.items():
+            torch.testing.assert_close(whole_state[0]["state"][i][key], x, rtol=0, atol=1e-10)  # type: ignore[index]
+    dist.broadcast_object_list(whole_state, 0)
+    optimizers[1] = low_memory(torch.optim.AdamW)(models[1].parameters(), **ADAMW)
+    optimizers[1].load_state_dict(whole_state[0])  # type: ignore[arg-type]
+    for step in range(4, 6):
+        step_both(step)
+    parameters = autotp.full_state_dict(models[1])
+    for name, x in models[0].named_parameters() if rank == 0 else ():
+        torch.testing.assert_close(parameters[name], x.detach(), rtol=0, atol=1e-10)
+
+
+def test_a_parallel_model_steps_as_one_device() -> None:
+    run_ranks(parallel_steps, 2)
