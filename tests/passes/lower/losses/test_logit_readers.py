@@ -194,7 +194,7 @@ def gradients_of_log_probabilities_are_counted_once(rank: int, n: int) -> None:
 
 
 class Accurate(nn.Module):
-    """A loss, and the class with the greatest logit: of whole numbers, of which each stands in two parts of the head."""
+    """A loss, and the class with the greatest logit, of whole numbers that two parts of the head have."""
 
     def __init__(self) -> None:
         super().__init__()
