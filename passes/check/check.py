@@ -387,8 +387,8 @@ class _Checking(Proof):
             return False
         _, dim, before, ends, chunk = operands[position].args
         wanted = reach.before(call_of(model).arguments)
-        known = plain(valued(before)) == plain(wanted) and ends in (None, arguments.get(reach.ends))
-        known = known and chunk == reach.chunk
+        known = (plain(valued(before)), chunk) == (plain(wanted), reach.chunk)
+        known = known and ends in (None, arguments.get(reach.ends))
         return known and find(self.axes.of(operands[0])[dim]) is find(cut.leaf)  # type: ignore[index]
 
     def _share(self, node: fx.Node, x: Any, axis: Any, dim: Any, ranges: Any) -> None:
