@@ -9,16 +9,20 @@ The block runs on fake tensors of a call's sizes, so that the operators are thos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autotp.costs.hardware import Hardware
 from autotp.costs.work import Work, tensors_in
+from autotp.groups.process_group import seat
+from autotp.ops import collectives
+from autotp.ops.async_linear import async_linear
 from autotp.passes.capture.autocast_regions import enter_autocast
+from autotp.passes.emit.bind import COMMUNICATING
 from autotp.passes.emit.kept_values import Fate, Fates, Saved, SavingRun
 
 SMALLER = {torch.bool: 8, torch.int64: 2}
@@ -145,12 +149,17 @@ class _Row:
 
 
 class TableRun(SavingRun):
-    """A run of a block that notes bytes and seconds of each value."""
+    """A run of a block that notes bytes and seconds of each value.
 
-    def __init__(self, module: fx.GraphModule, device: Hardware) -> None:
+    Args:
+        groups: name of a process group -> name of the group that it communicates over in this run.
+    """
+
+    def __init__(self, module: fx.GraphModule, groups: Mapping[str, str], device: Hardware) -> None:
         super().__init__(module)
-        self.device, self.rows = device, dict[str, _Row]()
+        self.device, self.groups, self.rows = device, groups, dict[str, _Row]()
         self.results: tuple[str, ...] = ()
+        self.uneven = False
         # Numbers, such as sizes, read what their operands read.
         self.sources: dict[fx.Node, dict[str, None]] = {}
 
@@ -174,6 +183,11 @@ class TableRun(SavingRun):
         for x in tensors:
             row.memories.setdefault(self._memory_of(x), x.untyped_storage().nbytes())
         return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator, over the groups of this run."""
+        self.uneven |= target in COMMUNICATING and args[1] in self.groups and is_uneven(target, args)
+        return super().call_function(target, over_groups(args, self.groups), kwargs)
 
     def table(self) -> BlockTable:
         """Returns the table of the block that ran."""
@@ -199,14 +213,43 @@ class TableRun(SavingRun):
         return BlockTable(values=values, inputs=frozenset(saved_by_value) & inputs, results=self.results)
 
 
-def block_table(module: fx.GraphModule, args: Sequence[Any], device: Hardware) -> tuple[BlockTable, Any]:
-    """Returns the table of a block for these arguments, which may be fake, and what it returns."""
-    run = TableRun(module, device)
+def without_collectives(table: BlockTable) -> BlockTable:
+    """Returns the table with values whose collectives run once only.
+
+    NOTE [Collectives that run again]
+    Ranks with parts of other sizes choose otherwise, and a collective that one rank alone runs again waits for ever. So
+    collectives run again only where all ranks have parts of the same sizes.
+    """
+    values = {name: replace(value, fixed=value.fixed or value.collectives > 0) for name, value in table.values.items()}
+    return replace(table, values=values)
+
+
+def is_uneven(target: Any, args: Sequence[Any]) -> bool:
+    """True for a conjugate that cuts a dimension into parts of different lengths. (Others keep what is cut.)"""
+    if target is async_linear:
+        sizes = args[2:3]
+    elif target in (collectives.scatter, collectives.gather, collectives.all_gather, collectives.reduce_scatter):
+        sizes = [(args[2], args[3], *args[4:5])]
+    else:
+        return target in (collectives.all_to_all, collectives.halo, collectives.share)
+    ranks = seat(args[1])[1]
+    return any(cut is not None and cut[1] % (ranks * (cut[2] if len(cut) > 2 else 1)) for cut in sizes)
+
+
+def over_groups(args: tuple[Any, ...], groups: Mapping[str, str]) -> tuple[Any, ...]:
+    """Returns the arguments of an operator with names of process groups replaced."""
+    return tuple(groups.get(x, x) if isinstance(x, str) else x for x in args)
+
+
+def block_table(
+    module: fx.GraphModule, args: Sequence[Any], groups: Mapping[str, str], device: Hardware
+) -> tuple[BlockTable, Any]:
+    """Returns the table of a block for these arguments, which may be fake, and what it returns.
+
+    Args:
+        groups: as for `TableRun`.
+    """
+    run = TableRun(module, groups, device)
     with torch.enable_grad():
         result = run.run(*args)
-    return run.table(), result
-
-
-def is_learning(x: Any) -> bool:
-    """True for a tensor that a gradient flows through."""
-    return isinstance(x, Tensor) and x.requires_grad
+    return without_collectives(run.table()) if run.uneven else run.table(), result

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.ops.dropout import fast_dropout
 from autotp.ops.random_state import random_state_of
-from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.emit.kept_values import Fate, Fates
 from autotp.passes.emit.recomputed import Recomputed
 
