@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from autotp.ops.stores import Bits, ShortNumbers, Store
+from autotp.ops.stores import Bits, ShortNumbers
 from autotp.passes.emit.kept_values import Geometry, Saved
 
 aten = torch.ops.aten
