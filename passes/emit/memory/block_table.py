@@ -23,7 +23,11 @@ from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.passes.capture.autocast_regions import enter_autocast
 from autotp.passes.emit.bind import COMMUNICATING
+from autotp.passes.emit.exact_bits import is_exact
 from autotp.passes.emit.kept_values import Fate, Fates, Saved, SavingRun
+from autotp.passes.emit.split import MASKS
+from autotp.rules.call import operator_of
+from autotp.rules.traits import draws
 
 SMALLER = {torch.bool: 8, torch.int64: 2}
 """dtype -> how many times fewer bytes it takes in the fate "bits"."""
@@ -43,6 +47,7 @@ class Value:
         made: bytes of its memory.
         kept: bytes that autograd keeps: of its memory, and internal to it, such as a log-sum-exp.
         smaller: the same in the fate "bits".
+        seeds: whether the operator draws a mask again then.
         inside: whether autograd keeps none of its memory: only what is internal to it, or nothing.
         fixed: whether it cannot run again.
         others: the names of further operators that write into the memory or look at it, whose fate is the value's.
@@ -57,6 +62,7 @@ class Value:
     made: int = 0
     kept: int = 0
     smaller: int = 0
+    seeds: bool = False
     inside: bool = False
     fixed: bool = False
     others: tuple[str, ...] = ()
@@ -99,16 +105,17 @@ class BlockTable:
                 elif name not in again:
                     again.add(name)
                     queue.append(name)
-        kept, moved = dict[str, int](), dict[str, int]()
+        kept, moved, masks = dict[str, int](), dict[str, int](), 0.0
         for name, value in self.values.items():
             fate = fates.get(name, "keep")
             if name in dropped or not (value.kept or name in boundary):
                 continue
             moved[name] = value.kept if fate == "host" else 0
+            masks += value.seconds if fate == "bits" and value.seeds else 0.0
             kept[name] = 0 if fate == "host" else value.smaller if fate == "bits" else value.kept
             kept[name] += value.made * (name in boundary and value.inside)
         return Kept(
-            kept=kept, inputs=frozenset(inputs), seconds=sum(self.values[name].seconds for name in again),
+            kept=kept, inputs=frozenset(inputs), seconds=masks + sum(self.values[name].seconds for name in again),
             collectives=sum(self.values[name].collectives for name in again), moved=sum(moved.values()),
             again=sum(self.values[name].made for name in again),
         )  # fmt: skip
@@ -160,6 +167,7 @@ class TableRun(SavingRun):
         self.device, self.groups, self.rows = device, groups, dict[str, _Row]()
         self.results: tuple[str, ...] = ()
         self.uneven = False
+        self._nodes: dict[str, fx.Node] = {}
         # Numbers, such as sizes, read what their operands read.
         self.sources: dict[fx.Node, dict[str, None]] = {}
 
@@ -192,6 +200,7 @@ class TableRun(SavingRun):
     def table(self) -> BlockTable:
         """Returns the table of the block that ran."""
         rows, inputs = self.rows, {n.name for n in self.module.graph.find_nodes(op="placeholder")}  # type: ignore[union-attr, operator]
+        self._nodes = {node.name: node for node in self.module.graph.nodes}  # type: ignore[union-attr]
         saved_by_value: dict[str, dict[int, Saved]] = {}
         for saved in self.saved:
             maker = saved.origin or self.origins.get(saved.node, saved.node)
@@ -208,9 +217,19 @@ class TableRun(SavingRun):
                 inputs=tuple(x for x in row.reads if x in inputs), seconds=row.seconds, collectives=row.collectives,
                 others=tuple(row.others), made=sum(row.memories.values()), kept=sum(x.bytes for x in saves),
                 inside=all(x.origin is None for x in saves),
-                smaller=sum(-(-x.bytes // SMALLER.get(x.dtype, 1)) for x in saves), fixed=fixed,
+                smaller=sum(map(self._smaller, saves)), seeds=any(map(self._is_mask, saves)), fixed=fixed,
             )  # fmt: skip
         return BlockTable(values=values, inputs=frozenset(saved_by_value) & inputs, results=self.results)
+
+    def _is_mask(self, saved: Saved) -> bool:
+        """True for a mask in whose place the random state before it is enough."""
+        node = self._nodes[saved.node]
+        return saved.origin is None and operator_of(node) in MASKS and draws(node)
+
+    def _smaller(self, saved: Saved) -> int:
+        """Returns the bytes of a kept tensor in the fate "bits"."""
+        exact = is_exact(saved, self._nodes[saved.node], self.geometries) and saved.index not in self.irregular
+        return 0 if self._is_mask(saved) else -(-saved.bytes // (SMALLER.get(saved.dtype, 1) if exact else 1))
 
 
 def without_collectives(table: BlockTable) -> BlockTable:
