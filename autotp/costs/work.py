@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ COLLECTIVES = {
     "all_to_all_single": "all-to-all",
 }  # fmt: skip
 """torch's name of a functional collective -> its usual name."""
+
+
+NO_RANKS: Mapping[str, int] = MappingProxyType({})
 
 
 class Work(TorchDispatchMode):
@@ -98,19 +102,22 @@ def bytes_of(x: Tensor) -> int:
 
 
 @contextmanager
-def without_processes(groups: Mapping[str, int]) -> Iterator[None]:
-    """A region in which functional collectives on `meta` find groups of these sizes, of which this is the first rank.
+def without_processes(groups: Mapping[str, int], ranks: Mapping[str, int] = NO_RANKS) -> Iterator[None]:
+    """A region in which functional collectives on `meta` and on fake tensors find groups of these sizes.
 
     Nothing is sent: torch computes the shapes of collectives on `meta` without asking the group.
 
     Args:
         groups: name of a process group -> its size.
+        ranks: name of a process group -> the rank of this process in it; the first by default.
     """
     with ExitStack() as stack:
         for name, size in groups.items():
-            group = ProcessGroup(0, size)  # type: ignore[call-arg]
-            fake = FakeProcessGroup._create_internal(0, size)
-            group._register_backend(torch.device("meta"), ProcessGroup.BackendType.CUSTOM, fake)
+            rank = ranks.get(name, 0)
+            group = ProcessGroup(rank, size)  # type: ignore[call-arg]
+            fake = FakeProcessGroup._create_internal(rank, size)
+            for device in ("meta", "cpu", "cuda"):
+                group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, fake)
             _register_process_group(name, group)  # type: ignore[arg-type]
             stack.callback(_unregister_process_group, name)  # type: ignore[arg-type]
         yield

@@ -37,6 +37,7 @@ from autotp.passes.emit.async_tensor_parallel import (
 )
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.bind import COMMUNICATING
+from autotp.passes.emit.checkpointed import Checkpointed
 from autotp.passes.emit.recomputed import Recomputed
 
 OVERLAP = {
@@ -90,7 +91,7 @@ def _has_class(x: Tensor) -> bool:
 
 
 def compile_blocks(module: nn.Module, options: Mapping[str, Any], fused: FusedPairs | None = None) -> None:
-    """Compiles the blocks of a graph. Of a recomputed block only the inner graph is compiled.
+    """Compiles the blocks of a graph. Of a block that runs again as a whole only the inner graph is compiled.
 
     Args:
         module: the graph, with its blocks as submodules.
@@ -137,6 +138,8 @@ def _separate(block: nn.Module) -> None:
 
 def _compiled(work: nn.Module, options: Mapping[str, Any], fused: FusedPairs | None) -> nn.Module:
     if isinstance(work, Recomputed):
+        work = work.compilable
+    if isinstance(work, Checkpointed):
         work.inner = _compiled(work.inner, options, fused)
         return work
     # It may have been compiled before, with other options.

@@ -192,7 +192,7 @@ class KeptCall:
         self.held = tuple(kept)
         self.held_versions = _versions(self.held)
         if self.outer is not None:
-            self.inputs = {i: self._handed(_arrived(x)) for i, x in self.inputs.items()}
+            self.inputs = {i: self._handed(arrived(x)) for i, x in self.inputs.items()}
             self.held = tuple(map(self._handed, self.held))
 
     def _handed(self, x: Any) -> Any:
@@ -352,7 +352,7 @@ def _at(x: Tensor, geometry: Geometry | None) -> Tensor:
     return x if geometry is None else x.as_strided(geometry.shape, geometry.stride, geometry.offset)
 
 
-def _arrived(x: Any) -> Any:
+def arrived(x: Any) -> Any:
     """Returns an operand of a block, once it has its values: a node that makes it later has `wait_for_value`."""
     wait_for_value = getattr(getattr(x, "grad_fn", None), "wait_for_value", None)
     if wait_for_value is not None:

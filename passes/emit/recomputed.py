@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from itertools import count
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
 
 from autotp.ops.eager_mode import no_transform
 from autotp.ops.random_state import random_state_of
-from autotp.passes.capture.autocast_regions import ambient_everywhere, enter_autocast
-from autotp.passes.emit.kept_call import KeptCall, Pattern, _arrived, pattern_of, recomputation
+from autotp.passes.capture.autocast_regions import ambient_everywhere
+from autotp.passes.emit.checkpointed import Checkpointed, checkpointed
+from autotp.passes.emit.kept_call import KeptCall, Pattern, pattern_of
 from autotp.passes.emit.kept_values import Fates, SavingRun
 from autotp.passes.emit.split import Split, split
-from autotp.rules.traits import draws, draws_from_numpy
+from autotp.rules.traits import draws
 
 
 class Recomputed(nn.Module):
@@ -40,38 +38,35 @@ class Recomputed(nn.Module):
     ) -> None:
         super().__init__()
         names = [node.name for node in inner.graph.nodes if node.op not in ("placeholder", "output")]
-        self.inner: nn.Module = inner
+        self.inner = inner
         self.draws = any(draws(node) for node in inner.graph.nodes)
-        # An exception would leave a region of autocast that the graph has entered open.
-        self.stops_early = not inner.graph.find_nodes(op="call_function", target=enter_autocast)
-        # torch's `checkpoint` keeps torch's random state, and not numpy's.
-        self.again = not any(draws_from_numpy(node) for node in inner.graph.nodes)
         self.ends_early = True
-        self._known = {} if known is None else known
+        self._known, self._names = {} if known is None else known, names
         self.use(dict.fromkeys(names, "recompute") if fates is None else fates)
 
     def use(self, fates: Fates) -> None:
         """Sets the fates for the calls that follow."""
         self.fates = fates
+        key = id(self.inner), frozenset(fates.items())
+        if key not in self._known:
+            # In a tuple, so that it is no second block. Where everything runs again, it is one call for torch.
+            whole = all(fates.get(name) == "recompute" for name in self._names)
+            compilable = (Checkpointed(self.inner) if whole else checkpointed(self.inner, fates),)
+            self._known[key] = {}, {}, compilable
         self._patterns: dict[Hashable, Pattern]
         self._splits: dict[Hashable, Split]
-        key = id(self.inner), frozenset(fates.items())
-        self._patterns, self._splits = self._known.setdefault(key, ({}, {}))
+        self._patterns, self._splits, self._compilable = self._known[key]
 
     def forward(self, *args: Any) -> Any:
         """Runs the graph. Under transforms of torch.func, which do not support recomputation, everything is kept."""
         if not self.fates:
             return self.inner(*args)
         if torch.compiler.is_compiling():
-            again = torch.is_grad_enabled() and self.again
-            return self._by_torch(args) if again else self.inner(*args)
+            return self.compilable(*args)
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if not torch.is_grad_enabled() or not self.again or not no_transform(*tensors):
-            return self.inner(*args)
+        if not torch.is_grad_enabled() or not no_transform(*tensors):
+            return self.inner.forward(*args)
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if not isinstance(self.inner, fx.GraphModule):  # It is a compiled block.
-            # What is kept for backward is handed to these hooks, which may read it: save_on_cpu copies it.
-            return self._by_torch(args if outer is None else tuple(map(_arrived, args)))
         device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
         sizes = [(x.requires_grad, x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x for x in args]
         key = (device, *sizes, *ambient_everywhere())
@@ -86,9 +81,13 @@ class Recomputed(nn.Module):
         call.end(held)
         return result
 
+    @property
+    def compilable(self) -> Checkpointed | fx.GraphModule:
+        """Returns the block for compiled code."""
+        return self._compilable[0]
+
     def _first_run(self, key: Hashable, args: Sequence[Any], device: torch.device) -> Any:
         """Runs the graph on inputs of new sizes, and notes what autograd saves."""
-        assert isinstance(self.inner, fx.GraphModule)
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         run = _FirstRun(self.inner, device)
         versions = {i: x._version for i, x in enumerate(args) if isinstance(x, Tensor)}
@@ -104,26 +103,6 @@ class Recomputed(nn.Module):
         call.versions = [versions[i] for i in call.inputs if i in versions]
         run.end(call)
         return result
-
-    def _by_torch(self, args: tuple[Any, ...]) -> Any:
-        if torch.compiler.is_compiling():
-            return checkpoint(self._plain, *args, use_reentrant=False, preserve_rng_state=self.draws)
-        runs, early = self._second_time_apart(), self.stops_early
-        return checkpoint(runs, *args, use_reentrant=False, preserve_rng_state=self.draws, early_stop=early)
-
-    def _plain(self, *args: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # As around forward: backward calls this from outside of it.
-            return self.inner(*args)
-
-    def _second_time_apart(self) -> Callable[..., Any]:
-        """Returns `_plain`, which waits in its second run for all sums that it has started there."""
-        calls = count()
-
-        def run(*args: Any) -> Any:
-            with recomputation() if next(calls) else nullcontext():
-                return self._plain(*args)
-
-        return run
 
 
 class _Cell:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from autotp.groups.process_group import seat as seat_in
 from autotp.options import Options
-from autotp.passes.emit.bind import bind
+from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.passes.emit.memory.budget import Allowance, budget_of
-from autotp.passes.emit.memory.under_budget import groups_without_processes, hints, under_budget
+from autotp.passes.emit.memory.under_budget import hints, under_budget
 from autotp.passes.emit.recompute import recompute
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.program.program import Program
@@ -78,13 +79,17 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
     """
     seat, captured = site.seat, p.captured
     held = held_tensors(p, graph, seat.rank)
-    sizes = {"tp": p.tp, "cp": p.options.cp} if not site.groups else {}
     allowance = Allowance(
         memory=memory, fixed=fixed_bytes(p, graph, site.settings, seat.replicas), calls=seat.kept_calls,
         share=seat.share,
     )  # fmt: skip
-    groups = groups_without_processes(graph, sizes)
-    module = under_budget(graph, p.updated, allowance, site.device, held, groups)
+    groups = {name: seat_in(name) for name in site.groups.values() if name is not None}
+    if not site.groups:  # A simulation names axes, also parts of them: `tp/4` is four neighbours along `tp`.
+        names = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
+        sizes = {"tp": p.tp, "cp": p.options.cp}
+        groups = {name: (0, int(name.partition("/")[2] or sizes[name])) for name in names}
+    even = all(len(set(layout.lengths())) == 1 for layout in p.layouts.values() if layout.dim is not None)
+    module = under_budget(graph, p.updated, allowance, site.device, held, groups, even)
     given = {name for name in placeholders(graph) if name not in held}
     known = all(name in captured.inputs or name.startswith(TOTAL) for name in given) and not p.call.cut_inputs
     examples = hints(graph, given) if known and torch.is_grad_enabled() else None

@@ -140,7 +140,7 @@ class StartedReduce(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
         ctx.group = inputs[1]
-        ctx.wait_for_value = partial(wait, group=ctx.group)  # `_arrived` in `kept_call.py` calls it.
+        ctx.wait_for_value = partial(wait, group=ctx.group)  # `arrived` in `kept_call.py` calls it.
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -10,7 +10,7 @@ of device alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from autotp.errors import Error
 from autotp.ops.eager_mode import no_transform
 from autotp.options import Memory, memory_limit
 from autotp.passes.emit.kept_values import Fate
+from autotp.passes.emit.memory.block_table import without_collectives
 from autotp.passes.emit.memory.choose import Choices, Chosen, choose
 from autotp.passes.emit.memory.graph_table import GraphTable, SetsFates, graph_table
 from autotp.passes.emit.recomputed import Recomputed
@@ -106,7 +107,8 @@ class Budget(SetsFates):
         held: placeholder of a parameter, buffer or constant -> a tensor like it, on any device.
         allowance: what the graph may use.
         device: the rank's device.
-        groups: sizes of process groups that are none of this process's.
+        groups: name of a process group -> the rank in it, and its size.
+        even: whether all ranks have parameters of the same sizes.
         latest: what was chosen for the last call.
     """
 
@@ -114,7 +116,8 @@ class Budget(SetsFates):
     held: Mapping[str, Any]
     allowance: Allowance
     device: torch.device
-    groups: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    even: bool = True
     latest: MemoryChoice | None = None
 
     def __post_init__(self) -> None:
@@ -168,12 +171,17 @@ class Budget(SetsFates):
     def _counted(self, inputs: Sequence[Any], device: Hardware) -> GraphTable:
         """Returns the table of the graph for a call with these inputs, on fake tensors."""
         given = iter(inputs)
-        with FakeTensorMode(allow_non_fake_inputs=True), without_processes(self.groups):
+        # A count reaches no other rank: it communicates over groups without processes.
+        counted = {name: f"counted {name}" for name in self.groups}
+        sizes = {counted[name]: size for name, (_, size) in self.groups.items()}
+        ranks = {counted[name]: rank for name, (rank, _) in self.groups.items()}
+        with FakeTensorMode(allow_non_fake_inputs=True), without_processes(sizes, ranks):
             args = [
                 self._fake(self.held[node.name] if node.name in self.held else next(given))
                 for node in self.module.graph.find_nodes(op="placeholder")
             ]
-            return graph_table(self.module, args, self.held, device)
+            table = graph_table(self.module, args, self.held, counted, device)
+        return table if self.even else replace(table, tables=[*map(without_collectives, table.tables)])
 
     def _fake(self, x: Any) -> Any:
         if not isinstance(x, Tensor):

@@ -145,7 +145,7 @@ def _staying(value: Value, device: Hardware, price: float, allowed: Collection[F
     if value.smaller < value.kept and "bits" in allowed:
         # Two passes over the values: one writes the bits, one reads them.
         moved = 2 * (value.kept + value.smaller) / (device.memory_bandwidth * device.memory_sustained)
-        ways.append((price * value.smaller + moved, "bits"))
+        ways.append((price * value.smaller + moved + value.seeds * value.seconds, "bits"))
     return min(ways, key=lambda way: way[0])
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from autotp.costs.hardware import Hardware
-from autotp.costs.work import tensors_in
+from autotp.costs.work import Work, tensors_in
 from autotp.passes.emit.kept_values import SavingRun
-from autotp.passes.emit.memory.block_table import BlockTable, block_table
+from autotp.passes.emit.memory.block_table import BlockTable, block_table, over_groups
 from autotp.passes.emit.memory.cheapest import Choice
 from autotp.source_location import block_of
 
@@ -91,11 +91,14 @@ class GraphRun(SavingRun):
 
     Args:
         held: the placeholders of parameters, buffers and constants, which are there anyway.
+        groups: as for `TableRun`.
     """
 
-    def __init__(self, module: fx.GraphModule, held: Collection[str], device: Hardware) -> None:
+    def __init__(
+        self, module: fx.GraphModule, held: Collection[str], groups: Mapping[str, str], device: Hardware
+    ) -> None:
         super().__init__(module)
-        self.device, self.held = device, held
+        self.device, self.held, self.groups = device, held, groups
         self.calls: list[BlockCallRow] = []
         self.tables: list[BlockTable] = []
         self.sizes: dict[int, int] = {}
@@ -119,7 +122,9 @@ class GraphRun(SavingRun):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator."""
-        return None if isinstance(target, SetsFates) else super().call_function(target, args, kwargs)
+        if isinstance(target, SetsFates):
+            return None
+        return super().call_function(target, over_groups(args, self.groups), kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what a block returns; runs it if none that is alike has run."""
@@ -127,7 +132,7 @@ class GraphRun(SavingRun):
         inner = getattr(module, "inner", module)
         key = id(inner), tuple(map(_form, args))
         if key not in self._known:
-            table, example = block_table(inner, args, self.device)
+            table, example = block_table(inner, args, self.groups, self.device)
             self._known[key] = len(self.tables), example
             self.tables.append(table)
         kind, example = self._known[key]
@@ -162,10 +167,17 @@ class GraphRun(SavingRun):
         )  # fmt: skip
 
 
-def graph_table(module: fx.GraphModule, args: Iterable[Any], held: Collection[str], device: Hardware) -> GraphTable:
-    """Returns the table of an emitted graph for these arguments, which may be fake. held: as for `GraphRun`"""
-    run = GraphRun(module, held, device)
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+def graph_table(
+    module: fx.GraphModule, args: Iterable[Any], held: Collection[str], groups: Mapping[str, str], device: Hardware
+) -> GraphTable:
+    """Returns the table of an emitted graph for these arguments, which may be fake.
+
+    Args:
+        held, groups: as for `GraphRun`.
+    """
+    run = GraphRun(module, held, groups, device)
+    # Under a mode that keeps no tensor, operators write in place as they do without one.
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), Work(device):
         run.run(*args)
     return run.table()
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp.passes.emit.bind import COMMUNICATING
 from autotp.passes.emit.memory.budget import Allowance, Budget
 from autotp.passes.emit.outline import blocks, outlined
 from autotp.passes.emit.recompute import read_a_copy, writes_buffers
@@ -21,14 +20,16 @@ def under_budget(
     allowance: Allowance,
     device: torch.device,
     held: Mapping[str, Tensor],
-    groups: Mapping[str, int],
+    groups: Mapping[str, tuple[int, int]],
+    even: bool = True,
 ) -> fx.GraphModule:
     """Returns the graph as a module whose blocks keep what a budget lets them keep.
 
     Args:
         updated: placeholder names of the buffers that are written to between forward and backward.
         held: placeholder of a parameter, buffer or constant -> a tensor like it.
-        groups: sizes of process groups that are none of this process's.
+        groups: name of a process group -> the rank in it, and its size.
+        even: whether all ranks have parameters of the same sizes.
     """
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in updated]:
         read_a_copy(node)
@@ -42,7 +43,7 @@ def under_budget(
         module.add_module(node.target, inner if fixed else Recomputed(inner, {}, known))
     for name in shared:
         module.delete_submodule(name)
-    budget = Budget(module=module, held=held, allowance=allowance, device=device, groups=groups)
+    budget = Budget(module=module, held=held, allowance=allowance, device=device, groups=groups, even=even)
     inputs = [node for node in module.graph.find_nodes(op="placeholder") if node.name not in held]
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
@@ -66,14 +67,3 @@ def hints(graph: fx.Graph, inputs: Collection[str]) -> list[Tensor] | None:
 
 def _hint(size: Any) -> int | None:
     return size if isinstance(size, int) else size.node.hint
-
-
-def groups_without_processes(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the mesh axes that a graph of a simulation communicates over, with their sizes.
-
-    Args:
-        sizes: name of an axis -> its size; `tp/4` is a group of four neighbours along `tp`.
-    """
-    names = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
-    axes = {name: name.partition("/") for name in sorted(names)}
-    return {name: int(size or sizes[axis]) for name, (axis, _, size) in axes.items() if axis in sizes}

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed import fake_pg
 
 import autotp
 from autotp.ops.collectives import copy as copy_to_ranks
+from autotp.passes.emit.checkpointed import Checkpointed
 from autotp.passes.emit.compiled import OVERLAP, Compiled, _overlapping, compile_blocks
 from autotp.passes.emit.recomputed import Recomputed
 
@@ -127,7 +128,7 @@ def test_compile_blocks_wraps_each_graph_once() -> None:
         compile_blocks(module, {"backend": "eager"})
     first, second, third = module
     assert first is second and isinstance(first, Compiled) and first.inner is work
-    assert isinstance(third, Recomputed) and isinstance(third.inner, Compiled)
+    assert isinstance(third, Checkpointed) and isinstance(third.inner, Compiled)
     with torch.no_grad():
         x = torch.ones(3, 2)
         torch.testing.assert_close(module(x), work(work(x)).relu())

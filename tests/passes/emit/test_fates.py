@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.ops.dropout import fast_dropout
 from autotp.ops.random_state import random_state_of
-from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.emit.kept_values import Fate, Fates
 from autotp.passes.emit.recomputed import Recomputed
 
@@ -84,7 +83,13 @@ def step(run: Callable[..., Tensor], xs: list[Tensor]) -> list[Any]:
 def test_fates_leave_each_bit_of_the_gradients(fates: Fates) -> None:
     """In the first call of some sizes and in later ones, at other sizes, with a frozen parameter."""
     block = Recomputed(GRAPH, fates)
-    for sizes, frozen in (((2, 4, 8), False), ((2, 4, 8), False), ((3, 5, 8), False), ((2, 4, 8), True), ((3, 5, 8), False)):
+    for sizes, frozen in (
+        ((2, 4, 8), False),
+        ((2, 4, 8), False),
+        ((3, 5, 8), False),
+        ((2, 4, 8), True),
+        ((3, 5, 8), False),
+    ):
         xs = operands(*sizes, frozen=frozen)
         torch.testing.assert_close(step(block, xs), step(GRAPH, xs), rtol=0, atol=0)
 
