@@ -358,8 +358,8 @@ def _linear_class_terms(
     z = _linear(self, x, weight, bias)
     terms = [z.logsumexp(-1), lookup.gather(z, -1, classes[..., None], start, size)[..., 0]]
     if own_part or other_part:
-        d = z if other_weight is None else z + _linear(self, other_x, other_weight, other_bias)
-        terms += [(z + d).logsumexp(-1)] * 2
+        others = [] if other_weight is None else [_linear(self, other_x, other_weight, other_bias)]
+        terms += [sum(others, z).logsumexp(-1)] * 2 + [y.logsumexp(-1) for y in others]
     return torch.stack(terms)
 
 

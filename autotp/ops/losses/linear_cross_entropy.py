@@ -67,7 +67,8 @@ def linear_class_terms(
     The logits are those of this rank's classes. So `reduce(terms, group, "logsumexp")` has the terms of all classes:
     another rank's term of the class's logit is minus infinity. They are in at least float32.
 
-    With parts there are two terms more, of which entropies and divergences are made: `NOTE [A mean in two terms]`.
+    With parts there are two terms more, of which entropies and divergences are made: `NOTE [A mean in two terms]`. The
+    last one is the first of another head.
 
     Args:
         weight: [v hidden] of the classes `start` to `start + v`.
@@ -81,7 +82,7 @@ def linear_class_terms(
         other_weight, other_x, other_scale, other_cap, other_bias: the other head, with the same classes and rows.
 
     Returns:
-        [2 *]; [4 *] with parts.
+        [2 *]; [4 *] with parts, [5 *] with another head.
     """
     mix = Mix(own_part, other_part, other_weight, other_x, other_scale, other_cap, other_bias)
     if not _has_numbers(weight, x):
@@ -129,7 +130,8 @@ def _has_numbers(weight: Tensor, x: Tensor) -> bool:
 
 def linear_class_terms_like(weight: Tensor, x: Tensor, classes: Tensor, *more: Any) -> Tensor:
     """Returns an example value of `linear_class_terms`, without an assumption about sizes."""
-    return x.new_empty((4 if any(more[5:7]) else 2, *classes.shape), dtype=torch.promote_types(x.dtype, torch.float32))
+    number = 5 if len(more) > 7 and more[7] is not None else 4 if any(more[5:7]) else 2
+    return x.new_empty((number, *classes.shape), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def linear_loss_sum_like(weight: Tensor, x: Tensor, *_: Any) -> Tensor:

@@ -67,11 +67,12 @@ def terms_at_once(
     lse = z.logsumexp(-1)
     terms = [lse, own_class.squeeze(-1)]
     if not mix.is_empty:
-        d = z * mix.own_part
+        d, p, others = z * mix.own_part, z.softmax(-1), []
         if mix.weight is not None and mix.x is not None:
-            d = d + _all_logits(mix.weight, mix.x, mix.scale, mix.cap, mix.bias) * mix.other_part
-        p = z.softmax(-1)
+            other = _all_logits(mix.weight, mix.x, mix.scale, mix.cap, mix.bias)
+            d, others = d + other * mix.other_part, [other.logsumexp(-1)]
         terms += [lse + (p * part).sum(-1).log1p() for part in (d.where(d >= 0, 0), -d.where(d < 0, 0))]
+        terms += others
     return torch.stack(terms)
 
 
@@ -82,7 +83,7 @@ def _all_logits(weight: Tensor, x: Tensor, scale: float, cap: float, bias: Tenso
 
 
 class LinearMixedTerms(torch.autograd.Function):
-    """Four terms of each row. Backward computes the logits of both heads again, tile by tile."""
+    """Four terms of each row, five with another head. Backward computes the logits of both heads again, tile by tile."""
 
     @staticmethod
     def forward(
@@ -94,15 +95,19 @@ class LinearMixedTerms(torch.autograd.Function):
         start, size, *_ = where
         index = classes.reshape(-1)
         heads = _Heads.of([weight, x, bias, other_weight, other_x, other_bias], where, numbers)
-        terms = x.new_empty((4, len(index)), dtype=torch.promote_types(x.dtype, torch.float32))
+        number = 4 + (other_weight is not None)
+        terms = x.new_empty((number, len(index)), dtype=torch.promote_types(x.dtype, torch.float32))
         for part in row_chunks(len(index), 2 * len(weight)):
-            z, d, _ = heads.tile(slice(None), part)
+            z, d, other, _ = heads.tile(slice(None), part)
+            if other is not None:
+                terms[4, part] = exponentiate(other)
+                del other
             terms[1, part] = picked(z, index[part], start, size)
             terms[0, part] = exponentiate(z)
             for i, mean in ((2, _mean_of(z, d.clamp(min=0))), (3, _mean_of(z, d.neg_().clamp_(min=0)))):
                 terms[i, part] = terms[0, part] + mean.log1p_()
         ctx.save_for_backward(weight, x, bias, other_weight, other_x, other_bias, classes, terms)
-        return terms.view(4, *classes.shape)
+        return terms.view(number, *classes.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,25 +121,26 @@ class LinearMixedTerms(torch.autograd.Function):
             return *differentiable(again, grad, operands, needed), None, None, None
         detached: list[Any] = [None if y is None else y.detach() for y in operands]
         heads = _Heads.of(detached, ctx.where, ctx.numbers)
-        index, grad = classes.reshape(-1), grad.reshape(4, -1)
+        index, grad = classes.reshape(-1), grad.reshape(len(terms), -1)
         # The gradients of `exp(z) * (1 + |d|)`, for classes of each sign of `d`, as parts of the probabilities.
         up, down = ((grad[i] * (terms[0] - terms[i]).exp())[:, None] for i in (2, 3))
         of_sum = grad[0, :, None] + up + down
 
-        def probabilities(block: slice, part: slice) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        def probabilities(block: slice, part: slice) -> tuple[Tensor, Tensor, Tensor, Any, list[Any]]:
             with torch.enable_grad():  # As in forward: an estimate counts what is computed again by itself.
-                z, d, slopes = heads.tile(block, part, with_slopes=True)
-            return z.sub_(terms[0, part, None]).exp_(), d, torch.where(d >= 0, up[part], -down[part]), slopes
+                z, d, other, slopes = heads.tile(block, part, with_slopes=True)
+            return z.sub_(terms[0, part, None]).exp_(), d, torch.where(d >= 0, up[part], -down[part]), other, slopes
 
         def of_own(block: slice, part: slice) -> Tensor:
-            p, d, sign, slopes = probabilities(block, part)
+            p, d, sign, _, slopes = probabilities(block, part)
             g = p.mul_(d.add_(ctx.numbers[0]).mul_(sign).add_(of_sum[part]))
             g = at_class(g, index[part], ctx.where[0] + (block.start or 0), grad[1, part])
             return grad_of_product(g, slopes[0], ctx.where[2], heads.rows.dtype)
 
         def of_other(block: slice, part: slice) -> Tensor:
-            p, _, sign, slopes = probabilities(block, part)
+            p, _, sign, other, slopes = probabilities(block, part)
             g = p.mul_(sign).mul_(ctx.numbers[1])
+            g.add_(other.sub_(terms[4, part, None]).exp_().mul_(grad[4, part, None]))
             return grad_of_product(g, slopes[1], ctx.numbers[2], heads.rows.dtype)
 
         own = _in_order(sums_of_tiles(heads.weight, heads.rows, needed[:3], of_own), operands[1])
@@ -174,18 +180,21 @@ class _Heads(NamedTuple):
         other_rows = None if other_x is None else rows_of(other_x)
         return _Heads(weight, rows_of(x), bias, other_weight, other_rows, other_bias, where[2], where[3], numbers)
 
-    def tile(self, block: slice, part: slice, with_slopes: bool = False) -> tuple[Tensor, Tensor, list[Any]]:
-        """Returns the logits of some classes and rows, what the mean is of, and the slopes of both bounds by tanh."""
+    def tile(self, block: slice, part: slice, with_slopes: bool = False) -> tuple[Tensor, Tensor, Any, list[Any]]:
+        """Returns the logits of some classes and rows, what the mean is of, and the logits of the other head; slopes.
+
+        Slopes are those of both bounds by tanh.
+        """
         z = logits_of(self.rows[part], self.weight[block], _block(self.bias, block), self.scale, self.cap)
         own_part, other_part, scale, cap = self.numbers
-        d, slopes = z * own_part, [slope_of(z, self.cap) if with_slopes else None, None]
+        d, other, slopes = z * own_part, None, [slope_of(z, self.cap) if with_slopes else None, None]
         if self.other_weight is not None:
             other = logits_of(
                 self.other_rows[part], self.other_weight[block], _block(self.other_bias, block), scale, cap
             )
             slopes[1] = slope_of(other, cap) if with_slopes else None
             d.add_(other, alpha=other_part)
-        return z, d, slopes
+        return z, d, other, slopes
 
 
 def _block(bias: Tensor | None, block: slice) -> Tensor | None:

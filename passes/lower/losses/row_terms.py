@@ -110,6 +110,7 @@ class Terms:
             self.requests.setdefault(request.logits, []).append(request)
         self.inputs: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.made: dict[Logits, list[tuple[Request, fx.Node]]] = {}
+        self.of_others: dict[Logits, fx.Node] = {}
         self.classes: dict[Classes, tuple[fx.Node, fx.Node | None]] = {}
 
     # ---- operands
@@ -188,10 +189,12 @@ class Terms:
         live = replace(request.logits, detached=False)
         if request.mean is None and request.logits != live and live in self.requests:
             return self.call(aten.detach.default, self._term(replace(request, logits=live), place))
+        if request == Request(request.logits) and request.logits in self.of_others:
+            return self.call(aten.select.int, self.of_others[request.logits], 0, 4)
         return self.call(aten.select.int, self.terms(request), 0, place)
 
     def terms(self, request: Request) -> fx.Node:
-        """Returns the terms of logits, with at least what is requested: [2 *] or [4 *]"""
+        """Returns the terms of logits, with at least what is requested: [2 *], [4 *] or [5 *]"""
         made = self.made.setdefault(request.logits, [])
         for known, terms in made:
             if request.classes in (None, known.classes) and request.mean in (None, known.mean):
@@ -201,6 +204,8 @@ class Terms:
         mean = request.mean or next((r.mean for r in requests if r.mean and self._has(r.mean)), None)
         whole, terms = Request(request.logits, classes, mean), self._new_terms(request.logits, classes, mean)
         made.append((whole, terms))
+        if mean is not None and mean.other is not None and mean.other not in self.made:
+            self.of_others.setdefault(mean.other, terms)
         return terms
 
     def _has(self, known: Classes | Mean) -> bool:
