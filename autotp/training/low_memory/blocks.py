@@ -34,6 +34,7 @@ class Blocks:
         lead: the number of dimensions before a row.
         count: the number of blocks in a row of this rank's part.
         places: where each element of such a row lies in `count` whole blocks. [elements]
+        are_whole: whether these blocks have all their elements here, in order.
         shared: the numbers, in a row of this part, of the blocks that other ranks have elements of, too. [shared here]
         shared_places: which ones these are of all blocks that several ranks have elements of. [shared here]
         shared_count: the number of blocks that several ranks have elements of; the same on all ranks.
@@ -42,13 +43,14 @@ class Blocks:
     lead: int
     count: int
     places: Tensor
+    are_whole: bool
     shared: Tensor
     shared_places: Tensor
     shared_count: int
 
 
 @lru_cache(maxsize=1024)
-def blocks_of(layout: Layout, rank: int, device: torch.device) -> Blocks | None:
+def state_blocks(layout: Layout, rank: int, device: torch.device) -> Blocks | None:
     """Returns the blocks of a tensor of this layout on a rank; None if such a tensor is not packed."""
     shape = layout.shape
     if len(shape) < 2 or math.prod(shape) < SMALLEST:
@@ -64,8 +66,10 @@ def blocks_of(layout: Layout, rank: int, device: torch.device) -> Blocks | None:
     ranks_by_block = torch.cat([torch.unique(row // SIZE) for row in rows]).bincount(minlength=1)
     several = (ranks_by_block > 1).nonzero().flatten()
     shared = torch.isin(blocks, several).nonzero().flatten()
+    places = positions * SIZE + rows[rank] % SIZE
+    are_whole = torch.equal(places, torch.arange(len(blocks) * SIZE))
     return Blocks(
-        lead, len(blocks), (positions * SIZE + rows[rank] % SIZE).to(device), shared.to(device),
+        lead, len(blocks), places.to(device), are_whole, shared.to(device),
         torch.searchsorted(several, blocks[shared]).to(device), len(several),
     )  # fmt: skip
 

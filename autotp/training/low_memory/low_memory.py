@@ -61,8 +61,8 @@ def low_memory(
 
     def checked() -> Any:
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            text = f"an object of {type(kind).__name__}" if isinstance(kind, Optimizer) else repr(kind)
-            raise Error(f"{text} is not a class of optimizers", fix="autotp.low_memory(torch.optim.AdamW)(parameters)")
+            text = f"an optimizer, {type(kind).__name__}," if isinstance(kind, Optimizer) else repr(kind)
+            raise Error(f"{text} where a class of optimizers belongs", fix="autotp.low_memory(torch.optim.AdamW)(p)")
         expect_arguments(low_memory, states=states, offload=offload, masters=masters, in_backward=in_backward)
         return _made(cast(Any, kind), states, offload, masters, in_backward)
 

@@ -34,9 +34,9 @@ from autotp.runtime.torch_hooks.optimizer_trial import (
     unhooked_step,
 )
 from autotp.sharding.boxes import local_of
-from autotp.training.low_memory.packing import largest
+from autotp.training.low_memory.packing import largest_by_block
 from autotp.training.low_memory.parts import (
-    Piece,
+    ParameterRows,
     as_torch,
     blocks_of_parameter,
     group_of_parts,
@@ -76,7 +76,7 @@ class LowMemory(StepsElements, Optimizer):
         self._stepper = plain_stepper(self, self.kind)
         self._memories: dict[torch.device, StateMemory] = {}
         self._settled: list[Any] = []
-        self._buckets: list[list[Piece]] = []
+        self._buckets: list[list[ParameterRows]] = []
         self._keys: list[dict[str, bool]] = []
         self._rooms: dict[Tensor, dict[str, StoredState]] = {}
         self.register_state_dict_post_hook(_opened_states)
@@ -196,7 +196,7 @@ class LowMemory(StepsElements, Optimizer):
                 for key in [*self._keys[i], *([MASTER] if self._has_master(p) else [])]:
                     self._room(i, p, key, dtype)
 
-    def _divided(self) -> list[list[Piece]]:
+    def _divided(self) -> list[list[ParameterRows]]:
         """Returns buckets of rows: the same ones on all ranks with parts of the same parameters.
 
         First come those parameters whose blocks are shared, as ranks exchange the largest elements of a bucket.
@@ -248,7 +248,7 @@ class LowMemory(StepsElements, Optimizer):
             part = local_of(state.detach()).to(p.device).as_subclass(Tensor)
             stored = self._new_room(group, p, key, part.dtype)  # The state of now stays: another rank may fail.
             blocks = stored.blocks(part.device)
-            stored.write(part, None if blocks is None else largest(part, blocks))
+            stored.write(part, None if blocks is None else largest_by_block(part, blocks))
             return stored
 
     # ---- a step
@@ -273,7 +273,7 @@ class LowMemory(StepsElements, Optimizer):
         for i, group in changed.items():
             self.param_groups[i].update(group)
 
-    def _bring(self, piece: Piece) -> Brought:
+    def _bring(self, piece: ParameterRows) -> Brought:
         """Returns the states of some rows on the device, perhaps not yet there."""
         p = piece.parameter
         stored = {key: x for key, x in self.state.get(p, {}).items() if isinstance(x, StoredState)}
@@ -282,7 +282,11 @@ class LowMemory(StepsElements, Optimizer):
         return {key: memory.bring(x.tensors(piece.rows)) for key, x in same.items()}
 
     def _step_bucket(
-        self, bucket: list[Piece], pieces: list[Piece], brought: list[Brought], options: list[dict[str, Any]]
+        self,
+        bucket: list[ParameterRows],
+        pieces: list[ParameterRows],
+        brought: list[Brought],
+        options: list[dict[str, Any]],
     ) -> dict[int, dict[str, Any]]:
         """Steps some rows, and stores their states; returns the options of their groups after the step."""
         values = [self._value(piece, tensors) for piece, tensors in zip(pieces, brought, strict=True)]
@@ -308,7 +312,7 @@ class LowMemory(StepsElements, Optimizer):
         after = dict(zip(numbers, stepper.param_groups, strict=True))
         return {i: {key: value for key, value in group.items() if key != "params"} for i, group in after.items()}
 
-    def _value(self, piece: Piece, brought: Brought) -> nn.Parameter:
+    def _value(self, piece: ParameterRows, brought: Brought) -> nn.Parameter:
         """Returns the rows to step, with their gradient."""
         p, gradient = piece.parameter, piece.parameter.grad
         assert gradient is not None
@@ -327,7 +331,7 @@ class LowMemory(StepsElements, Optimizer):
         value.grad = of_rows
         return value
 
-    def _state(self, piece: Piece, key: str, brought: Brought) -> Tensor | None:
+    def _state(self, piece: ParameterRows, key: str, brought: Brought) -> Tensor | None:
         """Returns some rows of a state on the device, opened; None if there is no such state."""
         p = piece.parameter
         state = self.state.get(p, {}).get(key)
@@ -340,7 +344,7 @@ class LowMemory(StepsElements, Optimizer):
         whole = state.opened() if isinstance(state, StoredState) else state  # From before a parameter was cut.
         return piece.of(part_of_state(p, key, whole)).to(p.device)
 
-    def _opened(self, piece: Piece, brought: Brought, dtype: torch.dtype) -> dict[str, Any]:
+    def _opened(self, piece: ParameterRows, brought: Brought, dtype: torch.dtype) -> dict[str, Any]:
         """Returns the states of some rows, as the class itself has them."""
         opened = dict[str, Any]()
         for key, x in self.state.get(piece.parameter, {}).items():
@@ -354,7 +358,7 @@ class LowMemory(StepsElements, Optimizer):
         opened.pop(MASTER, None)
         return opened
 
-    def _store(self, bucket: list[Piece], states: Mapping[Piece, dict[str, Any]]) -> None:
+    def _store(self, bucket: list[ParameterRows], states: Mapping[ParameterRows, dict[str, Any]]) -> None:
         """Stores the states of some rows. Ranks that share blocks call it together."""
         parts = {
             (piece, key): x
@@ -365,11 +369,11 @@ class LowMemory(StepsElements, Optimizer):
         rooms = {
             (piece, key): self._room(piece.group, piece.parameter, key, x.dtype) for (piece, key), x in parts.items()
         }
-        scales = dict[tuple[Piece, str], Tensor]()
+        scales = dict[tuple[ParameterRows, str], Tensor]()
         for place, x in parts.items():
             blocks = rooms[place].blocks(x.device)
             if blocks is not None:
-                scales[place] = largest(x, blocks)
+                scales[place] = largest_by_block(x, blocks)
         if bucket and self._shared_blocks(bucket[0].parameter):
             self._share(bucket, scales)
         for place, x in parts.items():
@@ -378,9 +382,9 @@ class LowMemory(StepsElements, Optimizer):
             self.state[piece.parameter] = {key: rooms.get((piece, key), x) for key, x in states[piece].items()}
             self._rooms.pop(piece.parameter, None)
 
-    def _share(self, bucket: list[Piece], scales: Mapping[tuple[Piece, str], Tensor]) -> None:
+    def _share(self, bucket: list[ParameterRows], scales: Mapping[tuple[ParameterRows, str], Tensor]) -> None:
         """Gives blocks that several ranks have elements of their largest element on any rank, in place."""
-        buffers = dict[tuple[Piece, str], Tensor]()
+        buffers = dict[tuple[ParameterRows, str], Tensor]()
         for piece, key in ((x, key) for x in bucket for key in self._keys[x.group]):
             blocks, rows = blocks_of_parameter(piece.parameter), piece.of(plain_part(piece.parameter))
             assert blocks is not None

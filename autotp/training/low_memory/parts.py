@@ -15,7 +15,7 @@ from autotp.distributed.cut_tensors.cut_parameter import CutTensor, part_like
 from autotp.errors import Error
 from autotp.sharding.boxes import boxes, local_of
 from autotp.sharding.layout import Layout
-from autotp.training.low_memory.blocks import Blocks, blocks_of
+from autotp.training.low_memory.blocks import Blocks, state_blocks
 from autotp.training.low_memory.stored_state import StoredState
 
 BUCKET = 2**24
@@ -23,7 +23,7 @@ BUCKET = 2**24
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ParameterRows:
     """Some rows of a parameter, which are stepped together.
 
     Attributes:
@@ -43,7 +43,7 @@ class Piece:
         return tensor[self.rows] if tensor.dim() else tensor
 
 
-def pieces_of(group: int, p: Tensor) -> Iterator[tuple[Piece, int]]:
+def pieces_of(group: int, p: Tensor) -> Iterator[tuple[ParameterRows, int]]:
     """Yields a parameter in pieces of `BUCKET` elements at most, but a row at least; each with its elements.
 
     They are counted as those of the whole, as the parts of ranks may have other sizes.
@@ -52,16 +52,16 @@ def pieces_of(group: int, p: Tensor) -> Iterator[tuple[Piece, int]]:
     length, many = local_of(p).shape[0] if p.dim() else 1, max(BUCKET // row, 1)
     for start in range(0, max(length, 1), many):
         stop = min(start + many, length)
-        yield Piece(group, p, slice(start, stop), stop == length), row * (stop - start)
+        yield ParameterRows(group, p, slice(start, stop), stop == length), row * (stop - start)
 
 
-def in_buckets(parameters: Iterable[tuple[int, Tensor]]) -> list[list[Piece]]:
+def in_buckets(parameters: Iterable[tuple[int, Tensor]]) -> list[list[ParameterRows]]:
     """Returns pieces of parameters in buckets of `BUCKET` elements at most, but a piece at least.
 
     Args:
         parameters: the number of each parameter's group, and the parameter.
     """
-    buckets, size = list[list[Piece]](), BUCKET
+    buckets, size = list[list[ParameterRows]](), BUCKET
     for piece, elements in (pair for i, p in parameters for pair in pieces_of(i, p)):
         if size + elements > BUCKET or not buckets:
             buckets.append([])
@@ -96,7 +96,7 @@ def group_of_parts(p: Tensor) -> str | None:
 
 def blocks_of_parameter(p: Tensor) -> Blocks | None:
     """Returns the blocks of a parameter that this rank has elements of; None if its states are not packed."""
-    return blocks_of(layout_of_parameter(p), rank_of_parts(p), p.device)
+    return state_blocks(layout_of_parameter(p), rank_of_parts(p), p.device)
 
 
 def part_of_state(p: Tensor, key: str, state: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autotp.sharding.layout import Layout
-from autotp.training.low_memory.blocks import Blocks, blocks_of
+from autotp.training.low_memory.blocks import Blocks, state_blocks
 from autotp.training.low_memory.packing import opened, pack
 
 CHUNK = 2**28
@@ -117,7 +117,7 @@ class StoredState:
 
     def blocks(self, device: torch.device) -> Blocks | None:
         """Returns its blocks; None if it is not packed."""
-        return None if self.scales is None else blocks_of(self.layout, self.rank, device)
+        return None if self.scales is None else state_blocks(self.layout, self.rank, device)
 
     def tensors(self, rows: slice = slice(None)) -> list[Tensor]:
         """Returns some rows of the values, and of the scales."""
@@ -170,7 +170,7 @@ def room_for(
         signed, layout, rank, memory: as `StoredState` has them.
     """
     smaller = codes is not None and dtype.is_floating_point and codes.itemsize < dtype.itemsize
-    blocks = blocks_of(layout, rank, memory.device) if smaller else None
+    blocks = state_blocks(layout, rank, memory.device) if smaller else None
     values = memory.empty(shape, codes if codes is not None and blocks is not None else dtype)
     scales = None if blocks is None else memory.empty((*shape[: blocks.lead], blocks.count), torch.float32)
     return StoredState(values, scales, dtype, signed, layout, rank, memory)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autotp.sharding.layout import Layout
-from autotp.training.low_memory.blocks import SIZE, blocks_of
-from autotp.training.low_memory.packing import dynamic_map, largest, opened, pack
+from autotp.training.low_memory.blocks import SIZE, state_blocks
+from autotp.training.low_memory.packing import _nearest, dynamic_map, largest_by_block, opened, pack
 
 CPU = torch.device("cpu")
 BITS = {"8bit": torch.uint8, "bfloat16": torch.bfloat16}
@@ -25,9 +25,9 @@ def drawn(shape: tuple[int, ...], signed: bool, dtype: torch.dtype = torch.float
 
 
 def packed(x: Tensor, codes: torch.dtype, signed: bool) -> tuple[Tensor, Tensor, Any]:
-    blocks = blocks_of(Layout(tuple(x.shape)), 0, CPU)
+    blocks = state_blocks(Layout(tuple(x.shape)), 0, CPU)
     assert blocks is not None
-    scales = largest(x, blocks)
+    scales = largest_by_block(x, blocks)
     return pack(x, scales, blocks, codes, signed), scales, blocks
 
 
@@ -76,6 +76,16 @@ def test_a_block_that_is_not_finite_shows() -> None:
     assert y[3, :SIZE].isnan().all() and torch.equal(y[3, SIZE:], torch.ones(SIZE)) and not y[2].isnan().any()
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_every_number_gets_the_nearest_code(signed: bool) -> None:
+    values = dynamic_map(signed)
+    borders = (values[1:] + values[:-1]) / 2
+    near = torch.cat([borders, torch.nextafter(borders, borders + 1), torch.nextafter(borders, borders - 1)])
+    many = 10.0 ** (-8 * torch.rand(100_000, generator=torch.Generator().manual_seed(0)))
+    x = torch.cat([values, near, many, -many if signed else many])
+    assert torch.equal(_nearest(x, signed), torch.bucketize(x, borders, out_int32=True))
+
+
 CUTS = {
     "columns": Layout((20, 1000), 1, (((0, 500),), ((500, 1000),))),
     "rows": Layout((20, 1000), 0, (((0, 13),), ((13, 20),))),
@@ -95,9 +105,9 @@ def test_parts_have_the_codes_of_the_whole(name: str, codes: str) -> None:
     x = drawn(layout.shape, signed=True)
     expected, _, _ = packed(x, BITS[codes], True)
     ranks = range(len(layout.pieces))
-    blocks = {rank: blocks_of(layout, rank, CPU) for rank in ranks}
+    blocks = {rank: state_blocks(layout, rank, CPU) for rank in ranks}
     parts = {rank: layout.take(x, rank) for rank in ranks}
-    scales = {rank: largest(parts[rank], blocks[rank]) for rank in ranks}  # type: ignore[arg-type]
+    scales = {rank: largest_by_block(parts[rank], blocks[rank]) for rank in ranks}  # type: ignore[arg-type]
     count = blocks[0].shared_count  # type: ignore[union-attr]
     assert (count > 0) == (name not in ("rows", "at blocks"))
     of_all = torch.zeros(*scales[0].shape[:-1], count) if count else None
@@ -113,5 +123,5 @@ def test_parts_have_the_codes_of_the_whole(name: str, codes: str) -> None:
 
 
 def test_small_tensors_and_vectors_have_no_blocks() -> None:
-    assert blocks_of(Layout((5000,)), 0, CPU) is None and blocks_of(Layout((8, 256)), 0, CPU) is None
-    assert blocks_of(Layout((16, 256)), 0, CPU) is not None
+    assert state_blocks(Layout((5000,)), 0, CPU) is None and state_blocks(Layout((8, 256)), 0, CPU) is None
+    assert state_blocks(Layout((16, 256)), 0, CPU) is not None
