@@ -11,6 +11,9 @@ TESTS = ROOT / "tests"
 
 THROUGH_A_PUBLIC_CALL = {
     "training/step_facts": "cards/test_steps_on_cards",
+    "ops/losses/argmax": "ops/losses/test_linear_mixed_terms",
+    "ops/losses/chunks": "ops/losses/test_losses_linear_cross_entropy",
+    "passes/lower/losses/row_terms": "passes/lower/losses/test_logit_values",
     "api": "system/test_refusals",
     "tools/conversion/content": "tools/cli/test_convert",
     "tools/conversion/formats": "tools/cli/test_convert",
