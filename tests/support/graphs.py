@@ -27,7 +27,8 @@ from small_models import Plain
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx._graph_pickler import Options as PicklerOptions
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -42,7 +43,7 @@ from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import chunks, ctc_loss
 from autotp.ops.losses.argmax import linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
-from autotp.options import OPTIONAL
+from autotp.options import OPTIONAL, Options
 from autotp.passes.builder import Builder
 from autotp.passes.canonicalize.canonicalize import canonicalize
 from autotp.passes.canonicalize.cse import cse
@@ -557,7 +558,7 @@ def _written(found: Captured) -> bytes:
     module._graph = found.graph  # Set as `module.graph`, it would belong to the module from then on.
     rest = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "graph"}
     try:
-        return GraphPickler.dumps((module, rest), Options(ops_filter=None, node_metadata_key_filter=None))
+        return GraphPickler.dumps((module, rest), PicklerOptions(ops_filter=None, node_metadata_key_filter=None))
     except Exception:
         return b""
 
