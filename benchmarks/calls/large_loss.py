@@ -143,7 +143,7 @@ def most_bytes(
 
 
 def ratio(words: int = 32_000, tokens: int = 1_024, width: int = 512, rounds: int = 9, reader: str = "loss") -> float:
-    """Returns the time of a step of head and reader on one rank, divided by plain torch's in the same round: the median.
+    """Returns the time of a step of a head and its reader on one rank by plain torch's in the same round: the median.
 
     Seconds are those of this process on the CPU, in float32.
     """

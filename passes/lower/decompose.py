@@ -19,7 +19,7 @@ from torch import fx
 from autotp.ops.losses.argmax import argmax_key
 from autotp.ops.losses.cross_entropy import peak
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
-from autotp.passes.lower.losses.row_terms import place
+from autotp.passes.lower.losses.row_terms import place_in_graph
 from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, Factor, visit
@@ -136,7 +136,7 @@ def _has_keys(args: dict[str, Any]) -> bool:
 
 def _argmax(builder: Builder, args: dict[str, Any]) -> fx.Node:
     dim = args["dim"] % args["self"].meta["val"].dim()
-    result = place(builder, builder.call(argmax_key, args["self"], dim, 0))
+    result = place_in_graph(builder, builder.call(argmax_key, args["self"], dim, 0))
     return builder.call(aten.unsqueeze.default, result, dim) if args["keepdim"] else result
 
 

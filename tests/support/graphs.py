@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fcntl
 import hashlib
@@ -26,18 +27,23 @@ from small_models import Plain
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx._graph_pickler import Options as PicklerOptions
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+import autotp
 from autotp import compiler
+from autotp.compiler import analyse, rank_graph
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.extensions import values_of
 from autotp.model_library import library
 from autotp.ops import channels, collectives
 from autotp.ops.grouped_mm import OPERATOR
-from autotp.ops.losses import ctc_loss
-from autotp.options import OPTIONAL
+from autotp.ops.losses import chunks, ctc_loss
+from autotp.ops.losses.argmax import linear_argmax_key
+from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
+from autotp.options import OPTIONAL, Options
 from autotp.passes.builder import Builder
 from autotp.passes.canonicalize.canonicalize import canonicalize
 from autotp.passes.canonicalize.cse import cse
@@ -46,6 +52,7 @@ from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.lower.losses import linear_cross_entropy
 from autotp.rules.registry import USER_RULES
 from autotp.runtime import executable
 
@@ -551,7 +558,7 @@ def _written(found: Captured) -> bytes:
     module._graph = found.graph  # Set as `module.graph`, it would belong to the module from then on.
     rest = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "graph"}
     try:
-        return GraphPickler.dumps((module, rest), Options(ops_filter=None, node_metadata_key_filter=None))
+        return GraphPickler.dumps((module, rest), PicklerOptions(ops_filter=None, node_metadata_key_filter=None))
     except Exception:
         return b""
 
@@ -659,3 +666,55 @@ def as_on_gpus(generates_code: bool = False) -> Iterator[None]:
             short = partial(compile_fx.compile_fx, inner_compile=without_code)
             stack.enter_context(patch.object(compile_fx, "compile_fx", short))
         yield
+
+
+# ---- small vocabularies that are large ones for `linear_cross_entropy`
+
+CLASSES, WIDTH = 37, 16
+WORD_ROWS = torch.arange(21).view(3, 7) * 5 % CLASSES
+LABELS = WORD_ROWS.flip(1).masked_fill(torch.arange(21).view(3, 7) % 8 < 3, -100)
+FUSED = linear_class_terms, linear_loss_sum, linear_argmax_key
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """A region in which small vocabularies are large ones: a chunk has two rows."""
+    lengths = (linear_cross_entropy, "LEAST", 16), (chunks, "CHUNK", 2 * CLASSES)
+    with ExitStack() as stack:
+        for module, name, length in lengths:
+            stack.enter_context(patch.object(module, name, length))
+        yield
+
+
+def first_graph(model: nn.Module, tp: int, **options: Any) -> fx.Graph:
+    """The graph of the first rank."""
+    return rank_graph(analyse(skeleton_of(model), (WORD_ROWS, LABELS), {}, tp, Options(**options)), 0, "fast")
+
+
+def fused(model: nn.Module, tp: int, **options: Any) -> list[str]:
+    """The operators of heads with what reads their logits in a rank's graph."""
+    return [node.target.__name__ for node in first_graph(model, tp, **options).nodes if node.target in FUSED]
+
+
+def train(mine: nn.Module, whole: nn.Module) -> None:
+    """Three steps of SGD at three shapes, one with one label only: loss and parameters are one device's."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (mine, whole)]
+    single = torch.full_like(LABELS, -100)
+    single[0, 3] = 1
+    for rows, labels in ((WORD_ROWS, LABELS), (WORD_ROWS[:2, :5], LABELS[:2, :5]), (WORD_ROWS, single)):
+        results = [model(rows.contiguous(), labels.contiguous()) for model in (mine, whole)]
+        losses = [result[0] if isinstance(result, tuple) else result for result in results]
+        torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=0, atol=1e-10)
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for name, tensor in autotp.full_state_dict(mine).items():
+            expected = whole.state_dict()[name]
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def beside_one_device(n: int, model: nn.Module, **options: Any) -> None:
+    whole = copy.deepcopy(model)
+    with small():
+        train(autotp.parallelize(model, n, example_inputs=(WORD_ROWS, LABELS), **options), whole)

@@ -83,7 +83,7 @@ def _all_logits(weight: Tensor, x: Tensor, scale: float, cap: float, bias: Tenso
 
 
 class LinearMixedTerms(torch.autograd.Function):
-    """Four terms of each row, five with another head. Backward computes the logits of both heads again, tile by tile."""
+    """Four terms of each row, five with another head. Backward computes logits again, tile by tile."""
 
     @staticmethod
     def forward(

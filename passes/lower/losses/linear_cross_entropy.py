@@ -20,8 +20,17 @@ from torch import fx
 
 from autotp.ops.losses.linear_cross_entropy import linear_loss_sum
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
-from autotp.passes.lower.losses.logit_values import Affine, Exp, Logits, Product, Reader, Value, one_precision, read
-from autotp.passes.lower.losses.row_terms import Request, Terms, classes_of, read_rows, requests_of, weighted_sum
+from autotp.passes.lower.losses.logit_values import (
+    Affine,
+    Exp,
+    Logits,
+    RowReader,
+    Value,
+    WeightedValue,
+    one_precision,
+    read,
+)
+from autotp.passes.lower.losses.row_terms import TermRequest, Terms, labels_of, read_rows, requests_of, weighted_sum
 from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, SUM, counted_rows, own_weight, reduced_loss
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
@@ -49,18 +58,18 @@ class Heads:
 
     leaves: dict[fx.Node, Leaf]
     values: dict[fx.Node, Value]
-    readers: dict[fx.Node, Reader]
-    requests: dict[fx.Node, list[Request]]
+    readers: dict[fx.Node, RowReader]
+    requests: dict[fx.Node, list[TermRequest]]
 
     @property
     def read(self) -> set[fx.Node]:
         """The heads that have readers."""
-        return {logits.linear for reader in self.readers.values() for logits in logits_of(reader.value)}
+        return {logits.linear for reader in self.readers.values() for logits in logits_within(reader.value)}
 
     def leaf_of(self, node: fx.Node) -> Leaf:
         """Returns the cut of the classes of a value or a reader."""
         value = self.values[node] if node in self.values else self.readers[node].value
-        return self.leaves[next(logits_of(value)).linear]
+        return self.leaves[next(logits_within(value)).linear]
 
 
 def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, Axes, Decision]:
@@ -80,7 +89,7 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
         builder.origin, last = node, len(builder.graph.nodes)
         if node in heads.values:
             # What has the rows of the logits stands for them.
-            rows = [terms.input_of(own.linear, own.views) for own in logits_of(heads.values[node])]
+            rows = [terms.input_of(own.linear, own.views) for own in logits_within(heads.values[node])]
             builder.env[node] = rows[0]
         elif node in heads.readers:
             builder.env[node] = _read(terms, node, heads)
@@ -136,7 +145,7 @@ def _walk(graph: fx.Graph, heads: Heads, decision: Decision) -> set[fx.Node]:
         if not operands or (node.target is aten.sym_size.int and _is_of_rows(node, heads.values)):
             continue
         if not _add(node, heads, decision):
-            return {logits.linear for value in operands for logits in logits_of(value)}
+            return {logits.linear for value in operands for logits in logits_within(value)}
     return set()
 
 
@@ -150,13 +159,13 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
     result = read(node, heads.values) if outputs_of(node) and node.op == "call_function" else None
     if result is None:
         return False
-    of = result.value if isinstance(result, Reader) else result
-    linears = list(dict.fromkeys(logits.linear for logits in logits_of(of)))
+    of = result.value if isinstance(result, RowReader) else result
+    linears = list(dict.fromkeys(logits.linear for logits in logits_within(of)))
     leaf = heads.leaves[linears[0]] if linears else None
     if not linears or any(heads.leaves[linear] is not leaf for linear in linears):
         return False
     is_exact = not node.meta["val"].is_floating_point() or all(one_precision(node, linear) for linear in linears)
-    if not isinstance(result, Reader):
+    if not isinstance(result, RowReader):
         heads.values[node] = result
         return is_exact
     requests = requests_of(node, result)
@@ -169,16 +178,16 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
     return True
 
 
-def logits_of(value: Value) -> Iterator[Logits]:
+def logits_within(value: Value) -> Iterator[Logits]:
     """Yields the logits of which a value is made."""
     match value:
         case Affine():
             yield from (logits for logits, _ in value.parts)
         case Exp():
-            yield from logits_of(value.of)
-        case Product():
-            yield from logits_of(value.probabilities)
-            yield from logits_of(value.of)
+            yield from logits_within(value.of)
+        case WeightedValue():
+            yield from logits_within(value.probabilities)
+            yield from logits_within(value.of)
 
 
 # ---- the new operators
@@ -202,7 +211,7 @@ def _read(terms: Terms, node: fx.Node, heads: Heads) -> fx.Node:
 
 def _loss(terms: Terms, node: fx.Node, logits: Logits, may_sum: bool) -> fx.Node:
     """Writes a class loss of the logits of a head. node: the loss in the old graph; may_sum: rows may be added up"""
-    builder, call, classes_read = terms.builder, terms.call, classes_of(node)
+    builder, call, classes_read = terms.builder, terms.call, labels_of(node)
     args = builder.map(arguments_of(node))
     weight, x, bias = terms.operands(logits)
     classes, ignored = terms.labels(classes_read)

@@ -1,9 +1,9 @@
 """Values that have one number for each class of each row, written with the logits of heads: they are never computed.
 
     y = log_softmax(z)        Affine(z, -lse(z))            y * 2               Affine(2 z, -2 lse(z))
-    p = exp(y)                Exp(Affine(z, -lse(z)))       p * (y - w)         Product(p, Affine(z - w, -lse(z)))
+    p = exp(y)                Exp(Affine(z, -lse(z)))       p * (y - w)         WeightedValue(p, Affine(z - w, -lse(z)))
 
-`read` says what an operator makes of such values: another one, or a `Reader`, which has one number for each row.
+`read` says what an operator makes of such values: another one, or a `RowReader`, which has one number for each row.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Lse:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowNumbers:
     """A value of the model with one number for each row. node: [* 1]"""
 
     node: fx.Node
@@ -84,7 +84,7 @@ class Affine:
     """
 
     parts: tuple[tuple[Logits, float], ...]
-    rows: tuple[tuple[Lse | Rows, float], ...] = ()
+    rows: tuple[tuple[Lse | RowNumbers, float], ...] = ()
     is_moved: bool = False
 
     @property
@@ -130,22 +130,22 @@ class Exp:
 
 
 @dataclass(frozen=True)
-class Product:
+class WeightedValue:
     """Probabilities times another value."""
 
     probabilities: Exp
     of: Affine
 
-    def times(self, factor: float) -> Product:
+    def times(self, factor: float) -> WeightedValue:
         """Returns this value times a number."""
         return replace(self, of=self.of.times_each(factor))
 
 
-Value = Affine | Exp | Product
+Value = Affine | Exp | WeightedValue
 
 
 @dataclass(frozen=True)
-class Reader:
+class RowReader:
     """An operator whose result has no classes.
 
     Attributes:
@@ -163,7 +163,7 @@ class Reader:
     over_rows: bool = False
 
 
-def read(node: fx.Node, values: dict[fx.Node, Value]) -> Value | Reader | None:
+def read(node: fx.Node, values: dict[fx.Node, Value]) -> Value | RowReader | None:
     """Returns what an operator makes of values; None if it is not known without their elements."""
     rule = _loss if has(node.target, Trait.CLASS_LOSS) else RULES.get(node.target, _same)
     if rule in TWO:
@@ -204,8 +204,8 @@ def _same(node: fx.Node, value: Value) -> Value | None:
 def _detached(node: fx.Node, value: Value) -> Value | None:
     if isinstance(value, Exp):
         return Exp(_without_gradient(value.of))
-    if isinstance(value, Product):
-        return Product(Exp(_without_gradient(value.probabilities.of)), _without_gradient(value.of))
+    if isinstance(value, WeightedValue):
+        return WeightedValue(Exp(_without_gradient(value.probabilities.of)), _without_gradient(value.of))
     return _without_gradient(value)
 
 
@@ -251,49 +251,49 @@ def _softmax(node: fx.Node, value: Value) -> Value | None:
     return Exp(logarithms) if isinstance(logarithms, Affine) and not logarithms.is_moved else None
 
 
-def _lse(node: fx.Node, value: Value) -> Reader | None:
+def _lse(node: fx.Node, value: Value) -> RowReader | None:
     args = arguments_of(node)
     is_plain = isinstance(value, Affine) and not value.is_moved and len(value.parts) == 1
-    return Reader("lse", value, args["keepdim"]) if is_plain and _is_last(node, args["dim"]) else None
+    return RowReader("lse", value, args["keepdim"]) if is_plain and _is_last(node, args["dim"]) else None
 
 
-def _sum(node: fx.Node, value: Value, is_mean: bool = False) -> Reader | None:
+def _sum(node: fx.Node, value: Value, is_mean: bool = False) -> RowReader | None:
     args = arguments_of(node)
     if args.get("dtype") is not None or (isinstance(value, Affine) and value.is_moved):
         return None
     if "dim" not in args:
-        return Reader("sum", value, divisor="all" if is_mean else "", over_rows=True)
+        return RowReader("sum", value, divisor="all" if is_mean else "", over_rows=True)
     if not _is_last(node, args["dim"]):
         return None
-    return Reader("sum", value, args["keepdim"], "classes" if is_mean else "")
+    return RowReader("sum", value, args["keepdim"], "classes" if is_mean else "")
 
 
-def _argmax(node: fx.Node, value: Value) -> Reader | None:
+def _argmax(node: fx.Node, value: Value) -> RowReader | None:
     args = arguments_of(node)
     logits = value.logits if isinstance(value, Affine) and not value.is_moved else None
     # The greatest of float32: other logits are in another order.
     if logits is None or node.args[0].meta["val"].dtype != torch.float32 or not _is_last(node, args["dim"]):  # type: ignore[union-attr]
         return None
-    return Reader("argmax", value, args["keepdim"])
+    return RowReader("argmax", value, args["keepdim"])
 
 
-def _pick(node: fx.Node, value: Value) -> Reader | None:
+def _pick(node: fx.Node, value: Value) -> RowReader | None:
     args = arguments_of(node)
     index = args["index"].meta["val"]
     shapes = list(index.shape), list(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
     is_one = index.shape[-1:] == (1,) and shapes[0][:-1] == shapes[1][:-1]
     picked = isinstance(value, Affine) and not value.is_moved and _is_last(node, args["dim"]) and is_one
-    return Reader("pick", value, True) if picked else None
+    return RowReader("pick", value, True) if picked else None
 
 
-def _loss(node: fx.Node, value: Value | None) -> Reader | None:
+def _loss(node: fx.Node, value: Value | None) -> RowReader | None:
     args = arguments_of(node)
     if not isinstance(value, Affine) or not (value.is_moved or args["self"].meta["val"].dim() == 2):
         return None
     logits = value.softmax_of if "label_smoothing" in args else value.logarithms_of
     has_classes = not args["target"].meta["val"].is_floating_point()
     is_mean_of_tanh = logits is not None and logits.bounded and args.get("label_smoothing")
-    return Reader("loss", value) if logits is not None and has_classes and not is_mean_of_tanh else None
+    return RowReader("loss", value) if logits is not None and has_classes and not is_mean_of_tanh else None
 
 
 def _moved(node: fx.Node, value: Affine) -> Affine | None:
@@ -310,7 +310,7 @@ def _viewed(node: fx.Node, value: Affine) -> Affine | None:
     """Returns logits of which an operator changes the dtype, or takes a view of rows."""
     if has(node.target, Trait.SAME):
         return None if has(node.target, Trait.NO_GRADIENT) else value
-    if value.is_moved or not has(node.target, VIEWS) or any(isinstance(row, Rows) for row, _ in value.rows):
+    if value.is_moved or not has(node.target, VIEWS) or any(isinstance(row, RowNumbers) for row, _ in value.rows):
         return None
     values = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     args, n = arguments_of(node), max(x.dim() for x in values)
@@ -343,7 +343,7 @@ def _scale(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
         return None
     if isinstance(x, Affine) and isinstance(y, Exp):
         x, y = y, x
-    return Product(x, y) if isinstance(x, Exp) and isinstance(y, Affine) and not y.is_moved else None
+    return WeightedValue(x, y) if isinstance(x, Exp) and isinstance(y, Affine) and not y.is_moved else None
 
 
 def _add(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
@@ -363,10 +363,10 @@ def _add(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
         return Affine(((replace(logits, bias=b), 1.0),)) if is_first else None  # type: ignore[arg-type]
     shape = list(a.meta["val"].shape)  # type: ignore[union-attr]
     is_of_rows = isinstance(other, torch.Tensor) and list(other.shape) == [*shape[:-1], 1] and not x.is_moved
-    return x.plus(Affine((), ((Rows(b), 1.0),)), sign) if is_of_rows else None  # type: ignore[arg-type]
+    return x.plus(Affine((), ((RowNumbers(b), 1.0),)), sign) if is_of_rows else None  # type: ignore[arg-type]
 
 
-def _divergence(node: fx.Node, values: dict[fx.Node, Value]) -> Value | Reader | None:
+def _divergence(node: fx.Node, values: dict[fx.Node, Value]) -> Value | RowReader | None:
     """Returns `kl_div`: probabilities of the target times the difference of logarithms."""
     args = arguments_of(node)
     of, target = values.get(args["self"]), values.get(args["target"])
@@ -375,9 +375,9 @@ def _divergence(node: fx.Node, values: dict[fx.Node, Value]) -> Value | Reader |
         return None
     if not _one_shape(args["self"], args["target"]):
         return None
-    product = Product(target, target.of.plus(of, -1.0))
+    product = WeightedValue(target, target.of.plus(of, -1.0))
     divisor = {0: None, 1: "all", 2: ""}[args["reduction"]]
-    return product if divisor is None else Reader("sum", product, divisor=divisor, over_rows=True)
+    return product if divisor is None else RowReader("sum", product, divisor=divisor, over_rows=True)
 
 
 def _one_shape(a: Any, b: Any) -> bool:
@@ -390,7 +390,7 @@ def _is_bias(x: Any, dtype: torch.dtype, classes: int) -> bool:
     return vector and isinstance(value.shape[0], int) and value.shape[0] == classes  # type: ignore[union-attr]
 
 
-RULES: dict[Any, Callable[[fx.Node, Any], Value | Reader | None]] = {
+RULES: dict[Any, Callable[[fx.Node, Any], Value | RowReader | None]] = {
     aten.detach.default: _detached,
     aten.exp.default: _exp,
     aten.log.default: _log,

@@ -12,7 +12,7 @@ from torch import fx
 from autotp.ops.losses.argmax import PLACES, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.builder import Builder, dtype_of_sums
-from autotp.passes.lower.losses.logit_values import Affine, Exp, Logits, Lse, Product, Reader, Rows
+from autotp.passes.lower.losses.logit_values import Affine, Exp, Logits, Lse, RowNumbers, RowReader, WeightedValue
 from autotp.passes.lower.losses.vocab_parallel_loss import legal_classes
 from autotp.rules.call import arguments_of
 from autotp.rules.traits import draws, size_argument
@@ -38,7 +38,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Request:
+class TermRequest:
     """What a reader needs of logits: the terms of their sum, and perhaps of a class, and of a mean."""
 
     logits: Logits
@@ -46,17 +46,17 @@ class Request:
     mean: Mean | None = None
 
 
-def requests_of(node: fx.Node, reader: Reader) -> list[Request] | None:
+def requests_of(node: fx.Node, reader: RowReader) -> list[TermRequest] | None:
     """Returns what a reader needs; None if no operator makes it."""
     value = reader.value
     match reader.name:
         case "loss" | "pick":
             if reader.name == "loss":
-                return [Request(value.softmax_of, classes_of(node))]  # type: ignore[union-attr, arg-type]
-            return [Request(logits, classes_of(node)) for logits, _ in value.parts] + _of_rows(value)  # type: ignore[union-attr]
+                return [TermRequest(value.softmax_of, labels_of(node))]  # type: ignore[union-attr, arg-type]
+            return [TermRequest(logits, labels_of(node)) for logits, _ in value.parts] + _of_rows(value)  # type: ignore[union-attr]
         case "lse":
             (logits, factor), *_ = value.parts  # type: ignore[union-attr]
-            return [Request(_times(logits, factor)), *_of_rows(value)]
+            return [TermRequest(_times(logits, factor)), *_of_rows(value)]
         case "argmax":
             return []
     if isinstance(value, Affine):
@@ -67,12 +67,12 @@ def requests_of(node: fx.Node, reader: Reader) -> list[Request] | None:
     own = _times(*exponent.parts[0])
     more = _of_rows(exponent)
     if isinstance(value, Exp):
-        return [Request(own), *more]
+        return [TermRequest(own), *more]
     mean = mean_of(own, value.of)
-    return None if mean is None else [Request(own, mean=mean), *more, *_of_rows(value.of)]
+    return None if mean is None else [TermRequest(own, mean=mean), *more, *_of_rows(value.of)]
 
 
-def classes_of(node: fx.Node) -> Classes:
+def labels_of(node: fx.Node) -> Classes:
     """Returns the classes that a loss or a `gather` reads."""
     args = arguments_of(node)
     return Classes(args["index"], None) if "index" in args else Classes(args["target"], args["ignore_index"])
@@ -87,8 +87,8 @@ def mean_of(own: Logits, value: Affine) -> Mean | None:
     return Mean(own_part, *others[0]) if others else Mean(own_part) if own_part else None
 
 
-def _of_rows(value: Any) -> list[Request]:
-    return [Request(row.logits) for row, _ in value.rows if isinstance(row, Lse)]
+def _of_rows(value: Any) -> list[TermRequest]:
+    return [TermRequest(row.logits) for row, _ in value.rows if isinstance(row, Lse)]
 
 
 def _times(logits: Logits, factor: float) -> Logits:
@@ -103,13 +103,13 @@ class Terms:
         copy: copies an operator that is no value or reader.
     """
 
-    def __init__(self, builder: Builder, requests: list[Request], copy: Callable[[fx.Node], None]) -> None:
+    def __init__(self, builder: Builder, requests: list[TermRequest], copy: Callable[[fx.Node], None]) -> None:
         self.builder, self.call, self.copy = builder, builder.call, copy
-        self.requests: dict[Logits, list[Request]] = {}
+        self.requests: dict[Logits, list[TermRequest]] = {}
         for request in requests:
             self.requests.setdefault(request.logits, []).append(request)
         self.inputs: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
-        self.made: dict[Logits, list[tuple[Request, fx.Node]]] = {}
+        self.made: dict[Logits, list[tuple[TermRequest, fx.Node]]] = {}
         self.of_others: dict[Logits, fx.Node] = {}
         self.classes: dict[Classes, tuple[fx.Node, fx.Node | None]] = {}
 
@@ -149,15 +149,15 @@ class Terms:
 
     def lse(self, logits: Logits) -> fx.Node:
         """Returns the logarithm of the sum of exponentials: [*]"""
-        return self._term(Request(logits), 0)
+        return self._term(TermRequest(logits), 0)
 
     def picked(self, logits: Logits, classes: Classes) -> fx.Node:
         """Returns the logit of the class of each row: [*]"""
-        return self._term(Request(logits, classes), 1)
+        return self._term(TermRequest(logits, classes), 1)
 
     def mean(self, logits: Logits, mean: Mean) -> fx.Node:
         """Returns a mean over classes: [*]"""
-        request = Request(logits, mean=mean)
+        request = TermRequest(logits, mean=mean)
         lse = self._term(request, 0)
         parts = (self.call(aten.sub.Tensor, self._term(request, i), lse) for i in (2, 3))
         return self.call(aten.sub.Tensor, *(self.call(aten.exp.default, part) for part in parts))
@@ -170,7 +170,7 @@ class Terms:
             total = self.plus(total, self.times(term, number))
         return total
 
-    def _rows(self, rows: Rows, value: Affine) -> fx.Node:
+    def _rows(self, rows: RowNumbers, value: Affine) -> fx.Node:
         node = self.call(aten.select.int, self.builder.env[rows.node], -1, 0)
         node = self.call(aten.detach.default, node) if rows.detached else node
         return self.builder.cast(node, dtype_of_sums(node.meta["val"].dtype))
@@ -185,15 +185,15 @@ class Terms:
             return self.call(aten.neg.default, x)
         return x if number == 1 else self.call(aten.mul.Tensor, x, number)
 
-    def _term(self, request: Request, place: int) -> fx.Node:
+    def _term(self, request: TermRequest, place: int) -> fx.Node:
         live = replace(request.logits, detached=False)
         if request.mean is None and request.logits != live and live in self.requests:
             return self.call(aten.detach.default, self._term(replace(request, logits=live), place))
-        if request == Request(request.logits) and request.logits in self.of_others:
+        if request == TermRequest(request.logits) and request.logits in self.of_others:
             return self.call(aten.select.int, self.of_others[request.logits], 0, 4)
         return self.call(aten.select.int, self.terms(request), 0, place)
 
-    def terms(self, request: Request) -> fx.Node:
+    def terms(self, request: TermRequest) -> fx.Node:
         """Returns the terms of logits, with at least what is requested: [2 *], [4 *] or [5 *]"""
         made = self.made.setdefault(request.logits, [])
         for known, terms in made:
@@ -202,7 +202,7 @@ class Terms:
         requests = self.requests.get(request.logits, [])
         classes = request.classes or next((r.classes for r in requests if r.classes and self._has(r.classes)), None)
         mean = request.mean or next((r.mean for r in requests if r.mean and self._has(r.mean)), None)
-        whole, terms = Request(request.logits, classes, mean), self._new_terms(request.logits, classes, mean)
+        whole, terms = TermRequest(request.logits, classes, mean), self._new_terms(request.logits, classes, mean)
         made.append((whole, terms))
         if mean is not None and mean.other is not None and mean.other not in self.made:
             self.of_others.setdefault(mean.other, terms)
@@ -260,7 +260,7 @@ def _other_arguments(view: fx.Node) -> dict[str, Any]:
 # ---- what readers compute
 
 
-def read_rows(terms: Terms, node: fx.Node, reader: Reader) -> fx.Node:
+def read_rows(terms: Terms, node: fx.Node, reader: RowReader) -> fx.Node:
     """Writes what a reader, which is no loss, computes of logits."""
     builder, value, call = terms.builder, reader.value, terms.call
     dtype = node.meta["val"].dtype
@@ -268,7 +268,7 @@ def read_rows(terms: Terms, node: fx.Node, reader: Reader) -> fx.Node:
         case "pick":
             total = terms.of_rows(value)  # type: ignore[arg-type]
             for logits, number in value.parts:  # type: ignore[union-attr]
-                total = terms.plus(terms.times(terms.picked(logits, classes_of(node)), number), total)
+                total = terms.plus(terms.times(terms.picked(logits, labels_of(node)), number), total)
         case "lse":
             (logits, factor), *_ = value.parts  # type: ignore[union-attr]
             total = terms.plus(terms.lse(_times(logits, factor)), terms.of_rows(value))  # type: ignore[arg-type]
@@ -284,16 +284,16 @@ def read_rows(terms: Terms, node: fx.Node, reader: Reader) -> fx.Node:
 def _argmax(terms: Terms, logits: Logits) -> fx.Node:
     weight, x, bias = terms.operands(logits)
     key = terms.call(linear_argmax_key, weight, x, 0, logits.scale, logits.cap, bias)
-    return place(terms.builder, key)
+    return place_in_graph(terms.builder, key)
 
 
-def place(builder: Builder, key: fx.Node) -> fx.Node:
+def place_in_graph(builder: Builder, key: fx.Node) -> fx.Node:
     """Writes `place_of_key`."""
     lower = builder.call(aten.bitwise_and.Scalar, key, PLACES - 1)
     return builder.call(aten.bitwise_xor.Scalar, lower, PLACES - 1)
 
 
-def _sum(terms: Terms, reader: Reader) -> fx.Node:
+def _sum(terms: Terms, reader: RowReader) -> fx.Node:
     builder, value, call = terms.builder, reader.value, terms.call
     match value:
         case Affine():
@@ -301,7 +301,7 @@ def _sum(terms: Terms, reader: Reader) -> fx.Node:
             classes = value.parts[0][0].linear.meta["val"].shape[-1]
         case Exp():
             total, classes = _probability(terms, value), value.of.parts[0][0].linear.meta["val"].shape[-1]
-        case Product():
+        case WeightedValue():
             exponent = value.probabilities.of
             own, classes = _times(*exponent.parts[0]), exponent.parts[0][0].linear.meta["val"].shape[-1]
             mean = mean_of(own, value.of)

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from graphs import small
 from hugging_face import LLAMA, expect_close, on_cpu, texts, words
-from large_vocabularies import small
 from ranks import run_ranks
 from small_models import assert_values_close
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from large_vocabularies import CLASSES, FUSED, LABELS, TOKENS, WIDTH, beside_one_device, fused, small
+from graphs import CLASSES, FUSED, LABELS, WIDTH, WORD_ROWS, beside_one_device, fused, small
 from ranks import Checks
 from small_models import gpt
 from torch import Tensor, nn
@@ -84,12 +84,12 @@ CASES = {
 def test_it_is_one_operator_and_equal_to_one_device(name: str, tp: int) -> None:
     model = CASES[name]().double()
     assert fused(model, tp) == ["linear_class_terms" if tp > 1 or name == "none" else "linear_loss_sum"]
-    report = autotp.verify(model, tp=tp, example_inputs=(TOKENS, LABELS))
+    report = autotp.verify(model, tp=tp, example_inputs=(WORD_ROWS, LABELS))
     assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
 
 
 def test_ranks_exchange_the_terms_of_all_rows_once() -> None:
-    analysis = analyse(skeleton_of(Words().double()), (TOKENS, LABELS), {}, 2)
+    analysis = analyse(skeleton_of(Words().double()), (WORD_ROWS, LABELS), {}, 2)
     graph = rank_graph(analysis, 0, "fast")
     (terms,) = (node for node in graph.nodes if node.target in FUSED)
     reductions = [node for node in graph.nodes if node.target is collectives.reduce]
@@ -115,8 +115,8 @@ def test_a_head_that_is_cut_otherwise_stays() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "smooth", "weighted"])
 def test_without_any_label_gradients_are_zero_as_on_one_device(name: str) -> None:
-    model = autotp.parallelize(CASES[name]().double(), 1, example_inputs=(TOKENS, LABELS))
-    loss = model(TOKENS, torch.full_like(LABELS, -100))
+    model = autotp.parallelize(CASES[name]().double(), 1, example_inputs=(WORD_ROWS, LABELS))
+    loss = model(WORD_ROWS, torch.full_like(LABELS, -100))
     loss.backward()
     assert loss.isnan()  # The mean of no row.
     assert all(parameter.grad.count_nonzero() == 0 for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""logit_values, row_terms: readers of logits that need few numbers of a row are computed with the head."""
+"""logit_values: readers of logits that need few numbers of a row are computed with the head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from large_vocabularies import CLASSES, LABELS, TOKENS, WIDTH, beside_one_device, first_graph, fused, small
+from graphs import CLASSES, LABELS, WIDTH, WORD_ROWS, beside_one_device, first_graph, fused, small
 from ranks import Checks
 from torch import Tensor, nn
 
@@ -148,7 +148,7 @@ def test_logits_are_never_whole_and_all_is_equal_to_one_device(name: str, tp: in
     assert logits == []
     # Two heads without a divergence, another scale, and other views of rows want operators of their own.
     assert len(fused(model, tp)) == 1 + (name in {"preference", "normed", "measured", "reverse"})
-    report = autotp.verify(model, tp=tp, example_inputs=(TOKENS, LABELS))
+    report = autotp.verify(model, tp=tp, example_inputs=(WORD_ROWS, LABELS))
     assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
 
 
@@ -182,9 +182,9 @@ def gradients_of_log_probabilities_are_counted_once(rank: int, n: int) -> None:
     """torchtitan#3827: over a gathered vocabulary they were as many times too large as there were ranks."""
     for without in ((), ("linear_cross_entropy",)):
         mine, whole = student("log_probabilities"), student("log_probabilities")
-        mine = autotp.parallelize(mine, n, example_inputs=(TOKENS, LABELS), without=without)
+        mine = autotp.parallelize(mine, n, example_inputs=(WORD_ROWS, LABELS), without=without)
         for model in (mine, whole):
-            model(TOKENS, LABELS).backward()
+            model(WORD_ROWS, LABELS).backward()
             with torch.no_grad():  # The gradients themselves; Adam would hide a factor.
                 for parameter in (p for p in model.parameters() if p.grad is not None):
                     parameter -= parameter.grad
@@ -212,10 +212,10 @@ class Accurate(nn.Module):
 
 @checks.on(2, 4)
 def the_first_of_the_greatest_logits_is_that_of_one_device(rank: int, n: int) -> None:
-    expected = Accurate()(TOKENS, LABELS)
+    expected = Accurate()(WORD_ROWS, LABELS)
     for without in ((), ("linear_cross_entropy",)):
-        mine = autotp.parallelize(Accurate(), n, example_inputs=(TOKENS, LABELS), without=without)
-        loss, places = mine(TOKENS, LABELS)
+        mine = autotp.parallelize(Accurate(), n, example_inputs=(WORD_ROWS, LABELS), without=without)
+        loss, places = mine(WORD_ROWS, LABELS)
         torch.testing.assert_close(loss, expected[0])
         assert torch.equal(places, expected[1])
 
