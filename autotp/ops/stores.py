@@ -29,7 +29,7 @@ def flat_memory(x: Tensor) -> Tensor:
     """Returns the whole memory of a tensor: [elements]"""
     storage = x.untyped_storage()
     count = storage.nbytes() // x.element_size()
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (count,), (1,))
 
 
 def tensor_at(flat: Tensor, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
@@ -37,7 +37,7 @@ def tensor_at(flat: Tensor, dtype: torch.dtype, shape: torch.Size, stride: tuple
     if flat.dtype == dtype:
         return flat.as_strided(shape, stride, offset)
     empty = torch.empty(0, dtype=dtype, device=flat.device)
-    return empty.set_(flat.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+    return empty.set_(flat.untyped_storage(), offset, shape, stride)
 
 
 class Bits:

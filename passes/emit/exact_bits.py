@@ -9,10 +9,10 @@ this, so nobody looks at values, and the host does not wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import fx
 
 from autotp.ops.stores import Bits, ShortNumbers
 from autotp.passes.emit.kept_values import Geometry, Saved
@@ -30,15 +30,7 @@ INDEXING = {
 """Operators whose saved whole numbers choose among the elements of one dimension of an operand."""
 
 
-def is_exact(saved: Saved, node: fx.Node, geometries: Mapping[str, Geometry]) -> bool:
-    """True if a tensor that an operator saves can be kept in fewer bytes without a loss.
-
-    Args:
-        node: the operator that saves it.
-        geometries: of the tensors that it reads, by the name of their node.
-    """
-    if saved.dtype == torch.bool:
-        return True
-    operands = [geometries[n.name] for n in node.all_input_nodes if n.name in geometries]
+def is_exact(saved: Saved, operator: Any, operands: Sequence[Geometry]) -> bool:
+    """True if a tensor that an operator saves can be kept in fewer bytes without a loss."""
     bounded = all(size < 2**31 for x in operands for size in x.shape)
-    return saved.dtype == torch.int64 and node.target in INDEXING and bounded
+    return saved.dtype == torch.bool or (saved.dtype == torch.int64 and operator in INDEXING and bounded)
