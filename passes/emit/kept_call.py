@@ -293,8 +293,16 @@ class KeptCall:
                 fix='recompute="none"',
             )
         for number, x in zip(part.by_hook, saved, strict=True):
-            if number >= 0:
-                self.values[number] = x
+            if number < 0:
+                continue
+            geometry = self.pattern.geometries[number]
+            if geometry is not None and (x.shape != geometry.shape or x.stride() != geometry.stride):
+                raise Error(
+                    f"a block that backward computes again keeps a tensor of sizes {tuple(x.shape)}, and one of "
+                    f"{tuple(geometry.shape)} in forward",
+                    fix='recompute="none"',
+                )
+            self.values[number] = x
         saved.clear()  # The graph of this run has it in its hooks, and some of the tensors have the graph.
         for number, x in zip(part.by_output, results, strict=True):
             self.values[number] = _at(x, self.pattern.geometries[number])

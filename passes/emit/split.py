@@ -26,6 +26,7 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
+from autotp.ops.collectives import copy
 from autotp.ops.dropout import exact_dropout, fast_dropout
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.emit.exact_bits import is_exact
@@ -114,8 +115,11 @@ class Operators:
     def is_view(self, node: fx.Node) -> bool:
         """True for an operator that writes nothing, so that it may run again on memory that is not its own."""
         # A node that came later is one of several views of a tensor: `python_calls.py`.
-        target = self.by_name.get(node.name, aten.split_with_sizes.default)
-        return target is operator.getitem or (isinstance(target, OpOverload) and not target._schema.is_mutable)
+        target = self.by_name.get(node.name)
+        if isinstance(target, OpOverload):
+            return not target._schema.is_mutable
+        # `fresh` lets a sum write into its operand, and a copy into its gradient: `in_place.py`.
+        return target is copy or not node.kwargs.get("fresh")
 
 
 def split(module: fx.GraphModule, operators: Operators, run: SavingRun, fates: Fates, ends_early: bool = True) -> Split:

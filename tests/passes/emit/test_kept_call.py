@@ -137,7 +137,7 @@ def test_another_number_of_tensors_is_an_error() -> None:
         block(x)
 
 
-def doubled_in_place(x: Tensor) -> Tensor:
+def doubled_in_place(x: Tensor, fresh: bool) -> Tensor:
     """As a sum over ranks that overwrites its operand."""
     with torch.no_grad():
         x.mul_(2)
@@ -148,7 +148,9 @@ def doubled_in_place(x: Tensor) -> Tensor:
 def test_what_writes_in_place_runs_again_with_the_maker_of_the_memory(names: tuple[str, ...]) -> None:
     """And not without it: it would write twice."""
     graph = fx.Graph()
-    written = graph.call_function(doubled_in_place, (graph.call_function(torch.neg, (graph.placeholder("x"),)),))
+    written = graph.call_function(
+        doubled_in_place, (graph.call_function(torch.neg, (graph.placeholder("x"),)),), {"fresh": True}
+    )
     values = graph.call_function(torch.exp, (graph.call_function(torch.sin, (written,)),))
     graph.output(graph.call_function(torch.tanh, (values,)))
     module = fx.GraphModule(nn.Module(), graph)
