@@ -98,6 +98,7 @@ class HostCopy:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.copy.copy_(source, non_blocking=True)
+            self._left = stream.record_event()
         source.record_stream(stream)
 
     def begin(self) -> None:
@@ -112,6 +113,7 @@ class HostCopy:
         self._back = torch.empty_like(self.copy, device=self.device, pin_memory=False)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
+            stream.wait_event(self._left)
             self._back.copy_(self.copy, non_blocking=True)
             self._arrived = stream.record_event()
         self._back.record_stream(stream)

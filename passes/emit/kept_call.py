@@ -26,7 +26,7 @@ from autotp.ops.stores import HostCopy, Store, tensor_at
 from autotp.passes.capture.autocast_regions import Autocast, ambient_everywhere
 from autotp.passes.emit.exact_bits import STORES
 from autotp.passes.emit.kept_values import Geometry, SavingRun
-from autotp.passes.emit.split import Part, Split
+from autotp.passes.emit.split import ReplayPart, Split
 
 NO_RUN = -1
 """torch's number of a run of backward, outside of all runs."""
@@ -273,7 +273,7 @@ class KeptCall:
         if inputs != self.versions or _versions(self.held) != self.held_versions:
             raise RuntimeError(CHANGED + "an input or a parameter of a block that backward computes again")
 
-    def _replay(self, part: Part) -> None:
+    def _replay(self, part: ReplayPart) -> None:
         """Runs a part again, and notes the tensors that autograd wants."""
         self._expect_unchanged()
         saved: list[Tensor] = []
@@ -324,7 +324,7 @@ class KeptCall:
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device, requires_grad=learns)
 
     @contextmanager
-    def _as_in_forward(self, part: Part) -> Iterator[None]:
+    def _as_in_forward(self, part: ReplayPart) -> Iterator[None]:
         """A region with the autocast of forward, after which the random state is as before."""
         now = ambient_everywhere()
         with ExitStack() as regions:

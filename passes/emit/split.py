@@ -43,7 +43,7 @@ Source = tuple[Literal["part", "input", "store"], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ReplayPart:
     """Operators that backward runs again together.
 
     Attributes:
@@ -86,7 +86,7 @@ class Split:
     numbers_only: bool
     saved: tuple[int, ...]
     sources: tuple[Source | None, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ReplayPart, ...]
     inputs: tuple[int, ...]
     held: tuple[fx.Node, ...]
     learns: tuple[bool, ...]
@@ -300,7 +300,7 @@ class _Parts:
         self.held: list[fx.Node] = []
         self.blanks: list[str] = []
 
-    def part(self, nodes: set[fx.Node], on_any_operand: bool) -> Part:
+    def part(self, nodes: set[fx.Node], on_any_operand: bool) -> ReplayPart:
         """Returns a part. on_any_operand: what it reads may have any values: it is run for a mask."""
         of = self.of
         ordered = sorted(nodes | of.regions, key=of.order.__getitem__)
@@ -323,7 +323,7 @@ class _Parts:
         self.held += [n for n in held if n not in self.held]
         saved = [t for t in of.run.saved if of.by_name[t.node] in nodes]
         wanted = ("mask" if on_any_operand else "recompute"), "input"
-        return Part(
+        return ReplayPart(
             run=fx.GraphModule(nn.Module(), graph).forward, inputs=tuple(of.places[n] for n in inputs),
             held=tuple(map(self.held.index, held)),
             by_hook=tuple(self.numbers.get(t.index, -1) if of.ways[t.index] in wanted else -1 for t in saved),

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fates import CASES, GRAPH, operands, step
 from ranks import Checks
 from small_models import Mixture, gpt, tokens
-from test_split import CASES, GRAPH, operands, step
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
