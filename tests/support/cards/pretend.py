@@ -108,7 +108,7 @@ class Stream:
         pass
 
     def wait_event(self, event: Any) -> None:
-        pass
+        event._arrive()  # What the stream does next may read the pinned memory; it would be later in the order.
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
